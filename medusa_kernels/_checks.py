@@ -1,0 +1,65 @@
+"""Argument checks shared by every implementation of an op: one place, one wording.
+
+Each check raises `ValueError` naming the argument, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
+    """Check a shape: an int must match, a letter stands for any size."""
+    got = tuple(tensor.shape)
+    if got == expected:
+        return
+    if len(got) != len(expected) or any(isinstance(e, int) and e != g for e, g in zip(expected, got, strict=True)):
+        wanted = ", ".join(str(e) for e in expected)
+        raise ValueError(f"{name}: expected shape [{wanted}], got {list(got)}")
+
+
+def dtype(name: str, tensor: torch.Tensor, *expected: torch.dtype) -> None:
+    """Check a dtype against the allowed ones."""
+    if tensor.dtype not in expected:
+        wanted = " or ".join(str(e).removeprefix("torch.") for e in expected)
+        raise ValueError(f"{name}: expected dtype {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def same_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that two arguments lie on one device."""
+    if tensor.device != other.device:
+        raise ValueError(f"{name}: expected on {other.device} like {other_name}, got {tensor.device}")
+
+
+def contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor's memory is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+
+
+def match(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Check that an argument has the dtype and the device of another one."""
+    if tensor.dtype != other.dtype:
+        wanted, got = (str(t.dtype).removeprefix("torch.") for t in (other, tensor))
+        raise ValueError(f"{name}: expected dtype {wanted} like {other_name}, got {got}")
+    same_device(name, tensor, other_name, other)
+
+
+def rows_fit(lengths: Sequence[int], added: int, capacity: int) -> None:
+    """Check on the host that `added` rows behind each cached prefix lie within the cache."""
+    for row, length in enumerate(lengths):
+        if length < 0 or length + added > capacity:
+            raise ValueError(
+                f"cache_lens: expected 0 to {capacity - added} so that {added} more rows fit {capacity} cache rows, "
+                f"got {length} in batch row {row}"
+            )
+
+
+def require(condition: bool, name: str, expected: object, got: object) -> None:
+    """Raise the standard error unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")

@@ -1,0 +1,64 @@
+"""Where ops are declared and where the choice of an implementation is made, logged and reported.
+
+Each op is a `torch.library` op in the namespace `medusa_kernels` with one schema, one fake and one implementation a
+device type. Which implementation serves a device type is chosen at the first call, by a function that also says why;
+the choice is logged once and `served_by` (used by `medusa doctor`) reports it. Nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NAMESPACE = "medusa_kernels"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+OPS = ("tree_attention", "rope_append", "heads_topk", "tree_verify", "kv_compact")
+
+logger = logging.getLogger(NAMESPACE)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an op: its short name, the function, and why it was chosen."""
+
+    name: str
+    function: Callable[..., Any]
+    reason: str
+
+
+_choosers: dict[tuple[str, str], Callable[[], Implementation]] = {}
+_chosen: dict[tuple[str, str], Implementation] = {}
+
+
+def declare(schema: str, fake: Callable[..., Any]) -> str:
+    """Declare an op by its schema (with mutations marked) and its fake; return the op's name."""
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    return name
+
+
+def serve(op: str, device_type: str, choose: Callable[[], Implementation]) -> None:
+    """Let `choose` decide, at the first call, what serves `op` on a device type ("cpu" or "cuda")."""
+    _choosers[op, device_type] = choose
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return served_by(op, device_type).function(*args, **kwargs)
+
+    LIBRARY.impl(op, run, device_type.upper())
+
+
+def served_by(op: str, device_type: str) -> Implementation:
+    """Return the implementation that serves an op on a device type, choosing and logging it at the first call."""
+    key = (op, device_type)
+    if key not in _chosen:
+        if key not in _choosers:
+            raise ValueError(f"expected one of the ops {OPS} on cpu or cuda, got {op!r} on {device_type!r}")
+        chosen = _choosers[key]()
+        logger.info("%s on %s: %s (%s)", op, device_type, chosen.name, chosen.reason)
+        _chosen[key] = chosen
+    return _chosen[key]

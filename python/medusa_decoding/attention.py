@@ -1,0 +1,173 @@
+"""Swaps the attention modules of a loaded Llama-family model for tree attention, and back.
+
+The swapped module shares the original's projections (the very same submodule table, so quantised and LoRA-wrapped
+layers keep working and `state_dict` does not change). Called with a `DecodeContext` it appends to a `TreeCache` and
+attends through the project's ops; called without one, by the model's own forward or `generate`, it hands over to the
+original module, so the model behaves as before. This module does not know tokens, heads or acceptance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from medusa_decoding.cache import TreeCache
+from medusa_kernels import rope_append, tree_attention
+
+SUPPORTED = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
+
+
+@dataclass
+class DecodeContext:
+    """What the swapped attention modules need to know of the pass they are in.
+
+    Attributes:
+        cache: where keys and values are appended, behind `cache.lengths` rows.
+        depths: int32 [N], each token's position behind `cache.lengths`.
+        ancestors: int64 [N, W] bit words of a tree pass; None for a prefill (causal, cache empty).
+    """
+
+    cache: TreeCache
+    depths: torch.Tensor
+    ancestors: torch.Tensor | None
+
+
+class TreeAttention(nn.Module):
+    """Stands in for one attention module and shares its parameters, submodules and attributes."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # The tables themselves are shared: whatever is set on one (an adapter, a quantised layer) is set on both, and
+        # names in state_dict stay as they were. The original is kept where nn.Module does not register it.
+        self._parameters = original._parameters
+        self._buffers = original._buffers
+        self._modules = original._modules
+        self.__dict__["original"] = original
+        self.training = original.training
+        self.users = 0
+        self.window = sliding_window(original)
+
+    def __getattr__(self, name: str) -> Any:
+        """Fall through to the original for what this class does not define (layer_type, is_causal, ..)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+    def train(self, mode: bool = True) -> TreeAttention:
+        """Set the mode of both modules."""
+        self.__dict__["original"].train(mode)
+        return super().train(mode)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, medusa_context: DecodeContext | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within a decode pass, or as the original module without a context.
+
+        Args:
+            hidden_states: [B, N, H].
+            *args: handed to the original module.
+            medusa_context: the decode pass; None outside of one.
+            **kwargs: handed to the original module.
+
+        Returns:
+            The output [B, N, H], and None for the attention weights (never materialised in a decode pass).
+        """
+        original = self.original
+        if medusa_context is None:
+            return original(hidden_states, *args, **kwargs)
+        batch, nodes, _ = hidden_states.shape
+        heads = (batch, nodes, -1, original.head_dim)
+        q = self.q_proj(hidden_states).view(heads)
+        k = self.k_proj(hidden_states).view(heads)
+        v = self.v_proj(hidden_states).view(heads)
+        if "q_norm" in self._modules:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cache = medusa_context.cache
+        k_cache, v_cache = cache.layer(original.layer_idx)
+        q = rope_append(
+            q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, medusa_context.depths
+        )
+        if medusa_context.ancestors is None:
+            out = prefill_attention(q, k_cache, v_cache, original.scaling, self.window)
+        else:
+            out = tree_attention(
+                q, k_cache, v_cache, cache.lengths, medusa_context.ancestors, scale=original.scaling, window=self.window
+            )
+        return self.o_proj(out.reshape(batch, nodes, -1)), None
+
+
+def prefill_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attend causally over the prompt just written: q [B, T, Hq, D], cache rows [0, T) -> [B, T, Hq, D].
+
+    Prompts stand at the start of their rows and padding behind them, so that causality alone hides the padding.
+    """
+    length = q.shape[1]
+    keys, values = k_cache[:, :, :length], v_cache[:, :, :length]
+    mask = None
+    if window is not None and length > window:
+        age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        mask = (age >= 0) & (age < window)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def sliding_window(attention: nn.Module) -> int | None:
+    """Return a layer's sliding window in positions, or None: Mistral's from its config, Qwen's from the layer."""
+    if isinstance(attention, MistralAttention):
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)
+
+
+class AttentionSwap:
+    """The swap of one model's attention modules; `undo` (or leaving the `with` block) restores them exactly.
+
+    Several swaps of one model share the swapped modules; the last `undo` restores.
+
+    Args:
+        layers: the model's decoder layers, each with a `self_attn`.
+
+    Raises:
+        ValueError: an attention module of a family that is not supported; nothing is swapped then.
+    """
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        found = [layer.self_attn for layer in layers]
+        for index, attention in enumerate(found):
+            if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
+                names = ", ".join(cls.__name__ for cls in SUPPORTED)
+                raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
+        self._layers: list[nn.Module] | None = list(layers)
+        for layer in self._layers:
+            if not isinstance(layer.self_attn, TreeAttention):
+                layer.self_attn = TreeAttention(layer.self_attn)
+            layer.self_attn.users += 1
+
+    def undo(self) -> None:
+        """Put the original modules back; a second call does nothing."""
+        for layer in self._layers or []:
+            swapped = layer.self_attn
+            swapped.users -= 1
+            if swapped.users == 0:
+                layer.self_attn = swapped.original
+        self._layers = None
+
+    def __enter__(self) -> AttentionSwap:
+        """Return the swap itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Undo the swap."""
+        self.undo()

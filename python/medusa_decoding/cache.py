@@ -1,0 +1,69 @@
+"""TreeCache: the keys and values of all layers in one preallocated block, and how far each row is filled.
+
+One block lets one launch compact every layer (`kv_compact`) and keeps addresses fixed for captured steps. The cache
+knows shapes and lengths; it does not know trees, tokens or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+CAPACITY_STEP = 64
+
+
+@dataclass
+class TreeCache:
+    """Keys, values and lengths of a batch of sequences.
+
+    Attributes:
+        kv: [L, 2, B, Hkv, S, D]; kv[l, 0] holds layer l's keys (already rotated), kv[l, 1] its values.
+        lengths: int32 [B], filled rows of each sequence, on the same device.
+        cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of kv.
+    """
+
+    kv: torch.Tensor
+    lengths: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_layers: int,
+        batch: int,
+        num_kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> TreeCache:
+        """Make an empty cache of `capacity` rows a sequence.
+
+        Raises:
+            MemoryError: the block does not fit on the device; says how large it would be.
+        """
+        shape = (num_layers, 2, batch, num_kv_heads, capacity, head_dim)
+        try:
+            kv = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain RuntimeError from the CPU allocator
+            size = torch.Size(shape).numel() * dtype.itemsize / 2**30
+            raise MemoryError(f"cache: {size:.2f} GiB for {list(shape)} {dtype} do not fit on {device}") from error
+        return cls(kv, torch.zeros(batch, dtype=torch.int32, device=device), *rope)
+
+    @property
+    def capacity(self) -> int:
+        """S, the rows a sequence can hold."""
+        return self.kv.shape[4]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one layer's keys and values, each [B, Hkv, S, D], as views."""
+        return self.kv[index, 0], self.kv[index, 1]
+
+
+def rounded_capacity(rows: int) -> int:
+    """Round a number of rows up to the step in which caches are sized."""
+    return -(-rows // CAPACITY_STEP) * CAPACITY_STEP

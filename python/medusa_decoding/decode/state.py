@@ -1,0 +1,82 @@
+"""What one generation carries from step to step: tensors on the device, one row a sequence.
+
+Nothing here is read by the host inside a step, so that a step can be captured and replayed. A row's length, accepted
+length and end are its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from medusa_decoding.cache import TreeCache
+
+
+@dataclass
+class StopRules:
+    """When a row ends: the same rules as transformers' EosTokenCriteria, MaxLengthCriteria and MinNewTokens processor.
+
+    Attributes:
+        eos: int64 [E], token ids that end a row; may be empty.
+        max_new: int32 [B], new tokens a row may get.
+        min_new: new tokens before which an EOS token is never chosen.
+    """
+
+    eos: torch.Tensor
+    max_new: torch.Tensor
+    min_new: int
+
+
+@dataclass
+class DecodeState:
+    """The running state of a batch.
+
+    Attributes:
+        cache: keys and values; `cache.lengths` are the committed tokens of each row, its root excluded.
+        root: int64 [B], the model's own next token: emitted, but not yet in the cache.
+        hidden: [B, H], final hidden state of each row's last accepted token, the heads' input.
+        output: int64 [B, max_new + 1], tokens emitted so far; the last column takes what is to be thrown away.
+        count: int32 [B], tokens emitted so far.
+        finished: bool [B].
+        log: int32 [B, max_new + 1], tokens each step committed; column s is step s, 0 once a row has finished.
+        step: int64 [1], steps so far.
+    """
+
+    cache: TreeCache
+    root: torch.Tensor
+    hidden: torch.Tensor
+    output: torch.Tensor
+    count: torch.Tensor
+    finished: torch.Tensor
+    log: torch.Tensor
+    step: torch.Tensor
+
+
+def commit(state: DecodeState, rules: StopRules, emitted: torch.Tensor, accepted: torch.Tensor) -> None:
+    """Append what a step found to the output, cut at the first EOS and at the budget, and mark finished rows.
+
+    Args:
+        state: changed in place: output, count, finished, log, step.
+        rules: when a row ends.
+        emitted: int64 [B, P], the tokens of the step in order; the first `accepted + 1` of a row count.
+        accepted: int32 [B], accepted nodes below the root.
+    """
+    places = torch.arange(emitted.shape[1], device=emitted.device, dtype=torch.int32)
+    length = accepted + 1
+    if rules.eos.numel():
+        ends = torch.isin(emitted, rules.eos) & (places < length[:, None])
+        first_end = torch.where(ends, places, emitted.shape[1]).amin(1).to(torch.int32)
+        length = torch.minimum(length, first_end + 1)
+        ended = first_end < length
+    else:
+        ended = torch.zeros_like(state.finished)
+    room = rules.max_new - state.count
+    ended = (ended & (length <= room)) | (length >= room)
+    length = torch.minimum(length, room).masked_fill(state.finished, 0)
+    columns = torch.where(places < length[:, None], state.count[:, None] + places, state.output.shape[1] - 1)
+    state.output.scatter_(1, columns.long(), emitted)
+    state.log.scatter_(1, state.step.expand(len(length), 1), length[:, None])
+    state.count += length
+    state.finished |= ended
+    state.step += 1

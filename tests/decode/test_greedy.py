@@ -1,0 +1,242 @@
+"""In fp32, Medusa's greedy tokens are transformers' greedy tokens: families, trees, batches, limits, ends."""
+
+import pytest
+import torch
+from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+
+from medusa_decoding import MedusaModel, Tree
+
+RANDOM = [[2], [0], [1], [2, 3], [0, 1], [2, 3, 0], [0, 1, 4], [5], [2, 3, 0, 1]]
+TREES = {
+    "root": Tree([]),
+    "chain": Tree.chain(4),
+    "cartesian": Tree.cartesian([4, 3, 2]),
+    "random": Tree(RANDOM),
+    "nodes64": Tree.optimal([[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1], [0.2, 0.1]], 64),
+    "nodes130": Tree.optimal([[0.5, 0.4, 0.3, 0.2, 0.1], [0.5, 0.4, 0.3, 0.2, 0.1], [0.5, 0.4, 0.3, 0.2]], 130),
+}
+NEW = 24
+
+
+def new_tokens(output, width):
+    return [row[width : width + n].tolist() for row, n in zip(output.sequences, output.new_tokens, strict=True)]
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_equals_transformers(family, tree, batch):
+    model = tiny(family)
+    rows = prompts(batch, [7, 1, 19, 12, 3])
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), tree) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+    assert new_tokens(output, ids.shape[1]) == expected
+    assert [sum(a) + len(a) for a in output.accept_lengths] == [NEW - 1] * batch
+    if tree.num_nodes > 1:
+        assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+
+
+VARIANTS = {
+    "one layer": ("llama", {"num_hidden_layers": 1}),
+    "tied embeddings": ("qwen2", {"tie_word_embeddings": True}),
+    "multi-head": ("llama", {"num_key_value_heads": 4}),
+    "multi-query": ("llama", {"num_key_value_heads": 1}),
+    "attention bias": ("llama", {"attention_bias": True}),
+    "mistral window": ("mistral", {"sliding_window": 6}),
+    "mistral no window": ("mistral", {"sliding_window": None}),
+    "qwen2 window in some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3 window": ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "llama3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "yarn rope": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 24,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "dynamic rope": (
+        "llama",
+        {
+            "max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_variants_equal_transformers(family, overrides):
+    rows = prompts(4, [9, 2, 21, 14])
+    # A fresh model a row: dynamic scaling leaves frequencies of the last text in transformers' rotary module.
+    expected = [transformers_greedy(tiny(family, **overrides), row, NEW) for row in rows]
+    model = tiny(family, **overrides)
+    ids, mask = padded(rows, "right")
+    with MedusaModel(model, heads_for(model), TREES["cartesian"]) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+    assert new_tokens(output, ids.shape[1]) == expected
+    assert sum(map(sum, output.accept_lengths)) > 0
+
+
+def test_heads_with_more_blocks_and_shared_projection():
+    model = tiny()
+    [row] = prompts(1, [8])
+    expected = transformers_greedy(model, row, NEW)
+    for layers, shared in ((2, False), (1, True), (3, True)):
+        with MedusaModel(model, heads_for(model, num_layers=layers, shared=shared), TREES["cartesian"]) as medusa:
+            assert new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row)) == [expected]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_side_and_batch_do_not_change_a_row(side):
+    model = tiny("qwen3")
+    rows = prompts(5, [7, 1, 19, 12, 3])
+    ids, mask = padded(rows, side, fill=5)
+    with MedusaModel(model, heads_for(model), TREES["nodes64"]) as medusa:
+        together = new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1])
+        alone = [new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row))[0] for row in rows]
+    assert together == alone
+
+
+def test_left_padded_batch_has_transformers_layout():
+    model = tiny()
+    rows = prompts(4, [7, 2, 11, 5])
+    ids, mask = padded(rows)
+    free = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    ends = [free[0, ids.shape[1] + 6].item(), free[2, ids.shape[1] + 3].item()]
+    kwargs = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": 9}
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, **kwargs)
+    assert expected.shape[1] < ids.shape[1] + NEW or (expected == 9).any()
+    with MedusaModel(model, heads_for(model), TREES["cartesian"]) as medusa:
+        got = medusa.generate(ids, mask, return_dict_in_generate=False, **kwargs)
+    assert got.tolist() == expected.tolist()
+
+
+def accepted_middle(output, width):
+    """A token whose first occurrence lies inside an accepted path, and not at its end."""
+    text = output.sequences[0, width:].tolist()
+    place = 1
+    for accepted in output.accept_lengths[0]:
+        for i in range(place, place + accepted):
+            if text.index(text[i]) == i:
+                return text[i], i
+        place += accepted + 1
+    return None
+
+
+def test_eos_inside_an_accepted_path_cuts_exactly_there():
+    cut = 0
+    for seed in range(8):
+        model = tiny(seed=seed)
+        [row] = prompts(1, [6], seed=seed)
+        with MedusaModel(model, heads_for(model), TREES["nodes64"]) as medusa:
+            found = accepted_middle(medusa.generate(row[None], max_new_tokens=NEW), len(row))
+            if found is None:
+                continue
+            eos, place = found
+            output = medusa.generate(row[None], max_new_tokens=NEW, eos_token_id=eos)
+        [got] = new_tokens(output, len(row))
+        assert got == transformers_greedy(model, row, NEW, eos_token_id=eos)
+        assert len(got) == place + 1 and got[-1] == eos and output.sequences.shape[1] == len(row) + place + 1
+        cut += 1
+    assert cut >= 3
+
+
+@pytest.mark.parametrize("eos", [[0], [3, 0, 7], list(range(VOCAB))])
+@pytest.mark.parametrize("min_new", [0, 1, 5, NEW])
+def test_eos_lists_and_min_new_tokens(eos, min_new):
+    model = tiny("mistral", seed=3)
+    rows = prompts(5, [4, 9, 2, 13, 6], seed=4)
+    expected = [
+        transformers_greedy(model, row, NEW, eos_token_id=eos, min_new_tokens=min_new or None) for row in rows
+    ]
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), TREES["cartesian"]) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW, eos_token_id=eos, min_new_tokens=min_new)
+    assert new_tokens(output, ids.shape[1]) == expected
+
+
+def test_eos_of_the_generation_config_is_used():
+    model = tiny()
+    [row] = prompts(1, [5])
+    text = transformers_greedy(model, row, NEW)
+    model.generation_config.eos_token_id = [text[4]]
+    expected = transformers_greedy(model, row, NEW)
+    assert len(expected) < NEW
+    with MedusaModel(model, heads_for(model)) as medusa:
+        assert new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row)) == [expected]
+
+
+@pytest.mark.parametrize("max_new", [1, 2, 3])
+def test_small_budgets(max_new):
+    model = tiny()
+    rows = prompts(3, [5, 8, 2])
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), TREES["nodes64"]) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=max_new)
+    assert new_tokens(output, ids.shape[1]) == [transformers_greedy(model, row, max_new) for row in rows]
+
+
+@pytest.mark.parametrize("tree", ["chain", "nodes64", "nodes130"])
+@pytest.mark.parametrize("left", [1, 2, 10])
+def test_prompt_up_to_the_context_limit(left, tree):
+    model = tiny()
+    limit = model.config.max_position_embeddings
+    [row] = prompts(1, [limit - left])
+    with MedusaModel(model, heads_for(model), TREES[tree]) as medusa:
+        output = medusa.generate(row[None])
+    assert output.sequences.shape[1] == limit
+    assert new_tokens(output, len(row)) == [transformers_greedy(model, row, left)]
+
+
+def test_explicit_budget_past_the_context_is_obeyed_like_transformers(caplog):
+    model = tiny()
+    [row] = prompts(1, [model.config.max_position_embeddings - 4])
+    with MedusaModel(model, heads_for(model), TREES["cartesian"]) as medusa:
+        output = medusa.generate(row[None], max_new_tokens=12)
+    assert new_tokens(output, len(row)) == [transformers_greedy(model, row, 12)]
+    assert "context" in caplog.text
+
+
+def test_bfloat16_agrees_except_at_ties():
+    disagreements = compared = 0
+    for seed in range(12):
+        model = tiny(seed=seed, dtype=torch.bfloat16)
+        [row] = prompts(1, [9], seed=seed)
+        expected = transformers_greedy(model, row, NEW)
+        with MedusaModel(model, heads_for(model), TREES["cartesian"]) as medusa:
+            [got] = new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row))
+        compared += 1
+        if got == expected:
+            continue
+        disagreements += 1
+        first = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
+        prefix = torch.cat([row, torch.tensor(expected[:first])])
+        with torch.no_grad():
+            logits = model(prefix[None].long()).logits[0, -1].float()
+        gap = (logits[expected[first]] - logits[got[first]]).abs().item()
+        # Two bfloat16 steps at the logits' magnitude: each of the two computations may round once.
+        step = 2.0 ** (torch.tensor(logits.abs().max().item()).log2().floor().item() - 7)
+        assert gap <= 2 * step, f"seed {seed}: not a tie, the logits differ by {gap} (step {step})"
+    assert disagreements < compared / 2

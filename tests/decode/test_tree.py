@@ -1,0 +1,177 @@
+"""Tree: order, derived tensors, refusals, search and files."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_decoding import Tree
+
+
+@st.composite
+def prefix_closed(draw, max_choices=80):
+    """Grow random prefix-closed sets of paths, returned in random order."""
+    paths: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(0, max_choices))):
+        parent = draw(st.sampled_from([(), *paths]))
+        child = (*parent, draw(st.integers(0, 6)))
+        if child not in paths:
+            paths.append(child)
+    return draw(st.permutations(paths))
+
+
+def words_to_sets(ancestors: torch.Tensor) -> list[set[int]]:
+    """Decode bit words independently of how they were packed."""
+    found = []
+    for row in ancestors.tolist():
+        bits = "".join(format(word % 2**64, "064b")[::-1] for word in row)
+        found.append({j for j, bit in enumerate(bits) if bit == "1"})
+    return found
+
+
+@given(prefix_closed())
+@settings(max_examples=60, deadline=None)
+def test_derived_tensors_follow_from_the_paths(paths):
+    tree = Tree([list(path) for path in paths])
+    nodes = [(), *sorted(paths, key=lambda p: (len(p), p))]
+    assert [tuple(path) for path in tree.choices] == nodes[1:]
+    assert tree.num_nodes == len(nodes) and tree.depth == max(map(len, nodes))
+    assert tree.depths.tolist() == [len(node) for node in nodes]
+    assert tree.parents.tolist() == [-1] + [nodes.index(node[:-1]) for node in nodes[1:]]
+    assert tree.ranks.tolist() == [-1] + [node[-1] for node in nodes[1:]]
+    prefixes = [{nodes.index(node[:d]) for d in range(len(node) + 1)} for node in nodes]
+    assert tree.ancestors.shape == (len(nodes), -(-len(nodes) // 64)) and tree.ancestors.dtype == torch.int64
+    assert words_to_sets(tree.ancestors) == prefixes
+    for i, node in enumerate(nodes):
+        expected = [nodes.index(node[:d]) for d in range(len(node) + 1)] + [i] * (tree.depth - len(node))
+        assert tree.paths[i].tolist() == expected
+
+
+def test_known_small_tree():
+    tree = Tree([[1], [0, 0], [0]])
+    assert tree.choices == [[0], [1], [0, 0]]
+    assert tree.parents.tolist() == [-1, 0, 0, 1]
+    assert tree.ancestors.tolist() == [[0b0001], [0b0011], [0b0101], [0b1011]]
+
+
+def test_last_bit_of_a_word_and_the_next_word():
+    tree = Tree.chain(64)
+    assert tree.ancestors[63].tolist() == [-1, 0]
+    assert tree.ancestors[64].tolist() == [-1, 1]
+
+
+def test_root_alone():
+    tree = Tree([])
+    assert (tree.num_nodes, tree.depth, tree.top_k) == (1, 0, 0)
+    assert tree.parents.tolist() == [-1] and tree.ancestors.tolist() == [[1]] and tree.paths.tolist() == [[0]]
+
+
+def test_chain_and_cartesian():
+    assert Tree.chain(3).choices == [[0], [0, 0], [0, 0, 0]]
+    tree = Tree.cartesian([3, 2])
+    assert tree.choices == [[0], [1], [2], *([i, j] for i in range(3) for j in range(2))]
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [
+        ([[0, 0]], r"\[0, 0\].*prefix \[0\]"),
+        ([[0], [0, 1, 2]], r"\[0, 1, 2\].*prefix \[0, 1\]"),
+        ([[0], [0]], r"\[0\] is given twice"),
+        ([[0], []], "non-empty path"),
+        ([[-1]], r"at least 0, got \[-1\]"),
+        ([[0.5]], "ranks"),
+        ([[True]], "ranks"),
+        (["01"], "paths"),
+        ([[i] for i in range(256)], "at most 255 paths, got 256"),
+    ],
+)
+def test_bad_choices_are_named(choices, words):
+    with pytest.raises(ValueError, match=words):
+        Tree(choices)
+
+
+def test_the_largest_tree_is_allowed():
+    assert Tree([[i] for i in range(255)]).num_nodes == 256
+
+
+def test_fit_to_heads_names_the_path():
+    tree = Tree([[0], [4], [0, 0], [0, 0, 0]])
+    tree.check_fits(3, 5)
+    with pytest.raises(ValueError, match=r"path \[0, 0, 0\] has depth 3, expected at most 2"):
+        tree.check_fits(2, 5)
+    with pytest.raises(ValueError, match=r"path \[4\] has rank 4, expected below 4"):
+        tree.check_fits(3, 4)
+
+
+def test_files_round_trip_and_accept_the_bare_list(tmp_path):
+    tree = Tree.cartesian([2, 2])
+    tree.save(tmp_path / "tree.json")
+    assert Tree.load(tmp_path / "tree.json") == tree
+    (tmp_path / "bare.json").write_text("[[0], [0, 0]]")
+    assert Tree.load(tmp_path / "bare.json") == Tree.chain(2)
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+@pytest.mark.parametrize("text", ["{", '{"paths": []}', "3"])
+def test_bad_files_are_named(tmp_path, text):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ValueError, match=r"bad\.json"):
+        Tree.load(tmp_path / "bad.json")
+
+
+def every_tree(rows: int, ranks: int, size: int):
+    """All prefix-closed sets of `size` paths over `rows` heads with `ranks` ranks."""
+    paths = [p for d in range(1, rows + 1) for p in itertools.product(range(ranks), repeat=d)]
+    for subset in itertools.combinations(paths, size):
+        chosen = set(subset)
+        if all(len(p) == 1 or p[:-1] in chosen for p in chosen):
+            yield chosen
+
+
+accuracy = st.floats(0.0, 1.0, allow_nan=False)
+
+
+@given(st.lists(st.lists(accuracy, min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_optimal_is_the_best_of_all_trees(accuracies, size):
+    possible = sum(2**d for d in range(1, len(accuracies) + 1))
+    size = min(size, possible)
+    best = max(
+        1 + sum(math.prod(accuracies[k][r] for k, r in enumerate(path)) for path in chosen)
+        for chosen in every_tree(len(accuracies), 2, size)
+    )
+    tree = Tree.optimal(accuracies, size + 1)
+    assert tree.num_nodes == size + 1
+    assert tree.expected_tokens(accuracies) == pytest.approx(best, abs=1e-12)
+
+
+def test_expected_tokens_by_hand():
+    tree = Tree([[0], [1], [0, 0]])
+    assert tree.expected_tokens([[0.5, 0.2], [0.4]][:1] + [[0.4, 0.0]]) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Tree.optimal([[0.5, 0.2]], 4), "at most 3"),
+        (lambda: Tree.optimal([[0.5]], 0), "1 to 256"),
+        (lambda: Tree.optimal([[1.5]], 2), r"\[0, 1\], got 1.5"),
+        (lambda: Tree.optimal([[]], 2), "head 0"),
+        (lambda: Tree.cartesian([16, 16]), "at most 255"),
+        (lambda: Tree.cartesian([2, 0]), "at least 1"),
+        (lambda: Tree.chain(-1), "at least 0"),
+    ],
+)
+def test_bad_requests_are_named(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_saved_file_is_plain_json(tmp_path):
+    Tree([[0]]).save(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text()) == {"choices": [[0]]}
