@@ -1,0 +1,258 @@
+"""The C ABI itself, called with numpy buffers, and the loader that says why a library is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_kernels import _native
+
+ROOT = Path(_native.__file__).parents[1]
+
+
+def call(kv: np.ndarray, cache_lens: list[int], path: list[list[int]], accept_lens: list[int]) -> int:
+    library = _native.cpu_library()
+    assert library is not None, _native.why_missing("cpu")
+    lens, paths, accepted = (np.array(values, dtype=np.int32) for values in (cache_lens, path, accept_lens))
+    assert kv.shape[1] == len(lens) == len(paths) == len(accepted)
+    return library.medusa_kv_compact_cpu(
+        kv.ctypes.data, *kv.shape, lens.ctypes.data, paths.ctypes.data, paths.shape[1], accepted.ctypes.data
+    )
+
+
+def random_bytes(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def gathered(kv: np.ndarray, cache_lens: list[int], path: list[list[int]], accept_lens: list[int]) -> np.ndarray:
+    """The same by gathering all sources first, so that no order of moves can matter."""
+    expected = kv.copy()
+    for b, (length, steps, accepted) in enumerate(zip(cache_lens, path, accept_lens, strict=True)):
+        sources = [length + step for step in steps[: accepted + 1]]
+        expected[:, b, :, length : length + accepted + 1] = kv[:, b][:, :, sources]
+    return expected
+
+
+def test_rows_move_by_hand() -> None:
+    # One layer, one head, rows of one byte; the cache holds two rows, then the tree's nodes 0..4.
+    kv = np.array([10, 11, 20, 21, 22, 23, 24], dtype=np.uint8).reshape(1, 1, 1, 7, 1)
+    assert call(kv, [2], [[0, 2, 4]], [2]) == 0
+    assert kv.ravel().tolist() == [10, 11, 20, 22, 24, 23, 24]
+
+
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 33, 48, 160])
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
+def test_any_alignment_and_row_size(row_bytes: int, offset: int) -> None:
+    # Every unit from 16 bytes down to 1 is chosen by some pair; guard bytes on both sides stay as they are.
+    shape = (2, 2, 3, 11, row_bytes)
+    size = int(np.prod(shape))
+    memory = random_bytes(size + 64, seed=row_bytes)
+    start = -memory.ctypes.data % 16 + 16 + offset
+    kv = memory[start : start + size].reshape(shape)
+    lens, path, accepted = [4, 0], [[0, 2, 3, 6], [1, 2, 9, 10]], [3, 2]
+    expected = memory.copy()
+    expected[start : start + size] = gathered(kv, lens, path, accepted).ravel()
+    assert call(kv, lens, path, accepted) == 0
+    np.testing.assert_array_equal(memory, expected)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [[0, 2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 5], [0, 1, 2, 3, 4], [2, 3, 5, 8, 9]],
+    ids=["one-down", "root-moves-too", "last-only", "in-place", "growing-gaps"],
+)
+def test_overlapping_rows_walk_upwards(path: list[int]) -> None:
+    kv = random_bytes(3, 1, 2, 14, 20)
+    expected = gathered(kv, [4], [path], [4])
+    assert call(kv, [4], [path], [4]) == 0
+    np.testing.assert_array_equal(kv, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_valid_path(data: st.DataObject) -> None:
+    layers2, batch, heads = (data.draw(st.integers(1, 3)) for _ in range(3))
+    rows, row_bytes, path_len = (
+        data.draw(st.integers(6, 24)),
+        data.draw(st.integers(1, 40)),
+        data.draw(st.integers(1, 6)),
+    )
+    lens, path, accepted = [], [], []
+    for _ in range(batch):
+        room = data.draw(st.integers(path_len, rows))
+        lens.append(data.draw(st.integers(0, rows - room)))
+        path.append(sorted(data.draw(st.sets(st.integers(0, room - 1), min_size=path_len, max_size=path_len))))
+        accepted.append(data.draw(st.integers(-1, path_len - 1)))
+    kv = random_bytes(layers2, batch, heads, rows, row_bytes)
+    expected = gathered(kv, lens, path, accepted)
+    assert call(kv, lens, path, accepted) == 0
+    np.testing.assert_array_equal(kv, expected)
+
+
+@pytest.mark.parametrize(
+    ("cache_len", "path", "accepted", "code"),
+    [
+        (6, [0, 1, 4], 2, 1),
+        (10, [0, 1, 2], 0, 1),
+        (-1, [1, 2, 3], 2, 1),
+        (2147483647, [0, 1, 2], 2, 1),
+        (2, [0, 2, 2], 2, 2),
+        (2, [1, 0, 2], 2, 2),
+        (2, [-1, 1, 2], 2, 2),
+        (2, [0, 2, -2147483648], 2, 2),
+        (2, [0, 1, 2], 3, 3),
+        (2, [0, 1, 2], -2, 3),
+    ],
+    ids=["beyond", "full", "negative", "overflow", "equal", "descending", "before", "lowest", "accept", "accept-low"],
+)
+def test_refused_arguments_move_nothing(cache_len: int, path: list[int], accepted: int, code: int) -> None:
+    # The first batch row is valid and would move; the second is refused.
+    kv = random_bytes(2, 2, 1, 10, 16)
+    before = kv.copy()
+    assert call(kv, [1, cache_len], [[0, 3, 5], path], [2, accepted]) == code
+    np.testing.assert_array_equal(kv, before)
+
+
+def test_padding_of_a_path_is_not_read() -> None:
+    kv = random_bytes(1, 2, 1, 10, 8)
+    lens, path, accepted = [3, 9], [[2, 4, -7, 99], [-1, -1, -1, -1]], [1, -1]
+    expected = kv.copy()
+    expected[0, 0, 0, 3], expected[0, 0, 0, 4] = kv[0, 0, 0, 5], kv[0, 0, 0, 7]
+    assert call(kv, lens, path, accepted) == 0
+    np.testing.assert_array_equal(kv, expected)
+
+
+@pytest.mark.parametrize("empty", [(0, 2, 1, 4, 8), (2, 2, 0, 4, 8), (2, 2, 1, 4, 0)])
+def test_empty_caches(empty: tuple[int, ...]) -> None:
+    assert call(np.empty(empty, dtype=np.uint8), [0, 0], [[1], [2]], [0, 0]) == 0
+
+
+READ_ONLY = """
+import ctypes, mmap, sys
+import numpy as np
+library = ctypes.CDLL(sys.argv[1])
+# Eight rows of 64 bytes that the system lets no one write to.
+page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ), dtype=np.uint8)
+lens, path, accepted = (np.array(a, np.int32) for a in ([1], eval(sys.argv[2]), [3]))
+integers = [ctypes.c_int64(n) for n in (1, 1, 1, 8, 64)]
+at = lambda array: ctypes.c_void_p(array.ctypes.data)
+sys.exit(library.medusa_kv_compact_cpu(at(page), *integers, at(lens), at(path), ctypes.c_int64(4), at(accepted)))
+"""
+
+
+@pytest.mark.parametrize(("path", "status"), [("[0, 1, 2, 3]", 0), ("[0, 1, 2, 4]", -signal.SIGSEGV)])
+def test_rows_in_place_are_not_written(path: str, status: int) -> None:
+    library = str(_native.LIBRARY_FOLDER / "libmedusa_cpu.so")
+    assert subprocess.run([sys.executable, "-c", READ_ONLY, library, path], check=False).returncode == status
+
+
+def test_abi_version_agrees_with_the_header() -> None:
+    header = (ROOT / "csrc" / "kv_compact.h").read_text()
+    assert re.findall(r"kAbiVersion = (\d+);", header) == [str(_native.ABI_VERSION)]
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(_native, "LIBRARY_FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_missing_build_names_the_command(empty_folder: Path) -> None:
+    assert _native.cpu_library() is None
+    assert "pip install ." in _native.why_missing("cpu")
+    assert _native.build_info() == {}
+
+
+def test_missing_library_repeats_what_the_build_said(empty_folder: Path) -> None:
+    facts = {"cpu": {"built": True}, "cuda": {"built": False, "why": "no compiler of that kind"}}
+    (empty_folder / "build.json").write_text(json.dumps(facts))
+    assert _native.cuda_library() is None
+    assert _native.why_missing("cuda") == "the CUDA library was not built: no compiler of that kind"
+    assert _native.build_info() == facts
+
+
+def test_broken_library_is_reported(empty_folder: Path) -> None:
+    (empty_folder / "libmedusa_cpu.so").write_bytes(b"not a library")
+    assert _native.cpu_library() is None
+    assert "could not be loaded" in _native.why_missing("cpu")
+
+
+def test_library_of_another_version_is_refused(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = Path(_native.__file__).parent / "_lib" / "libmedusa_cpu.so"
+    shutil.copy(built, empty_folder)
+    monkeypatch.setattr(_native, "ABI_VERSION", _native.ABI_VERSION + 41)
+    assert _native.cpu_library() is None
+    assert re.search(r"expected ABI version 42, got 1\b", _native.why_missing("cpu"))
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="kind: expected 'cpu' or 'cuda', got 'rocm'"):
+        _native.why_missing("rocm")  # type: ignore[arg-type]
+
+
+def test_loader_needs_no_torch() -> None:
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('native', {_native.__file__!r})\n"
+        "native = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(native)\n"
+        "assert native.cpu_library() is not None, native.why_missing('cpu')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_cuda_library_loads_without_a_device() -> None:
+    library = _native.cuda_library()
+    if library is None:
+        assert not _native.build_info()["cuda"]["built"], _native.why_missing("cuda")
+        pytest.skip(_native.why_missing("cuda"))
+    assert _native.why_missing("cuda") == ""
+    assert library.medusa_cuda_error_string(1) == b"invalid argument"
+    # Nothing to launch: no device is needed to say so.
+    assert library.medusa_kv_compact_cuda(None, 0, 1, 1, 8, 16, None, None, 4, None, None) == 0
+
+
+@pytest.fixture(scope="module")
+def nvcc(setup_script: ModuleType) -> str:
+    path, missing = setup_script.find_nvcc(os.environ)
+    if path is None:
+        pytest.skip(missing)
+    return path
+
+
+def test_cuda_kernels_fit_every_target(nvcc: str, tmp_path: Path) -> None:
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 86, 90)]
+    command = [nvcc, "-std=c++17", "-O3", "-fatbin", "-Xptxas", "-v", *targets, str(ROOT / "csrc" / "kv_compact.cu")]
+    done = subprocess.run([*command, "-o", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", done.stderr)]
+    # Five units on three targets. 40 registers leave room for 12 of our 128-thread blocks on a multiprocessor.
+    assert len(spills) == len(registers) == 15
+    assert set(spills) == {("0", "0", "0")}
+    assert max(registers) <= 40
+
+
+def test_cuda_kernel_moves_16_bytes_at_once(nvcc: str, tmp_path: Path) -> None:
+    source = str(ROOT / "csrc" / "kv_compact.cu")
+    ptx = tmp_path / "out.ptx"
+    subprocess.run([nvcc, "-std=c++17", "-O3", "-ptx", "-arch=compute_80", source, "-o", str(ptx)], check=True)
+    kernels = re.split(r"\.entry ", ptx.read_text())[1:]
+    wide = [kernel for kernel in kernels if "Unit16" in kernel.split("(", 1)[0]]
+    assert len(kernels) == 5
+    assert len(wide) == 1
+    assert re.search(r"\bld\.global\.(v4\.u32|v2\.u64)", wide[0])
+    assert re.search(r"\bst\.global\.(v4\.u32|v2\.u64)", wide[0])

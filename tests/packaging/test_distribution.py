@@ -1,0 +1,81 @@
+"""What is shipped: sources without torch or Python headers, whole packages, true metadata."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+from medusa_kernels import _native
+
+PACKAGES = ("medusa_kernels", "python/medusa_decoding")
+
+
+def test_csrc_includes_neither_torch_nor_python(root: Path) -> None:
+    found = {
+        name
+        for path in (root / "csrc").iterdir()
+        for name in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), flags=re.MULTILINE)
+    }
+    assert found == {"cstdint", "cuda_runtime_api.h", "kv_compact.h"}
+
+
+def test_build_requires_only_setuptools_and_ninja(root: Path) -> None:
+    (required,) = re.findall(r"^requires = \[(.*)\]$", (root / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    names = {re.match(r"[a-z]+", item.strip().strip('"'))[0] for item in required.split(",")}  # type: ignore[index]
+    assert names == {"setuptools", "ninja"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_with_modules_is_a_package(root: Path, package: str) -> None:
+    folders = {path.parent for path in (root / package).rglob("*.py")}
+    assert folders
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+    assert (root / package / "py.typed").exists()
+
+
+def test_build_facts_are_shipped() -> None:
+    facts = _native.build_info()
+    assert facts["cpu"]["built"] is True
+    assert facts["cpu"]["compiler"]
+    # Either what was built, or why not.
+    assert bool(facts["cuda"].get("archs")) is facts["cuda"]["built"]
+    assert bool(facts["cuda"]["why"]) is not facts["cuda"]["built"]
+
+
+@pytest.fixture(scope="module")
+def distribution() -> importlib.metadata.Distribution:
+    # A checkout's egg-info, found where the root is on the path, is no installation.
+    for found in importlib.metadata.distributions(name="medusa-kernels"):
+        if found.read_text("WHEEL") is not None:
+            return found
+    pytest.skip("medusa-kernels is not installed here, only on the path")
+
+
+def test_declared_requirements(distribution: importlib.metadata.Distribution) -> None:
+    declared = [re.sub(r"\s", "", item) for item in distribution.requires or [] if "extra ==" not in item]
+    versions = {re.match(r"[\w-]+", item)[0]: item for item in declared}  # type: ignore[index]
+    assert distribution.metadata["Requires-Python"] == ">=3.10"
+    assert versions["torch"] == "torch>=2.9"
+    assert versions["transformers"] == "transformers<6,>=5.17"
+    assert re.fullmatch(r"triton>=3\.5;platform_system==[\"']Linux[\"']", versions["triton"])
+    assert {"safetensors", "numpy"} <= set(versions)
+
+
+def test_extras_and_command(distribution: importlib.metadata.Distribution) -> None:
+    assert {"train", "serve", "flash-attn", "bench", "dev"} == set(
+        distribution.metadata.get_all("Provides-Extra") or []
+    )
+    (command,) = [entry for entry in distribution.entry_points if entry.group == "console_scripts"]
+    assert (command.name, command.value) == ("medusa", "medusa_decoding.cli:main")
+    assert distribution.metadata["License-Expression"] == "Apache-2.0"
+
+
+def test_wheel_serves_every_python_3(distribution: importlib.metadata.Distribution) -> None:
+    lines = (distribution.read_text("WHEEL") or "").splitlines()
+    assert "Root-Is-Purelib: false" in lines
+    tags = [line.removeprefix("Tag: ") for line in lines if line.startswith("Tag: ")]
+    assert len(tags) == 1
+    assert re.fullmatch(r"py3-none-(?!any)\w+", tags[0])

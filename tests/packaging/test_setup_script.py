@@ -1,0 +1,201 @@
+"""setup.py's decisions, and what it says when something is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+KNOWN = [75, 80, 86, 87, 89, 90, 100, 120]
+
+
+def executable(path: Path, body: str = "exit 0") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("80", ["80"]),
+        ("80;86", ["80", "86"]),
+        ("86,80", ["80", "86"]),
+        ("8.0 9.0", ["80", "90"]),
+        ("9.0a", ["90a"]),
+        ("90a;90", ["90", "90a"]),
+        ("8.6+PTX", ["86+PTX"]),
+        ("80;8.0+PTX;80", ["80+PTX"]),
+        ("10.0;100;12.0f;9.0", ["90", "100", "120f"]),
+        ("8.0; 9.0+PTX ;", ["80", "90+PTX"]),
+    ],
+)
+def test_arch_forms(setup_script: ModuleType, text: str, expected: list[str]) -> None:
+    assert [str(arch) for arch in setup_script.parse_archs(text, "MEDUSA_CUDA_ARCHS")] == expected
+
+
+@pytest.mark.parametrize("text", ["Hopper", "8", "8.60", "sm_80", "80;;x", "8.6+ptx", "90b", "1000"])
+def test_arch_forms_that_are_refused(setup_script: ModuleType, text: str) -> None:
+    with pytest.raises(setup_script.BuildError, match=r"TORCH_CUDA_ARCH_LIST: expected targets such as .* got '"):
+        setup_script.parse_archs(text, "TORCH_CUDA_ARCH_LIST")
+
+
+def test_arch_flags(setup_script: ModuleType) -> None:
+    (plain,) = setup_script.parse_archs("9.0a", "X")
+    (with_ptx,) = setup_script.parse_archs("86+PTX", "X")
+    assert plain.flags() == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert with_ptx.flags() == [
+        "-gencode=arch=compute_86,code=sm_86",
+        "-gencode=arch=compute_86,code=compute_86",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "known", "expected"),
+    [
+        ({}, KNOWN, ["80", "86", "89", "90+PTX"]),
+        ({}, [70, 80, 86, 87], ["80", "86+PTX"]),
+        ({"MEDUSA_CUDA_ARCHS": " ", "TORCH_CUDA_ARCH_LIST": "8.6"}, KNOWN, ["86"]),
+        ({"MEDUSA_CUDA_ARCHS": "80;90a", "TORCH_CUDA_ARCH_LIST": "8.6"}, KNOWN, ["80", "90a"]),
+    ],
+    ids=["default", "older-nvcc", "torch-list", "ours-first"],
+)
+def test_choice_of_archs(
+    setup_script: ModuleType, environ: dict[str, str], known: list[int], expected: list[str]
+) -> None:
+    assert [str(arch) for arch in setup_script.choose_archs(environ, known)] == expected
+
+
+def test_archs_that_nvcc_does_not_know(setup_script: ModuleType) -> None:
+    message = "MEDUSA_CUDA_ARCHS: this nvcc does not know 60, 130a; it knows 75, 80, 86"
+    with pytest.raises(setup_script.BuildError, match=message):
+        setup_script.choose_archs({"MEDUSA_CUDA_ARCHS": "6.0;8.0;13.0a"}, KNOWN)
+    with pytest.raises(setup_script.BuildError, match="set MEDUSA_CUDA_ARCHS to some of 100, 120"):
+        setup_script.choose_archs({}, [100, 120])
+
+
+@pytest.mark.parametrize(("value", "mode"), [(None, "auto"), ("", "auto"), ("auto", "auto"), ("0", "0"), ("1", "1")])
+def test_cuda_mode(setup_script: ModuleType, value: str | None, mode: str) -> None:
+    assert setup_script.cuda_mode({} if value is None else {"MEDUSA_BUILD_CUDA": value}) == mode
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "True", "AUTO"])
+def test_cuda_mode_that_is_refused(setup_script: ModuleType, value: str) -> None:
+    with pytest.raises(setup_script.BuildError, match=f"MEDUSA_BUILD_CUDA: expected auto, 0 or 1, got '{value}'"):
+        setup_script.choose_nvcc({"MEDUSA_BUILD_CUDA": value})
+
+
+def test_where_nvcc_is_looked_for(setup_script: ModuleType, tmp_path: Path) -> None:
+    home, on_path, default = (executable(tmp_path / name / "bin" / "nvcc") for name in ("home", "path", "default"))
+    path, root = str(on_path.parent), tmp_path / "default"
+    find = setup_script.find_nvcc
+    assert find({"PATH": path, "CUDA_PATH": str(tmp_path / "home")}, root) == (str(home), "")
+    assert find({"PATH": path}, root) == (str(on_path), "")
+    assert find({"PATH": str(tmp_path)}, root) == (str(default), "")
+    assert find({}, tmp_path) == (None, f"nvcc was not found on PATH or in {tmp_path}/bin; CUDA_HOME can point to it")
+    # A toolkit that was named is not silently replaced by another.
+    named = {"PATH": path, "CUDA_HOME": str(tmp_path / "gone")}
+    assert find(named, root) == (None, f"nvcc was not found in CUDA_HOME={tmp_path}/gone/bin")
+
+
+def test_choice_of_nvcc(setup_script: ModuleType, tmp_path: Path) -> None:
+    nvcc = executable(tmp_path / "bin" / "nvcc")
+    choose = setup_script.choose_nvcc
+    assert choose({"PATH": str(nvcc.parent), "MEDUSA_BUILD_CUDA": "0"}, tmp_path)[0] is None
+    assert choose({"PATH": str(nvcc.parent), "MEDUSA_BUILD_CUDA": "1"}, tmp_path) == (str(nvcc), "")
+    with pytest.raises(setup_script.BuildError, match="MEDUSA_BUILD_CUDA=1 but nvcc was not found on PATH"):
+        choose({"MEDUSA_BUILD_CUDA": "1"}, tmp_path / "nowhere")
+
+
+def test_choice_of_the_host_compiler(setup_script: ModuleType, tmp_path: Path) -> None:
+    gxx = executable(tmp_path / "g++")
+    assert setup_script.find_cxx({"PATH": str(tmp_path)}) == "g++"
+    assert setup_script.find_cxx({"PATH": str(tmp_path), "CXX": f"{gxx} -m64"}) == f"{gxx} -m64"
+    with pytest.raises(setup_script.BuildError, match=r"neither c\+\+ nor g\+\+ is on PATH"):
+        setup_script.find_cxx({"PATH": str(tmp_path / "empty")})
+    with pytest.raises(setup_script.BuildError, match="CXX='icpx' was not found"):
+        setup_script.find_cxx({"PATH": str(tmp_path), "CXX": "icpx"})
+
+
+@pytest.fixture
+def checkout(root: Path, tmp_path: Path) -> Path:
+    """A copy of what the build reads; its path holds a space."""
+    copy = tmp_path / "a checkout"
+    for package in ("medusa_kernels", "python/medusa_decoding"):
+        (copy / package).mkdir(parents=True)
+        (copy / package / "__init__.py").touch()
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(root / name, copy)
+    (copy / "README.md").touch()
+    shutil.copytree(root / "csrc", copy / "csrc")
+    return copy
+
+
+def build(checkout: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEDUSA_", "CUDA_", "TORCH_"))}
+    command = [sys.executable, "setup.py", "-q", "build_native"]
+    return subprocess.run(command, cwd=checkout, env=kept | environ, capture_output=True, text=True, check=False)
+
+
+def library_folder(checkout: Path) -> Path:
+    (folder,) = (checkout / "build").glob("lib*/medusa_kernels/_lib")
+    return folder
+
+
+def test_build_without_nvcc_says_so_once(checkout: Path) -> None:
+    done = build(checkout, CUDA_HOME=str(checkout))
+    assert done.returncode == 0, done.stderr
+    why = f"nvcc was not found in CUDA_HOME={checkout}/bin"
+    assert (done.stdout + done.stderr).count(why) == 1
+    facts = json.loads((library_folder(checkout) / "build.json").read_text())
+    assert facts["cuda"] == {"built": False, "why": why}
+    assert ctypes.CDLL(str(library_folder(checkout) / "libmedusa_cpu.so")).medusa_abi_version() == 1
+
+
+def test_a_library_of_an_earlier_build_is_removed(checkout: Path) -> None:
+    assert build(checkout, MEDUSA_BUILD_CUDA="0").returncode == 0
+    stale = executable(library_folder(checkout) / "libmedusa_cuda.so")
+    assert build(checkout, MEDUSA_BUILD_CUDA="0").returncode == 0
+    assert not stale.exists()
+    assert sorted(path.name for path in stale.parent.iterdir()) == ["build.json", "libmedusa_cpu.so"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"MEDUSA_BUILD_CUDA": "1", "CUDA_HOME": "/nonexistent"},
+            "MEDUSA_BUILD_CUDA=1 but nvcc was not found in CUDA_",
+        ),
+        ({"MEDUSA_BUILD_CUDA": "maybe"}, "MEDUSA_BUILD_CUDA: expected auto, 0 or 1, got 'maybe'"),
+        ({"CXX": "/nonexistent/c++"}, "CXX='/nonexistent/c++' was not found"),
+        ({"CXX": "false"}, "false --version failed"),
+    ],
+    ids=["cuda-required", "mode", "compiler-gone", "compiler-broken"],
+)
+def test_failures_are_one_clear_line(checkout: Path, environ: dict[str, str], message: str) -> None:
+    done = build(checkout, **environ)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+def test_cuda_build_records_its_targets(checkout: Path, setup_script: ModuleType) -> None:
+    nvcc, missing = setup_script.find_nvcc(os.environ)
+    if nvcc is None:
+        pytest.skip(missing)
+    done = build(checkout, MEDUSA_BUILD_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0+PTX")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((library_folder(checkout) / "build.json").read_text())["cuda"]
+    assert facts["built"] is True
+    assert facts["archs"] == ["80+PTX"]
+    assert ctypes.CDLL(str(library_folder(checkout) / "libmedusa_cuda.so")).medusa_abi_version() == 1
