@@ -14,12 +14,18 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 def shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
     """Check a shape: an int must match, a letter stands for any size."""
-    got = tuple(tensor.shape)
-    if got == expected:
+    if tensor.shape == expected:
         return
+    got = tuple(tensor.shape)
     if len(got) != len(expected) or any(isinstance(e, int) and e != g for e, g in zip(expected, got, strict=True)):
         wanted = ", ".join(str(e) for e in expected)
         raise ValueError(f"{name}: expected shape [{wanted}], got {list(got)}")
+
+
+def axes(name: str, tensor: torch.Tensor, *names: str) -> None:
+    """Check that a tensor has the named axes, of any size."""
+    if tensor.dim() != len(names):
+        shape(name, tensor, names)
 
 
 def dtype(name: str, tensor: torch.Tensor, *expected: torch.dtype) -> None:

@@ -3,6 +3,8 @@
 Each op is a `torch.library` op in the namespace `medusa_kernels` with one schema, one fake and one implementation a
 device type. Which implementation serves a device type is chosen at the first call, by a function that also says why;
 the choice is logged once and `served_by` (used by `medusa doctor`) reports it. Nothing falls back silently.
+
+The ops are for decoding and are not differentiable: what they return never requires a gradient.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ def serve(op: str, device_type: str, choose: Callable[[], Implementation]) -> No
     _choosers[op, device_type] = choose
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return served_by(op, device_type).function(*args, **kwargs)
+        function = served_by(op, device_type).function
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
 
     LIBRARY.impl(op, run, device_type.upper())
 

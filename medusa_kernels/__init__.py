@@ -1,0 +1,26 @@
+"""The five operations of a Medusa decode step: tensors in, tensors out.
+
+This package knows torch and triton. It knows nothing of models, trees as objects, tokenizers or acceptance rules, and
+never imports transformers. Each operation is a `torch.library` op in the namespace `medusa_kernels`; its specification
+is the function of the same name in `medusa_kernels.reference`.
+"""
+
+from medusa_kernels._registry import OPS, Implementation, served_by
+from medusa_kernels.heads_topk import heads_topk
+from medusa_kernels.kv_compact import kv_compact
+from medusa_kernels.reference import ancestor_words
+from medusa_kernels.rope_append import rope_append
+from medusa_kernels.tree_attention import tree_attention
+from medusa_kernels.tree_verify import tree_verify
+
+__all__ = [
+    "OPS",
+    "Implementation",
+    "ancestor_words",
+    "heads_topk",
+    "kv_compact",
+    "rope_append",
+    "served_by",
+    "tree_attention",
+    "tree_verify",
+]

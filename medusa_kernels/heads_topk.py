@@ -1,0 +1,140 @@
+"""The Medusa heads of one node: residual block, vocabulary projection and top-k, for all heads at once.
+
+It does not know which hidden state it is given, how the heads were trained or what becomes of the tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, log_softmax, silu
+
+from medusa_kernels import _checks
+from medusa_kernels._registry import Implementation, declare, serve
+
+MAX_K = 32
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+
+
+def heads_topk(
+    hidden: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    k: int,
+    *,
+    w2_scale: Tensor | None = None,
+    token_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return each head's k likeliest tokens with their log-probabilities (the paper's heads, section 2.1.1).
+
+    Head j computes `W2_j (h + SiLU(W1_j h + b1_j))`, then the log-softmax over the V' rows of `W2_j`.
+
+    Args:
+        hidden: hidden states `[B, H]`, or `[B, K, H]` where each head has its own (heads of several residual blocks run
+            all but the last outside); fp16, bf16 or fp32.
+        w1: `[K, H, H]`, dtype of hidden; any strides.
+        b1: `[K, H]`, dtype of hidden, or None.
+        w2: `[K, V', H]`, or `[V', H]` for one projection shared by all heads; dtype of hidden, int8 or float8_e4m3fn.
+        k: how many tokens, 1 to min(32, V').
+        w2_scale: fp32 `[K, V']` (or `[V']` with a shared w2), the factor of each row of w2. Required for int8 and fp8.
+        token_map: int64 `[V']`, the real token id of each row of a trimmed vocabulary. None: the row is the id.
+
+    Returns:
+        logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal logits is not specified.
+        Matrix products are rounded to the dtype of hidden; the log-softmax is taken in fp32.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value.
+    """
+    _checks.axes("w1", w1, "K", "H", "H")
+    heads, size = w1.shape[0], w1.shape[2]
+    _checks.shape("w1", w1, (heads, size, size))
+    _checks.dtype("hidden", hidden, *_checks.FLOATS)
+    _checks.shape("hidden", hidden, ("B", size) if hidden.dim() == 2 else ("B", heads, size))
+    _checks.match("w1", w1, "hidden", hidden)
+    if b1 is not None:
+        _checks.shape("b1", b1, (heads, size))
+        _checks.match("b1", b1, "hidden", hidden)
+    _checks.shape("w2", w2, ("V'", size) if w2.dim() == 2 else (heads, "V'", size))
+    _checks.dtype("w2", w2, hidden.dtype, *QUANTISED)
+    _checks.same_device("w2", w2, "hidden", hidden)
+    vocabulary = w2.shape[-2]
+    _checks.require(1 <= k <= min(MAX_K, vocabulary), "k", f"1 to {min(MAX_K, vocabulary)}", k)
+    if w2_scale is not None:
+        _checks.shape("w2_scale", w2_scale, tuple(w2.shape[:-1]))
+        _checks.dtype("w2_scale", w2_scale, torch.float32)
+        _checks.same_device("w2_scale", w2_scale, "hidden", hidden)
+    _checks.require(
+        w2_scale is not None or w2.dtype not in QUANTISED, "w2_scale", "a scale a row for int8 and fp8 weights", None
+    )
+    if token_map is not None:
+        _checks.shape("token_map", token_map, (vocabulary,))
+        _checks.dtype("token_map", token_map, torch.int64)
+        _checks.same_device("token_map", token_map, "hidden", hidden)
+    return torch.ops.medusa_kernels.heads_topk.default(hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map)
+
+
+def _matmul(
+    hidden: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    k: int,
+    *,
+    w2_scale: Tensor | None = None,
+    token_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run the op as matrix products in the dtype of hidden and a top-k over the logits, on any device."""
+    heads, size = w1.shape[0], w1.shape[2]
+    states = _residual_block(hidden, w1, b1)
+    weight = w2.to(hidden.dtype)
+    if w2.dim() == 2:
+        logits = linear(states.reshape(-1, size), weight).view(-1, heads, w2.shape[0])
+    else:
+        logits = torch.matmul(states.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+    if w2_scale is not None:
+        logits = logits.float() * w2_scale
+    tokens = logits.topk(k, dim=-1).indices
+    logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, tokens)
+    return logprobs, tokens if token_map is None else token_map[tokens]
+
+
+def _residual_block(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
+    """Return `h + SiLU(W1 h + b1)` of every head, `[B, K, H]`."""
+    heads, size = w1.shape[0], w1.shape[2]
+    if hidden.dim() == 2:
+        hidden = hidden[:, None]
+        if w1.is_contiguous():
+            # All heads read one input: their weights are one matrix.
+            flat_bias = None if b1 is None else b1.reshape(-1)
+            return hidden + silu(linear(hidden, w1.view(-1, size), flat_bias)).view(-1, heads, size)
+    inner = torch.matmul(hidden.transpose(0, 1), w1.transpose(1, 2)).transpose(0, 1)
+    return hidden + silu(inner if b1 is None else inner + b1)
+
+
+def _fake(
+    hidden: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    k: int,
+    *,
+    w2_scale: Tensor | None = None,
+    token_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    best = (hidden.shape[0], w1.shape[0], k)
+    return hidden.new_empty(best, dtype=torch.float32), hidden.new_empty(best, dtype=torch.int64)
+
+
+declare(
+    "heads_topk(Tensor hidden, Tensor w1, Tensor? b1, Tensor w2, int k, *, Tensor? w2_scale=None, "
+    "Tensor? token_map=None) -> (Tensor, Tensor)",
+    _fake,
+)
+serve("heads_topk", "cpu", lambda: Implementation("matmul", _matmul, "PyTorch matrix products, then top-k"))
+serve(
+    "heads_topk",
+    "cuda",
+    lambda: Implementation("matmul", _matmul, "PyTorch matrix products: Triton kernel not built yet"),
+)

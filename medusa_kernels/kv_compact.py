@@ -1,0 +1,131 @@
+"""Moving the accepted rows of the KV cache behind the prefix, in place, in every layer at once.
+
+The native libraries of `csrc/` do the moving; this file checks arguments, calls them and words their errors. Of a cache
+it knows the shape and the size of its elements only, and it does not know how a path was chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_kernels import _checks, _native, reference
+from medusa_kernels._registry import Implementation, declare, serve
+
+
+def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+    """Move row `cache_lens[b] + path[b, i]` to row `cache_lens[b] + i` for `i < accept_lens[b] + 1`, in every layer.
+
+    A step's accepted path (root included, hence the + 1) is scattered over the tree's rows and becomes the end of the
+    prefix. The result is as if all rows were read before any is written, although sources and targets overlap.
+
+    Args:
+        kv: the cache `[L, 2, B, Hkv, S, D]`, contiguous, of any dtype. Mutated.
+        cache_lens: int32 `[B]`, rows before the tree's rows; not changed.
+        path: int32 `[B, P]`, node indices of the accepted path, strictly ascending from 0 or more. Entries beyond the
+            accepted ones are not used.
+        accept_lens: int32 `[B]`, accepted nodes below the root, -1 to P - 1. -1 moves nothing in that row.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or strides, or (on the CPU; on a GPU values are not
+            read) a row would lie outside the cache or a path does not ascend. Nothing has been moved then.
+    """
+    _checks.shape("kv", kv, ("L", 2, "B", "Hkv", "S", "D"))
+    _checks.contiguous("kv", kv)
+    batch = kv.shape[2]
+    _checks.shape("cache_lens", cache_lens, (batch,))
+    _checks.shape("path", path, (batch, "P"))
+    _checks.require(path.shape[1] >= 1, "path", "at least 1 step", path.shape[1])
+    _checks.shape("accept_lens", accept_lens, (batch,))
+    for name, tensor in (("cache_lens", cache_lens), ("path", path), ("accept_lens", accept_lens)):
+        _checks.dtype(name, tensor, torch.int32)
+        _checks.same_device(name, tensor, "kv", kv)
+    torch.ops.medusa_kernels.kv_compact.default(kv, cache_lens, path, accept_lens)
+
+
+def _check_values(rows: int, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+    """Raise the error for the first bad value of tensors that lie on the host."""
+    steps = path.shape[1]
+    values = zip(cache_lens.tolist(), path.tolist(), accept_lens.tolist(), strict=True)
+    for b, (length, nodes, accepted) in enumerate(values):
+        _checks.require(
+            -1 <= accepted < steps, "accept_lens", f"-1 to {steps - 1} (P - 1)", f"{accepted} in batch row {b}"
+        )
+        previous = -1
+        for node in nodes[: accepted + 1]:
+            _checks.require(
+                node > previous, "path", "strictly ascending node indices from 0", f"{nodes} in batch row {b}"
+            )
+            _checks.require(
+                length >= 0 and length + node < rows,
+                "cache_lens",
+                f"cache_lens + path within the {rows} cache rows",
+                f"{length} + {node} in batch row {b}",
+            )
+            previous = node
+
+
+def _reference_on_host(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+    _check_values(kv.shape[4], cache_lens, path, accept_lens)
+    reference.kv_compact(kv, cache_lens, path, accept_lens)
+
+
+def _arguments(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> tuple[Any, ...]:
+    """Lay out the C function's arguments, all but the stream; the three index tensors must be contiguous."""
+    layers, two, batch, kv_heads, rows, head_dim = kv.shape
+    return (
+        kv.data_ptr(),
+        layers * two,
+        batch,
+        kv_heads,
+        rows,
+        head_dim * kv.element_size(),
+        cache_lens.data_ptr(),
+        path.data_ptr(),
+        path.shape[1],
+        accept_lens.data_ptr(),
+    )
+
+
+def _choose_cpu() -> Implementation:
+    library = _native.cpu_library()
+    if library is None:
+        return Implementation("reference", _reference_on_host, _native.why_missing("cpu"))
+
+    def move(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+        # Named, so that a copy made here lives until the call has returned.
+        lens, nodes, accepted = cache_lens.contiguous(), path.contiguous(), accept_lens.contiguous()
+        status = library.medusa_kv_compact_cpu(*_arguments(kv, lens, nodes, accepted))
+        if status:
+            _check_values(kv.shape[4], lens, nodes, accepted)
+            raise RuntimeError(f"medusa_kv_compact_cpu refused valid arguments with status {status}")
+
+    return Implementation("cpp", move, "C++ library of csrc/")
+
+
+def _choose_cuda() -> Implementation:
+    library = _native.cuda_library()
+    if library is None:
+        return Implementation("reference", reference.kv_compact, _native.why_missing("cuda"))
+
+    def move(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+        lens, nodes, accepted = cache_lens.contiguous(), path.contiguous(), accept_lens.contiguous()
+        with torch.cuda.device(kv.device):
+            stream = torch.cuda.current_stream(kv.device).cuda_stream
+            status = library.medusa_kv_compact_cuda(*_arguments(kv, lens, nodes, accepted), stream)
+        if status:
+            what = library.medusa_cuda_error_string(status).decode()
+            raise RuntimeError(f"medusa_kv_compact_cuda failed with CUDA error {status}: {what}")
+
+    return Implementation("cuda", move, "CUDA library of csrc/")
+
+
+def _fake(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+    return None
+
+
+declare("kv_compact(Tensor(a!) kv, Tensor cache_lens, Tensor path, Tensor accept_lens) -> ()", _fake)
+serve("kv_compact", "cpu", _choose_cpu)
+serve("kv_compact", "cuda", _choose_cuda)

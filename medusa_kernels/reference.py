@@ -1,0 +1,203 @@
+"""Every op in plain PyTorch: the specification, the oracle of the tests, and the op where nothing faster serves it.
+
+The arithmetic is written out: fp16, bf16 and fp32 inputs are computed in fp32 (fp64 in fp64), and results are rounded
+once, at the end. `rope_append` alone computes in the dtype of its input, because its contract is to be bit-equal to the
+rotation of transformers. No function reads device data on the host, so all of them are safe to capture in a CUDA graph.
+They do not check their arguments: the public functions, one file per op, do that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD = 64
+"""Tree nodes per ancestor word."""
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return the tensor in the dtype that the arithmetic is done in."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def ancestor_words(visible: Tensor) -> Tensor:
+    """Pack ancestor sets into the bit words that `tree_attention` takes.
+
+    Args:
+        visible: bool `[..., N, N]`; entry `[i, j]` is True iff node j is an ancestor of node i, or is node i.
+
+    Returns:
+        int64 `[..., N, W]` with `W = ceil(N / 64)`: bit `j % 64` of word `j // 64` of row i is `visible[i, j]`.
+    """
+    nodes = visible.shape[-1]
+    words = -(-nodes // WORD)
+    bits = torch.nn.functional.pad(visible, (0, words * WORD - nodes)).unflatten(-1, (words, WORD)).long()
+    # Bit 63 is the sign bit; the sum of distinct bits is their union, also in two's complement.
+    return (bits << torch.arange(WORD, device=visible.device)).sum(-1)
+
+
+def visible_nodes(ancestors: Tensor, nodes: int) -> Tensor:
+    """Unpack ancestor words `[..., N, W]` into bool `[..., N, N]`, the inverse of `ancestor_words`."""
+    node = torch.arange(nodes, device=ancestors.device)
+    return ((ancestors[..., node // WORD] >> (node % WORD)) & 1).bool()
+
+
+def tree_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lens: Tensor,
+    ancestors: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention of tree nodes over the cached prefix and their own ancestors; see the public `tree_attention`."""
+    batch, nodes, heads, head_dim = q.shape
+    kv_heads, rows = k_cache.shape[1:3]
+    visible = _visible_rows(cache_lens, ancestors, nodes, rows, window)
+
+    grouped = _wide(q).view(batch, nodes, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("bnhgd,bhsd->bhgns", grouped, _wide(k_cache))
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    probs = torch.where(visible[:, None, None], scores, -torch.inf).softmax(-1)
+    # A probability of zero does not silence a NaN value, so rows that nobody may see are zeroed as well.
+    valid = torch.arange(rows, device=q.device) < cache_lens[:, None] + nodes
+    values = torch.where(valid[:, None, :, None], _wide(v_cache), 0.0)
+    out = torch.einsum("bhgns,bhsd->bnhgd", probs, values)
+    return out.reshape(q.shape).to(q.dtype).contiguous()
+
+
+def _visible_rows(cache_lens: Tensor, ancestors: Tensor, nodes: int, rows: int, window: int | None) -> Tensor:
+    """Return bool `[B, N, S]`: which cache rows each node sees."""
+    lens = cache_lens[:, None].long()
+    row = torch.arange(rows, device=ancestors.device)[None]
+    tree = visible_nodes(ancestors, nodes).expand(lens.shape[0], -1, -1)
+    node = row - lens
+    in_tree = (node >= 0) & (node < nodes)
+    index = node.clamp(0, nodes - 1)
+    of_tree = tree.gather(2, index[:, None].expand(-1, nodes, -1)) & in_tree[:, None]
+    visible = (node < 0)[:, None] | of_tree
+    if window is not None:
+        depth = tree.sum(-1) - 1
+        key_position = torch.where(in_tree, lens + depth.gather(1, index), row)
+        visible = visible & ((lens + depth)[:, :, None] - key_position[:, None] < window)
+    return visible
+
+
+def rope_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lens: Tensor,
+    depths: Tensor,
+) -> Tensor:
+    """Rotate q and k, write k and v to their cache rows; see the public `rope_append`."""
+    batch, nodes = q.shape[:2]
+    row = torch.arange(batch, device=q.device)[:, None]
+    positions = cache_lens[:, None] + depths
+    cos, sin = (t[positions] if t.dim() == 2 else t[row, positions] for t in (cos, sin))
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    targets = cache_lens[:, None] + torch.arange(nodes, device=q.device)
+    k_cache[row, :, targets] = k * cos + _rotate_half(k) * sin
+    v_cache[row, :, targets] = v
+    return (q * cos + _rotate_half(q) * sin).contiguous()
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """Turn the halves (a, b) of the last axis into (-b, a)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def heads_topk(
+    hidden: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    k: int,
+    *,
+    w2_scale: Tensor | None = None,
+    token_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Residual block, vocabulary projection and top-k of every head; see the public `heads_topk`."""
+    hidden = _wide(hidden)
+    if hidden.dim() == 2:
+        hidden = hidden[:, None].expand(-1, w1.shape[0], -1)
+    inner = torch.einsum("bkh,kgh->bkg", hidden, _wide(w1))
+    if b1 is not None:
+        inner = inner + _wide(b1)
+    states = hidden + inner * torch.sigmoid(inner)
+    projection = w2.to(states.dtype)
+    logits = torch.einsum("bkh,vh->bkv" if w2.dim() == 2 else "bkh,kvh->bkv", states, projection)
+    if w2_scale is not None:
+        logits = logits * w2_scale.to(logits.dtype)
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    best, tokens = logprobs.topk(k, dim=-1)
+    return best, tokens if token_map is None else token_map[tokens]
+
+
+def tree_verify(
+    hidden: Tensor,
+    weight: Tensor,
+    candidates: Tensor,
+    parents: Tensor | None = None,
+    *,
+    temperature: float = 0.0,
+    noise: Tensor | None = None,
+    want_stats: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Next token and statistics of every node; see the public `tree_verify`."""
+    logits = _wide(hidden) @ _wide(weight).T
+    if temperature > 0:
+        logits = logits / temperature
+    next_tokens = (logits if temperature == 0 or noise is None else logits + noise).argmax(-1)
+    if not want_stats:
+        return next_tokens, logits.new_empty(0), logits.new_empty(0), logits.new_empty(0)
+    return next_tokens, *verify_stats(logits, candidates, parents)
+
+
+def verify_stats(logits: Tensor, candidates: Tensor, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum-exp and entropy of each node's distribution, log-probability of each node's token under its parent's.
+
+    Args:
+        logits: fp32 (or fp64) `[B, N, V]`, already divided by the temperature.
+        candidates: int64 `[B, N]`, the nodes' tokens.
+        parents: int32 `[N]` or `[B, N]`, -1 for the root; None for a chain.
+
+    Returns:
+        Three tensors `[B, N]` in the dtype of the logits.
+    """
+    batch, nodes = candidates.shape
+    if parents is None:
+        parents = torch.arange(-1, nodes - 1, device=logits.device)
+    parents = parents.expand(batch, nodes).long()
+    logsumexp = logits.logsumexp(-1)
+    logprobs = logits - logsumexp[..., None]
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    row = torch.arange(batch, device=logits.device)[:, None]
+    of_child = logprobs[row, parents.clamp(min=0), candidates]
+    return logsumexp, entropy, torch.where(parents < 0, 0.0, of_child)
+
+
+def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+    """Move the accepted rows behind the prefix, in every layer; see the public `kv_compact`."""
+    batch, steps = path.shape
+    step = torch.arange(steps, device=path.device).expand(batch, steps)
+    accepted = accept_lens[:, None].long()
+    # Steps beyond the accepted ones repeat step 0 (or row 0 onto itself where nothing is accepted): every write then
+    # has one value, whatever the order, and no index depends on data that the host would have to read.
+    step = torch.where(step <= accepted, step, 0)
+    prefix = cache_lens[:, None].long()
+    source = torch.where(accepted < 0, 0, prefix + path.long().gather(1, step))
+    target = torch.where(accepted < 0, 0, prefix + step)
+    row = torch.arange(batch, device=path.device)[:, None]
+    data = kv.view(torch.uint8)
+    data[:, :, row, :, target] = data[:, :, row, :, source]

@@ -1,0 +1,290 @@
+"""tree_attention against loops over nodes and keys in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_twice
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from medusa_kernels import ancestor_words, reference, served_by, tree_attention
+
+Case = dict[str, Any]
+
+
+def random_sets(nodes: int, batch: int | None = None) -> Tensor:
+    """Random sets of earlier nodes, each with its own node: bool [N, N] or [B, N, N]."""
+    size = (nodes, nodes) if batch is None else (batch, nodes, nodes)
+    return (torch.rand(size) < 0.4).tril(-1) | torch.eye(nodes, dtype=torch.bool)
+
+
+def words_by_hand(sets: Tensor) -> Tensor:
+    """Pack sets with Python integers; the top bit of a word is its sign."""
+    nodes = sets.shape[-1]
+    flat = sets.reshape(-1, nodes).tolist()
+    rows = []
+    for members in flat:
+        whole = sum(1 << j for j, member in enumerate(members) if member)
+        words = [(whole >> (64 * w)) & (2**64 - 1) for w in range(-(-nodes // 64))]
+        rows.append([word - 2**64 if word >= 2**63 else word for word in words])
+    return torch.tensor(rows, dtype=torch.int64).view(*sets.shape[:-1], -1)
+
+
+def make(
+    nodes: int,
+    lens: list[int],
+    *,
+    heads: int = 2,
+    kv_heads: int = 1,
+    dim: int = 8,
+    spare: int = 5,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    own_trees: bool = False,
+) -> Case:
+    """Random inputs: the cache is a strided view of a block, and NaN from row cache_lens + N on."""
+    batch, rows = len(lens), max(lens) + nodes + spare
+    block = torch.randn(2, batch, kv_heads, rows, dim)
+    for b, length in enumerate(lens):
+        block[:, b, :, length + nodes :] = math.nan
+    block = block.to(device, dtype)
+    sets = random_sets(nodes, batch if own_trees else None)
+    return {
+        "q": torch.randn(batch, nodes, heads, dim).to(device, dtype),
+        "k_cache": block[0],
+        "v_cache": block[1],
+        "cache_lens": torch.tensor(lens, dtype=torch.int32, device=device),
+        "ancestors": words_by_hand(sets).to(device),
+        "sets": sets,
+    }
+
+
+def run(case: Case, **options: Any) -> Tensor:
+    return tree_attention(*(case[name] for name in ("q", "k_cache", "v_cache", "cache_lens", "ancestors")), **options)
+
+
+def visible_keys(case: Case, b: int, i: int, window: int | None) -> list[int]:
+    """The cache rows that node i of row b sees, one by one."""
+    length = int(case["cache_lens"][b])
+    sets = case["sets"] if case["sets"].dim() == 2 else case["sets"][b]
+    positions = {row: row for row in range(length)}
+    for j in range(sets.shape[-1]):
+        if sets[i, j]:
+            positions[length + j] = length + int(sets[j].sum()) - 1
+    own = positions[length + i]
+    return [row for row, position in positions.items() if window is None or own - position < window]
+
+
+def brute_force(case: Case, dtype: torch.dtype, **options: Any) -> Tensor:
+    """Attention of each node and head by itself, in one precision throughout."""
+    q, keys, values = (case[name].cpu().to(dtype) for name in ("q", "k_cache", "v_cache"))
+    batch, nodes, heads, dim = q.shape
+    groups = heads // keys.shape[1]
+    scale, cap = options.get("scale"), options.get("softcap")
+    out = torch.empty_like(q)
+    for b in range(batch):
+        for i in range(nodes):
+            rows = visible_keys(case, b, i, options.get("window"))
+            for h in range(heads):
+                scores = keys[b, h // groups, rows] @ q[b, i, h] * (1 / math.sqrt(dim) if scale is None else scale)
+                if cap is not None:
+                    scores = cap * torch.tanh(scores / cap)
+                out[b, i, h] = torch.softmax(scores, 0) @ values[b, h // groups, rows]
+    return out
+
+
+@given(data=st.data())
+def test_matches_loops_over_nodes(device: str, data: st.DataObject) -> None:
+    kv_heads = data.draw(st.integers(1, 2), label="kv_heads")
+    options = {
+        "window": data.draw(st.none() | st.integers(1, 12), label="window"),
+        "softcap": data.draw(st.none() | st.floats(0.5, 20), label="softcap"),
+        "scale": data.draw(st.none() | st.floats(0.1, 2), label="scale"),
+    }
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    case = make(
+        data.draw(st.integers(1, 9), label="nodes"),
+        data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3), label="lens"),
+        kv_heads=kv_heads,
+        heads=kv_heads * data.draw(st.integers(1, 3), label="groups"),
+        own_trees=data.draw(st.booleans(), label="own_trees"),
+        spare=data.draw(st.integers(0, 3), label="spare"),
+        device=device,
+    )
+    exact = brute_force(case, torch.float64, **options)
+    assert_within_twice(run(case, **options), brute_force(case, torch.float32, **options).to(device), exact)
+
+
+@given(data=st.data())
+def test_reference_in_fp64_is_exact(data: st.DataObject) -> None:
+    options = {
+        "window": data.draw(st.none() | st.integers(1, 9), label="window"),
+        "softcap": data.draw(st.none() | st.floats(0.5, 9), label="softcap"),
+    }
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    lens = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3), label="lens")
+    case = make(data.draw(st.integers(1, 7)), lens, heads=4, kv_heads=2, dtype=torch.float64, own_trees=True)
+    got = reference.tree_attention(*list(case.values())[:5], **options)
+    torch.testing.assert_close(got, brute_force(case, torch.float64, **options), rtol=1e-12, atol=1e-12)
+
+
+def plain(case: Case, window: int | None) -> Tensor:
+    """Eager PyTorch in the dtype of the inputs: scores, mask, softmax, sum."""
+    q, keys, values = case["q"], case["k_cache"], case["v_cache"]
+    return masked_softmax(case, q, keys, values, window)
+
+
+def exact_result(case: Case, window: int | None) -> Tensor:
+    return masked_softmax(case, *(case[n].cpu().double() for n in ("q", "k_cache", "v_cache")), window)
+
+
+def masked_softmax(case: Case, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Attention with a mask filled from `visible_keys`, in the dtype of q; one length for all rows."""
+    batch, nodes, heads, dim = q.shape
+    end = int(case["cache_lens"][0]) + nodes
+    mask = torch.full((nodes, end), -math.inf, dtype=q.dtype)
+    for i in range(nodes):
+        mask[i, visible_keys(case, 0, i, window)] = 0
+    keys, values = (t[:, :, :end].repeat_interleave(heads // t.shape[1], 1) for t in (keys, values))
+    scores = q.transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(dim) + mask.to(q.device)
+    return (scores.softmax(-1) @ values).transpose(1, 2)
+
+
+# One word holds 64 nodes, the root included: 63, 64 and 65 are where a word fills and overflows.
+SHAPES = [
+    (nodes, length, heads, dim)
+    for nodes, length, heads, dim in (
+        (1, 0, (4, 4), 64),
+        (1, 127, (7, 1), 128),
+        (2, 1, (8, 2), 80),
+        (3, 128, (7, 7), 96),
+        (63, 127, (4, 1), 64),
+        (64, 128, (2, 2), 64),
+        (65, 0, (7, 1), 80),
+        (65, 1, (4, 1), 128),
+        (200, 128, (4, 1), 64),
+        (256, 127, (2, 2), 64),
+    )
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("nodes", "length", "heads", "dim"), SHAPES)
+def test_error_is_at_most_twice_that_of_pytorch(
+    device: str, nodes: int, length: int, heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    case = make(nodes, [length], heads=heads[0], kv_heads=heads[1], dim=dim, dtype=dtype, device=device)
+    for window in (None, 70):
+        assert_within_twice(run(case, window=window), plain(case, window), exact_result(case, window))
+
+
+def test_equal_lengths_are_one_batch(device: str) -> None:
+    case = make(5, [6, 6, 6], heads=4, kv_heads=2, device=device)
+    assert_within_twice(run(case), plain(case, None), exact_result(case, None))
+
+
+def test_a_changed_tree_is_seen(device: str) -> None:
+    """The CPU path keeps the last tree's mask: a change in place, or of any other argument, must not be missed."""
+    case = make(4, [600], device=device)
+    run(case)
+    for sets, window in ((torch.eye(4, dtype=torch.bool), None), (torch.ones(4, 4).tril().bool(), None)):
+        case["sets"] = sets
+        case["ancestors"].copy_(words_by_hand(sets))
+        assert_within_twice(run(case, window=window), plain(case, window), exact_result(case, window))
+    for window in (5, 2, None):
+        assert_within_twice(run(case, window=window), plain(case, window), exact_result(case, window))
+    case["cache_lens"].fill_(3)
+    assert_within_twice(run(case), plain(case, None), exact_result(case, None))
+    longer = make(4, [700], device=device) | {"sets": case["sets"], "ancestors": case["ancestors"]}
+    assert_within_twice(run(longer), plain(longer, None), exact_result(longer, None))
+
+
+def test_inference_tensors(device: str) -> None:
+    """They have no version counter, so nothing may be kept for them."""
+    with torch.inference_mode():
+        case = make(4, [9], device=device)
+        run(case)
+        case["sets"] = torch.eye(4, dtype=torch.bool)
+        case["ancestors"].copy_(words_by_hand(case["sets"]))
+        assert_within_twice(run(case), plain(case, None), exact_result(case, None))
+
+
+def test_strided_queries_and_block_views(device: str) -> None:
+    case = make(3, [4], heads=4, kv_heads=2, device=device)
+    expected = run(case)
+    fused = torch.randn(1, 3, 9, 8, device=device)
+    fused[:, :, 2:6] = case["q"]
+    block = torch.randn(2, 2, 1, 2, *case["k_cache"].shape[2:], device=device)
+    block[1, 0], block[1, 1] = case["k_cache"], case["v_cache"]
+    got = run(case | {"q": fused[:, :, 2:6], "k_cache": block[1, 0], "v_cache": block[1, 1]})
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@given(st.integers(1, 200), st.integers(0, 2**16))
+def test_words_hold_the_sets(nodes: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    sets = torch.rand(2, nodes, nodes) < 0.5
+    assert torch.equal(ancestor_words(sets), words_by_hand(sets))
+    assert torch.equal(reference.visible_nodes(words_by_hand(sets), nodes), sets)
+
+
+BAD = {
+    "q-axes": ({"q": torch.zeros(2, 3, 4)}, "q: expected shape"),
+    "q-dtype": ({"q": torch.zeros(2, 3, 4, 8).double()}, "q: expected dtype"),
+    "q-nodes": ({"q": torch.zeros(2, 257, 4, 8)}, "q: expected 1 to 256 nodes, got 257"),
+    "q-heads": ({"q": torch.zeros(2, 3, 3, 8)}, "q: expected a multiple of 2 heads, got 3"),
+    "k_cache-dim": ({"k_cache": torch.zeros(2, 2, 9, 16)}, "k_cache: expected shape"),
+    "k_cache-dtype": ({"k_cache": torch.zeros(2, 2, 9, 8).half()}, "k_cache: expected dtype float32 like q"),
+    "v_cache-rows": ({"v_cache": torch.zeros(2, 2, 8, 8)}, "v_cache: expected shape"),
+    "v_cache-dtype": ({"v_cache": torch.zeros(2, 2, 9, 8).bfloat16()}, "v_cache: expected dtype"),
+    "cache_lens-shape": ({"cache_lens": torch.zeros(3, dtype=torch.int32)}, "cache_lens: expected shape"),
+    "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
+    "ancestors-words": ({"ancestors": torch.ones(3, 2, dtype=torch.int64)}, "ancestors: expected shape"),
+    "ancestors-batch": ({"ancestors": torch.ones(1, 3, 1, dtype=torch.int64)}, "ancestors: expected shape"),
+    "ancestors-dtype": ({"ancestors": torch.ones(3, 1, dtype=torch.int32)}, "ancestors: expected dtype int64"),
+    "window": ({"window": 0}, "window: expected None or at least 1, got 0"),
+    "softcap": ({"softcap": -1.0}, "softcap: expected None or more than 0"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
+        "q": torch.zeros(2, 3, 4, 8),
+        "k_cache": torch.zeros(2, 2, 9, 8),
+        "v_cache": torch.zeros(2, 2, 9, 8),
+        "cache_lens": torch.zeros(2, dtype=torch.int32),
+        "ancestors": torch.ones(3, 1, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        tree_attention(**(good | change))
+
+
+@pytest.mark.parametrize("length", [-1, 7])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_rows_outside_the_cache(length: int, softcap: float | None) -> None:
+    case = make(3, [1, 1], spare=5)
+    case["cache_lens"][1] = length
+    with pytest.raises(ValueError, match=f"cache_lens: expected 0 to 6 .* got {length} in batch row 1"):
+        run(case, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lens", "options"),
+    [(1, [3], {}), (5, [0, 4], {"window": 3}), (5, [4, 4], {"softcap": 2.0, "scale": 0.3}), (65, [2], {})],
+)
+def test_opcheck(device: str, nodes: int, lens: list[int], options: dict[str, Any]) -> None:
+    case = make(nodes, lens, heads=4, kv_heads=2, device=device)
+    torch.library.opcheck(torch.ops.medusa_kernels.tree_attention.default, tuple(case.values())[:5], options)
+
+
+def test_served_on_the_cpu_by_sdpa() -> None:
+    chosen = served_by("tree_attention", "cpu")
+    assert chosen.name == "sdpa"
+    assert "softcap" in chosen.reason
