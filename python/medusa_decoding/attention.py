@@ -93,9 +93,7 @@ class TreeAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         cache = medusa_context.cache
         k_cache, v_cache = cache.layer(original.layer_idx)
-        q = rope_append(
-            q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, medusa_context.depths
-        )
+        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, medusa_context.depths)
         if medusa_context.ancestors is None:
             out = prefill_attention(q, k_cache, v_cache, original.scaling, self.window)
         else:
@@ -144,12 +142,12 @@ class AttentionSwap:
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
-        found = [layer.self_attn for layer in layers]
+        found: list[Any] = [layer.self_attn for layer in layers]
         for index, attention in enumerate(found):
             if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
                 names = ", ".join(cls.__name__ for cls in SUPPORTED)
                 raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
-        self._layers: list[nn.Module] | None = list(layers)
+        self._layers: list[Any] | None = list(layers)
         for layer in self._layers:
             if not isinstance(layer.self_attn, TreeAttention):
                 layer.self_attn = TreeAttention(layer.self_attn)

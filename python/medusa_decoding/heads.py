@@ -66,11 +66,14 @@ class MedusaHeads(nn.Module):
             _check_token_map(token_map, vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers = num_heads, num_layers
-        place = {"dtype": dtype, "device": device}
-        self.w1 = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, hidden_size, **place))
-        self.b1 = nn.Parameter(torch.zeros(num_heads, num_layers, hidden_size, **place)) if bias else None
+
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+
+        self.w1 = zeros(num_heads, num_layers, hidden_size, hidden_size)
+        self.b1 = zeros(num_heads, num_layers, hidden_size) if bias else None
         rows = vocab_size if token_map is None else len(token_map)
-        self.w2 = None if shared_projection else nn.Parameter(torch.zeros(num_heads, rows, hidden_size, **place))
+        self.w2 = None if shared_projection else zeros(num_heads, rows, hidden_size)
         self.register_buffer("token_map", None if token_map is None else token_map.to(device), persistent=True)
 
     @property
@@ -103,7 +106,9 @@ class MedusaHeads(nn.Module):
         logits = lm_head(states)
         return logits if self.token_map is None else logits[..., self.token_map]
 
-    def propose(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def propose(
+        self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each head's k best tokens at one position a row, best first, through the op `heads_topk`.
 
         Args:

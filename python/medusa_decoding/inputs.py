@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def split_prompts(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int
-) -> list[torch.Tensor]:
+def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int) -> list[torch.Tensor]:
     """Return each row's tokens without padding: int64 [T_b].
 
     Args:

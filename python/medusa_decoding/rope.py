@@ -9,13 +9,13 @@ frequencies of that length: the same values transformers computes, without state
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from torch import nn
 
 
 def rope_tables(
-    rotary: nn.Module, prompt_lengths: list[int], capacity: int, dtype: torch.dtype, device: torch.device
+    rotary: Any, prompt_lengths: list[int], capacity: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin), each [capacity, D], or [B, capacity, D] where rows of a batch differ.
 
@@ -41,14 +41,12 @@ def rope_tables(
     )
 
 
-def _rows(rotary: nn.Module, sample: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(rotary: Any, sample: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = rotary(sample, torch.arange(start, stop, device=sample.device)[None])
     return cos[0].contiguous(), sin[0].contiguous()
 
 
-def _dynamic_tables(
-    rotary: nn.Module, sample: torch.Tensor, prompt: int, capacity: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _dynamic_tables(rotary: Any, sample: torch.Tensor, prompt: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
     fresh = _fresh(rotary)
     trained = rotary.original_max_seq_len
     blocks = [_rows(fresh, sample, 0, prompt)]
@@ -59,7 +57,7 @@ def _dynamic_tables(
     return torch.cat(cos), torch.cat(sin)
 
 
-def _fresh(rotary: nn.Module) -> nn.Module:
+def _fresh(rotary: Any) -> Any:
     """Copy a rotary module as it was before any forward pass (dynamic scaling leaves state behind)."""
     fresh = copy.deepcopy(rotary)
     if "dynamic" in fresh.rope_type:

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
+from medusa_kernels import ancestor_words
+
 MAX_CHOICES = 255
-WORD_BITS = 64
 
 
 class Tree:
@@ -52,7 +53,10 @@ class Tree:
         self.parents = torch.tensor([line[-2] if len(line) > 1 else -1 for line in lineage], dtype=torch.int32)
         self.depths = torch.tensor([len(line) - 1 for line in lineage], dtype=torch.int32)
         self.ranks = torch.tensor([path[-1] if path else -1 for path in index], dtype=torch.int32)
-        self.ancestors = _bit_words(lineage, self.num_nodes)
+        visible = torch.zeros(self.num_nodes, self.num_nodes, dtype=torch.bool)
+        for node, line in enumerate(lineage):
+            visible[node, line] = True
+        self.ancestors = ancestor_words(visible)
         padded = [line + [line[-1]] * (self.depth + 1 - len(line)) for line in lineage]
         self.paths = torch.tensor(padded, dtype=torch.int32).view(self.num_nodes, self.depth + 1)
 
@@ -96,9 +100,11 @@ class Tree:
         rows = _checked_accuracies(accuracies)
         if not 1 <= num_nodes <= MAX_CHOICES + 1:
             raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {num_nodes}")
-        order = [sorted(range(len(row)), key=lambda i, row=row: (-row[i], i)) for row in rows]
+        order = [_best_first(row) for row in rows]
         choices: list[list[int]] = []
-        frontier: list[tuple[float, tuple[int, ...]]] = [(-rows[0][order[0][0]], (0,))] if rows and num_nodes > 1 else []
+        frontier: list[tuple[float, tuple[int, ...]]] = (
+            [(-rows[0][order[0][0]], (0,))] if rows and num_nodes > 1 else []
+        )
         while len(choices) < num_nodes - 1:
             if not frontier:
                 raise ValueError(f"num_nodes: expected at most {len(choices) + 1} with these heads, got {num_nodes}")
@@ -183,14 +189,8 @@ def _ordered(choices: Iterable[Sequence[int]]) -> list[list[int]]:
     return [list(path) for path in sorted(paths, key=lambda p: (len(p), p))]
 
 
-def _bit_words(lineage: list[list[int]], num_nodes: int) -> torch.Tensor:
-    words = -(-num_nodes // WORD_BITS)
-    rows = []
-    for line in lineage:
-        bits = sum(1 << node for node in line)
-        row = [(bits >> (WORD_BITS * w)) & (2**WORD_BITS - 1) for w in range(words)]
-        rows.append([word - 2**WORD_BITS if word >= 2 ** (WORD_BITS - 1) else word for word in row])
-    return torch.tensor(rows, dtype=torch.int64)
+def _best_first(row: list[float]) -> list[int]:
+    return sorted(range(len(row)), key=lambda rank: (-row[rank], rank))
 
 
 def _checked_accuracies(accuracies: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -28,16 +28,18 @@ class Trunk:
     """
 
     def __init__(self, base: nn.Module) -> None:
-        causal = base.get_base_model() if hasattr(base, "get_base_model") else base
-        decoder = getattr(causal, "model", None)
+        causal: Any = base
+        if hasattr(base, "get_base_model"):  # peft's wrapper
+            causal = causal.get_base_model()
+        decoder: Any = getattr(causal, "model", None)
         if not all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
             raise ValueError(f"base_model: expected a Llama-family causal language model, got {type(causal).__name__}")
         devices = {parameter.device for parameter in causal.parameters()}
         if len(devices) != 1:
             raise ValueError(f"base_model: expected on one device, got {sorted(map(str, devices))}")
-        self.causal: Any = causal
-        self.decoder: Any = decoder
-        self.config = causal.config
+        self.causal = causal
+        self.decoder = decoder
+        self.config: Any = causal.config
         self.swap = AttentionSwap(decoder.layers)
         self.lm_head: nn.Module = causal.get_output_embeddings()
 

@@ -158,7 +158,9 @@ def test_eos_inside_an_accepted_path_cuts_exactly_there():
             output = medusa.generate(row[None], max_new_tokens=NEW, eos_token_id=eos)
         [got] = new_tokens(output, len(row))
         assert got == transformers_greedy(model, row, NEW, eos_token_id=eos)
-        assert len(got) == place + 1 and got[-1] == eos and output.sequences.shape[1] == len(row) + place + 1
+        assert len(got) == place + 1
+        assert got[-1] == eos
+        assert output.sequences.shape[1] == len(row) + place + 1
         cut += 1
     assert cut >= 3
 
@@ -168,9 +170,7 @@ def test_eos_inside_an_accepted_path_cuts_exactly_there():
 def test_eos_lists_and_min_new_tokens(eos, min_new):
     model = tiny("mistral", seed=3)
     rows = prompts(5, [4, 9, 2, 13, 6], seed=4)
-    expected = [
-        transformers_greedy(model, row, NEW, eos_token_id=eos, min_new_tokens=min_new or None) for row in rows
-    ]
+    expected = [transformers_greedy(model, row, NEW, eos_token_id=eos, min_new_tokens=min_new or None) for row in rows]
     ids, mask = padded(rows)
     with MedusaModel(model, heads_for(model), TREES["cartesian"]) as medusa:
         output = medusa.generate(ids, mask, max_new_tokens=NEW, eos_token_id=eos, min_new_tokens=min_new)

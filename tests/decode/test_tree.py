@@ -39,12 +39,14 @@ def test_derived_tensors_follow_from_the_paths(paths):
     tree = Tree([list(path) for path in paths])
     nodes = [(), *sorted(paths, key=lambda p: (len(p), p))]
     assert [tuple(path) for path in tree.choices] == nodes[1:]
-    assert tree.num_nodes == len(nodes) and tree.depth == max(map(len, nodes))
+    assert tree.num_nodes == len(nodes)
+    assert tree.depth == max(map(len, nodes))
     assert tree.depths.tolist() == [len(node) for node in nodes]
     assert tree.parents.tolist() == [-1] + [nodes.index(node[:-1]) for node in nodes[1:]]
     assert tree.ranks.tolist() == [-1] + [node[-1] for node in nodes[1:]]
     prefixes = [{nodes.index(node[:d]) for d in range(len(node) + 1)} for node in nodes]
-    assert tree.ancestors.shape == (len(nodes), -(-len(nodes) // 64)) and tree.ancestors.dtype == torch.int64
+    assert tree.ancestors.shape == (len(nodes), -(-len(nodes) // 64))
+    assert tree.ancestors.dtype == torch.int64
     assert words_to_sets(tree.ancestors) == prefixes
     for i, node in enumerate(nodes):
         expected = [nodes.index(node[:d]) for d in range(len(node) + 1)] + [i] * (tree.depth - len(node))
@@ -67,7 +69,9 @@ def test_last_bit_of_a_word_and_the_next_word():
 def test_root_alone():
     tree = Tree([])
     assert (tree.num_nodes, tree.depth, tree.top_k) == (1, 0, 0)
-    assert tree.parents.tolist() == [-1] and tree.ancestors.tolist() == [[1]] and tree.paths.tolist() == [[0]]
+    assert tree.parents.tolist() == [-1]
+    assert tree.ancestors.tolist() == [[1]]
+    assert tree.paths.tolist() == [[0]]
 
 
 def test_chain_and_cartesian():
@@ -152,7 +156,7 @@ def test_optimal_is_the_best_of_all_trees(accuracies, size):
 
 def test_expected_tokens_by_hand():
     tree = Tree([[0], [1], [0, 0]])
-    assert tree.expected_tokens([[0.5, 0.2], [0.4]][:1] + [[0.4, 0.0]]) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+    assert tree.expected_tokens([*[[0.5, 0.2], [0.4]][:1], [0.4, 0.0]]) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,7 @@ from medusa_decoding.trunk import Trunk
 Step = Callable[[DecodeState, StopRules], None]
 
 
-def decode_step(
-    trunk: Trunk, heads: MedusaHeads, shape: TreeOnDevice, state: DecodeState, rules: StopRules
-) -> None:
+def decode_step(trunk: Trunk, heads: MedusaHeads, shape: TreeOnDevice, state: DecodeState, rules: StopRules) -> None:
     """One step of Medusa decoding; changes `state` in place and reads nothing back to the host."""
     _, guesses = propose(state, heads, trunk.lm_head, shape.top_k)
     tokens = arrange(state.root, guesses, shape)
@@ -43,9 +41,7 @@ def decode_step(
 def plain_step(trunk: Trunk, shape: TreeOnDevice, state: DecodeState, rules: StopRules) -> None:
     """The same step for the tree that is only a root: plain decoding, with nothing to propose, accept or move."""
     hidden = trunk.forward(state.root[:, None], DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = verify(
-        hidden, state.root[:, None], shape.depths, shape.parents, trunk.lm_head, state, rules
-    )
+    next_tokens = verify(hidden, state.root[:, None], shape.depths, shape.parents, trunk.lm_head, state, rules)
     state.cache.lengths += (~state.finished).to(torch.int32)
     state.root.copy_(next_tokens[:, 0])
     commit(state, rules, next_tokens, torch.zeros_like(state.count))

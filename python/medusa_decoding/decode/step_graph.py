@@ -9,7 +9,7 @@ a tree; shapes that differ (batch, cache capacity) are compiled once each.
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -57,5 +57,5 @@ class Steps:
         def call(state, rules):  # type: ignore[no-untyped-def]  # dynamo cannot start at a functools.partial
             step(state, rules)
 
-        options = {"freezing": True} if self.trunk.device.type == "cpu" else {}
+        options: dict[str, Any] = {"freezing": True} if self.trunk.device.type == "cpu" else {}
         return torch.compile(call, fullgraph=True, dynamic=False, options=options)

@@ -1,0 +1,41 @@
+"""The `medusa` command: one file a subcommand.
+
+Bad input ends with exit code 2 and one clear line; Ctrl-C with 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from medusa_decoding.cli import demo, doctor, generate
+
+COMMANDS = (demo, generate, doctor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; return the process's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="medusa", description="Medusa decoding for Llama-family models of Hugging Face Transformers."
+    )
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        summary = (command.__doc__ or "").splitlines()[0]
+        subparser = subparsers.add_parser(
+            command.__name__.rsplit(".", 1)[-1],
+            help=summary,
+            description=command.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"medusa: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("medusa: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,141 @@
+"""Show Medusa decoding on the embedded model: a streamed answer, then plain and Medusa decoding side by side.
+
+Each way of decoding writes the same prompts' continuations in one process, in turn, several rounds over: transformers'
+generate, this package's own plain loop, and Medusa. The texts are compared token by token.
+
+    medusa demo
+    medusa demo --prompt "def read_lines(path):" --tree chain:3 --max-new-tokens 64 --backend compiled
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, TextStreamer
+
+from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one
+from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.tree import Tree
+
+PROMPTS = (
+    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n',
+    'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a text file."""\n',
+    "class TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_get",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--prompt", help="what to continue (default: three short pieces of code)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
+    parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds (default: 3)")
+    add_decoding(parser, new_tokens=128)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stream an answer, measure, print; exit code 1 if the texts differ in float32."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
+    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in ([args.prompt] if args.prompt else PROMPTS)]
+    if prompts[0].numel() == 0:
+        raise ValueError("--prompt: expected some text, got none")
+    with MedusaModel.from_pretrained(
+        CHECKPOINT / "heads", dtype=DTYPES[args.dtype], tree=args.tree, backend=args.backend
+    ) as model:
+        if not args.json:
+            print(f"A {parameters(model) / 1e6:.1f}M-parameter model of Python code continues:\n")
+            model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
+            print()
+        result = compare(model, prompts, args.max_new_tokens, args.rounds)
+    result |= {"dtype": args.dtype, "backend": args.backend, "threads": torch.get_num_threads()}
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print_table(result)
+    if not result["identical"] and args.dtype == "float32":
+        print("medusa: the texts differ, which must not happen in float32: please report it", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parameters(model: MedusaModel) -> int:
+    """Count the parameters of base model and heads."""
+    heads = model.heads.parameters() if model.heads is not None else ()
+    return sum(p.numel() for p in model.trunk.causal.parameters()) + sum(p.numel() for p in heads)
+
+
+def compare(model: MedusaModel, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:
+    """Run the three ways of decoding in turn and return what they wrote and took."""
+    accept_lengths: list[int] = []
+
+    def transformers(ids: torch.Tensor) -> list[int]:
+        out = model.base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        return out[0, ids.shape[1] :].tolist()
+
+    def plain(ids: torch.Tensor) -> list[int]:
+        output = model.generate(ids, max_new_tokens=new_tokens, tree=Tree([]))
+        assert isinstance(output, MedusaOutput)
+        return output.sequences[0, ids.shape[1] :].tolist()
+
+    def medusa(ids: torch.Tensor) -> list[int]:
+        output = model.generate(ids, max_new_tokens=new_tokens)
+        assert isinstance(output, MedusaOutput)
+        accept_lengths.extend(output.accept_lengths[0])
+        return output.sequences[0, ids.shape[1] :].tolist()
+
+    ways: dict[str, Callable[[torch.Tensor], list[int]]] = {
+        "transformers": transformers, "plain": plain, "medusa": medusa
+    }  # fmt: skip
+    texts = {name: [way(ids) for ids in prompts] for name, way in ways.items()}  # not timed: compiles, warms up
+    accept_lengths.clear()
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for ids in prompts:
+            for name, way in ways.items():
+                start = time.perf_counter()
+                tokens = len(way(ids))
+                rates[name].append(tokens / (time.perf_counter() - start))
+    histogram = Counter(accept_lengths)
+    steps = len(accept_lengths)
+    return {
+        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
+        "tokens_per_step": (sum(accept_lengths) + steps) / steps if steps else None,
+        "accepted_length_histogram": {str(n): histogram[n] for n in sorted(histogram)},
+        "tree_nodes": model.tree.num_nodes,
+        "prompts": len(prompts),
+        "new_tokens": sum(map(len, texts["medusa"])),
+        "rounds": rounds,
+        "identical": texts["medusa"] == texts["plain"] == texts["transformers"],
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """Print the comparison for a person."""
+    rates = result["tokens_per_second"]
+    names = {
+        "transformers": "transformers generate",
+        "plain": "our plain loop",
+        "medusa": f"Medusa, {result['tree_nodes']} nodes",
+    }
+    print(f"{'':24}{'tokens/s':>10}{'x generate':>12}{'x plain loop':>14}")
+    for name, label in names.items():
+        rate = rates[name]
+        print(f"{label:24}{rate:10.0f}{rate / rates['transformers']:12.2f}{rate / rates['plain']:14.2f}")
+    if result["tokens_per_step"] is not None:
+        print(f"\ntokens a step: {result['tokens_per_step']:.2f}; accepted guesses a step:")
+        total = sum(result["accepted_length_histogram"].values())
+        for length, count in result["accepted_length_histogram"].items():
+            print(f"  {length}  {'#' * round(40 * count / total):40} {count / total:6.1%}")
+    same = "identical" if result["identical"] else "DIFFERENT"
+    print(
+        f"texts of the three: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
+        f"{result['dtype']}, {result['backend']}, {result['threads']} threads, median of {result['rounds']} rounds"
+    )

@@ -1,0 +1,84 @@
+"""Say what is installed, which implementation serves each op and why, and check each op against its reference.
+
+Exit code 1 if an op fails its check.
+
+    medusa doctor
+    medusa doctor --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from medusa_decoding.demo import CHECKPOINT
+from medusa_kernels import _native, selftest
+
+PACKAGES = ("medusa-kernels", "torch", "triton", "transformers", "safetensors", "flash-attn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Collect, print, and turn a failed check into the exit code."""
+    report = examine()
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print_report(report)
+    return 0 if all(op["passed"] for op in report["ops"]) else 1
+
+
+def examine() -> dict[str, Any]:
+    """Collect versions, devices, native libraries and the ops' checks."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cpu": {
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "isa": torch.backends.cpu.get_cpu_capability(),
+        },
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "native": {kind: _native.why_missing(kind) or "loaded" for kind in ("cpu", "cuda")},
+        "build": _native.build_info(),
+        "demo_checkpoint": (CHECKPOINT / "base").is_dir(),
+        "ops": [vars(result) | {"passed": result.passed} for device in devices for result in selftest.run(device)],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print the report for a person."""
+    print(f"Python {report['python']} on {report['platform']}")
+    for name, version in report["packages"].items():
+        print(f"  {name:16} {version or 'not installed'}")
+    cpu = report["cpu"]
+    gpus = ", ".join(report["gpus"]) or "none"
+    print(f"CPU: {cpu['cores']} cores, {cpu['threads']} threads, {cpu['isa']}; GPUs: {gpus}")
+    for kind, state in report["native"].items():
+        print(f"  native {kind:5} {state}")
+    print(f"{'op':16}{'device':8}{'served by':12}{'error':>10}  check   why")
+    for op in report["ops"]:
+        verdict = "ok" if op["passed"] else "FAILED"
+        print(f"{op['op']:16}{op['device']:8}{op['implementation']:12}{op['error']:10.1e}  {verdict:8}{op['reason']}")
+        if op["detail"]:
+            print(f"    {op['detail']}", file=sys.stderr)

@@ -1,0 +1,145 @@
+"""The command line: what it prints, and how it refuses."""
+
+import io
+import json
+import re
+
+import pytest
+
+from medusa_decoding.cli import COMMANDS, demo, main
+from medusa_kernels import OPS, selftest
+
+
+def run_json(capsys, *argv):
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_command_has_help_with_an_example(capsys):
+    for command in COMMANDS:
+        name = command.__name__.rsplit(".", 1)[-1]
+        with pytest.raises(SystemExit) as end:
+            main([name, "--help"])
+        assert end.value.code == 0
+        assert f"    medusa {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["prompt", "file", "stdin"])
+@pytest.mark.parametrize("tree", ["root", "chain:3", "cartesian:3,2"])
+def test_generate_writes_the_models_own_text(capsys, checkpoint, model_text, tmp_path, monkeypatch, source, tree):
+    prompt = "def f(x):\n"
+    (tmp_path / "prompt.txt").write_text(prompt)
+    monkeypatch.setattr("sys.stdin", io.StringIO(prompt))
+    where = {"prompt": ["--prompt", prompt], "file": ["--file", str(tmp_path / "prompt.txt")], "stdin": []}[source]
+    heads = str(checkpoint / "heads")
+    out = run_json(capsys, "generate", "--model", heads, *where, "--tree", tree, "--max-new-tokens", "20")
+    assert out["text"] == model_text(prompt, 20)
+    assert out["new_tokens"] == 20
+    if tree == "root":
+        assert out["steps"] == 19
+
+
+def test_generate_streams_the_same_text(capsys, checkpoint, model_text):
+    argv = ["generate", "--model", str(checkpoint / "heads"), "--prompt", "abc", "--max-new-tokens", "12"]
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip("\n") == model_text("abc", 12).strip("\n")
+    assert "12 tokens" in captured.err
+
+
+def test_generate_reads_a_tree_file(capsys, checkpoint, tmp_path):
+    (tmp_path / "tree.json").write_text('{"choices": [[0], [1]]}')
+    heads = str(checkpoint / "heads")
+    argv = ["generate", "--model", heads, "--prompt", "abc", "--tree", str(tmp_path / "tree.json")]
+    assert run_json(capsys, *argv, "--max-new-tokens", "8")["new_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "--model", "HEADS", "--prompt", ""], "prompt: expected some text"),
+        (["generate", "--model", "HEADS", "--file", "missing.txt"], "missing.txt"),
+        (["generate", "--model", "HEADS", "--prompt", "a" * 128], "fewer than 128 tokens .*got 128"),
+        (["generate", "--model", "HEADS", "--prompt", "a", "--tree", "chain:4"], "depth 4, expected at most 3"),
+        (["generate", "--model", "EMPTY", "--prompt", "a"], "expected a checkpoint of Medusa heads"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(capsys, checkpoint, tmp_path, argv, words):
+    places = {"HEADS": str(checkpoint / "heads"), "EMPTY": str(tmp_path)}
+    assert main([places.get(arg, arg) for arg in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
+    assert len(lines) == 1
+    assert re.search(words, lines[0])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "--tree", "chain:x"],
+        ["generate", "--tree", "no-such-file.json"],
+        ["generate", "--tree", "cartesian:300"],
+        ["generate", "--max-new-tokens", "0"],
+        ["demo", "--rounds", "0"],
+        ["nothing"],
+        [],
+    ],
+)
+def test_bad_arguments_end_with_code_2(capsys, argv):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_demo_compares_three_ways(capsys, checkpoint, monkeypatch):
+    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
+    out = run_json(capsys, "demo", "--max-new-tokens", "12", "--rounds", "1", "--tree", "chain:2")
+    assert out["identical"] is True
+    assert set(out["tokens_per_second"]) == {"transformers", "plain", "medusa"}
+    steps = sum(out["accepted_length_histogram"].values())
+    accepted = sum(int(length) * count for length, count in out["accepted_length_histogram"].items())
+    assert accepted + steps == 3 * 11
+    assert out["tokens_per_step"] == pytest.approx(33 / steps)
+
+
+def test_demo_prints_answer_and_table(capsys, checkpoint, monkeypatch, model_text):
+    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
+    assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "9", "--rounds", "1", "--tree", "chain:2"]) == 0
+    out = capsys.readouterr().out
+    assert "xyz" + model_text("xyz", 9).rstrip("\n") in out
+    assert "identical" in out
+    assert "Medusa, 3 nodes" in out
+
+
+def test_demo_says_when_texts_differ(capsys, checkpoint, monkeypatch):
+    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
+    compare = demo.compare
+    monkeypatch.setattr(demo, "compare", lambda *args: compare(*args) | {"identical": False})
+    argv = ["demo", "--prompt", "xyz", "--max-new-tokens", "5", "--rounds", "1", "--tree", "chain:2"]
+    assert main(argv) == 1
+    captured = capsys.readouterr()
+    assert "DIFFERENT" in captured.out
+    assert "the texts differ" in captured.err
+
+
+def test_doctor_reports_every_op(capsys):
+    report = run_json(capsys, "doctor")
+    ops = [(op["op"], op["device"]) for op in report["ops"] if op["device"] == "cpu"]
+    assert ops == [(name, "cpu") for name in OPS]
+    assert all(op["passed"] and op["reason"] for op in report["ops"])
+    assert report["packages"]["torch"]
+
+
+def test_doctor_fails_when_an_op_is_wrong(capsys, monkeypatch):
+    monkeypatch.setitem(selftest._CASES, "rope_append", lambda device, generator: float("nan"))
+
+    def broken(device, generator):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setitem(selftest._CASES, "tree_verify", broken)
+    assert main(["doctor"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("FAILED") >= 2
+    assert "no kernel image" in captured.err

@@ -1,0 +1,169 @@
+"""The swap: exact undo, the model unchanged for everyone else, adapters and quantised layers kept."""
+
+import pytest
+import torch
+from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.attention import AttentionSwap, TreeAttention
+
+TREE = Tree.cartesian([3, 2])
+NEW = 16
+
+
+def medusa_tokens(model, row, tree=TREE):
+    with MedusaModel(model, heads_for(model), tree) as medusa:
+        return medusa.generate(row[None], max_new_tokens=NEW).sequences[0, len(row) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_undo_restores_the_very_modules(family):
+    model = tiny(family)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    keys = list(model.state_dict())
+    swap = AttentionSwap(model.model.layers)
+    assert all(isinstance(layer.self_attn, TreeAttention) for layer in model.model.layers)
+    assert list(model.state_dict()) == keys
+    swap.undo()
+    swap.undo()
+    assert all(layer.self_attn is old for layer, old in zip(model.model.layers, attentions, strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_swapped_model_is_unchanged_for_everyone_else(family, implementation):
+    model = tiny(family)
+    model.set_attn_implementation(implementation)
+    ids = torch.stack(prompts(2, [11]))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    before = model(ids, attention_mask=mask).logits
+    text = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    with MedusaModel(model, heads_for(model), TREE) as medusa:
+        during_first = model(ids, attention_mask=mask).logits
+        medusa.generate(ids, mask, max_new_tokens=NEW)
+        during = model(ids, attention_mask=mask).logits
+        text_during = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    after = model(ids, attention_mask=mask).logits
+    for logits in (during_first, during, after):
+        assert torch.equal(before, logits)
+    assert torch.equal(text, text_during)
+
+
+def test_gradients_flow_through_a_swapped_model():
+    model = tiny()
+    ids = torch.stack(prompts(1, [9]))
+    model(ids, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with AttentionSwap(model.model.layers):
+        model(ids, labels=ids).loss.backward()
+    assert all(torch.equal(expected[name], p.grad) for name, p in model.named_parameters())
+
+
+def test_training_mode_reaches_the_original():
+    model = tiny()
+    with AttentionSwap(model.model.layers):
+        model.train()
+        assert all(layer.self_attn.original.training for layer in model.model.layers)
+        model.eval()
+    assert not any(module.training for module in model.modules())
+
+
+def test_two_users_share_a_swap_and_the_last_one_restores():
+    model = tiny()
+    original = model.model.layers[0].self_attn
+    first, second = MedusaModel(model, heads_for(model)), MedusaModel(model, heads_for(model, num_heads=2, seed=5))
+    first.undo()
+    assert isinstance(model.model.layers[0].self_attn, TreeAttention)
+    [row] = prompts(1, [5])
+    expected = transformers_greedy(model, row, NEW)
+    assert second.generate(row[None], max_new_tokens=NEW).sequences[0, 5:].tolist() == expected
+    second.undo()
+    assert model.model.layers[0].self_attn is original
+
+
+def test_saved_while_swapped_equals_saved_before(tmp_path):
+    model = tiny("qwen3")
+    with AttentionSwap(model.model.layers):
+        model.save_pretrained(tmp_path / "swapped")
+    again = type(model).from_pretrained(tmp_path / "swapped")
+    ids = torch.stack(prompts(1, [9]))
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_another_family_is_refused_and_left_alone():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
+    with pytest.raises(ValueError, match=r"Llama-family.*GPT2LMHeadModel"):
+        MedusaModel(model)
+
+
+def test_a_foreign_layer_is_named_and_nothing_is_swapped():
+    model = tiny()
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"layer 1: expected an attention of LlamaAttention.*got Identity"):
+        MedusaModel(model)
+    assert not isinstance(model.model.layers[0].self_attn, TreeAttention)
+
+
+def test_lora_wrapped_projections_are_used():
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"])
+    adapted = peft.get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    [row] = prompts(1, [7])
+    ids = row[None]
+    expected = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    heads = heads_for(adapted.get_base_model())
+    with MedusaModel(adapted, heads, TREE) as medusa:
+        got = medusa.generate(ids, max_new_tokens=NEW).sequences
+    assert torch.equal(got, expected)
+    with adapted.disable_adapter():
+        without = transformers_greedy(adapted.get_base_model(), row, NEW)
+    assert without != expected[0, len(row) :].tolist(), "the adapter changes nothing: the test shows nothing"
+
+
+def test_an_adapter_added_while_swapped_stays_after_undo():
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    swap = AttentionSwap(model.model.layers)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
+    swap.undo()
+    assert "lora" in type(model.model.layers[0].self_attn.q_proj).__module__
+
+
+class QuantisedLinear(torch.nn.Module):
+    """A weight-only quantised layer: 4-bit weights (held as int8) with one scale a row, as quantising loaders make."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.abs().amax(1, keepdim=True) / 7
+        self.register_buffer("scale", scale.detach())
+        self.register_buffer("weight", (linear.weight / scale).round().to(torch.int8).detach())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_quantised_projections_and_lm_head_are_called_as_modules(shared):
+    model = tiny("qwen2")
+    [row] = prompts(1, [8])
+    heads = heads_for(model, shared=shared)
+    unquantised = transformers_greedy(model, row, 40)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            model.set_submodule(name, QuantisedLinear(module))
+    expected = transformers_greedy(model, row, 40)
+    assert expected != unquantised, "quantising changes nothing: the test shows nothing"
+    with MedusaModel(model, heads, TREE) as medusa:
+        output = medusa.generate(row[None], max_new_tokens=40)
+    assert output.sequences[0, len(row) :].tolist() == expected
+    assert sum(output.accept_lengths[0]) > 0

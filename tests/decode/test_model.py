@@ -1,0 +1,173 @@
+"""MedusaModel's face: refusals before any work, outputs, streaming."""
+
+import pytest
+import torch
+from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+
+from medusa_decoding import MedusaHeads, MedusaModel, Tree
+from medusa_decoding.attention import TreeAttention
+from medusa_decoding.model import default_tree
+
+
+@pytest.fixture
+def medusa():
+    model = tiny()
+    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as swapped:
+        yield swapped
+
+
+@pytest.fixture
+def no_work(medusa, monkeypatch):
+    def forward(*args):
+        raise AssertionError("the model ran before the arguments were refused")
+
+    monkeypatch.setattr(medusa.trunk, "forward", forward)
+    return medusa
+
+
+IDS = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "kwargs", "words"),
+    [
+        (IDS[0], {}, r"input_ids: expected int64 \[B, T\]"),
+        (IDS.float(), {}, "input_ids: expected int64"),
+        (IDS[:, :0], {}, "at least one row and one token"),
+        (IDS[:0], {}, "at least one row and one token"),
+        (torch.tensor([[1, VOCAB]]), {}, rf"ids in \[0, {VOCAB}\) in row 0, got 1 to {VOCAB}"),
+        (torch.tensor([[1, -1]]), {}, "got -1 to 1"),
+        (IDS, {"attention_mask": torch.ones(1, 2)}, r"attention_mask: expected shape \[1, 3\], got \[1, 2\]"),
+        (IDS, {"attention_mask": torch.tensor([[1, 0, 1]])}, "row 0 padded at one end only"),
+        (IDS, {"attention_mask": torch.tensor([[0, 1, 0]])}, "row 0 padded at one end only"),
+        (IDS, {"attention_mask": torch.tensor([[0, 0, 0]])}, "at least one token in row 0"),
+        (IDS, {"attention_mask": torch.tensor([[1, 2, 1]])}, "only 0 and 1"),
+        (IDS, {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+        (IDS, {"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens: expected 0 to 8"),
+        (torch.ones(1, 96, dtype=torch.int64), {}, "fewer than 96 tokens .*, got 96"),
+        (torch.ones(1, 97, dtype=torch.int64), {"max_new_tokens": 1}, "fewer than 96 tokens .*, got 97"),
+        (IDS, {"tree": Tree.chain(5)}, r"path \[0, 0, 0, 0, 0\] has depth 5, expected at most 4"),
+        (IDS, {"tree": Tree([[VOCAB]])}, rf"path \[{VOCAB}\] has rank {VOCAB}, expected below {VOCAB}"),
+        (IDS, {"tree": [[0]]}, "tree: expected a Tree, got list"),
+        (IDS, {"acceptance": "typical"}, "acceptance: expected 'lossless'"),
+        (IDS, {"do_sample": True}, "do_sample: expected False"),
+        (IDS, {"num_beams": 4}, "num_beams"),
+        (IDS.repeat(2, 1), {"streamer": object()}, "streamer: expected a batch of 1, got 2"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(no_work, ids, kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        no_work.generate(ids, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda m: MedusaModel(m, MedusaHeads(16, VOCAB, 1)), "hidden_size 32 like the base model, got 16"),
+        (lambda m: MedusaModel(m, MedusaHeads(32, 12, 1)), "vocab_size 11 like the base model, got 12"),
+        (lambda m: MedusaModel(m, MedusaHeads(32, VOCAB, 1, dtype=torch.bfloat16)), "torch.float32 on cpu"),
+        (lambda m: MedusaModel(m, MedusaHeads(32, VOCAB, 1), Tree.chain(2)), r"path \[0, 0\] has depth 2"),
+        (lambda m: MedusaModel(m, None, Tree.chain(1)), r"path \[0\] has depth 1, expected at most 0"),
+    ],
+)
+def test_a_refused_model_is_left_unpatched(build, words):
+    model = tiny()
+    with pytest.raises(ValueError, match=words):
+        build(model)
+    assert not any(isinstance(module, TreeAttention) for module in model.modules())
+
+
+def test_an_interrupted_generation_leaves_the_model_usable(medusa):
+    class StopError(Exception):
+        pass
+
+    class Streamer:
+        seen = 0
+
+        def put(self, value):
+            self.seen += 1
+            if self.seen == 4:
+                raise StopError
+
+        def end(self):
+            pass
+
+    [row] = prompts(1, [6])
+    with pytest.raises(StopError):
+        medusa.generate(row[None], max_new_tokens=20, streamer=Streamer())
+    expected = transformers_greedy(medusa.base, row, 20)
+    assert medusa.generate(row[None], max_new_tokens=20).sequences[0, 6:].tolist() == expected
+
+
+def test_streamer_gets_prompt_then_every_token_in_order(medusa):
+    class Streamer:
+        def __init__(self):
+            self.values, self.ended = [], 0
+
+        def put(self, value):
+            self.values.append(value)
+
+        def end(self):
+            self.ended += 1
+
+    [row] = prompts(1, [6])
+    streamer = Streamer()
+    output = medusa.generate(row[None], max_new_tokens=17, streamer=streamer)
+    assert streamer.values[0].tolist() == [row.tolist()]
+    assert [v.tolist() for v in streamer.values[1:]] == [[t] for t in output.sequences[0, 6:].tolist()]
+    assert streamer.ended == 1
+
+
+def test_output_figures_follow_from_the_text(medusa):
+    rows = prompts(4, [5, 2, 9, 4])
+    ids, mask = padded(rows)
+    output = medusa.generate(ids, mask, max_new_tokens=19)
+    assert output.sequences.dtype == torch.int64
+    assert output.sequences.shape == (4, ids.shape[1] + 19)
+    assert output.new_tokens == [19] * 4
+    assert all(0 <= a <= 2 for row in output.accept_lengths for a in row)
+    steps = sum(len(row) for row in output.accept_lengths)
+    assert output.steps == steps
+    assert output.tokens_per_step == pytest.approx(4 * 18 / steps)
+
+
+def test_the_prefill_alone_makes_no_step(medusa):
+    output = medusa.generate(IDS, max_new_tokens=1)
+    assert output.accept_lengths == [[]]
+    assert output.tokens_per_step != output.tokens_per_step
+
+
+def test_the_prompt_itself_is_not_changed(medusa):
+    ids, mask = padded(prompts(2, [3, 6]))
+    kept = ids.clone(), mask.clone()
+    medusa.generate(ids, mask, max_new_tokens=5)
+    assert torch.equal(ids, kept[0])
+    assert torch.equal(mask, kept[1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "vocab", "nodes"), [(5, 32000, 64), (4, 11, 64), (1, 11, 6), (1, 3, 4), (7, 100, 64)]
+)
+def test_default_tree_fits_the_heads(heads, vocab, nodes):
+    tree = default_tree(MedusaHeads(8, vocab, heads))
+    assert tree.num_nodes == nodes
+    tree.check_fits(heads, vocab)
+
+
+def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    rows = prompts(3, [5, 2, 9])
+    ids, mask = padded(rows)
+    expected = [transformers_greedy(medusa.base, row, 20) for row in rows]
+    with MedusaModel(medusa.base, medusa.heads, Tree.cartesian([3, 2]), backend="compiled") as compiled:
+        output = compiled.generate(ids, mask, max_new_tokens=20)
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected
+    assert output.steps < 3 * 19
+
+
+def test_unknown_backend_is_named(medusa):
+    with (
+        MedusaModel(medusa.base, medusa.heads, backend="cudagraph") as model,
+        pytest.raises(ValueError, match="'eager' or 'compiled', got 'cudagraph'"),
+    ):
+        model.generate(IDS)
