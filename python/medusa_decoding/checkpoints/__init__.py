@@ -1,0 +1,198 @@
+"""Checkpoints of Medusa heads: recognise the format, read it with every check, write the paper's own layout.
+
+One module a format. A format lists its tensors under the paper's names; the checks and the packing are shared. The
+tensors are believed, a config that contradicts them is reported. This package does not know trees or the decode loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+
+from medusa_decoding.checkpoints import embedded, original
+from medusa_decoding.checkpoints._files import read_json
+from medusa_decoding.checkpoints._layout import (
+    DTYPES,
+    HeadTensors,
+    Layout,
+    check_base,
+    disagreements,
+    examine,
+    pack,
+)
+from medusa_decoding.checkpoints.base import load_base_model, stated_vocab_size
+from medusa_decoding.checkpoints.original import write_heads
+from medusa_decoding.heads import MedusaHeads
+
+__all__ = ["FORMATS", "HeadsCheckpoint", "find_base_model", "load_base_model", "read_heads", "write_heads"]
+
+_log = logging.getLogger(__name__)
+
+
+class Format(Protocol):
+    """What a format's module provides.
+
+    Attributes:
+        NAME: the format's name.
+        FILES: the files that it is recognised by, in words.
+    """
+
+    NAME: str
+    FILES: str
+
+    def recognise(self, folder: Path) -> bool:
+        """Return whether the folder holds this format."""
+        ...
+
+    def gather(self, folder: Path) -> HeadTensors:
+        """List the heads' tensors under the paper's names."""
+        ...
+
+    def base_model(self, folder: Path, config: Mapping[str, Any]) -> str | None:
+        """Return the base model's folder or hub id, if the checkpoint says."""
+        ...
+
+
+FORMATS: tuple[Format, ...] = (original, embedded)
+"""Known formats; where several recognise a folder, the first reads it and a note says so."""
+
+# Weights and small files, among them those a base model in the same repository needs.
+_HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model"]
+_HUB_IGNORED = ["*/*"]
+
+
+@dataclass(frozen=True)
+class HeadsCheckpoint:
+    """Heads and what their checkpoint says about them.
+
+    Attributes:
+        heads: in eval mode, without gradients.
+        base_model: folder or hub id of the base model; None when the checkpoint does not say.
+        format: name of the format, an entry's NAME in `FORMATS`.
+        path: the folder that was read.
+        config: content of its `config.json`, as it stands; empty without one.
+        notes: what a user should know: contradictions between config and tensors, files passed over.
+    """
+
+    heads: MedusaHeads
+    base_model: str | None
+    format: str
+    path: Path
+    config: dict[str, Any]
+    notes: list[str]
+
+
+def read_heads(
+    path_or_hub_id: str | Path,
+    *,
+    hidden_size: int | None = None,
+    vocab_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+) -> HeadsCheckpoint:
+    """Read Medusa heads from a folder or a hub repository in any known format.
+
+    Args:
+        path_or_hub_id: a folder, or else a repository on the Hugging Face hub.
+        hidden_size: the base model's hidden size H, to check against.
+        vocab_size: the base model's vocabulary size V, to check against. For heads with a
+            shared projection or a token_map the tensors do not say it; the default is then the config's, or else the
+            base model's config's.
+        dtype: float16, bfloat16 or float32; None keeps the file's.
+        device: where the heads go.
+        revision: branch, tag or commit of a hub repository; unused for a folder.
+
+    Returns:
+        The heads and what the checkpoint says about them. Its notes are also logged as warnings.
+
+    Raises:
+        ValueError: an unknown or damaged checkpoint; a missing, extra or misshapen tensor; mixed dtypes; NaN or Inf;
+            sizes other than the base model's. The message names the tensor or file, what was expected and what came.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16, float32 or None, got {dtype}")
+    folder = _folder(path_or_hub_id, revision)
+    module, config, notes = _recognise(folder)
+    found = module.gather(folder)
+    layout = examine(found)
+    check_base(found, layout, hidden_size, vocab_size)
+    base = module.base_model(folder, config)
+    if vocab_size is None:
+        vocab_size = _vocab_size(layout, config, base, folder)
+    heads = pack(found, layout, vocab_size, dtype, device)
+    notes += [*found.notes, *disagreements(config, layout)]
+    for note in notes:
+        _log.warning("%s: %s", folder, note)
+    return HeadsCheckpoint(heads, base, module.NAME, folder, config, notes)
+
+
+def find_base_model(path_or_hub_id: str | Path, *, revision: str | None = None) -> str | None:
+    """Return the folder or hub id of a checkpoint's base model without reading its weights.
+
+    Args:
+        path_or_hub_id: as for `read_heads`.
+        revision: as for `read_heads`.
+
+    Raises:
+        ValueError: an unknown checkpoint.
+    """
+    folder = _folder(path_or_hub_id, revision)
+    module, config, _ = _recognise(folder)
+    return module.base_model(folder, config)
+
+
+def _folder(path_or_hub_id: str | Path, revision: str | None) -> Path:
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ValueError(f"path_or_hub_id: expected a checkpoint's folder or a hub id, got the file {path}")
+    if isinstance(path_or_hub_id, Path):
+        raise ValueError(f"path_or_hub_id: expected an existing folder, got {path}")
+    try:
+        snapshot = snapshot_download(
+            path_or_hub_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"path_or_hub_id: expected an existing folder or a hub repository within reach, got {path_or_hub_id!r} "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return Path(snapshot)
+
+
+def _recognise(folder: Path) -> tuple[Format, dict[str, Any], list[str]]:
+    fitting = [module for module in FORMATS if module.recognise(folder)]
+    if not fitting:
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
+        known = "; ".join(f"{module.NAME} ({module.FILES})" for module in FORMATS)
+        raise ValueError(
+            f"{folder}: expected a checkpoint of Medusa heads, one of: {known}; got a folder with: {found}"
+        )
+    notes = [f"also recognised as {other.NAME}; read as {fitting[0].NAME}" for other in fitting[1:]]
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        return fitting[0], {}, [*notes, "config.json: none in the folder; the base model is unknown"]
+    return fitting[0], read_json(config_file), notes
+
+
+def _vocab_size(layout: Layout, config: Mapping[str, Any], base: str | None, folder: Path) -> int:
+    if layout.rows is not None and layout.trimmed is None:
+        return layout.rows
+    size = config.get("vocab_size")
+    if isinstance(size, int) and size > 0:
+        return size
+    size = None if base is None else stated_vocab_size(base)
+    if size is None:
+        raise ValueError(
+            f"vocab_size: expected the base model's, because neither the tensors, nor config.json in {folder}, nor the "
+            f"config of the base model {base!r} say it, got None"
+        )
+    return size

@@ -1,0 +1,264 @@
+"""From named tensors of single heads to packed `MedusaHeads` and back, checked before anything is used.
+
+The names are the paper's: `{h}.{l}.linear.weight`, `{h}.{l}.linear.bias`, `{h}.{L}.weight` for head h, residual block l
+of L, and `token_map`. A format with other names maps them to these. This module does not know files or folders.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from medusa_decoding.checkpoints._files import StoredTensor
+from medusa_decoding.heads import MedusaHeads
+
+TOKEN_MAP = "token_map"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_BLOCK = re.compile(r"(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.linear\.(weight|bias)")
+_PROJECTION = re.compile(r"(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.weight")
+
+
+@dataclass(frozen=True)
+class HeadTensors:
+    """What a format found: the heads' tensors under the paper's names.
+
+    Attributes:
+        tensors: by the paper's name.
+        prefix: what the file writes before these names, for messages about tensors that are not there.
+        notes: remarks for the user, such as files that were passed over.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    prefix: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that a complete and consistent set of tensors has.
+
+    Attributes:
+        num_heads: K.
+        num_layers: L, residual blocks a head.
+        hidden_size: H.
+        bias: whether the residual blocks have biases.
+        rows: V' of the projections; None when the base model's lm_head is shared.
+        trimmed: length of the token_map; None without one.
+        dtype: of all weights.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    bias: bool
+    rows: int | None
+    trimmed: int | None
+    dtype: torch.dtype
+
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every weight, head by head."""
+        hidden = self.hidden_size
+        for head in range(self.num_heads):
+            for layer in range(self.num_layers):
+                yield f"{head}.{layer}.linear.weight", (hidden, hidden)
+                if self.bias:
+                    yield f"{head}.{layer}.linear.bias", (hidden,)
+            if self.rows is not None:
+                yield f"{head}.{self.num_layers}.weight", (self.rows, hidden)
+
+
+def examine(found: HeadTensors) -> Layout:
+    """Check names, shapes and dtypes, and return the sizes. No tensor is read.
+
+    Raises:
+        ValueError: a missing, extra or misshapen tensor, a dtype other than float16, bfloat16 or float32, or mixed
+            dtypes; it names the tensor.
+    """
+    tensors = found.tensors
+    blocks = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
+    projections = [match for name in tensors if (match := _PROJECTION.fullmatch(name))]
+    num_heads = 1 + max((int(match[1]) for match in blocks + projections), default=0)
+    num_layers = 1 + max((int(match[2]) for match in blocks), default=0)
+    has_bias = any(match[3] == "bias" for match in blocks)
+    names = Layout(
+        num_heads, num_layers, 0, has_bias, 0 if projections else None, None, torch.float32
+    )  # sizes unknown yet: only its names are used
+    _check_names(found, [name for name, _ in names.expected()])
+
+    first = tensors["0.0.linear.weight"]
+    if len(first.shape) != 2 or first.shape[0] < 1:
+        raise ValueError(f"{first.name} in {first.file}: expected shape [H, H], got {list(first.shape)}")
+    rows = None
+    if projections:
+        projection = tensors[f"0.{num_layers}.weight"]
+        if len(projection.shape) != 2 or projection.shape[0] < 1:
+            raise ValueError(
+                f"{projection.name} in {projection.file}: expected shape [V', {first.shape[0]}], "
+                f"got {list(projection.shape)}"
+            )
+        rows = projection.shape[0]
+    if first.dtype not in DTYPES or isinstance(first.dtype, str):
+        raise ValueError(
+            f"{first.name} in {first.file}: expected dtype float16, bfloat16 or float32, got {_word(first.dtype)}"
+        )
+    trimmed = _examine_token_map(tensors, rows)
+    layout = Layout(num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, first.dtype)
+    for name, shape in layout.expected():
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            raise ValueError(f"{tensor.name} in {tensor.file}: expected shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"{tensor.name} in {tensor.file}: expected dtype {_word(first.dtype)} like {first.name}, "
+                f"got {_word(tensor.dtype)}"
+            )
+    return layout
+
+
+def check_base(found: HeadTensors, layout: Layout, hidden_size: int | None, vocab_size: int | None) -> None:
+    """Check the sizes against the base model's.
+
+    Raises:
+        ValueError: another hidden size, or projections whose rows are not the vocabulary (nor mapped into it); it
+            names the tensor and both numbers.
+    """
+    if hidden_size is not None and layout.hidden_size != hidden_size:
+        first = found.tensors["0.0.linear.weight"]
+        raise ValueError(
+            f"{first.name} in {first.file}: expected hidden size {hidden_size} (the base model's), "
+            f"got {layout.hidden_size}"
+        )
+    if vocab_size is not None and layout.rows is not None and layout.trimmed is None and layout.rows != vocab_size:
+        projection = found.tensors[f"0.{layout.num_layers}.weight"]
+        raise ValueError(
+            f"{projection.name} in {projection.file}: expected {vocab_size} rows (the base model's vocabulary), "
+            f"got {layout.rows} and no {TOKEN_MAP}"
+        )
+
+
+def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
+    """Describe where a config contradicts the tensors; the tensors are believed."""
+    projection = "shared" if layout.rows is None else "own"
+    held = {
+        "medusa_num_heads": layout.num_heads,
+        "medusa_num_layers": layout.num_layers,
+        "hidden_size": layout.hidden_size,
+    }
+    if layout.rows is not None and layout.trimmed is None:
+        held["vocab_size"] = layout.rows
+    notes = [
+        f"config.json: {key} is {config[key]!r}, the tensors hold {value}; the tensors are believed"
+        for key, value in held.items()
+        if key in config and config[key] != value
+    ]
+    said = {"1": "own", "2": "shared"}.get(str(config.get("version")), projection)
+    if said != projection:
+        notes.append(
+            f"config.json: version is {config['version']!r} ({said} projections), the tensors hold {projection} "
+            "projections; the tensors are believed"
+        )
+    return notes
+
+
+def pack(
+    found: HeadTensors, layout: Layout, vocab_size: int, dtype: torch.dtype | None, device: torch.device | str
+) -> MedusaHeads:
+    """Read the tensors into packed heads, one at a time, in eval mode and without gradients.
+
+    Args:
+        found: tensors that `examine` accepted.
+        layout: what it returned.
+        vocab_size: V.
+        dtype: of the packed weights; None keeps the file's.
+        device: of the packed weights.
+
+    Raises:
+        ValueError: NaN or Inf among the weights, before or after the conversion to `dtype`; a token_map that repeats
+            ids or leaves the vocabulary.
+    """
+    heads = MedusaHeads(
+        layout.hidden_size,
+        vocab_size,
+        layout.num_heads,
+        layout.num_layers,
+        shared_projection=layout.rows is None,
+        bias=layout.bias,
+        token_map=None if layout.trimmed is None else found.tensors[TOKEN_MAP].load(),
+        dtype=layout.dtype if dtype is None else dtype,
+        device=device,
+    )
+    heads.requires_grad_(False)
+    for name, target in unpack(heads).items():
+        if name == TOKEN_MAP:
+            continue
+        stored = found.tensors[name]
+        source = stored.load()
+        check_finite(stored, source)
+        target.copy_(source)
+        if target.dtype != source.dtype:
+            check_finite(stored, target, f" after conversion from {_word(source.dtype)} to {_word(target.dtype)}")
+    return heads.eval()
+
+
+def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
+    """Name every single tensor of packed heads: views of the packed weights, not copies."""
+    named = {}
+    for head in range(heads.num_heads):
+        for layer in range(heads.num_layers):
+            named[f"{head}.{layer}.linear.weight"] = heads.w1.detach()[head, layer]
+            if heads.b1 is not None:
+                named[f"{head}.{layer}.linear.bias"] = heads.b1.detach()[head, layer]
+        if heads.w2 is not None:
+            named[f"{head}.{heads.num_layers}.weight"] = heads.w2.detach()[head]
+    if heads.token_map is not None:
+        named[TOKEN_MAP] = heads.token_map
+    return named
+
+
+def check_finite(stored: StoredTensor, values: torch.Tensor, when: str = "") -> None:
+    """Raise ValueError naming the tensor if any value is NaN or Inf."""
+    # Both extremes are finite exactly when all values are, and no mask of the tensor's size is made.
+    low, high = (float(extreme) for extreme in torch.aminmax(values))
+    if not (float("-inf") < low and high < float("inf")):
+        raise ValueError(
+            f"{stored.name} in {stored.file}: expected finite weights, got values from {low} to {high}{when}"
+        )
+
+
+def _check_names(found: HeadTensors, expected: list[str]) -> None:
+    missing = [found.prefix + name for name in expected if name not in found.tensors]
+    known = {*expected, TOKEN_MAP}
+    extra = [tensor.name for name, tensor in found.tensors.items() if name not in known]
+    if missing or extra:
+        parts = [f"missing {_some(missing)}"] if missing else []
+        parts += [f"unexpected {_some(sorted(extra))}"] if extra else []
+        files = sorted({str(tensor.file) for tensor in found.tensors.values()})
+        where = f"{', '.join(files)}: " if files else ""
+        raise ValueError(f"{where}expected the tensors of complete heads, got {'; '.join(parts)}")
+
+
+def _examine_token_map(tensors: Mapping[str, StoredTensor], rows: int | None) -> int | None:
+    token_map = tensors.get(TOKEN_MAP)
+    if token_map is None:
+        return None
+    length = token_map.shape[0] if len(token_map.shape) == 1 else 0
+    if length < 1 or token_map.dtype != torch.int64 or (rows is not None and length != rows):
+        wanted = "at least 1" if rows is None else rows
+        raise ValueError(
+            f"{token_map.name} in {token_map.file}: expected int64 [{wanted}], one id a projection row, "
+            f"got {_word(token_map.dtype)} {list(token_map.shape)}"
+        )
+    return length
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _word(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")

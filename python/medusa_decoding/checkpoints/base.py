@@ -1,0 +1,104 @@
+"""The base model that belongs to a heads checkpoint, loaded by transformers as the plain model its `model_type` names.
+
+A Medusa-2 folder holds `medusa_head.*` tensors that the plain model has no place for; they are passed over without a
+warning, and everything else that transformers would report is still reported. Code that comes with a checkpoint is
+never run. This module does not know how heads are stored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from medusa_decoding.checkpoints.embedded import PREFIX
+
+if TYPE_CHECKING:
+    from medusa_decoding.checkpoints import HeadsCheckpoint
+
+# These concern the weights; AutoConfig would take them for fields of the config.
+_WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
+
+
+def load_base_model(
+    checkpoint: HeadsCheckpoint, base_model: str | Path | None = None, **kwargs: Any
+) -> PreTrainedModel:
+    """Load the base model of a heads checkpoint.
+
+    The config's `model_type` decides the class, as with `AutoModelForCausalLM`; `architectures` such as
+    MedusaLlamaForCausalLM and an `auto_map` are ignored.
+
+    Args:
+        checkpoint: what `read_heads` returned.
+        base_model: folder or hub id; overrides the checkpoint's own.
+        kwargs: for transformers' `from_pretrained`.
+
+    Returns:
+        The model, an instance of transformers' own class.
+
+    Raises:
+        ValueError: no base model known, a `model_type` that transformers does not have as a causal language model, a
+            hidden size or vocabulary other than the heads', weights that the files lack, or `trust_remote_code=True`.
+    """
+    path = checkpoint.base_model if base_model is None else base_model
+    if path is None:
+        raise ValueError(f"base_model: expected a folder or hub id, because {checkpoint.path} names none, got None")
+    if kwargs.pop("trust_remote_code", False):
+        raise ValueError("trust_remote_code: expected False, got True: code that comes with a checkpoint is never run")
+    config, kwargs = _config(path, kwargs)
+    heads = checkpoint.heads
+    for name, wanted in (("hidden_size", heads.hidden_size), ("vocab_size", heads.vocab_size)):
+        got = getattr(config, name, None)
+        if got != wanted:
+            raise ValueError(
+                f"base_model: expected {name} {wanted} like the heads in {checkpoint.path}, got {got} in {path}"
+            )
+    return _load(path, config, kwargs)
+
+
+def stated_vocab_size(base_model: str) -> int | None:
+    """Return the vocabulary size in a base model's config; None where it cannot be had."""
+    try:
+        config, _ = PretrainedConfig.get_config_dict(base_model)
+    except (OSError, ValueError):
+        return None
+    size = config.get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _load(path: str | Path, config: PretrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    ignored = [*(model_class._keys_to_ignore_on_load_unexpected or []), rf"^{PREFIX.replace('.', '[.]')}"]
+    # transformers reads this list from the class. A subclass for the time of loading leaves the class itself as it is.
+    reader: Any = type(
+        model_class.__name__,
+        (model_class,),
+        {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": model_class.__module__},
+    )
+    model, report = reader.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{path}: expected every weight of {model_class.__name__}, got none for {', '.join(missing[:4])}"
+        )
+    model.__class__ = model_class
+    return model
+
+
+def _config(path: str | Path, kwargs: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """Return the model's config and the arguments it has not used up, divided as `AutoModelForCausalLM` does."""
+    config = kwargs.pop("config", None)
+    if config is not None:
+        return config, kwargs
+    raw, _ = PretrainedConfig.get_config_dict(path, **kwargs)
+    model_type = raw.get("model_type", "")
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        remedy = "; its own code (auto_map) is never run" if "auto_map" in raw else ""
+        raise ValueError(
+            f"{path}: expected a model_type that transformers has as a causal language model, such as llama, mistral, "
+            f"qwen2 or qwen3, got {model_type!r}{remedy}"
+        )
+    held: dict[str, Any] = {key: kwargs.pop(key) for key in _WEIGHT_ARGUMENTS if key in kwargs}
+    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, trust_remote_code=False, **kwargs)
+    return config, {**rest, **held}

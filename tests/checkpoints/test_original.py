@@ -1,0 +1,493 @@
+"""The paper's heads-only files: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.utils._paths import filter_repo_objects
+from safetensors.torch import save_file
+
+from medusa_decoding.checkpoints import find_base_model, read_heads
+
+FILES = ["medusa_lm_head.safetensors", "medusa_lm_head.pt"]
+Tensors = dict[str, torch.Tensor]
+MakeTensors = Callable[..., Tensors]
+WriteFolder = Callable[..., Path]
+
+
+def head_by_the_formula(tensors: Tensors, head: int, layers: int, hidden: torch.Tensor) -> torch.Tensor:
+    """W2 (h + SiLU(W1 h + b1)), block after block, SiLU(x) = x / (1 + exp(-x)) written out, in double precision."""
+    state = hidden.double()
+    for layer in range(layers):
+        inner = tensors[f"{head}.{layer}.linear.weight"].double() @ state
+        if f"{head}.{layer}.linear.bias" in tensors:
+            inner = inner + tensors[f"{head}.{layer}.linear.bias"].double()
+        state = state + inner / (1 + torch.exp(-inner))
+    return tensors[f"{head}.{layers}.weight"].double() @ state
+
+
+class TestReads:
+    @pytest.mark.parametrize("file", FILES)
+    @pytest.mark.parametrize("bias", [True, False])
+    @pytest.mark.parametrize(("heads", "layers"), [(1, 1), (5, 1), (3, 2)])
+    def test_every_tensor_lands_in_its_place(
+        self,
+        paper_tensors: MakeTensors,
+        write_paper_folder: WriteFolder,
+        file: str,
+        bias: bool,
+        heads: int,
+        layers: int,
+    ) -> None:
+        tensors = paper_tensors(heads, layers, bias=bias)
+        read = read_heads(write_paper_folder(tensors, file=file), hidden_size=6, vocab_size=11)
+
+        packed = read.heads
+        assert packed.w1.shape == (heads, layers, 6, 6)
+        assert packed.w2 is not None
+        assert packed.w2.shape == (heads, 11, 6)
+        assert (packed.b1 is not None) == bias
+        for head in range(heads):
+            for layer in range(layers):
+                assert torch.equal(packed.w1[head, layer], tensors[f"{head}.{layer}.linear.weight"])
+                if packed.b1 is not None:
+                    assert torch.equal(packed.b1[head, layer], tensors[f"{head}.{layer}.linear.bias"])
+            assert torch.equal(packed.w2[head], tensors[f"{head}.{layers}.weight"])
+        assert read.format == "original"
+        assert read.base_model == "someone/base"
+        assert read.notes == []
+        assert packed.vocab_size == 11
+
+    @pytest.mark.parametrize("layers", [1, 2])
+    def test_a_read_head_computes_the_papers_formula(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, layers: int
+    ) -> None:
+        tensors = paper_tensors(3, layers)
+        heads = read_heads(write_paper_folder(tensors)).heads
+        hidden = torch.randn(6, generator=torch.Generator().manual_seed(3))
+        logits = heads(hidden.unsqueeze(0))[0]
+        for head in range(3):
+            expected = head_by_the_formula(tensors, head, layers, hidden)
+            torch.testing.assert_close(logits[head].double(), expected, rtol=1e-5, atol=1e-5)
+
+    def test_heads_are_frozen_and_in_eval_mode(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        heads = read_heads(write_paper_folder(paper_tensors())).heads
+        assert not heads.training
+        assert not any(parameter.requires_grad for parameter in heads.parameters())
+
+    def test_version_2_is_known_by_its_tensors(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        tensors = paper_tensors(2, rows=None)
+        read = read_heads(write_paper_folder(tensors), vocab_size=11)
+        assert read.heads.w2 is None
+        assert read.heads.shared_projection
+        assert read.heads.vocab_size == 11
+        assert torch.equal(read.heads.w1[1, 0], tensors["1.0.linear.weight"])
+
+    @pytest.mark.parametrize("file", FILES)
+    def test_prefix_of_the_papers_trainers(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str
+    ) -> None:
+        tensors = paper_tensors(2, prefix="medusa_head.")
+        heads = read_heads(write_paper_folder(tensors, file=file)).heads
+        assert torch.equal(heads.w1[1, 0], tensors["medusa_head.1.0.linear.weight"])
+
+    def test_old_pytorch_format(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+        tensors = paper_tensors(2)
+        folder = write_paper_folder(tensors, file="medusa_lm_head.pt")
+        torch.save(tensors, folder / "medusa_lm_head.pt", _use_new_zipfile_serialization=False)
+        assert torch.equal(read_heads(folder).heads.w1[1, 0], tensors["1.0.linear.weight"])
+
+    @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+    def test_dtype_is_the_files_unless_given(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, stored: torch.dtype
+    ) -> None:
+        tensors = paper_tensors(2, dtype=stored)
+        folder = write_paper_folder(tensors)
+        kept = read_heads(folder).heads
+        assert {parameter.dtype for parameter in kept.parameters()} == {stored}
+        converted = read_heads(folder, dtype=torch.bfloat16).heads
+        assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
+        assert torch.equal(converted.w1[1, 0], tensors["1.0.linear.weight"].to(torch.bfloat16))
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_token_map(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, shared: bool) -> None:
+        tensors = paper_tensors(2, rows=None if shared else 4)
+        tensors["token_map"] = torch.tensor([9, 0, 3, 10])
+        heads = read_heads(write_paper_folder(tensors), vocab_size=11).heads
+        assert heads.token_map is not None
+        assert heads.token_map.tolist() == [9, 0, 3, 10]
+        assert heads.vocab_size == 11
+        assert heads.shared_projection == shared
+
+    def test_safetensors_wins_over_pt_and_says_so(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        write_paper_folder(paper_tensors(4), file="medusa_lm_head.pt")
+        read = read_heads(write_paper_folder(paper_tensors(2)))
+        assert read.heads.num_heads == 2
+        assert read.notes == ["medusa_lm_head.pt: not read, medusa_lm_head.safetensors lies beside it"]
+
+    def test_a_folder_without_config_is_read_with_a_note(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        read = read_heads(write_paper_folder(paper_tensors(), None))
+        assert (read.base_model, read.config) == (None, {})
+        assert "config.json" in read.notes[0]
+
+
+class TestBaseModel:
+    def test_a_relative_folder_counts_from_the_heads(
+        self, tmp_path: Path, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        (tmp_path / "base").mkdir()
+        folder = write_paper_folder(paper_tensors(), {"base_model_name_or_path": "../base"})
+        assert read_heads(folder).base_model == str(tmp_path / "base")
+        assert find_base_model(folder) == str(tmp_path / "base")
+
+    def test_what_is_no_folder_beside_the_heads_stays_as_it_is(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), {"base_model_name_or_path": "../base"})
+        assert find_base_model(folder) == "../base"
+
+    def test_vocabulary_of_shared_heads_is_the_base_models(
+        self, tmp_path: Path, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 23}))
+        folder = write_paper_folder(paper_tensors(rows=None), {"base_model_name_or_path": "../base"})
+        assert read_heads(folder).heads.vocab_size == 23
+
+    def test_unknown_vocabulary_is_an_error(
+        self, tmp_path: Path, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        gone = str(tmp_path / "gone")
+        folder = write_paper_folder(paper_tensors(rows=None), {"base_model_name_or_path": gone})
+        with pytest.raises(ValueError, match=r"vocab_size: expected the base model's.*got None"):
+            read_heads(folder)
+
+
+class TestConfigDisagrees:
+    @pytest.mark.parametrize(
+        ("field", "wrong", "held"),
+        [("medusa_num_heads", 2, 5), ("medusa_num_layers", 3, 1), ("hidden_size", 7, 6), ("vocab_size", 12, 11)],
+    )
+    def test_tensors_win_and_it_is_reported(
+        self,
+        paper_tensors: MakeTensors,
+        write_paper_folder: WriteFolder,
+        caplog: pytest.LogCaptureFixture,
+        field: str,
+        wrong: int,
+        held: int,
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(5), {"base_model_name_or_path": "b", field: wrong})
+        with caplog.at_level(logging.WARNING):
+            read = read_heads(folder)
+        assert (read.heads.num_heads, read.heads.num_layers, read.heads.hidden_size) == (5, 1, 6)
+        assert len(read.notes) == 1
+        assert f"{field} is {wrong}, the tensors hold {held}" in read.notes[0]
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert read.notes[0] in caplog.text
+
+    @pytest.mark.parametrize(("version", "rows", "notes"), [("2", 11, 1), ("2", None, 0), ("1", None, 1), ("1", 11, 0)])
+    def test_version(
+        self,
+        paper_tensors: MakeTensors,
+        write_paper_folder: WriteFolder,
+        version: str,
+        rows: int | None,
+        notes: int,
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(rows=rows), {"base_model_name_or_path": "b", "version": version})
+        read = read_heads(folder, vocab_size=11)
+        assert read.heads.shared_projection == (rows is None)
+        assert [note for note in read.notes if "version" in note] == read.notes
+        assert len(read.notes) == notes
+
+
+def without(*names: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def replaced(name: str, make: Callable[[], torch.Tensor]) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name] = make()
+
+    return change
+
+
+def poisoned(name: str, value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    return change
+
+
+HEAD_1 = ("1.0.linear.weight", "1.0.linear.bias", "1.1.linear.weight", "1.1.linear.bias", "1.2.weight")
+DAMAGES = {
+    "a head in the middle": (without(*HEAD_1), r"missing 1\.0\.linear\.weight.*1\.1\.linear\.bias and 1 more"),
+    "a block": (without("2.0.linear.weight", "2.0.linear.bias"), r"missing 2\.0\.linear\.weight, 2\.0\.linear\.bias$"),
+    "the last block of one head": (
+        without("2.1.linear.weight", "2.1.linear.bias"),
+        r"missing 2\.1\.linear\.weight, 2\.1\.linear\.bias$",
+    ),
+    "one bias": (without("1.1.linear.bias"), r"missing 1\.1\.linear\.bias$"),
+    "one projection": (without("0.2.weight"), r"missing 0\.2\.weight$"),
+    "a stray tensor": (replaced("0.attn.weight", lambda: torch.ones(2)), r"unexpected 0\.attn\.weight$"),
+    "a second projection": (replaced("1.3.weight", lambda: torch.ones(11, 6)), r"unexpected 1\.3\.weight$"),
+    "a misshapen block": (
+        replaced("1.0.linear.weight", lambda: torch.ones(6, 5)),
+        r"1\.0\.linear\.weight in .*expected shape \[6, 6\], got \[6, 5\]",
+    ),
+    "a misshapen first block": (
+        replaced("0.0.linear.weight", lambda: torch.ones(36)),
+        r"0\.0\.linear\.weight in .*expected shape \[H, H\], got \[36\]",
+    ),
+    "a misshapen bias": (
+        replaced("2.1.linear.bias", lambda: torch.ones(1, 6)),
+        r"2\.1\.linear\.bias in .*expected shape \[6\], got \[1, 6\]",
+    ),
+    "a projection of other rows": (
+        replaced("2.2.weight", lambda: torch.ones(12, 6)),
+        r"2\.2\.weight in .*expected shape \[11, 6\], got \[12, 6\]",
+    ),
+    "a misshapen first projection": (
+        replaced("0.2.weight", lambda: torch.ones(11)),
+        r"0\.2\.weight in .*expected shape \[V', 6\], got \[11\]",
+    ),
+    "mixed dtypes": (
+        replaced("1.2.weight", lambda: torch.ones(11, 6, dtype=torch.float16)),
+        r"1\.2\.weight in .*expected dtype float32 like 0\.0\.linear\.weight, got float16",
+    ),
+    "an integer dtype": (
+        replaced("0.0.linear.weight", lambda: torch.ones(6, 6, dtype=torch.int8)),
+        r"0\.0\.linear\.weight in .*expected dtype float16, bfloat16 or float32, got int8",
+    ),
+    "NaN in a block": (poisoned("1.0.linear.weight", float("nan")), r"1\.0\.linear\.weight in .*expected finite"),
+    "Inf in a bias": (poisoned("2.1.linear.bias", float("inf")), r"2\.1\.linear\.bias in .*expected finite"),
+    "-Inf in a projection": (poisoned("0.2.weight", float("-inf")), r"0\.2\.weight in .*expected finite"),
+    "a token_map of other length": (
+        replaced("token_map", lambda: torch.arange(5)),
+        r"token_map in .*expected int64 \[11\].*got int64 \[5\]",
+    ),
+    "a token_map of another dtype": (
+        replaced("token_map", lambda: torch.arange(11).int()),
+        r"token_map in .*expected int64 \[11\].*got int32 \[11\]",
+    ),
+    "a token_map that repeats ids": (
+        replaced("token_map", lambda: torch.zeros(11, dtype=torch.int64)),
+        r"token_map: expected ids without repetition",
+    ),
+    "a token_map beyond the vocabulary": (
+        replaced("token_map", lambda: torch.arange(1, 12)),
+        r"token_map: expected ids in \[0, 11\), got 1 to 11",
+    ),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str, damage: str) -> None:
+    change, message = DAMAGES[damage]
+    tensors = paper_tensors(3, 2)
+    change(tensors)
+    folder = write_paper_folder(tensors, file=file)
+    with pytest.raises(ValueError, match=message):
+        read_heads(folder, vocab_size=11)
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({"hidden_size": 8}, r"0\.0\.linear\.weight in .*expected hidden size 8 .*got 6"),
+            ({"vocab_size": 12}, r"0\.1\.weight in .*expected 12 rows .*got 11 and no token_map"),
+            ({"vocab_size": 10}, r"0\.1\.weight in .*expected 10 rows .*got 11 and no token_map"),
+        ],
+    )
+    def test_another_base_model(
+        self,
+        paper_tensors: MakeTensors,
+        write_paper_folder: WriteFolder,
+        sizes: dict[str, Any],
+        message: str,
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            read_heads(write_paper_folder(paper_tensors()), **sizes)
+
+    @pytest.mark.parametrize("tensors", [{}, {"weight": torch.ones(2)}])
+    def test_a_file_without_heads(self, write_paper_folder: WriteFolder, tensors: Tensors) -> None:
+        with pytest.raises(ValueError, match=r"missing 0\.0\.linear\.weight"):
+            read_heads(write_paper_folder(tensors))
+
+    def test_a_prefix_on_some_names_only(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+        tensors = paper_tensors(2, prefix="medusa_head.") | {"1.0.linear.bias": torch.ones(6)}
+        with pytest.raises(ValueError, match=r"1\.0\.linear\.bias in .*expected the prefix medusa_head\."):
+            read_heads(write_paper_folder(tensors))
+
+    def test_a_missing_tensor_is_named_with_its_prefix(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        tensors = paper_tensors(2, prefix="medusa_head.")
+        del tensors["medusa_head.1.0.linear.weight"]
+        with pytest.raises(ValueError, match=r"missing medusa_head\.1\.0\.linear\.weight$"):
+            read_heads(write_paper_folder(tensors))
+
+    def test_values_that_overflow_in_the_dtype_asked_for(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        tensors = paper_tensors(2)
+        tensors["1.0.linear.bias"][2] = 7e4
+        with pytest.raises(ValueError, match=r"1\.0\.linear\.bias.*after conversion from float32 to float16"):
+            read_heads(write_paper_folder(tensors), dtype=torch.float16)
+
+    def test_a_dtype_no_kernel_takes(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+        with pytest.raises(ValueError, match=r"dtype: expected float16, .*got torch\.int8"):
+            read_heads(write_paper_folder(paper_tensors()), dtype=torch.int8)
+
+    @pytest.mark.parametrize("file", FILES)
+    @pytest.mark.parametrize("kept", [0, 5, 0.5, 0.98, 0.999])
+    def test_a_truncated_file(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str, kept: float
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file=file)
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[: int(kept * len(content)) if kept < 1 else int(kept)])
+        with pytest.raises(ValueError, match=file):
+            read_heads(folder)
+
+    @pytest.mark.parametrize("file", FILES)
+    def test_a_file_of_something_else(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file=file)
+        (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n" * 9)
+        with pytest.raises(ValueError, match=file):
+            read_heads(folder)
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_pickled_code_is_not_run(
+        self, tmp_path: Path, write_paper_folder: WriteFolder, paper_tensors: MakeTensors, zipped: bool
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file="medusa_lm_head.pt")
+        bomb = {"0.0.linear.weight": Bomb(tmp_path / "ran")}
+        torch.save(bomb, folder / "medusa_lm_head.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ValueError, match=r"medusa_lm_head\.pt: expected tensors only.*refused"):
+            read_heads(folder)
+        assert not (tmp_path / "ran").exists()
+        pickle.loads(pickle.dumps(Bomb(tmp_path / "ran")))
+        assert (tmp_path / "ran").exists(), "the bomb of this test is a dud"
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            [torch.ones(2)],
+            {"0.0.linear.weight": 3},
+            {0: torch.ones(2)},
+            {"0.0.linear.weight": torch.eye(6).to_sparse()},
+        ],
+    )
+    def test_a_pt_file_that_is_no_dict_of_dense_tensors(
+        self, write_paper_folder: WriteFolder, paper_tensors: MakeTensors, content: object
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file="medusa_lm_head.pt")
+        torch.save(content, folder / "medusa_lm_head.pt")
+        with pytest.raises(ValueError, match=r"medusa_lm_head\.pt: .*expected a (dict of tensors|named dense tensor)"):
+            read_heads(folder)
+
+    @pytest.mark.parametrize("text", ["{", "[1]", ""])
+    def test_a_config_that_is_no_json_object(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, text: str
+    ) -> None:
+        folder = write_paper_folder(paper_tensors())
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: expected .*JSON"):
+            read_heads(folder)
+
+
+class Bomb:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return open, (str(self.path), "w")
+
+
+class TestRecognition:
+    def test_an_unknown_folder_lists_what_is_there_and_what_is_known(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").touch()
+        save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+        with pytest.raises(
+            ValueError, match=r"original \(.*embedded \(.*got a folder with: model.safetensors, notes.txt"
+        ):
+            read_heads(tmp_path)
+
+    def test_a_file_in_place_of_a_folder(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+        file = write_paper_folder(paper_tensors()) / "medusa_lm_head.safetensors"
+        with pytest.raises(ValueError, match=r"path_or_hub_id: expected a checkpoint's folder.*medusa_lm_head"):
+            read_heads(file)
+
+    def test_a_path_that_is_not_there_never_reaches_the_hub(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="path_or_hub_id: expected an existing folder"):
+            read_heads(tmp_path / "gone")
+
+
+class TestHub:
+    def test_only_config_and_weights_are_fetched(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(4))
+        calls = []
+
+        def download(repo: str, **kwargs: Any) -> str:
+            calls.append((repo, kwargs))
+            return str(folder)
+
+        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", download)
+        read = read_heads("someone/heads", revision="v1")
+        assert read.heads.num_heads == 4
+        assert read.path == folder
+        [(repo, kwargs)] = calls
+        assert (repo, kwargs["revision"]) == ("someone/heads", "v1")
+
+        held = [
+            "config.json",
+            "medusa_lm_head.pt",
+            "medusa_lm_head.safetensors",
+            "pytorch_model-00001-of-00002.bin",
+            "modeling_medusa.py",
+            "optimizer.pt",
+            "training_args.bin",
+            "checkpoint-100/model.safetensors",
+        ]
+        fetched = filter_repo_objects(
+            held, allow_patterns=kwargs["allow_patterns"], ignore_patterns=kwargs["ignore_patterns"]
+        )
+        assert list(fetched) == held[:4]
+
+    @pytest.mark.parametrize("error", [OSError("offline"), ValueError("no repository id")])
+    def test_an_unreachable_hub_is_reported(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        def download(repo: str, **kwargs: object) -> str:
+            raise error
+
+        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", download)
+        with pytest.raises(ValueError, match=f"path_or_hub_id: .*'someone/heads' .*{error}"):
+            read_heads("someone/heads")

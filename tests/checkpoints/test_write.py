@@ -1,0 +1,188 @@
+"""Writing the paper's layout: what lands on disk, and that a failed write leaves no trace."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from medusa_decoding.checkpoints import original, read_heads, write_heads
+from medusa_decoding.heads import MedusaHeads
+
+WriteFolder = Callable[..., Path]
+
+
+def random_heads(heads: int = 3, layers: int = 2, seed: int = 0, **kwargs: Any) -> MedusaHeads:
+    made = MedusaHeads(6, 11, heads, layers, **kwargs)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def names_in(file: Path) -> set[str]:
+    with safe_open(str(file), "pt") as opened:
+        return set(opened.keys())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "own projections": {},
+    "shared projection": {"shared_projection": True},
+    "no bias": {"bias": False},
+    "trimmed": {"token_map": torch.tensor([10, 0, 4])},
+    "shared and trimmed": {"shared_projection": True, "token_map": torch.tensor([1, 8])},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(tmp_path: Path, kind: str) -> None:
+    heads = random_heads(**KINDS[kind])
+    write_heads(heads, tmp_path / "out" / "heads", base_model="someone/base")
+    read = read_heads(tmp_path / "out" / "heads")
+    assert read.notes == []
+    assert read.base_model == "someone/base"
+    assert (read.heads.vocab_size, read.heads.hidden_size) == (11, 6)
+    before, after = heads.state_dict(), read.heads.state_dict()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
+
+
+def test_layout_is_the_papers(tmp_path: Path) -> None:
+    heads = random_heads(2, 1)
+    write_heads(heads, tmp_path / "heads", base_model="../base", config={"trained_on": "code"})
+    assert sorted(file.name for file in (tmp_path / "heads").iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+    assert json.loads((tmp_path / "heads" / "config.json").read_text()) == {
+        "base_model_name_or_path": "../base",
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+        "hidden_size": 6,
+        "vocab_size": 11,
+        "trained_on": "code",
+    }
+    weights = tmp_path / "heads" / "medusa_lm_head.safetensors"
+    assert names_in(weights) == {
+        *("0.0.linear.weight", "0.0.linear.bias", "0.1.weight"),
+        *("1.0.linear.weight", "1.0.linear.bias", "1.1.weight"),
+    }
+    with safe_open(str(weights), "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        assert torch.equal(opened.get_tensor("1.1.weight"), heads.w2[1])  # type: ignore[index]
+        assert torch.equal(opened.get_tensor("1.0.linear.bias"), heads.b1[1, 0])  # type: ignore[index]
+
+
+def test_shared_heads_are_version_2(tmp_path: Path) -> None:
+    heads = random_heads(2, 1, shared_projection=True, token_map=torch.tensor([3, 1]))
+    write_heads(heads, tmp_path / "heads", base_model="someone/base")
+    assert json.loads((tmp_path / "heads" / "config.json").read_text())["version"] == "2"
+    assert names_in(tmp_path / "heads" / "medusa_lm_head.safetensors") == {
+        *("0.0.linear.weight", "0.0.linear.bias", "1.0.linear.weight", "1.0.linear.bias"),
+        "token_map",
+    }
+
+
+def test_files_are_as_readable_as_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "usual").touch()
+    (tmp_path / "usual folder").mkdir()
+    write_heads(random_heads(), tmp_path / "heads", base_model="someone/base")
+    for made, usual in (("heads/medusa_lm_head.safetensors", "usual"), ("heads", "usual folder")):
+        assert stat.filemode((tmp_path / made).stat().st_mode) == stat.filemode((tmp_path / usual).stat().st_mode)
+
+
+def test_an_older_checkpoint_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "heads"
+    write_heads(random_heads(3), folder, base_model="old/base")
+    (folder / "medusa_tree.json").write_text("[[0]]")
+    newer = random_heads(4, seed=1)
+    write_heads(newer, folder, base_model="new/base")
+    read = read_heads(folder)
+    assert torch.equal(read.heads.w1, newer.w1)
+    assert read.base_model == "new/base"
+    assert (folder / "medusa_tree.json").read_text() == "[[0]]"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["heads"]
+
+
+def full_disk(tensors: object, file: Path, **kwargs: object) -> None:
+    Path(file).write_bytes(b"half of the wei")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class TestFailedWrite:
+    @pytest.fixture
+    def old(self, tmp_path: Path) -> dict[str, bytes]:
+        write_heads(random_heads(3), tmp_path / "heads", base_model="old/base")
+        return self.content(tmp_path / "heads")
+
+    @staticmethod
+    def content(folder: Path) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def test_full_disk_leaves_the_old_checkpoint(
+        self, tmp_path: Path, old: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(original, "save_file", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            write_heads(random_heads(4), tmp_path / "heads", base_model="new/base")
+        assert self.content(tmp_path / "heads") == old
+        assert [entry.name for entry in tmp_path.iterdir()] == ["heads"]
+
+    def test_full_disk_leaves_no_new_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(original, "save_file", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            write_heads(random_heads(4), tmp_path / "heads", base_model="new/base")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_the_operating_systems_own_refusal(self, tmp_path: Path, old: dict[str, bytes]) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            with pytest.raises(OSError, match=r"heads: the weights could not be written"):
+                write_heads(random_heads(8), tmp_path / "heads", base_model="new/base")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert self.content(tmp_path / "heads") == old
+        assert [entry.name for entry in tmp_path.iterdir()] == ["heads"]
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"base_model": ""}, "base_model: expected a hub id or a folder"),
+            ({"config": {"architectures": ["X"]}}, "config: expected no architectures key"),
+            ({"config": {"medusa_num_heads": 5}}, "config: expected medusa_num_heads 3 like the heads, got 5"),
+        ],
+    )
+    def test_bad_arguments(self, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            write_heads(random_heads(), tmp_path / "heads", **{"base_model": "someone/base", **arguments})
+        assert list(tmp_path.iterdir()) == []
+
+    def test_weights_a_reader_would_refuse(self, tmp_path: Path) -> None:
+        heads = random_heads()
+        with torch.no_grad():
+            heads.w1[1, 1, 0, 0] = float("nan")
+        with pytest.raises(ValueError, match=r"1\.1\.linear\.weight.*expected finite"):
+            write_heads(heads, tmp_path / "heads", base_model="someone/base")
+        with pytest.raises(ValueError, match=r"0\.0\.linear\.weight.*expected dtype float16.*got float64"):
+            write_heads(random_heads().double(), tmp_path / "heads", base_model="someone/base")
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"medusa_num_heads": 3, "architectures": ["X"]}])
+    def test_a_models_own_folder(self, tmp_path: Path, config: dict[str, Any]) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="folder: expected a new one or one of heads alone"):
+            write_heads(random_heads(), tmp_path, base_model="someone/base")
+        assert json.loads((tmp_path / "config.json").read_text()) == config
