@@ -17,9 +17,10 @@ TRANSFORMERS ?=
 TESTS ?= tests
 JOBS ?= 2
 PYTEST_ARGS ?=
+PIP_FLAGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS)
 PIN := $(subst =,,$(TRANSFORMERS))
 TORCH_STAMP := $(VENV)/.torch
 INSTALLED := $(VENV)/.installed$(PIN)
@@ -42,7 +43,7 @@ test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) $(TESTS)
 
 test-lowest:
-	$(MAKE) test VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0
+	$(MAKE) test VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile
 
 lint: $(EDITABLE)
 	$(BIN)/ruff check .
