@@ -41,6 +41,7 @@ def declare(schema: str, fake: Callable[..., Any]) -> str:
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     return name
 
 

@@ -18,9 +18,7 @@ settings.load_profile("kernels")
     scope="session",
     params=[
         "cpu",
-        pytest.param(
-            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]
-        ),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)]),
     ],
 )
 def device(request: pytest.FixtureRequest) -> str:

@@ -72,10 +72,9 @@ def visible_keys(case: Case, b: int, i: int, window: int | None) -> list[int]:
     """The cache rows that node i of row b sees, one by one."""
     length = int(case["cache_lens"][b])
     sets = case["sets"] if case["sets"].dim() == 2 else case["sets"][b]
+    depths = (sets.sum(-1) - 1).tolist()
     positions = {row: row for row in range(length)}
-    for j in range(sets.shape[-1]):
-        if sets[i, j]:
-            positions[length + j] = length + int(sets[j].sum()) - 1
+    positions |= {length + j: length + depths[j] for j, member in enumerate(sets[i].tolist()) if member}
     own = positions[length + i]
     return [row for row, position in positions.items() if window is None or own - position < window]
 
@@ -133,43 +132,35 @@ def test_reference_in_fp64_is_exact(data: st.DataObject) -> None:
     torch.testing.assert_close(got, brute_force(case, torch.float64, **options), rtol=1e-12, atol=1e-12)
 
 
-def plain(case: Case, window: int | None) -> Tensor:
-    """Eager PyTorch in the dtype of the inputs: scores, mask, softmax, sum."""
-    q, keys, values = case["q"], case["k_cache"], case["v_cache"]
-    return masked_softmax(case, q, keys, values, window)
-
-
-def exact_result(case: Case, window: int | None) -> Tensor:
-    return masked_softmax(case, *(case[n].cpu().double() for n in ("q", "k_cache", "v_cache")), window)
-
-
-def masked_softmax(case: Case, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
-    """Attention with a mask filled from `visible_keys`, in the dtype of q; one length for all rows."""
-    batch, nodes, heads, dim = q.shape
-    end = int(case["cache_lens"][0]) + nodes
-    mask = torch.full((nodes, end), -math.inf, dtype=q.dtype)
+def plain_and_exact(case: Case, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Eager PyTorch in the dtype of the inputs, and in fp64; for trees shared by rows of one length."""
+    nodes, length = case["q"].shape[1], int(case["cache_lens"][0])
+    mask = torch.full((nodes, length + nodes), -math.inf)
     for i in range(nodes):
         mask[i, visible_keys(case, 0, i, window)] = 0
-    keys, values = (t[:, :, :end].repeat_interleave(heads // t.shape[1], 1) for t in (keys, values))
-    scores = q.transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(dim) + mask.to(q.device)
+    tensors = [case[name] for name in ("q", "k_cache", "v_cache")]
+    return masked_softmax(*tensors, mask.to(tensors[0])), masked_softmax(*(t.cpu().double() for t in tensors), mask)
+
+
+def masked_softmax(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    groups = q.shape[2] // keys.shape[1]
+    keys, values = (t[:, :, : mask.shape[1]].repeat_interleave(groups, 1) for t in (keys, values))
+    scores = q.transpose(1, 2) @ keys.transpose(2, 3) / math.sqrt(q.shape[3]) + mask
     return (scores.softmax(-1) @ values).transpose(1, 2)
 
 
 # One word holds 64 nodes, the root included: 63, 64 and 65 are where a word fills and overflows.
 SHAPES = [
-    (nodes, length, heads, dim)
-    for nodes, length, heads, dim in (
-        (1, 0, (4, 4), 64),
-        (1, 127, (7, 1), 128),
-        (2, 1, (8, 2), 80),
-        (3, 128, (7, 7), 96),
-        (63, 127, (4, 1), 64),
-        (64, 128, (2, 2), 64),
-        (65, 0, (7, 1), 80),
-        (65, 1, (4, 1), 128),
-        (200, 128, (4, 1), 64),
-        (256, 127, (2, 2), 64),
-    )
+    (1, 0, (4, 4), 64),
+    (1, 127, (7, 1), 128),
+    (2, 1, (8, 2), 80),
+    (3, 128, (7, 7), 96),
+    (63, 127, (4, 1), 64),
+    (64, 128, (2, 2), 64),
+    (65, 0, (7, 1), 80),
+    (65, 1, (4, 1), 128),
+    (200, 128, (4, 1), 64),
+    (256, 127, (2, 2), 64),
 ]
 
 
@@ -180,12 +171,12 @@ def test_error_is_at_most_twice_that_of_pytorch(
 ) -> None:
     case = make(nodes, [length], heads=heads[0], kv_heads=heads[1], dim=dim, dtype=dtype, device=device)
     for window in (None, 70):
-        assert_within_twice(run(case, window=window), plain(case, window), exact_result(case, window))
+        assert_within_twice(run(case, window=window), *plain_and_exact(case, window))
 
 
 def test_equal_lengths_are_one_batch(device: str) -> None:
     case = make(5, [6, 6, 6], heads=4, kv_heads=2, device=device)
-    assert_within_twice(run(case), plain(case, None), exact_result(case, None))
+    assert_within_twice(run(case), *plain_and_exact(case))
 
 
 def test_a_changed_tree_is_seen(device: str) -> None:
@@ -195,13 +186,13 @@ def test_a_changed_tree_is_seen(device: str) -> None:
     for sets, window in ((torch.eye(4, dtype=torch.bool), None), (torch.ones(4, 4).tril().bool(), None)):
         case["sets"] = sets
         case["ancestors"].copy_(words_by_hand(sets))
-        assert_within_twice(run(case, window=window), plain(case, window), exact_result(case, window))
+        assert_within_twice(run(case, window=window), *plain_and_exact(case, window))
     for window in (5, 2, None):
-        assert_within_twice(run(case, window=window), plain(case, window), exact_result(case, window))
+        assert_within_twice(run(case, window=window), *plain_and_exact(case, window))
     case["cache_lens"].fill_(3)
-    assert_within_twice(run(case), plain(case, None), exact_result(case, None))
+    assert_within_twice(run(case), *plain_and_exact(case))
     longer = make(4, [700], device=device) | {"sets": case["sets"], "ancestors": case["ancestors"]}
-    assert_within_twice(run(longer), plain(longer, None), exact_result(longer, None))
+    assert_within_twice(run(longer), *plain_and_exact(longer))
 
 
 def test_inference_tensors(device: str) -> None:
@@ -211,7 +202,7 @@ def test_inference_tensors(device: str) -> None:
         run(case)
         case["sets"] = torch.eye(4, dtype=torch.bool)
         case["ancestors"].copy_(words_by_hand(case["sets"]))
-        assert_within_twice(run(case), plain(case, None), exact_result(case, None))
+        assert_within_twice(run(case), *plain_and_exact(case))
 
 
 def test_strided_queries_and_block_views(device: str) -> None:

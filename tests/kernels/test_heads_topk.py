@@ -1,0 +1,215 @@
+"""heads_topk against one head and one row at a time in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from budget import allowed
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from medusa_kernels import heads_topk, reference
+
+Case = dict[str, Any]
+
+
+def make(
+    batch: int,
+    heads: int,
+    size: int,
+    vocabulary: int,
+    *,
+    shared: bool = False,
+    bias: bool = True,
+    own_states: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Case:
+    tensors = {
+        "hidden": torch.randn((batch, heads, size) if own_states else (batch, size)),
+        "w1": torch.randn(heads, size, size) / size**0.5,
+        "b1": torch.randn(heads, size) if bias else None,
+        "w2": torch.randn((vocabulary, size) if shared else (heads, vocabulary, size)),
+    }
+    return {name: None if t is None else t.to(device, dtype) for name, t in tensors.items()}
+
+
+def exact_logits(case: Case, scale: Tensor | None = None) -> Tensor:
+    """Every head's logit of every token in fp64, `[B, K, V']`, one head and one row at a time."""
+
+    def of_head(b: int, head: int) -> Tensor:
+        state = (case["hidden"][b] if case["hidden"].dim() == 2 else case["hidden"][b, head]).double()
+        inner = case["w1"][head].double() @ state
+        if case["b1"] is not None:
+            inner = inner + case["b1"][head].double()
+        state = state + inner / (1 + torch.exp(-inner))
+        logits = (case["w2"] if case["w2"].dim() == 2 else case["w2"][head]).double() @ state
+        return logits if scale is None else logits * (scale if scale.dim() == 1 else scale[head]).double()
+
+    heads = range(case["w1"].shape[0])
+    return torch.stack([torch.stack([of_head(b, head) for head in heads]) for b in range(case["hidden"].shape[0])])
+
+
+def plain_logits(case: Case, scale: Tensor | None = None) -> Tensor:
+    """The same in plain PyTorch: matrix products in the dtype of the inputs, the rest in fp32."""
+    hidden, w2 = case["hidden"], case["w2"].to(case["hidden"].dtype)
+    hidden = hidden[:, None] if hidden.dim() == 2 else hidden
+    inner = (case["w1"] @ hidden[..., None])[..., 0]
+    if case["b1"] is not None:
+        inner = inner + case["b1"]
+    state = hidden + torch.nn.functional.silu(inner)
+    logits = (w2 @ state[..., None])[..., 0].float()
+    return logits if scale is None else logits * scale
+
+
+def all_logprobs(logits: Tensor) -> Tensor:
+    return logits - logits.exp().sum(-1, keepdim=True).log()
+
+
+def largest_dot_product(case: Case) -> float:
+    """The largest sum of absolute products behind a logit, for shared or own projections without a scale."""
+    magnitudes = {name: None if t is None else t.abs() for name, t in case.items()}
+    hidden = magnitudes["hidden"] if case["hidden"].dim() == 3 else magnitudes["hidden"][:, None]
+    inner = (magnitudes["w1"] @ hidden[..., None])[..., 0]
+    state = hidden + (inner if case["b1"] is None else inner + magnitudes["b1"])
+    return (magnitudes["w2"] @ state[..., None]).max().item()
+
+
+def check(
+    got: tuple[Tensor, Tensor], case: Case, k: int, scale: Tensor | None = None, largest: float | None = None
+) -> None:
+    """Check the log-probabilities of the tokens, their order, and that no other token is better than rounding."""
+    logprobs, tokens = got
+    dtype = case["hidden"].dtype
+    logits = exact_logits(case, scale)
+    exact, plain = all_logprobs(logits), all_logprobs(plain_logits(case, scale)).to(dtype)
+    assert logprobs.dtype == torch.float32
+    assert tokens.dtype == torch.int64
+    assert logprobs.shape == tokens.shape == (*exact.shape[:2], k)
+    limit = allowed(plain, exact, logits.abs().max().item() if largest is None else largest)
+    assert (logprobs - exact.gather(-1, tokens)).abs().max() <= limit
+    assert (logprobs.diff(dim=-1) <= 0).all()
+    assert all(len(set(row)) == k for row in tokens.view(-1, k).tolist())
+    # A token may be taken for a better one only if both errors together can exchange them.
+    assert (exact.gather(-1, tokens).amin(-1) >= exact.topk(k).values[..., -1] - 2 * limit).all()
+
+
+@given(data=st.data())
+def test_matches_one_head_at_a_time(device: str, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    vocabulary = data.draw(st.integers(1, 40), label="vocabulary")
+    case = make(
+        data.draw(st.integers(1, 3), label="batch"),
+        data.draw(st.integers(1, 4), label="heads"),
+        data.draw(st.sampled_from([1, 7, 16]), label="size"),
+        vocabulary,
+        shared=data.draw(st.booleans(), label="shared"),
+        bias=data.draw(st.booleans(), label="bias"),
+        own_states=data.draw(st.booleans(), label="own_states"),
+        device=device,
+    )
+    k = data.draw(st.integers(1, min(32, vocabulary)), label="k")
+    check(heads_topk(*case.values(), k), case, k, largest=largest_dot_product(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "size", "vocabulary", "k"), [(1, 3, 64, 1000, 10), (3, 5, 80, 333, 32)])
+def test_dtypes(
+    device: str, dtype: torch.dtype, shared: bool, batch: int, heads: int, size: int, vocabulary: int, k: int
+) -> None:
+    case = make(batch, heads, size, vocabulary, shared=shared, dtype=dtype, device=device)
+    check(heads_topk(*case.values(), k), case, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_quantised_projection(device: str, dtype: torch.dtype, stored: torch.dtype, shared: bool) -> None:
+    case = make(2, 3, 16, 50, shared=shared, dtype=dtype, device=device)
+    case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
+    scale = torch.rand(case["w2"].shape[:-1], device=device) / 30
+    check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
+
+
+def test_token_map_names_the_rows(device: str) -> None:
+    case = make(2, 3, 16, 9, device=device)
+    ids = torch.tensor([70, 3, 500, 8, 9, 1, 0, 44, 2], device=device)
+    plain, mapped = heads_topk(*case.values(), 4), heads_topk(*case.values(), 4, token_map=ids)
+    assert torch.equal(plain[0], mapped[0])
+    assert mapped[1].tolist() == [[[ids.tolist()[row] for row in head] for head in b] for b in plain[1].tolist()]
+
+
+def test_by_hand() -> None:
+    """One head, one dimension: SiLU(0) = 0, so h = 1 stays 1, and the logits are the rows of w2."""
+    logits = [0.0, 1.0, 3.0, 2.0]
+    w2 = torch.tensor(logits).view(1, 4, 1)
+    logprobs, tokens = heads_topk(torch.ones(1, 1), torch.zeros(1, 1, 1), None, w2, 3)
+    assert tokens.tolist() == [[[2, 3, 1]]]
+    # log(e^0 + e^1 + e^2 + e^3) = 3.4401897
+    torch.testing.assert_close(logprobs, torch.tensor([[[-0.4401897, -1.4401897, -2.4401897]]]))
+
+
+def test_strided_weights(device: str) -> None:
+    """The last residual block of a [K, blocks, H, H] parameter is a strided slice."""
+    case = make(2, 3, 16, 20, device=device)
+    blocks = torch.randn(3, 2, 16, 16, device=device)
+    blocks[:, 1] = case["w1"]
+    case["w1"] = blocks[:, 1]
+    check(heads_topk(*case.values(), 6), case, 6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("own_states", [False, True])
+def test_reference_in_fp64_is_exact(shared: bool, own_states: bool) -> None:
+    case = make(2, 3, 16, 20, shared=shared, own_states=own_states, dtype=torch.float64)
+    scale = torch.rand(case["w2"].shape[:-1])
+    logprobs, tokens = reference.heads_topk(*case.values(), 6, w2_scale=scale)
+    best = all_logprobs(exact_logits(case, scale)).topk(6)
+    assert torch.equal(tokens, best.indices)
+    torch.testing.assert_close(logprobs, best.values, rtol=1e-12, atol=1e-12)
+
+
+BAD = {
+    "hidden-size": ({"hidden": torch.zeros(2, 5)}, "hidden: expected shape"),
+    "hidden-heads": ({"hidden": torch.zeros(2, 2, 4)}, "hidden: expected shape"),
+    "hidden-dtype": ({"hidden": torch.zeros(2, 4).double()}, "hidden: expected dtype"),
+    "w1-axes": ({"w1": torch.zeros(4, 4)}, "w1: expected shape"),
+    "w1-square": ({"w1": torch.zeros(3, 5, 4)}, "w1: expected shape"),
+    "w1-dtype": ({"w1": torch.zeros(3, 4, 4).half()}, "w1: expected dtype float32 like hidden"),
+    "b1-shape": ({"b1": torch.zeros(4)}, "b1: expected shape"),
+    "b1-dtype": ({"b1": torch.zeros(3, 4).half()}, "b1: expected dtype"),
+    "w2-heads": ({"w2": torch.zeros(2, 9, 4)}, "w2: expected shape"),
+    "w2-size": ({"w2": torch.zeros(9, 5)}, "w2: expected shape"),
+    "w2-dtype": ({"w2": torch.zeros(9, 4).half()}, "w2: expected dtype float32 or int8 or float8_e4m3fn, got float16"),
+    "k-low": ({"k": 0}, "k: expected 1 to 9, got 0"),
+    "k-vocabulary": ({"k": 10}, "k: expected 1 to 9, got 10"),
+    "k-most": ({"k": 33, "w2": torch.zeros(40, 4)}, "k: expected 1 to 32, got 33"),
+    "w2_scale-missing": ({"w2": torch.zeros(9, 4, dtype=torch.int8)}, "w2_scale: expected a scale a row"),
+    "w2_scale-shape": ({"w2_scale": torch.zeros(9)}, "w2_scale: expected shape"),
+    "w2_scale-dtype": ({"w2_scale": torch.zeros(3, 9).half()}, "w2_scale: expected dtype float32"),
+    "token_map-shape": ({"token_map": torch.zeros(8, dtype=torch.int64)}, "token_map: expected shape"),
+    "token_map-dtype": ({"token_map": torch.zeros(9, dtype=torch.int32)}, "token_map: expected dtype int64"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = make(2, 3, 4, 9) | {"k": 2}
+    with pytest.raises(ValueError, match=message):
+        heads_topk(**(good | change))
+
+
+@pytest.mark.parametrize(
+    ("shared", "bias", "extra"),
+    [(False, True, ()), (True, False, ("token_map",)), (False, False, ("w2_scale",))],
+)
+def test_opcheck(device: str, shared: bool, bias: bool, extra: tuple[str, ...]) -> None:
+    case = make(2, 3, 16, 20, shared=shared, bias=bias, own_states=shared, device=device)
+    options = {"token_map": torch.arange(20, device=device), "w2_scale": torch.rand(3, 20, device=device)}
+    torch.library.opcheck(
+        torch.ops.medusa_kernels.heads_topk.default, (*case.values(), 4), {name: options[name] for name in extra}
+    )

@@ -1,0 +1,167 @@
+"""kv_compact against a copy: every row is read from the old cache before any is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from medusa_kernels import kv_compact, reference, served_by
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float64]
+
+
+def make_cache(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """A cache of random bytes: every bit pattern must survive, NaN payloads included."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    return torch.randint(0, 256, (*shape[:-1], shape[-1] * size), dtype=torch.uint8).view(dtype).to(device)
+
+
+def int32(values: Any, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def by_copy(kv: Tensor, lens: list[int], paths: list[list[int]], accepted: list[int]) -> Tensor:
+    old = kv.view(torch.uint8).cpu().clone()
+    new = old.clone()
+    for b, (length, path, accept) in enumerate(zip(lens, paths, accepted, strict=True)):
+        for i in range(accept + 1):
+            new[:, :, b, :, length + i] = old[:, :, b, :, length + path[i]]
+    return new
+
+
+def check(kv: Tensor, lens: list[int], paths: list[list[int]], accepted: list[int]) -> None:
+    wanted = by_copy(kv, lens, paths, accepted)
+    again = kv.clone()
+    arguments = (int32(lens, kv.device.type), int32(paths, kv.device.type), int32(accepted, kv.device.type))
+    assert kv_compact(kv, *arguments) is None
+    assert torch.equal(kv.view(torch.uint8).cpu(), wanted)
+    reference.kv_compact(again, *arguments)
+    assert torch.equal(again.view(torch.uint8).cpu(), wanted)
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_path(device: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    """Ascending paths, so sources overlap targets; beyond the accepted steps the path holds anything."""
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    batch = data.draw(st.integers(1, 3), label="batch")
+    steps = data.draw(st.integers(1, 5), label="steps")
+    lens, paths, accepted = [], [], []
+    for _ in range(batch):
+        ascending = sorted(data.draw(st.sets(st.integers(0, 8), min_size=steps, max_size=steps)))
+        accept = data.draw(st.integers(-1, steps - 1))
+        padding = data.draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=steps, max_size=steps))
+        lens.append(data.draw(st.integers(0, 4)))
+        paths.append(ascending[: accept + 1] + padding[accept + 1 :])
+        accepted.append(accept)
+    dim = data.draw(st.integers(1, 5), label="dim")
+    kv = make_cache((2, 2, batch, data.draw(st.integers(1, 2)), 13, dim), dtype, device)
+    check(kv, lens, paths, accepted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_real_row_sizes(device: str, dtype: torch.dtype, dim: int) -> None:
+    kv = make_cache((3, 2, 2, 2, 40, dim), dtype, device)
+    check(kv, [5, 0], [[0, 1, 4, 17, 34], [0, 3, 7, 20, 39]], [4, 3])
+
+
+def test_by_hand(device: str) -> None:
+    """Row r holds r. Prefix 2, path 0, 2, 3: rows 2, 4, 5 become rows 2, 3, 4, where 4 is both source and target."""
+    kv = torch.arange(8.0, device=device).view(1, 1, 1, 1, 8, 1).repeat(1, 2, 1, 1, 1, 1)
+    kv_compact(kv, int32([2], device), int32([[0, 2, 3]], device), int32([2], device))
+    assert kv[0, 0].flatten().tolist() == [0, 1, 2, 4, 5, 5, 6, 7]
+    assert kv[0, 1].flatten().tolist() == [0, 1, 2, 4, 5, 5, 6, 7]
+
+
+def test_nothing_accepted_moves_nothing(device: str) -> None:
+    """-1 leaves a row alone even where its length and path are meaningless, as in a finished row."""
+    kv = make_cache((1, 2, 2, 1, 6, 3), device=device)
+    check(kv, [100, 1], [[9, 9], [0, 3]], [-1, 1])
+
+
+def test_one_step(device: str) -> None:
+    check(make_cache((2, 2, 1, 2, 9, 4), device=device), [3], [[0]], [0])
+    check(make_cache((2, 2, 1, 2, 9, 4), device=device), [3], [[5]], [0])
+
+
+def test_the_last_row_is_a_source_and_a_target(device: str) -> None:
+    check(make_cache((1, 2, 2, 1, 8, 3), device=device), [5, 4], [[0, 1, 2], [1, 2, 3]], [2, 2])
+
+
+def test_strided_index_tensors(device: str) -> None:
+    kv = make_cache((1, 2, 2, 1, 9, 3), device=device)
+    wanted = by_copy(kv, [1, 2], [[0, 3], [1, 4]], [1, 1])
+    path = int32([[0, 1], [3, 4]], device).T
+    kv_compact(kv, int32([1, 0, 2, 0], device)[::2], path, int32([1, 1], device))
+    assert torch.equal(kv.view(torch.uint8).cpu(), wanted)
+
+
+BAD = {
+    "kv-axes": ({"kv": torch.zeros(2, 2, 1, 9, 4)}, "kv: expected shape"),
+    "kv-two": ({"kv": torch.zeros(1, 3, 2, 1, 9, 4)}, "kv: expected shape"),
+    "kv-strides": ({"kv": torch.zeros(1, 2, 2, 1, 9, 8)[..., ::2]}, "kv: expected a contiguous tensor"),
+    "cache_lens-shape": ({"cache_lens": int32([0])}, "cache_lens: expected shape"),
+    "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
+    "cache_lens-high": ({"cache_lens": int32([0, 7])}, r"cache_lens: .*9 cache rows, got 7 \+ 2 in batch row 1"),
+    "cache_lens-low": ({"cache_lens": int32([-1, 0])}, "cache_lens: .* in batch row 0"),
+    "path-shape": ({"path": int32([[0, 1]])}, "path: expected shape"),
+    "path-empty": ({"path": torch.zeros(2, 0, dtype=torch.int32)}, "path: expected at least 1 step"),
+    "path-dtype": ({"path": torch.zeros(2, 2, dtype=torch.int64)}, "path: expected dtype int32"),
+    "path-falls": ({"path": int32([[0, 2], [3, 1]])}, r"path: expected strictly ascending.* got \[3, 1\]"),
+    "path-repeats": ({"path": int32([[2, 2], [0, 1]])}, "path: expected strictly ascending"),
+    "path-low": ({"path": int32([[-1, 2], [0, 1]])}, "path: expected strictly ascending"),
+    "accept_lens-shape": ({"accept_lens": int32([[0, 0]])}, "accept_lens: expected shape"),
+    "accept_lens-dtype": ({"accept_lens": torch.zeros(2)}, "accept_lens: expected dtype int32, got float32"),
+    "accept_lens-high": ({"accept_lens": int32([0, 2])}, "accept_lens: expected -1 to 1 .*got 2 in batch row 1"),
+    "accept_lens-low": ({"accept_lens": int32([-2, 0])}, "accept_lens: expected -1 to 1 .*got -2 in batch row 0"),
+}
+
+
+@pytest.mark.parametrize("with_library", [True, False])
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(
+    change: dict[str, Any], message: str, with_library: bool, request: pytest.FixtureRequest
+) -> None:
+    if not with_library:
+        request.getfixturevalue("no_library")
+    good: dict[str, Any] = {
+        "kv": make_cache((1, 2, 2, 1, 9, 4)),
+        "cache_lens": int32([0, 5]),
+        "path": int32([[0, 2], [0, 2]]),
+        "accept_lens": int32([1, 1]),
+    }
+    before = good["kv"].clone()
+    with pytest.raises(ValueError, match=message):
+        kv_compact(**(good | change))
+    assert torch.equal(good["kv"].view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation without the C++ library; the choice is made anew for it."""
+    from medusa_kernels import _native, _registry
+
+    monkeypatch.setattr(_native, "cpu_library", lambda: None)
+    monkeypatch.setattr(_native, "why_missing", lambda kind: f"no {kind} library here")
+    monkeypatch.setattr(_registry, "_chosen", {})
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_the_reference_serves_and_says_why() -> None:
+    chosen = served_by("kv_compact", "cpu")
+    assert (chosen.name, chosen.reason) == ("reference", "no cpu library here")
+    check(make_cache((1, 2, 2, 1, 9, 4)), [0, 5], [[0, 2], [1, 3]], [1, 1])
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(1, 1), (3, 4)])
+def test_opcheck(device: str, batch: int, steps: int) -> None:
+    kv = torch.randn(2, 2, batch, 2, 16, 8, device=device)
+    path = torch.arange(0, 2 * steps, 2, dtype=torch.int32, device=device).repeat(batch, 1)
+    arguments = (kv, int32([4] * batch, device), path, int32([steps - 1] * batch, device))
+    torch.library.opcheck(torch.ops.medusa_kernels.kv_compact.default, arguments)

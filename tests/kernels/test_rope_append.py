@@ -1,0 +1,218 @@
+"""rope_append against the rotation of transformers, bit by bit, and against a loop over rows for the cache writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from medusa_kernels import reference, rope_append
+
+Case = dict[str, Any]
+ORDER = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "cache_lens", "depths")
+
+
+def make(
+    nodes: int,
+    lens: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    own_tables: bool = False,
+    own_depths: bool = False,
+) -> Case:
+    """Random inputs; the caches start as NaN, and the tables end where the last position does."""
+    batch, longest = len(lens), max(lens)
+    depths = torch.randint(0, nodes, (batch, nodes) if own_depths else (nodes,), dtype=torch.int32)
+    angles = torch.rand((batch,) * own_tables + (longest + nodes, dim // 2)) * 6.28
+    angles = torch.cat((angles, angles), -1)
+    block = torch.full((2, batch, kv_heads, longest + nodes + 1, dim), math.nan)
+    case = {
+        "q": torch.randn(batch, nodes, heads, dim),
+        "k": torch.randn(batch, nodes, kv_heads, dim),
+        "v": torch.randn(batch, nodes, kv_heads, dim),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+        "k_cache": block[0],
+        "v_cache": block[1],
+    }
+    case = {name: tensor.to(device, dtype) for name, tensor in case.items()}
+    return case | {
+        "cache_lens": torch.tensor(lens, dtype=torch.int32, device=device),
+        "depths": depths.to(device),
+    }
+
+
+def run(case: Case) -> Tensor:
+    return rope_append(*(case[name] for name in ORDER))
+
+
+def expected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q, and the two caches, made one batch row and one node at a time."""
+    q, k, v = case["q"], case["k"], case["v"]
+    batch, nodes = q.shape[:2]
+    out, keys, values = torch.empty_like(q), case["k_cache"].clone(), case["v_cache"].clone()
+    for b in range(batch):
+        length = int(case["cache_lens"][b])
+        depths = case["depths"] if case["depths"].dim() == 1 else case["depths"][b]
+        cos, sin = (case[n] if case[n].dim() == 2 else case[n][b] for n in ("cos", "sin"))
+        for i in range(nodes):
+            position = slice(length + int(depths[i]), length + int(depths[i]) + 1)
+            of_node = (q[b, i][None, :, None], k[b, i][None, :, None], cos[None, position], sin[None, position])
+            rotated_q, rotated_k = apply_rotary_pos_emb(*of_node)
+            out[b, i] = rotated_q[0, :, 0]
+            keys[b, :, length + i] = rotated_k[0, :, 0]
+            values[b, :, length + i] = v[b, i]
+    return out, keys, values
+
+
+def assert_equal(case: Case, wanted: tuple[Tensor, Tensor, Tensor], got: Tensor) -> None:
+    assert torch.equal(got, wanted[0])
+    for name, tensor in (("k_cache", wanted[1]), ("v_cache", wanted[2])):
+        # NaN marks the rows that nothing may touch.
+        assert torch.equal(case[name].isnan(), tensor.isnan())
+        assert torch.equal(case[name].nan_to_num(), tensor.nan_to_num())
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bit_equal_to_transformers(device: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    kv_heads = data.draw(st.integers(1, 2), label="kv_heads")
+    case = make(
+        data.draw(st.integers(1, 6), label="nodes"),
+        data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3), label="lens"),
+        heads=kv_heads * data.draw(st.integers(1, 3), label="groups"),
+        kv_heads=kv_heads,
+        dim=data.draw(st.sampled_from([2, 6, 16]), label="dim"),
+        own_tables=data.draw(st.booleans(), label="own_tables"),
+        own_depths=data.draw(st.booleans(), label="own_depths"),
+        dtype=dtype,
+        device=device,
+    )
+    wanted = expected(case)
+    untouched = {name: case[name].clone() for name in ("q", "k", "v", "cos", "sin", "cache_lens", "depths")}
+    assert_equal(case, wanted, run(case))
+    for name, tensor in untouched.items():
+        assert torch.equal(case[name], tensor), name
+
+
+@pytest.mark.parametrize("own_tables", [False, True])
+@pytest.mark.parametrize("own_depths", [False, True])
+def test_reference_is_bit_equal_too(device: str, own_tables: bool, own_depths: bool) -> None:
+    case = make(5, [0, 7, 3], own_tables=own_tables, own_depths=own_depths, device=device)
+    wanted = expected(case)
+    assert_equal(case, wanted, reference.rope_append(*(case[name] for name in ORDER)))
+
+
+@pytest.mark.parametrize(("nodes", "length"), [(1, 127), (63, 128), (64, 0), (65, 1), (200, 5)])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_a_prompt(device: str, nodes: int, length: int, dim: int) -> None:
+    """With depths = arange, a whole chunk is rotated as transformers rotates it."""
+    case = make(nodes, [length], dim=dim, device=device)
+    case["depths"] = torch.arange(nodes, dtype=torch.int32, device=device)
+    here = slice(length, length + nodes)
+    q, k = apply_rotary_pos_emb(
+        case["q"].transpose(1, 2), case["k"].transpose(1, 2), case["cos"][None, here], case["sin"][None, here]
+    )
+    assert torch.equal(run(case), q.transpose(1, 2))
+    assert torch.equal(case["k_cache"][:, :, here], k)
+    assert torch.equal(case["v_cache"][:, :, here], case["v"].transpose(1, 2))
+
+
+def test_strided_inputs(device: str) -> None:
+    """q, k and v as slices of one fused projection, the caches as views of one block."""
+    case = make(3, [4, 2], device=device)
+    wanted = expected(case)
+    fused = torch.cat((case["q"], case["k"], case["v"]), 2)
+    q, k, v = fused.split((4, 2, 2), 2)
+    got = run(case | {"q": q, "k": k, "v": v})
+    assert got.is_contiguous()
+    assert_equal(case, wanted, got)
+
+
+def test_changed_inputs_are_seen(device: str) -> None:
+    """The CPU path keeps the last call's factors: a change of any input in place must not be missed."""
+    case = make(3, [4], device=device)
+    run(case)
+    changes = {"cos": lambda t: t.mul_(0.5), "sin": lambda t: t.neg_(), "depths": lambda t: t.fill_(1)}
+    for name, change in changes.items():
+        change(case[name])
+        wanted = expected(case)
+        assert_equal(case, wanted, run(case))
+    case["cache_lens"].fill_(2)
+    wanted = expected(case)
+    assert_equal(case, wanted, run(case))
+
+
+def test_inference_tensors(device: str) -> None:
+    """They have no version counter, so nothing may be kept for them."""
+    with torch.inference_mode():
+        case = make(3, [4], device=device)
+        run(case)
+        case["cos"].mul_(0.5)
+        wanted = expected(case)
+        assert_equal(case, wanted, run(case))
+
+
+BAD = {
+    "q-axes": ({"q": torch.zeros(2, 3, 8)}, "q: expected shape"),
+    "q-dtype": ({"q": torch.zeros(2, 3, 4, 8, dtype=torch.int32)}, "q: expected dtype"),
+    "q-odd": ({"q": torch.zeros(2, 3, 4, 7)}, "q: expected an even head size, got 7"),
+    "k-nodes": ({"k": torch.zeros(2, 4, 2, 8)}, "k: expected shape"),
+    "k-dtype": ({"k": torch.zeros(2, 3, 2, 8).half()}, "k: expected dtype float32 like q"),
+    "v-heads": ({"v": torch.zeros(2, 3, 1, 8)}, "v: expected shape"),
+    "v-dtype": ({"v": torch.zeros(2, 3, 2, 8).half()}, "v: expected dtype"),
+    "cos-half": ({"cos": torch.zeros(9, 4)}, "cos: expected shape"),
+    "cos-batch": ({"cos": torch.zeros(1, 9, 8)}, "cos: expected shape"),
+    "cos-dtype": ({"cos": torch.zeros(9, 8).half()}, "cos: expected dtype"),
+    "sin-rows": ({"sin": torch.zeros(8, 8)}, "sin: expected shape"),
+    "sin-dtype": ({"sin": torch.zeros(9, 8).half()}, "sin: expected dtype"),
+    "k_cache-axes": ({"k_cache": torch.zeros(2, 2, 9, 4)}, "k_cache: expected shape"),
+    "k_cache-dtype": ({"k_cache": torch.zeros(2, 2, 9, 8).half()}, "k_cache: expected dtype"),
+    "v_cache-rows": ({"v_cache": torch.zeros(2, 2, 8, 8)}, "v_cache: expected shape"),
+    "v_cache-dtype": ({"v_cache": torch.zeros(2, 2, 9, 8).half()}, "v_cache: expected dtype"),
+    "cache_lens-shape": ({"cache_lens": torch.zeros(1, dtype=torch.int32)}, "cache_lens: expected shape"),
+    "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
+    "cache_lens-value": ({"cache_lens": torch.tensor([0, 7], dtype=torch.int32)}, "cache_lens: expected 0 to 6"),
+    "depths-shape": ({"depths": torch.zeros(4, dtype=torch.int32)}, "depths: expected shape"),
+    "depths-dtype": ({"depths": torch.zeros(3, dtype=torch.int64)}, "depths: expected dtype int32"),
+    "depths-high": ({"depths": torch.tensor([0, 1, 9], dtype=torch.int32)}, "depths: .*9 rows of cos.*0 to 9"),
+    "depths-low": ({"depths": torch.tensor([0, -1, 1], dtype=torch.int32)}, "depths: .*got positions -1 to 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {
+        "q": torch.zeros(2, 3, 4, 8),
+        "k": torch.zeros(2, 3, 2, 8),
+        "v": torch.zeros(2, 3, 2, 8),
+        "cos": torch.zeros(9, 8),
+        "sin": torch.zeros(9, 8),
+        "k_cache": torch.zeros(2, 2, 9, 8),
+        "v_cache": torch.zeros(2, 2, 9, 8),
+        "cache_lens": torch.zeros(2, dtype=torch.int32),
+        "depths": torch.zeros(3, dtype=torch.int32),
+    }
+    with pytest.raises(ValueError, match=message):
+        rope_append(**(good | change))
+    assert not good["k_cache"].any()
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("nodes", "lens"), [(1, [3]), (4, [0, 5])])
+def test_opcheck(device: str, nodes: int, lens: list[int], own: bool) -> None:
+    case = make(nodes, lens, own_tables=own, own_depths=own, device=device)
+    # opcheck compares clones of the caches, for which NaN would never be equal.
+    case["k_cache"].zero_(), case["v_cache"].zero_()
+    torch.library.opcheck(torch.ops.medusa_kernels.rope_append.default, tuple(case[name] for name in ORDER))

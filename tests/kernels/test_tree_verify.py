@@ -1,0 +1,230 @@
+"""tree_verify against one node at a time in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_twice
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from medusa_kernels import reference, tree_verify
+
+Case = dict[str, Any]
+Statistics = tuple[Tensor, Tensor, Tensor]
+
+
+def make(
+    batch: int,
+    nodes: int,
+    size: int,
+    vocabulary: int,
+    *,
+    parents: str = "shared",
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Case:
+    """Random inputs with random earlier parents: one tree, one a row, or (None) a chain."""
+    trees = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(batch)]
+    return {
+        "hidden": torch.randn(batch, nodes, size).to(device, dtype),
+        "weight": torch.randn(vocabulary, size).to(device, dtype),
+        "candidates": torch.randint(0, vocabulary, (batch, nodes), device=device),
+        "parents": {
+            "chain": None,
+            "shared": torch.tensor(trees[0], dtype=torch.int32, device=device),
+            "own": torch.tensor(trees, dtype=torch.int32, device=device),
+        }[parents],
+    }
+
+
+def gumbel(*shape: int) -> Tensor:
+    return -torch.log(torch.empty(shape).exponential_().clamp(min=1e-20))
+
+
+def exact_logits(case: Case, temperature: float) -> Tensor:
+    """Logits of every node in fp64, one node at a time, divided by the temperature."""
+    hidden, weight = case["hidden"].cpu().double(), case["weight"].cpu().double()
+    logits = torch.stack([torch.stack([weight @ node for node in row]) for row in hidden])
+    return logits / temperature if temperature > 0 else logits
+
+
+def plain_logits(case: Case, temperature: float) -> Tensor:
+    """Logits as PyTorch computes them in the dtype of the inputs, widened for the softmax."""
+    logits = (case["hidden"] @ case["weight"].T).float().cpu()
+    return logits / temperature if temperature > 0 else logits
+
+
+def statistics(case: Case, logits: Tensor) -> Statistics:
+    """Log-sum-exp, entropy and child log-probabilities by their definitions, node by node."""
+    batch, nodes = logits.shape[:2]
+    logsumexp, entropy, child = (logits.new_zeros(batch, nodes) for _ in range(3))
+    for b in range(batch):
+        for i in range(nodes):
+            peak = logits[b, i].max()
+            logsumexp[b, i] = peak + (logits[b, i] - peak).exp().sum().log()
+            p = (logits[b, i] - logsumexp[b, i]).exp()
+            entropy[b, i] = -(p * (logits[b, i] - logsumexp[b, i])).sum()
+    for b in range(batch):
+        for i in range(nodes):
+            of_row = case["parents"]
+            parent = i - 1 if of_row is None else int(of_row[i] if of_row.dim() == 1 else of_row[b, i])
+            if parent >= 0:
+                child[b, i] = logits[b, parent, case["candidates"][b, i]] - logsumexp[b, parent]
+    return logsumexp, entropy, child
+
+
+def largest_dot_product(case: Case, temperature: float) -> float:
+    """The largest sum of absolute products behind a logit."""
+    return (case["hidden"].abs() @ case["weight"].abs().T).max().item() / (temperature or 1)
+
+
+def check(case: Case, temperature: float, noise: Tensor | None, device: str, largest: float | None = None) -> None:
+    got = tree_verify(**case, temperature=temperature, noise=None if noise is None else noise.to(device))
+    dtype = case["hidden"].dtype
+    exact, plain = exact_logits(case, temperature), plain_logits(case, temperature)
+    largest = exact.abs().max().item() if largest is None else largest
+    for mine, in_precision, wanted in zip(got[1:], statistics(case, plain), statistics(case, exact), strict=True):
+        assert mine.dtype == torch.float32
+        assert_within_twice(mine, in_precision.to(dtype).to(device), wanted, largest)
+    assert got[0].dtype == torch.int64
+    scored = exact if noise is None else exact + noise.double()
+    # A token may be taken for the best one only if the errors of both logits together can exchange them.
+    error = max(2 * (plain - exact).abs().max().item(), torch.finfo(dtype).eps * largest)
+    taken = scored.gather(-1, got[0].cpu()[..., None])[..., 0]
+    assert (taken >= scored.max(-1).values - 2 * error).all()
+
+
+@given(data=st.data())
+def test_matches_one_node_at_a_time(device: str, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    batch = data.draw(st.integers(1, 3), label="batch")
+    nodes = data.draw(st.integers(1, 7), label="nodes")
+    vocabulary = data.draw(st.sampled_from([1, 3, 50, 64, 128]), label="vocabulary")
+    parents = data.draw(st.sampled_from(["chain", "shared", "own"]), label="parents")
+    temperature = data.draw(st.just(0.0) | st.floats(0.2, 3), label="temperature")
+    case = make(batch, nodes, data.draw(st.sampled_from([1, 7, 16])), vocabulary, parents=parents, device=device)
+    noise = gumbel(batch, nodes, vocabulary) if temperature else None
+    check(case, temperature, noise, device, largest_dot_product(case, temperature))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("batch", "nodes", "vocabulary"), [(1, 1, 1000), (2, 3, 320), (1, 65, 333), (1, 64, 640)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_dtypes(device: str, dtype: torch.dtype, batch: int, nodes: int, vocabulary: int, temperature: float) -> None:
+    case = make(batch, nodes, 80, vocabulary, parents="own", dtype=dtype, device=device)
+    check(case, temperature, gumbel(batch, nodes, vocabulary) if temperature else None, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [64, 100, 256])
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_ties_go_to_the_lowest_id(device: str, dtype: torch.dtype, vocabulary: int, nodes: int) -> None:
+    """Equal rows of the weight make exact ties, within a block of 64 ids and across blocks."""
+    weight = torch.zeros(vocabulary, 4, dtype=dtype, device=device)
+    weight[[17, 18, 63, vocabulary - 1]] = 1
+    hidden = torch.ones(1, nodes, 4, dtype=dtype, device=device)
+    candidates = torch.zeros(1, nodes, dtype=torch.int64, device=device)
+    assert tree_verify(hidden, weight, candidates, want_stats=False)[0].tolist() == [[17] * nodes]
+    assert tree_verify(-hidden, weight, candidates, want_stats=False)[0].tolist() == [[0] * nodes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_is_the_argmax_of_the_model(device: str, dtype: torch.dtype) -> None:
+    """What transformers does: logits from one linear in the model's dtype, then the argmax in fp32."""
+    case = make(2, 16, 64, 4096, dtype=dtype, device=device)
+    logits = torch.nn.functional.linear(case["hidden"], case["weight"])
+    assert torch.equal(tree_verify(**case, want_stats=False)[0], logits.float().argmax(-1))
+
+
+def test_noise_is_added_after_the_temperature(device: str) -> None:
+    """Logits 0 and 2 at temperature 2 are 0 and 1: noise of 1.5 on the first overturns them, 0.5 does not."""
+    weight = torch.tensor([[0.0], [2.0]], device=device)
+    hidden, candidates = torch.ones(1, 2, 1, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device)
+    noise = torch.tensor([[[1.5, 0.0], [0.5, 0.0]]], device=device)
+    assert tree_verify(hidden, weight, candidates, temperature=2.0, noise=noise)[0].tolist() == [[0, 1]]
+    assert tree_verify(hidden, weight, candidates, temperature=0.0, noise=noise)[0].tolist() == [[1, 1]]
+
+
+def test_samples_follow_the_softmax(device: str) -> None:
+    """20,000 samples: each frequency within 4 standard errors of its probability."""
+    logits, count = torch.tensor([1.0, 0.0, 2.5, -1.0]), 20_000
+    noise = gumbel(1, count, 4).to(device)
+    hidden, candidates = torch.ones(1, count, 1), torch.zeros(1, count, dtype=torch.int64)
+    tokens = tree_verify(
+        hidden.to(device),
+        logits[:, None].to(device),
+        candidates.to(device),
+        temperature=1.5,
+        noise=noise,
+        want_stats=False,
+    )[0]
+    weights = [math.exp(x / 1.5) for x in logits.tolist()]
+    for token, weight in enumerate(weights):
+        p = weight / sum(weights)
+        assert abs((tokens == token).double().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / count)
+
+
+def test_without_statistics(device: str) -> None:
+    case = make(2, 5, 16, 50, device=device)
+    full, bare = tree_verify(**case), tree_verify(**case, want_stats=False)
+    assert torch.equal(full[0], bare[0])
+    assert [(t.shape, t.dtype) for t in bare[1:]] == [((0,), torch.float32)] * 3
+
+
+@pytest.mark.parametrize("parents", ["chain", "shared", "own"])
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_reference_in_fp64_is_exact(parents: str, temperature: float) -> None:
+    case = make(2, 6, 16, 50, parents=parents, dtype=torch.float64)
+    noise = gumbel(2, 6, 50)
+    got = reference.tree_verify(**case, temperature=temperature, noise=noise)
+    exact = exact_logits(case, temperature)
+    assert torch.equal(got[0], (exact + noise if temperature else exact).argmax(-1))
+    for mine, wanted in zip(got[1:], statistics(case, exact), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_results_never_require_a_gradient() -> None:
+    case = make(1, 2, 4, 9)
+    case["weight"] = torch.nn.Parameter(case["weight"])
+    assert not any(t.requires_grad for t in tree_verify(**case))
+
+
+BAD = {
+    "hidden-axes": ({"hidden": torch.zeros(3, 4)}, "hidden: expected shape"),
+    "hidden-dtype": ({"hidden": torch.zeros(2, 3, 4).double()}, "hidden: expected dtype"),
+    "weight-size": ({"weight": torch.zeros(9, 5)}, "weight: expected shape"),
+    "weight-dtype": ({"weight": torch.zeros(9, 4).half()}, "weight: expected dtype float32 like hidden"),
+    "candidates-shape": ({"candidates": torch.zeros(3, dtype=torch.int64)}, "candidates: expected shape"),
+    "candidates-dtype": ({"candidates": torch.zeros(2, 3, dtype=torch.int32)}, "candidates: expected dtype int64"),
+    "candidates-high": ({"candidates": torch.full((2, 3), 9)}, "candidates: expected values from 0 to 8, got 9 to 9"),
+    "candidates-low": ({"candidates": torch.full((2, 3), -1)}, "candidates: expected values from 0 to 8"),
+    "parents-shape": ({"parents": torch.zeros(4, dtype=torch.int32)}, "parents: expected shape"),
+    "parents-dtype": ({"parents": torch.zeros(3, dtype=torch.int64)}, "parents: expected dtype int32"),
+    "parents-high": ({"parents": torch.full((3,), 3, dtype=torch.int32)}, "parents: expected values from -1 to 2"),
+    "temperature": ({"temperature": -0.5}, "temperature: expected 0 or more, got -0.5"),
+    "noise-missing": ({"temperature": 1.0}, "noise: expected Gumbel noise"),
+    "noise-shape": ({"noise": torch.zeros(2, 3, 8)}, "noise: expected shape"),
+    "noise-dtype": ({"noise": torch.zeros(2, 3, 9).half()}, "noise: expected dtype float32"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = make(2, 3, 4, 9)
+    with pytest.raises(ValueError, match=message):
+        tree_verify(**(good | change))
+
+
+@pytest.mark.parametrize("parents", ["chain", "shared", "own"])
+@pytest.mark.parametrize(("temperature", "want_stats"), [(0.0, True), (0.0, False), (0.7, True)])
+def test_opcheck(device: str, parents: str, temperature: float, want_stats: bool) -> None:
+    case = make(2, 3, 16, 20, parents=parents, device=device)
+    options: dict[str, Any] = {"temperature": temperature, "want_stats": want_stats}
+    if temperature:
+        options["noise"] = gumbel(2, 3, 20).to(device)
+    torch.library.opcheck(torch.ops.medusa_kernels.tree_verify.default, tuple(case.values()), options)
