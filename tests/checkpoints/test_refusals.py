@@ -1,0 +1,232 @@
+"""What the paper's heads-only files are refused for, by name."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medusa_decoding.checkpoints import read_heads
+
+FILES = ["medusa_lm_head.safetensors", "medusa_lm_head.pt"]
+Tensors = dict[str, torch.Tensor]
+MakeTensors = Callable[..., Tensors]
+WriteFolder = Callable[..., Path]
+
+
+def without(*names: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def replaced(name: str, make: Callable[[], torch.Tensor]) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name] = make()
+
+    return change
+
+
+def poisoned(name: str, value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(-1)[-1] = value
+
+    return change
+
+
+HEAD_1 = ("1.0.linear.weight", "1.0.linear.bias", "1.1.linear.weight", "1.1.linear.bias", "1.2.weight")
+DAMAGES = {
+    "a head in the middle": (without(*HEAD_1), r"missing 1\.0\.linear\.weight.*1\.1\.linear\.bias and 1 more"),
+    "a block": (without("2.0.linear.weight", "2.0.linear.bias"), r"missing 2\.0\.linear\.weight, 2\.0\.linear\.bias$"),
+    "the last block of one head": (
+        without("2.1.linear.weight", "2.1.linear.bias"),
+        r"missing 2\.1\.linear\.weight, 2\.1\.linear\.bias$",
+    ),
+    "one bias": (without("1.1.linear.bias"), r"missing 1\.1\.linear\.bias$"),
+    "one projection": (without("0.2.weight"), r"missing 0\.2\.weight$"),
+    "a stray tensor": (replaced("0.attn.weight", lambda: torch.ones(2)), r"unexpected 0\.attn\.weight$"),
+    "a second projection": (replaced("1.3.weight", lambda: torch.ones(11, 6)), r"unexpected 1\.3\.weight$"),
+    "a misshapen block": (
+        replaced("1.0.linear.weight", lambda: torch.ones(6, 5)),
+        r"1\.0\.linear\.weight in .*expected shape \[6, 6\], got \[6, 5\]",
+    ),
+    "a misshapen first block": (
+        replaced("0.0.linear.weight", lambda: torch.ones(36)),
+        r"0\.0\.linear\.weight in .*expected shape \[H, H\], got \[36\]",
+    ),
+    "a misshapen bias": (
+        replaced("2.1.linear.bias", lambda: torch.ones(1, 6)),
+        r"2\.1\.linear\.bias in .*expected shape \[6\], got \[1, 6\]",
+    ),
+    "a projection of other rows": (
+        replaced("2.2.weight", lambda: torch.ones(12, 6)),
+        r"2\.2\.weight in .*expected shape \[11, 6\], got \[12, 6\]",
+    ),
+    "a misshapen first projection": (
+        replaced("0.2.weight", lambda: torch.ones(11)),
+        r"0\.2\.weight in .*expected shape \[V', 6\], got \[11\]",
+    ),
+    "mixed dtypes": (
+        replaced("1.2.weight", lambda: torch.ones(11, 6, dtype=torch.float16)),
+        r"1\.2\.weight in .*expected dtype float32 like 0\.0\.linear\.weight, got float16",
+    ),
+    "an integer dtype": (
+        replaced("0.0.linear.weight", lambda: torch.ones(6, 6, dtype=torch.int8)),
+        r"0\.0\.linear\.weight in .*expected dtype float16, bfloat16 or float32, got int8",
+    ),
+    "NaN in a block": (poisoned("1.0.linear.weight", float("nan")), r"1\.0\.linear\.weight in .*expected finite"),
+    "Inf in a bias": (poisoned("2.1.linear.bias", float("inf")), r"2\.1\.linear\.bias in .*expected finite"),
+    "-Inf in a projection": (poisoned("0.2.weight", float("-inf")), r"0\.2\.weight in .*expected finite"),
+    "a token_map of other length": (
+        replaced("token_map", lambda: torch.arange(5)),
+        r"token_map in .*expected int64 \[11\].*got int64 \[5\]",
+    ),
+    "a token_map of another dtype": (
+        replaced("token_map", lambda: torch.arange(11).int()),
+        r"token_map in .*expected int64 \[11\].*got int32 \[11\]",
+    ),
+    "a token_map that repeats ids": (
+        replaced("token_map", lambda: torch.zeros(11, dtype=torch.int64)),
+        r"token_map: expected ids without repetition",
+    ),
+    "a token_map beyond the vocabulary": (
+        replaced("token_map", lambda: torch.arange(1, 12)),
+        r"token_map: expected ids in \[0, 11\), got 1 to 11",
+    ),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str, damage: str) -> None:
+    change, message = DAMAGES[damage]
+    tensors = paper_tensors(3, 2)
+    change(tensors)
+    folder = write_paper_folder(tensors, file=file)
+    with pytest.raises(ValueError, match=message):
+        read_heads(folder, vocab_size=11)
+
+
+class TestRefuses:
+    @pytest.mark.parametrize(
+        ("sizes", "message"),
+        [
+            ({"hidden_size": 8}, r"0\.0\.linear\.weight in .*expected hidden size 8 .*got 6"),
+            ({"vocab_size": 12}, r"0\.1\.weight in .*expected 12 rows .*got 11 and no token_map"),
+            ({"vocab_size": 10}, r"0\.1\.weight in .*expected 10 rows .*got 11 and no token_map"),
+        ],
+    )
+    def test_another_base_model(
+        self,
+        paper_tensors: MakeTensors,
+        write_paper_folder: WriteFolder,
+        sizes: dict[str, Any],
+        message: str,
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            read_heads(write_paper_folder(paper_tensors()), **sizes)
+
+    @pytest.mark.parametrize("tensors", [{}, {"weight": torch.ones(2)}])
+    def test_a_file_without_heads(self, write_paper_folder: WriteFolder, tensors: Tensors) -> None:
+        with pytest.raises(ValueError, match=r"missing 0\.0\.linear\.weight"):
+            read_heads(write_paper_folder(tensors))
+
+    def test_a_prefix_on_some_names_only(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+        tensors = paper_tensors(2, prefix="medusa_head.") | {"1.0.linear.bias": torch.ones(6)}
+        with pytest.raises(ValueError, match=r"1\.0\.linear\.bias in .*expected the prefix medusa_head\."):
+            read_heads(write_paper_folder(tensors))
+
+    def test_a_missing_tensor_is_named_with_its_prefix(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        tensors = paper_tensors(2, prefix="medusa_head.")
+        del tensors["medusa_head.1.0.linear.weight"]
+        with pytest.raises(ValueError, match=r"missing medusa_head\.1\.0\.linear\.weight$"):
+            read_heads(write_paper_folder(tensors))
+
+    def test_values_that_overflow_in_the_dtype_asked_for(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
+        tensors = paper_tensors(2)
+        tensors["1.0.linear.bias"][2] = 7e4
+        with pytest.raises(ValueError, match=r"1\.0\.linear\.bias.*after conversion from float32 to float16"):
+            read_heads(write_paper_folder(tensors), dtype=torch.float16)
+
+    def test_a_dtype_no_kernel_takes(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+        with pytest.raises(ValueError, match=r"dtype: expected float16, .*got torch\.int8"):
+            read_heads(write_paper_folder(paper_tensors()), dtype=torch.int8)
+
+    @pytest.mark.parametrize("file", FILES)
+    @pytest.mark.parametrize("kept", [0, 5, 0.5, 0.98, 0.999])
+    def test_a_truncated_file(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str, kept: float
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file=file)
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[: int(kept * len(content)) if kept < 1 else int(kept)])
+        with pytest.raises(ValueError, match=file):
+            read_heads(folder)
+
+    @pytest.mark.parametrize("file", FILES)
+    def test_a_file_of_something_else(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file=file)
+        (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n" * 9)
+        with pytest.raises(ValueError, match=file):
+            read_heads(folder)
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_pickled_code_is_not_run(
+        self, tmp_path: Path, write_paper_folder: WriteFolder, paper_tensors: MakeTensors, zipped: bool
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file="medusa_lm_head.pt")
+        bomb = {"0.0.linear.weight": Bomb(tmp_path / "ran")}
+        torch.save(bomb, folder / "medusa_lm_head.pt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ValueError, match=r"medusa_lm_head\.pt: expected tensors only.*refused"):
+            read_heads(folder)
+        assert not (tmp_path / "ran").exists()
+        pickle.loads(pickle.dumps(Bomb(tmp_path / "ran")))
+        assert (tmp_path / "ran").exists(), "the bomb of this test is a dud"
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            [torch.ones(2)],
+            {"0.0.linear.weight": 3},
+            {0: torch.ones(2)},
+            {"0.0.linear.weight": torch.eye(6).to_sparse()},
+        ],
+    )
+    def test_a_pt_file_that_is_no_dict_of_dense_tensors(
+        self, write_paper_folder: WriteFolder, paper_tensors: MakeTensors, content: object
+    ) -> None:
+        folder = write_paper_folder(paper_tensors(), file="medusa_lm_head.pt")
+        torch.save(content, folder / "medusa_lm_head.pt")
+        with pytest.raises(ValueError, match=r"medusa_lm_head\.pt: .*expected a (dict of tensors|named dense tensor)"):
+            read_heads(folder)
+
+    @pytest.mark.parametrize("text", ["{", "[1]", ""])
+    def test_a_config_that_is_no_json_object(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, text: str
+    ) -> None:
+        folder = write_paper_folder(paper_tensors())
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json: expected .*JSON"):
+            read_heads(folder)
+
+
+class Bomb:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return open, (str(self.path), "w")
