@@ -43,6 +43,7 @@ from medusa_decoding.tree import Tree
 
 TREE_SIZES = (2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 HELD_OUT_PROMPTS = 128
+CALIBRATION_PROMPTS = 256
 
 
 def prepare(work: Path, vocab_size: int) -> tuple[Tokenizer, np.ndarray, np.ndarray]:
@@ -110,7 +111,7 @@ def measured(model: TrunkWithHeads, heads: MedusaHeads, train: np.ndarray, held_
     """Everything the model card states; trees are calibrated on training-side prompts, measured on held-out ones."""
     base = model.trunk
     start, new = 127, 128
-    calibration = list(continuations(base, random_prompts(train, 256, 128, seed=7), new, 64))
+    calibration = list(continuations(base, random_prompts(train, CALIBRATION_PROMPTS, 128, seed=7), new, 64))
     accuracies = measure.head_accuracies(heads, base.lm_head, HeadData.of(base, calibration, start, heads.num_heads))
     prompts = random_prompts(held_out, HELD_OUT_PROMPTS, 128, seed=11)
     greedy = list(continuations(base, prompts, new, 64))

@@ -1,0 +1,1 @@
+"""Benchmarks: `pytest benchmarks/ --benchmark-only`, or one by one as `python -m benchmarks.bench_<name>`."""

@@ -1,0 +1,161 @@
+"""Whole generations on the embedded model: transformers' generate, our plain loop and Medusa, each at its best setting.
+
+    python -m benchmarks.bench_generate --prompts 104
+
+First every setting (dtype, eager or compiled step, tree size) is timed on prompts from the training side; then the best
+of each way runs on held-out prompts, in turn within this process. Prompts are 128 tokens of held-out files of this
+Python's standard library; 128 new tokens; batch 1. The texts are compared: in float32 all three must be identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from benchmarks import harness
+from medusa_decoding.demo import CHECKPOINT, corpus
+from medusa_decoding.demo.distill import random_prompts
+from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.tree import Tree
+
+PROMPT, NEW = 128, 128
+SIZES = (3, 4, 6, 8, 12, 16, 24)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Way = Callable[[torch.Tensor], list[int]]
+
+
+class Ways:
+    """Every way of decoding the demo model, by name; models are loaded once a dtype and backend."""
+
+    def __init__(self, backends: tuple[str, ...]) -> None:
+        accuracies = json.loads((CHECKPOINT / "measured.json").read_text())["calibration"]
+        trees = {size: Tree.optimal(accuracies, size) for size in SIZES}
+        self.steps: dict[str, tuple[int, int]] = {}
+        self.groups: dict[str, dict[str, Way]] = {"transformers": {}, "plain": {}, "medusa": {}}
+        for dtype in DTYPES:
+            for backend in backends:
+                model = MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=DTYPES[dtype], backend=backend)
+                if backend == "eager":
+                    self.groups["transformers"][f"transformers {dtype}"] = self._transformers(model)
+                self.groups["plain"][f"plain {dtype} {backend}"] = self._ours(model, Tree([]), "")
+                for size, tree in trees.items():
+                    name = f"medusa {dtype} {backend} {size} nodes"
+                    self.groups["medusa"][name] = self._ours(model, tree, name)
+
+    def _transformers(self, model: MedusaModel) -> Way:
+        def way(ids: torch.Tensor) -> list[int]:
+            mask = torch.ones_like(ids)
+            out = model.base.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+            return out[0, PROMPT:].tolist()
+
+        return way
+
+    def _ours(self, model: MedusaModel, tree: Tree, name: str) -> Way:
+        def way(ids: torch.Tensor) -> list[int]:
+            output = model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=tree)
+            assert isinstance(output, MedusaOutput)
+            committed, steps = self.steps.get(name, (0, 0))
+            self.steps[name] = (committed + output.new_tokens[0] - 1, steps + output.steps)
+            return output.sequences[0, PROMPT:].tolist()
+
+        return way
+
+
+def prompts(held_out: bool, count: int, seed: int) -> list[torch.Tensor]:
+    """Draw prompts int64 [1, 128] from one side of the corpus."""
+    files = corpus.split()
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
+    names = files.held_out if held_out else files.train[:: len(files.train) // 60]
+    return list(random_prompts(corpus.encode(files, names, tokenizer), count, PROMPT, seed).split(1))
+
+
+def measure(count: int, tuning: int, backends: tuple[str, ...]) -> dict[str, Any]:
+    """Choose the best setting of each way, then compare the three on `count` held-out prompts."""
+    ways = Ways(backends)
+    texts: dict[str, list[list[int]]] = {}
+
+    def counted(name: str, way: Way) -> Callable[[torch.Tensor], int]:
+        def run(ids: torch.Tensor) -> int:
+            text = way(ids)
+            texts.setdefault(name, []).append(text)
+            return len(text)
+
+        return run
+
+    everything = {name: way for group in ways.groups.values() for name, way in group.items()}
+    trial = prompts(held_out=False, count=tuning, seed=3)
+    for way in everything.values():
+        way(trial[0])  # compiles and warms up
+    tried = harness.interleaved({name: counted(name, way) for name, way in everything.items()}, trial, rounds=2)
+    rates = {name: harness.rate(samples) for name, samples in tried.items()}
+    best = {group: max(names, key=lambda name: rates[name]) for group, names in ways.groups.items()}
+    # One dtype throughout as well, where all texts must be the same.
+    in_fp32 = {
+        group: max((n for n in names if "float32" in n), key=lambda name: rates[name])
+        for group, names in ways.groups.items()
+    }
+    chosen = {name: everything[name] for name in (*best.values(), *in_fp32.values())}
+    texts.clear()
+    ways.steps.clear()
+    samples = harness.interleaved(
+        {name: counted(name, way) for name, way in chosen.items()}, prompts(held_out=True, count=count, seed=11)
+    )
+    figures: dict[str, Any] = {"prompts": count, "prompt_tokens": PROMPT, "new_tokens": NEW, "batch": 1}
+    for label, names in (("best", best), ("float32", in_fp32)):
+        medusa = names["medusa"]
+        committed, steps = ways.steps[medusa]
+        figures[label] = {
+            "settings": names,
+            "tokens_per_second": {group: harness.rate(samples[name]) for group, name in names.items()},
+            "medusa_over_plain": harness.ratio(samples[medusa], samples[names["plain"]]),
+            "medusa_over_transformers": harness.ratio(samples[medusa], samples[names["transformers"]]),
+            "plain_over_transformers": harness.ratio(samples[names["plain"]], samples[names["transformers"]]),
+            "tokens_per_step": committed / steps,
+            "same_text_as_transformers_float32": sum(
+                a == b for a, b in zip(texts[medusa], texts[in_fp32["transformers"]], strict=True)
+            ),
+        }
+    figures["tuning"] = {name: round(value, 1) for name, value in rates.items()}
+    return figures
+
+
+@pytest.mark.parametrize("way", ["transformers", "plain", "medusa"])
+def test_generate(benchmark: Any, way: str) -> None:
+    """One held-out prompt, eager, float32: 128 tokens by each way."""
+    if not (CHECKPOINT / "measured.json").is_file():
+        pytest.skip("the embedded checkpoint is not there")
+    ways = Ways(("eager",))
+    name = {"transformers": "transformers float32", "plain": "plain float32 eager"}.get(
+        way, "medusa float32 eager 4 nodes"
+    )
+    [ids] = prompts(held_out=True, count=1, seed=11)
+    text = benchmark.pedantic(ways.groups[way][name], args=(ids,), rounds=5, warmup_rounds=1)
+    assert text == ways.groups["transformers"]["transformers float32"](ids)
+    figures = {"way": name, "prompt_tokens": PROMPT, "new_tokens": NEW, "batch": 1}
+    seconds = {"median": benchmark.stats.stats.median, "spread": benchmark.stats.stats.iqr}
+    harness.write_record("generate", figures | {"seconds": seconds})
+
+
+def main() -> None:
+    """Run the whole comparison, print it and append it to the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=104, help="held-out prompts (default: 104)")
+    parser.add_argument(
+        "--tuning-prompts", type=int, default=6, help="prompts that settings are chosen on (default: 6)"
+    )
+    parser.add_argument("--eager-only", action="store_true", help="leave compiled steps out")
+    args = parser.parse_args()
+    backends = ("eager",) if args.eager_only else ("eager", "compiled")
+    figures = measure(args.prompts, args.tuning_prompts, backends)
+    print(json.dumps(figures, indent=1))
+    print(harness.write_record("generate-demo", figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""What every benchmark shares: where a figure was taken, how ways are compared, and where the record goes.
+
+A record is one JSON line with machine, versions, commit, settings and command beside its figures. Ways of doing the
+same work are timed in turn within one process, so that a drift of the machine's speed meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+T = TypeVar("T")
+
+
+def machine() -> dict[str, Any]:
+    """Describe the device that figures are taken on."""
+    if torch.cuda.is_available():
+        return {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
+    return {
+        "name": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Return machine, versions, commit, command and date."""
+    return {
+        "machine": machine(),
+        "versions": {name: _version(name) for name in ("torch", "transformers", "triton")}
+        | {"python": platform.python_version()},
+        "commit": commit(),
+        "command": shlex.join(["python", "-m", "pytest" if "pytest" in sys.argv[0] else _module(), *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def commit() -> str:
+    """Return the checkout's commit, marked if tracked files differ from it."""
+    try:
+        folder = Path(__file__).parent
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results"],
+            cwd=folder, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def write_record(benchmark: str, figures: Mapping[str, Any]) -> Path:
+    """Append one record to the machine's file and return the file."""
+    RESULTS.mkdir(exist_ok=True)
+    record = {"benchmark": benchmark, **figures, **provenance()}
+    name = "".join(c if c.isalnum() else "-" for c in record["machine"]["name"].lower()).strip("-")
+    path = RESULTS / f"{name}.jsonl"
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(record) + "\n")
+    return path
+
+
+def interleaved(
+    ways: Mapping[str, Callable[[T], int]], inputs: Sequence[T], *, rounds: int = 1
+) -> dict[str, list[tuple[int, float]]]:
+    """Run every way on every input in turn; return (units of work, seconds) an input, summed over the rounds.
+
+    The order of the ways is shuffled for each input, so that none always runs behind the same neighbour.
+    """
+    order = list(ways)
+    shuffler = random.Random(0)
+    found = {name: [(0, 0.0)] * len(inputs) for name in ways}
+    for _ in range(rounds):
+        for i, item in enumerate(inputs):
+            shuffler.shuffle(order)
+            for name in order:
+                start = time.perf_counter()
+                units = ways[name](item)
+                seconds = time.perf_counter() - start
+                before = found[name][i]
+                found[name][i] = (before[0] + units, before[1] + seconds)
+    return found
+
+
+def rate(samples: Sequence[tuple[int, float]]) -> float:
+    """Units a second over all inputs."""
+    return sum(units for units, _ in samples) / sum(seconds for _, seconds in samples)
+
+
+def ratio(
+    samples: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, float]], resamples: int = 1000
+) -> dict[str, float]:
+    """Rate of `samples` over that of `baseline`, with a 95 % bootstrap interval over inputs (pairs stay together)."""
+    chooser = random.Random(0)
+    pairs = list(zip(samples, baseline, strict=True))
+    drawn = []
+    for _ in range(resamples):
+        sample = chooser.choices(pairs, k=len(pairs))
+        drawn.append(rate([a for a, _ in sample]) / rate([b for _, b in sample]))
+    drawn.sort()
+    per_input = sorted((a[0] / a[1]) / (b[0] / b[1]) for a, b in pairs)
+    return {
+        "ratio": rate(samples) / rate(baseline),
+        "low": drawn[int(0.025 * resamples)],
+        "high": drawn[int(0.975 * resamples)],
+        "median_of_inputs": statistics.median(per_input),
+        "p10_of_inputs": per_input[len(per_input) // 10],
+        "p90_of_inputs": per_input[len(per_input) * 9 // 10],
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _module() -> str:
+    return f"benchmarks.{Path(sys.argv[0]).stem}"
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
