@@ -191,8 +191,25 @@ def test_a_changed_tree_is_seen(device: str) -> None:
         assert_within_twice(run(case, window=window), *plain_and_exact(case, window))
     case["cache_lens"].fill_(3)
     assert_within_twice(run(case), *plain_and_exact(case))
-    longer = make(4, [700], device=device) | {"sets": case["sets"], "ancestors": case["ancestors"]}
+    longer = make(4, [1100], device=device) | {"sets": case["sets"], "ancestors": case["ancestors"]}
     assert_within_twice(run(longer), *plain_and_exact(longer))
+
+
+def test_another_tree_of_the_same_size_is_seen(device: str) -> None:
+    one, other = make(6, [9], device=device), make(6, [9], device=device)
+    other["sets"] = torch.eye(6, dtype=torch.bool)
+    other["ancestors"] = words_by_hand(other["sets"]).to(device)
+    for case in (one, other, one):
+        assert_within_twice(run(case), *plain_and_exact(case))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("own_trees", [False, True])
+def test_ragged_rows(device: str, own_trees: bool, window: int | None) -> None:
+    """Rows of different lengths, with one tree for all or each its own."""
+    case = make(6, [9, 0, 3], heads=6, kv_heads=2, own_trees=own_trees, device=device)
+    plain = brute_force(case, torch.float32, window=window).to(device)
+    assert_within_twice(run(case, window=window), plain, brute_force(case, torch.float64, window=window))
 
 
 def test_inference_tensors(device: str) -> None:
