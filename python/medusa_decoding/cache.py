@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-CAPACITY_STEP = 64
+SMALLEST_BUCKET = 64
 
 
 @dataclass
@@ -64,6 +64,11 @@ class TreeCache:
         return self.kv[index, 0], self.kv[index, 1]
 
 
-def rounded_capacity(rows: int) -> int:
-    """Round a number of rows up to the step in which caches are sized."""
-    return -(-rows // CAPACITY_STEP) * CAPACITY_STEP
+def bucket(size: int) -> int:
+    """Round a size up to 64, 96, 128, 192, 256, 384, ..: few shapes for compiled steps, at most half again in waste."""
+    power = SMALLEST_BUCKET
+    while power < size:
+        if power * 3 // 2 >= size:
+            return power * 3 // 2
+        power *= 2
+    return power

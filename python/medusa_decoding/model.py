@@ -252,7 +252,7 @@ class MedusaModel:
         return StopRules(
             torch.tensor(eos, dtype=torch.int64, device=device),
             torch.tensor(budgets, dtype=torch.int32, device=device),
-            min_new_tokens or 0,
+            torch.tensor([min_new_tokens], dtype=torch.int32, device=device) if min_new_tokens and eos else None,
         )
 
     def _pad_token(self, pad_token_id: int | None, rules: StopRules) -> int:

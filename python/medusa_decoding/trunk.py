@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from medusa_decoding.attention import AttentionSwap, DecodeContext
-from medusa_decoding.cache import TreeCache, rounded_capacity
+from medusa_decoding.cache import TreeCache, bucket
 from medusa_decoding.rope import rope_tables
 
 
@@ -68,7 +68,7 @@ class Trunk:
     def new_cache(self, prompt_lengths: list[int], rows: int) -> TreeCache:
         """Allocate a cache for prompts of these lengths and `rows` rows a sequence (rounded up)."""
         attention = self.decoder.layers[0].self_attn
-        capacity = rounded_capacity(rows)
+        capacity = bucket(rows)
         rope = rope_tables(self.decoder.rotary_emb, prompt_lengths, capacity, self.dtype, self.device)
         return TreeCache.allocate(
             num_layers=len(self.decoder.layers),

@@ -1,11 +1,14 @@
 """MedusaModel's face: refusals before any work, outputs, streaming."""
 
+import functools
+
 import pytest
 import torch
 from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.attention import TreeAttention
+from medusa_decoding.cache import bucket
 from medusa_decoding.model import default_tree
 
 
@@ -171,3 +174,24 @@ def test_unknown_backend_is_named(medusa):
         pytest.raises(ValueError, match="'eager' or 'compiled', got 'cudagraph'"),
     ):
         model.generate(IDS)
+
+
+def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
+    # More graphs than dynamo keeps for one function (8): each must still be compiled, and be right.
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"), raising=True)
+    [row] = prompts(1, [9])
+    for tree in (Tree([]), Tree.chain(1), Tree.chain(2)):
+        with MedusaModel(medusa.base, medusa.heads, tree, backend="compiled") as compiled:
+            compiled._steps.get(tree, "compiled").options = None
+            for new, eos in ((10, []), (70, []), (70, [VOCAB - 1, 3]), (30, [5])):
+                output = compiled.generate(row[None], max_new_tokens=new, eos_token_id=eos)
+                kwargs = {"eos_token_id": eos} if eos else {}
+                assert output.sequences[0, 9:].tolist() == transformers_greedy(medusa.base, row, new, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(1, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (1000, 1024)]
+)
+def test_buckets(size, expected):
+    assert bucket(size) == expected

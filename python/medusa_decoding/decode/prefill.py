@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from medusa_decoding.attention import DecodeContext
+from medusa_decoding.cache import bucket
 from medusa_decoding.decode.state import DecodeState, StopRules, commit
 from medusa_decoding.decode.verify import verify
 from medusa_decoding.trunk import Trunk
@@ -36,10 +37,10 @@ def prefill(trunk: Trunk, prompts: list[torch.Tensor], rules: StopRules, tree_no
         cache=cache,
         root=torch.zeros(batch, dtype=torch.int64, device=device),
         hidden=hidden,
-        output=torch.zeros(batch, budget + 1, dtype=torch.int64, device=device),
+        output=torch.zeros(batch, bucket(budget + 1), dtype=torch.int64, device=device),
         count=torch.zeros(batch, dtype=torch.int32, device=device),
         finished=torch.zeros(batch, dtype=torch.bool, device=device),
-        log=torch.zeros(batch, budget + 1, dtype=torch.int32, device=device),
+        log=torch.zeros(batch, bucket(budget + 1), dtype=torch.int32, device=device),
         step=torch.zeros(1, dtype=torch.int64, device=device),
     )
     zero = torch.zeros(1, dtype=torch.int32, device=device)

@@ -20,12 +20,12 @@ class StopRules:
     Attributes:
         eos: int64 [E], token ids that end a row; may be empty.
         max_new: int32 [B], new tokens a row may get.
-        min_new: new tokens before which an EOS token is never chosen.
+        min_new: int32 [1], new tokens before which an EOS token is never chosen; None where nothing is suppressed.
     """
 
     eos: torch.Tensor
     max_new: torch.Tensor
-    min_new: int
+    min_new: torch.Tensor | None
 
 
 @dataclass
@@ -36,10 +36,10 @@ class DecodeState:
         cache: keys and values; `cache.lengths` are the committed tokens of each row, its root excluded.
         root: int64 [B], the model's own next token: emitted, but not yet in the cache.
         hidden: [B, H], final hidden state of each row's last accepted token, the heads' input.
-        output: int64 [B, max_new + 1], tokens emitted so far; the last column takes what is to be thrown away.
+        output: int64 [B, more than max_new], tokens emitted so far; the last column takes what is to be thrown away.
         count: int32 [B], tokens emitted so far.
         finished: bool [B].
-        log: int32 [B, max_new + 1], tokens each step committed; column s is step s, 0 once a row has finished.
+        log: int32 [B, more than max_new], tokens each step committed; column s is step s, 0 once a row has finished.
         step: int64 [1], steps so far.
     """
 

@@ -2,19 +2,21 @@
 
 Both run the same Python (`loop.decode_step`). A compiled step fuses the model's small operations and removes the
 interpreter's cost between them; on a CPU, freezing also packs the weights for the step's own row count. Compilation
-takes seconds a tree and needs a C++ compiler (CPU) or Triton (CUDA), so it is asked for, never assumed. Steps are kept
-a tree; shapes that differ (batch, cache capacity) are compiled once each.
+takes seconds and needs a C++ compiler (CPU) or Triton (CUDA), so it is asked for, never assumed. Each tree and each set
+of shapes (batch, cache bucket, output bucket, EOS tokens) gets a graph of its own, compiled when first met.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any, Literal
 
 import torch
 
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
+from medusa_decoding.decode.state import DecodeState, StopRules
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
@@ -54,8 +56,37 @@ class Steps:
         if backend == "eager":
             return step
 
-        def call(state, rules):  # type: ignore[no-untyped-def]  # dynamo cannot start at a functools.partial
+        return CompiledStep(step, freeze=self.trunk.device.type == "cpu")
+
+
+class CompiledStep:
+    """A step compiled once for each set of shapes it meets.
+
+    Args:
+        step: the eager step.
+        freeze: treat the weights as constants (CPU), which lets the compiler pack them for the step's row count.
+    """
+
+    def __init__(self, step: Step, freeze: bool) -> None:
+        self.step = step
+        self.options: dict[str, Any] = {"freezing": True} if freeze else {}
+        self._graphs: dict[tuple[object, ...], Step] = {}
+
+    def __call__(self, state: DecodeState, rules: StopRules) -> None:
+        """Run the step in place."""
+        cache = state.cache
+        key = (cache.kv.shape, cache.cos.shape, state.output.shape, rules.eos.shape, rules.min_new is None)
+        if key not in self._graphs:
+            self._graphs[key] = self._compile()
+        self._graphs[key](state, rules)
+
+    def _compile(self) -> Step:
+        step = self.step
+
+        def call(state: DecodeState, rules: StopRules) -> None:
             step(state, rules)
 
-        options: dict[str, Any] = {"freezing": True} if self.trunk.device.type == "cpu" else {}
-        return torch.compile(call, fullgraph=True, dynamic=False, options=options)
+        # Dynamo keeps its graphs with the code object and gives up behind a few of them: each graph gets its own.
+        code = call.__code__.replace(co_name=f"compiled_step_{id(self)}_{len(self._graphs)}")
+        fresh = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+        return torch.compile(fresh, fullgraph=True, dynamic=False, options=self.options)

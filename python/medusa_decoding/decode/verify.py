@@ -38,11 +38,10 @@ def verify(
         int64 [B, N].
     """
     weight = plain_weight(lm_head)
-    suppress = rules.min_new > 0 and rules.eos.numel() > 0
-    if weight is not None and not suppress:
+    if weight is not None and rules.min_new is None:
         return tree_verify(hidden, weight, tokens, parents, want_stats=False)[0]
     logits = lm_head(hidden)
-    if suppress:
+    if rules.min_new is not None:
         too_early = state.count[:, None] + depths < rules.min_new
         logits[..., rules.eos] = logits[..., rules.eos].masked_fill(too_early[..., None], float("-inf"))
     return logits.argmax(-1)
