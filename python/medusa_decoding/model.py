@@ -135,11 +135,11 @@ class MedusaModel:
         acceptance: Literal["lossless", "typical"] = "lossless",
         do_sample: bool = False,
         *,
+        streamer: Any = None,
+        return_dict_in_generate: bool = True,
         min_new_tokens: int | None = None,
         eos_token_id: int | list[int] | None = None,
         pad_token_id: int | None = None,
-        streamer: Any = None,
-        return_dict_in_generate: bool = True,
         **later: Any,
     ) -> MedusaOutput | torch.Tensor:
         """Continue each prompt greedily, token for token as the base model alone would.
@@ -152,12 +152,13 @@ class MedusaModel:
             tree: verified each step; `Tree([])` decodes plainly. None for the model's own.
             acceptance: "lossless"; "typical" is not available yet.
             do_sample: False; sampling is not available yet.
+            streamer: a transformers streamer (batch of 1), given the prompt, then each new token in order.
+            return_dict_in_generate: False returns only the sequences.
             min_new_tokens: new tokens before which an EOS token is never chosen.
             eos_token_id: token or tokens that end a row; None for those of the base model's generation config.
             pad_token_id: fills rows that ended early; None for the generation config's, else the first EOS token.
-            streamer: a transformers streamer (batch of 1), given the prompt, then each new token in order.
-            return_dict_in_generate: False returns only the sequences.
-            **later: other arguments of transformers' generate are refused by name.
+            **later: other arguments of transformers' generate are refused by name, unless they ask for what greedy
+                decoding does anyway (temperature 1, no processors, ..).
 
         Raises:
             ValueError: bad arguments; a prompt that leaves no room in the context. Raised before any work.
@@ -165,7 +166,7 @@ class MedusaModel:
         _refuse("acceptance", acceptance, "lossless")
         _refuse("do_sample", do_sample, False)
         for name, value in later.items():
-            _refuse(name, value, None)
+            _refuse(name, value, _NEUTRAL.get(name))
         chosen = self.tree if tree is None else tree
         self._check_tree(chosen)
         prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
@@ -315,8 +316,12 @@ def _collect(state: DecodeState, input_ids: torch.Tensor, pad: int) -> MedusaOut
     return MedusaOutput(sequences, [[length - 1 for length in row if length > 0] for row in steps], counts)
 
 
+# What arguments of later versions are allowed to say: nothing that changes greedy decoding.
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "posterior_threshold": 0.09, "posterior_alpha": 0.3}
+
+
 def _refuse(name: str, value: Any, supported: Any) -> None:
-    if value != supported and value is not None:
+    if value is not None and value != supported:
         raise ValueError(f"{name}: expected {supported!r} (the only choice so far), got {value!r}")
 
 

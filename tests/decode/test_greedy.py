@@ -198,16 +198,30 @@ def test_small_budgets(max_new):
     assert new_tokens(output, ids.shape[1]) == [transformers_greedy(model, row, max_new) for row in rows]
 
 
-@pytest.mark.parametrize("tree", ["chain", "nodes64", "nodes130"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", ["chain", "cartesian", "random", "nodes64", "nodes130"])
 @pytest.mark.parametrize("left", [1, 2, 10])
-def test_prompt_up_to_the_context_limit(left, tree):
-    model = tiny()
+def test_prompt_up_to_the_context_limit(left, tree, family):
+    model = tiny(family)
     limit = model.config.max_position_embeddings
     [row] = prompts(1, [limit - left])
     with MedusaModel(model, heads_for(model), TREES[tree]) as medusa:
         output = medusa.generate(row[None])
     assert output.sequences.shape[1] == limit
     assert new_tokens(output, len(row)) == [transformers_greedy(model, row, left)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tree", ["chain", "cartesian", "random", "nodes64"])
+def test_ragged_batch_fills_each_row_up_to_the_context_limit(tree, family):
+    model = tiny(family)
+    limit = model.config.max_position_embeddings
+    rows = prompts(5, [limit - 9, limit - 1, limit - 14, limit - 2, limit - 30])
+    expected = [transformers_greedy(model, row, limit - len(row)) for row in rows]
+    ids, mask = padded(rows, fill=3)
+    with MedusaModel(model, heads_for(model), TREES[tree]) as medusa:
+        output = medusa.generate(ids, mask)
+    assert new_tokens(output, ids.shape[1]) == expected
 
 
 def test_explicit_budget_past_the_context_is_obeyed_like_transformers(caplog):

@@ -55,6 +55,8 @@ IDS = torch.tensor([[1, 2, 3]])
         (IDS, {"acceptance": "typical"}, "acceptance: expected 'lossless'"),
         (IDS, {"do_sample": True}, "do_sample: expected False"),
         (IDS, {"num_beams": 4}, "num_beams"),
+        (IDS, {"temperature": 0.7}, "temperature: expected 1.0"),
+        (IDS, {"logits_processor": [print]}, "logits_processor: expected None"),
         (IDS.repeat(2, 1), {"streamer": object()}, "streamer: expected a batch of 1, got 2"),
     ],
 )
@@ -134,6 +136,12 @@ def test_output_figures_follow_from_the_text(medusa):
     assert output.tokens_per_step == pytest.approx(4 * 18 / steps)
 
 
+def test_neutral_values_of_later_arguments_are_allowed(medusa):
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logits_processor": None, "stop_strings": None}
+    plain = medusa.generate(IDS, max_new_tokens=7).sequences
+    assert torch.equal(medusa.generate(IDS, max_new_tokens=7, **neutral).sequences, plain)
+
+
 def test_the_prefill_alone_makes_no_step(medusa):
     output = medusa.generate(IDS, max_new_tokens=1)
     assert output.accept_lengths == [[]]
@@ -179,11 +187,10 @@ def test_unknown_backend_is_named(medusa):
 def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
     # More graphs than dynamo keeps for one function (8): each must still be compiled, and be right.
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"), raising=True)
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
     [row] = prompts(1, [9])
     for tree in (Tree([]), Tree.chain(1), Tree.chain(2)):
         with MedusaModel(medusa.base, medusa.heads, tree, backend="compiled") as compiled:
-            compiled._steps.get(tree, "compiled").options = None
             for new, eos in ((10, []), (70, []), (70, [VOCAB - 1, 3]), (30, [5])):
                 output = compiled.generate(row[None], max_new_tokens=new, eos_token_id=eos)
                 kwargs = {"eos_token_id": eos} if eos else {}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from torch import _inductor as inductor
 
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
@@ -69,16 +70,21 @@ class CompiledStep:
 
     def __init__(self, step: Step, freeze: bool) -> None:
         self.step = step
-        self.options: dict[str, Any] = {"freezing": True} if freeze else {}
+        self.freeze = freeze
         self._graphs: dict[tuple[object, ...], Step] = {}
 
     def __call__(self, state: DecodeState, rules: StopRules) -> None:
         """Run the step in place."""
         cache = state.cache
         key = (cache.kv.shape, cache.cos.shape, state.output.shape, rules.eos.shape, rules.min_new is None)
-        if key not in self._graphs:
-            self._graphs[key] = self._compile()
-        self._graphs[key](state, rules)
+        if key in self._graphs:
+            self._graphs[key](state, rules)
+            return
+        graph = self._compile()
+        # Whether weights are constants is decided while the function is traced, which is now.
+        with inductor.config.patch(freezing=self.freeze):
+            graph(state, rules)
+        self._graphs[key] = graph
 
     def _compile(self) -> Step:
         step = self.step
@@ -89,4 +95,4 @@ class CompiledStep:
         # Dynamo keeps its graphs with the code object and gives up behind a few of them: each graph gets its own.
         code = call.__code__.replace(co_name=f"compiled_step_{id(self)}_{len(self._graphs)}")
         fresh = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        return torch.compile(fresh, fullgraph=True, dynamic=False, options=self.options)
+        return torch.compile(fresh, fullgraph=True, dynamic=False)
