@@ -8,6 +8,7 @@ original module, so the model behaves as before. This module does not know token
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,10 @@ class TreeAttention(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["original"], name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as the original: a copy of a swapped model is not swapped."""
+        return _itself, (self.original,)
+
     def train(self, mode: bool = True) -> TreeAttention:
         """Set the mode of both modules."""
         self.__dict__["original"].train(mode)
@@ -103,6 +108,10 @@ class TreeAttention(nn.Module):
         return self.o_proj(out.reshape(batch, nodes, -1)), None
 
 
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
 def prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
@@ -132,7 +141,8 @@ def sliding_window(attention: nn.Module) -> int | None:
 class AttentionSwap:
     """The swap of one model's attention modules; `undo` (or leaving the `with` block) restores them exactly.
 
-    Several swaps of one model share the swapped modules; the last `undo` restores.
+    Several swaps of one model share the swapped modules; the last `undo` restores. A swap that is garbage-collected is
+    undone, so that no model stays swapped for an owner that is gone.
 
     Args:
         layers: the model's decoder layers, each with a `self_attn`.
@@ -147,20 +157,22 @@ class AttentionSwap:
             if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
                 names = ", ".join(cls.__name__ for cls in SUPPORTED)
                 raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
-        self._layers: list[Any] | None = list(layers)
-        for layer in self._layers:
+        swapped: list[Any] = list(layers)
+        for layer in swapped:
             if not isinstance(layer.self_attn, TreeAttention):
                 layer.self_attn = TreeAttention(layer.self_attn)
             layer.self_attn.users += 1
+        self._restore = weakref.finalize(self, _restore, swapped)
+        self._restore.atexit = False
+
+    @property
+    def active(self) -> bool:
+        """Whether the swap is still in force."""
+        return self._restore.alive
 
     def undo(self) -> None:
         """Put the original modules back; a second call does nothing."""
-        for layer in self._layers or []:
-            swapped = layer.self_attn
-            swapped.users -= 1
-            if swapped.users == 0:
-                layer.self_attn = swapped.original
-        self._layers = None
+        self._restore()
 
     def __enter__(self) -> AttentionSwap:
         """Return the swap itself."""
@@ -169,3 +181,10 @@ class AttentionSwap:
     def __exit__(self, *exc: object) -> None:
         """Undo the swap."""
         self.undo()
+
+
+def _restore(layers: list[Any]) -> None:
+    for layer in layers:
+        layer.self_attn.users -= 1
+        if layer.self_attn.users == 0:
+            layer.self_attn = layer.self_attn.original

@@ -147,10 +147,15 @@ class MedusaHeads(nn.Module):
 
 
 def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
-    """Return the weight of a plain bias-free `nn.Linear` in a floating dtype, else None (call the module instead)."""
-    if type(linear) is nn.Linear and linear.bias is None and linear.weight.is_floating_point():
+    """Return the weight of a plain bias-free `nn.Linear` without hooks, else None (call the module instead)."""
+    if type(linear) is nn.Linear and linear.bias is None and not is_hooked(linear):
         return linear.weight
     return None
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether calling the module does more than its class's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:

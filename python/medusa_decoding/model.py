@@ -19,7 +19,7 @@ from medusa_decoding.decode.loop import run
 from medusa_decoding.decode.state import DecodeState, StopRules
 from medusa_decoding.decode.step_graph import Backend, Steps
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.inputs import split_prompts
+from medusa_decoding.inputs import GreedySettings, split_prompts, token_list, whole
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
@@ -80,7 +80,7 @@ class MedusaModel:
         try:
             if heads is not None:
                 self._check_heads(heads)
-            self.heads = heads
+            self._heads = heads
             self.tree = tree if tree is not None else default_tree(heads)
             self._check_tree(self.tree)
             self.backend = backend
@@ -138,7 +138,7 @@ class MedusaModel:
         streamer: Any = None,
         return_dict_in_generate: bool = True,
         min_new_tokens: int | None = None,
-        eos_token_id: int | list[int] | None = None,
+        eos_token_id: int | list[int] | torch.Tensor | None = None,
         pad_token_id: int | None = None,
         **later: Any,
     ) -> MedusaOutput | torch.Tensor:
@@ -148,21 +148,28 @@ class MedusaModel:
             input_ids: int64 [B, T] prompts, left- or right-padded where lengths differ.
             attention_mask: [B, T], 1 for tokens and 0 for padding; None if nothing is padded.
             max_new_tokens: new tokens a row, at least 1; obeyed as transformers does, even past the declared context.
-                None for 256 or what the context leaves, whichever is less.
+                None for the base model's generation config's, else 256 or what the context leaves.
             tree: verified each step; `Tree([])` decodes plainly. None for the model's own.
             acceptance: "lossless"; "typical" is not available yet.
             do_sample: False; sampling is not available yet.
             streamer: a transformers streamer (batch of 1), given the prompt, then each new token in order.
             return_dict_in_generate: False returns only the sequences.
-            min_new_tokens: new tokens before which an EOS token is never chosen.
+            min_new_tokens: new tokens before which an EOS token is never chosen; None for the generation config's.
             eos_token_id: token or tokens that end a row; None for those of the base model's generation config.
             pad_token_id: fills rows that ended early; None for the generation config's, else the first EOS token.
             **later: other arguments of transformers' generate are refused by name, unless they ask for what greedy
                 decoding does anyway (temperature 1, no processors, ..).
 
         Raises:
-            ValueError: bad arguments; a prompt that leaves no room in the context. Raised before any work.
+            ValueError: bad arguments; a prompt that leaves no room in the context; a generation config that asks for
+                what greedy decoding here does not do (a repetition penalty, say); autocast; forward hooks on modules
+                that decoding passes by. Raised before any work.
         """
+        if not self.trunk.swap.active:
+            raise ValueError("MedusaModel: expected attention modules still swapped, got a model after undo()")
+        self.trunk.check_unhooked()
+        if torch.is_autocast_enabled(self.trunk.device.type):
+            raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
         _refuse("acceptance", acceptance, "lossless")
         _refuse("do_sample", do_sample, False)
         for name, value in later.items():
@@ -172,14 +179,14 @@ class MedusaModel:
         prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
         if streamer is not None and len(prompts) > 1:
             raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
-        rules = self._stop_rules(prompts, max_new_tokens, min_new_tokens, eos_token_id)
+        rules = self._stop_rules(prompts, input_ids.shape[1], max_new_tokens, min_new_tokens, eos_token_id)
         pad = self._pad_token(pad_token_id, rules)
         watch = _Streaming(streamer, prompts[0]) if streamer is not None else None
         state = run(
             self.trunk,
             [prompt.to(self.trunk.device) for prompt in prompts],
             rules,
-            chosen.num_nodes,
+            chosen.num_nodes + chosen.depth,
             self._steps.get(chosen, self.backend),
             watch,
         )
@@ -187,6 +194,11 @@ class MedusaModel:
             watch.end()
         output = _collect(state, input_ids, pad)
         return output if return_dict_in_generate else output.sequences
+
+    @property
+    def heads(self) -> MedusaHeads | None:
+        """The heads; another set needs another MedusaModel."""
+        return self._heads
 
     def undo(self) -> None:
         """Give the base model its own attention modules back; this object cannot generate any more."""
@@ -225,14 +237,28 @@ class MedusaModel:
     def _stop_rules(
         self,
         prompts: list[torch.Tensor],
+        width: int,
         max_new_tokens: int | None,
         min_new_tokens: int | None,
-        eos_token_id: int | list[int] | None,
+        eos_token_id: int | list[int] | torch.Tensor | None,
     ) -> StopRules:
+        settings = GreedySettings.of(self.trunk.causal.generation_config)
         limit = self.trunk.context_limit
         longest = max(len(prompt) for prompt in prompts)
         if longest >= limit:
             raise ValueError(f"input_ids: expected fewer than {limit} tokens (the model's context), got {longest}")
+        max_new_tokens = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
+        min_new_tokens = settings.min_new_tokens if min_new_tokens is None else min_new_tokens
+        max_new_tokens, min_new_tokens = (
+            whole("max_new_tokens", max_new_tokens),
+            whole("min_new_tokens", min_new_tokens),
+        )
+        if max_new_tokens is None and settings.max_length is not None:
+            max_new_tokens = settings.max_length - width
+            if max_new_tokens < 1:
+                raise ValueError(
+                    f"input_ids: expected fewer than max_length = {settings.max_length} tokens, got {width}"
+                )
         if max_new_tokens is None:
             budgets = [min(DEFAULT_NEW_TOKENS, limit - len(prompt)) for prompt in prompts]
         elif max_new_tokens < 1:
@@ -246,9 +272,7 @@ class MedusaModel:
                 )  # fmt: skip
         if min_new_tokens is not None and not 0 <= min_new_tokens <= max(budgets):
             raise ValueError(f"min_new_tokens: expected 0 to {max(budgets)} (max_new_tokens), got {min_new_tokens}")
-        if eos_token_id is None:
-            eos_token_id = self.trunk.causal.generation_config.eos_token_id
-        eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        eos = token_list(settings.eos_token_id if eos_token_id is None else eos_token_id)
         device = self.trunk.device
         return StopRules(
             torch.tensor(eos, dtype=torch.int64, device=device),
@@ -317,7 +341,15 @@ def _collect(state: DecodeState, input_ids: torch.Tensor, pad: int) -> MedusaOut
 
 
 # What arguments of later versions are allowed to say: nothing that changes greedy decoding.
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "posterior_threshold": 0.09, "posterior_alpha": 0.3}
+_NEUTRAL = {
+    "num_beams": 1,
+    "use_cache": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "posterior_threshold": 0.09,
+    "posterior_alpha": 0.3,
+}
 
 
 def _refuse(name: str, value: Any, supported: Any) -> None:

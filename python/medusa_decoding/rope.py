@@ -3,7 +3,8 @@
 Dynamic NTK scaling is the one variant whose frequencies depend on the sequence length: transformers recomputes them
 when the sequence grows past the trained context, and keys already in the cache keep the rotation they were written
 with. Position p is written when the sequence has p + 1 tokens (or in the prefill), so its table row uses the
-frequencies of that length: the same values transformers computes, without state left in the model.
+frequencies of that length: the same values transformers computes, without state left in the model. In a ragged batch
+each row keeps the frequencies it would have alone, where transformers takes those of the batch's longest row.
 """
 
 from __future__ import annotations

@@ -140,7 +140,12 @@ class Tree:
     def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
         """Expected tokens a step, root included, if heads are right independently (Medusa paper, section 2.3.3)."""
         rows = _checked_accuracies(accuracies)
-        self.check_fits(len(rows), min((len(row) for row in rows), default=0))
+        self.check_fits(len(rows), max((len(row) for row in rows), default=0))
+        for path in self.choices:
+            if path[-1] >= len(rows[len(path) - 1]):
+                raise ValueError(
+                    f"accuracies: expected one for every rank in path {path}, got {len(rows[len(path) - 1])}"
+                )
         return 1.0 + sum(math.prod(rows[k][rank] for k, rank in enumerate(path)) for path in self.choices)
 
     def check_fits(self, num_heads: int, top_k: int) -> None:

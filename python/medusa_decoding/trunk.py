@@ -13,6 +13,7 @@ from torch import nn
 
 from medusa_decoding.attention import AttentionSwap, DecodeContext
 from medusa_decoding.cache import TreeCache, bucket
+from medusa_decoding.heads import is_hooked
 from medusa_decoding.rope import rope_tables
 
 
@@ -30,9 +31,12 @@ class Trunk:
     def __init__(self, base: nn.Module) -> None:
         causal: Any = base
         if hasattr(base, "get_base_model"):  # peft's wrapper
+            if causal.active_peft_config.is_prompt_learning:
+                raise ValueError("base_model: expected no prompt learning (virtual tokens), got a peft model with it")
             causal = causal.get_base_model()
         decoder: Any = getattr(causal, "model", None)
-        if not all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
+        parts = all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
+        if not parts or not hasattr(causal, "lm_head") or not hasattr(causal, "generation_config"):
             raise ValueError(f"base_model: expected a Llama-family causal language model, got {type(causal).__name__}")
         devices = {parameter.device for parameter in causal.parameters()}
         if len(devices) != 1:
@@ -40,8 +44,23 @@ class Trunk:
         self.causal = causal
         self.decoder = decoder
         self.config: Any = causal.config
+        self.check_unhooked()
         self.swap = AttentionSwap(decoder.layers)
-        self.lm_head: nn.Module = causal.get_output_embeddings()
+
+    def check_unhooked(self) -> None:
+        """Raise `ValueError` if a module that decoding passes by has forward hooks, which would be silently skipped."""
+        attentions = [layer.self_attn for layer in self.decoder.layers]
+        for module in (self.causal, self.decoder, *(getattr(a, "original", a) for a in attentions)):
+            if is_hooked(module):
+                raise ValueError(
+                    f"base_model: expected no forward hooks on {type(module).__name__}, which decoding does not call, "
+                    "got some"
+                )
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The projection to the vocabulary, as it stands now (an adapter may have been put around it)."""
+        return self.causal.lm_head
 
     @property
     def device(self) -> torch.device:
@@ -60,10 +79,15 @@ class Trunk:
 
     @property
     def context_limit(self) -> int:
-        """Positions the model is declared for; dynamic RoPE stretches them by its factor."""
+        """Positions the model is declared for.
+
+        Configs of scaled RoPE state either the stretched or the trained length in `max_position_embeddings`; the
+        longer reading is taken, as the limit only refuses what leaves no room.
+        """
+        declared = self.config.max_position_embeddings
         rope = getattr(self.config, "rope_parameters", None) or {}
-        factor = rope.get("factor", 1.0) if "dynamic" in str(rope.get("rope_type", "")) else 1.0
-        return int(self.config.max_position_embeddings * factor)
+        trained = rope.get("original_max_position_embeddings") or declared
+        return max(declared, int(rope.get("factor", 1.0) * trained))
 
     def new_cache(self, prompt_lengths: list[int], rows: int) -> TreeCache:
         """Allocate a cache for prompts of these lengths and `rows` rows a sequence (rounded up)."""

@@ -1,9 +1,13 @@
 """The swap: exact undo, the model unchanged for everyone else, adapters and quantised layers kept."""
 
+import copy
+import gc
+import pickle
+
 import pytest
 import torch
 from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.attention import AttentionSwap, TreeAttention
@@ -84,6 +88,28 @@ def test_two_users_share_a_swap_and_the_last_one_restores():
     assert model.model.layers[0].self_attn is original
 
 
+def test_a_forgotten_owner_does_not_keep_the_model_swapped():
+    model = tiny()
+    original = model.model.layers[0].self_attn
+    medusa = MedusaModel(model)
+    medusa = MedusaModel(model)  # as a notebook cell run twice does
+    gc.collect()
+    medusa.undo()
+    assert model.model.layers[0].self_attn is original
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_swapped_model_is_not_swapped(way):
+    model = tiny()
+    ids = torch.stack(prompts(1, [9]))
+    with MedusaModel(model):
+        again = way(model)
+        assert isinstance(model.model.layers[0].self_attn, TreeAttention)
+    assert not any(isinstance(module, TreeAttention) for module in again.modules())
+    assert again.model.layers[0].self_attn is not model.model.layers[0].self_attn
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
 def test_saved_while_swapped_equals_saved_before(tmp_path):
     model = tiny("qwen3")
     with AttentionSwap(model.model.layers):
@@ -97,6 +123,41 @@ def test_another_family_is_refused_and_left_alone():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
     with pytest.raises(ValueError, match=r"Llama-family.*GPT2LMHeadModel"):
         MedusaModel(model)
+
+
+def test_a_model_without_a_vocabulary_is_refused_and_left_alone():
+    model = LlamaForSequenceClassification(tiny().config)
+    with pytest.raises(ValueError, match=r"causal language model, got LlamaForSequenceClassification"):
+        MedusaModel(model)
+    assert not any(isinstance(module, TreeAttention) for module in model.modules())
+
+
+@pytest.mark.parametrize("place", ["", "model", "model.layers.1.self_attn"])
+def test_hooks_that_decoding_would_skip_are_refused(place):
+    model = tiny()
+    ids = torch.stack(prompts(1, [5]))
+    with MedusaModel(model) as medusa:
+        hook = getattr(model.get_submodule(place), "original", model.get_submodule(place)).register_forward_hook(print)
+        with pytest.raises(ValueError, match="no forward hooks on Llama"):
+            medusa.generate(ids, max_new_tokens=2)
+        hook.remove()
+        medusa.generate(ids, max_new_tokens=2)
+
+
+def test_hooks_on_layers_and_lm_head_take_effect():
+    model = tiny()
+    [row] = prompts(1, [7])
+    plain = transformers_greedy(model, row, NEW)
+    for place, hook in (
+        ("lm_head", lambda module, args, out: -out),
+        ("model.layers.0.mlp", lambda module, args, out: 2 * out),
+        ("model.layers.1", lambda module, args, out: -out),
+    ):
+        handle = model.get_submodule(place).register_forward_hook(hook)
+        expected = transformers_greedy(model, row, NEW)
+        assert expected != plain, "the hook changes nothing: the test shows nothing"
+        assert medusa_tokens(model, row) == expected
+        handle.remove()
 
 
 def test_a_foreign_layer_is_named_and_nothing_is_swapped():
@@ -127,6 +188,23 @@ def test_lora_wrapped_projections_are_used():
     with adapted.disable_adapter():
         without = transformers_greedy(adapted.get_base_model(), row, NEW)
     assert without != expected[0, len(row) :].tolist(), "the adapter changes nothing: the test shows nothing"
+
+
+def test_prompt_learning_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="no prompt learning"):
+        MedusaModel(peft.get_peft_model(tiny(), config))
+
+
+def test_an_adapter_put_around_lm_head_while_swapped_is_used():
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    [row] = prompts(1, [7])
+    with MedusaModel(model, heads_for(model), TREE) as medusa:
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False), model)
+        expected = transformers_greedy(model, row, NEW)
+        assert medusa.generate(row[None], max_new_tokens=NEW).sequences[0, 7:].tolist() == expected
 
 
 def test_an_adapter_added_while_swapped_stays_after_undo():

@@ -1,7 +1,9 @@
 """MedusaModel's face: refusals before any work, outputs, streaming."""
 
 import functools
+import importlib
 
+import numpy as np
 import pytest
 import torch
 from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
@@ -10,6 +12,9 @@ from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.attention import TreeAttention
 from medusa_decoding.cache import bucket
 from medusa_decoding.model import default_tree
+
+heads_module = importlib.import_module("medusa_decoding.heads")
+verify_module = importlib.import_module("medusa_decoding.decode.verify")
 
 
 @pytest.fixture
@@ -55,6 +60,10 @@ IDS = torch.tensor([[1, 2, 3]])
         (IDS, {"acceptance": "typical"}, "acceptance: expected 'lossless'"),
         (IDS, {"do_sample": True}, "do_sample: expected False"),
         (IDS, {"num_beams": 4}, "num_beams"),
+        (IDS, {"max_new_tokens": 4.5}, "max_new_tokens: expected a whole number, got 4.5"),
+        (IDS, {"max_new_tokens": 2**31}, "max_new_tokens: expected below"),
+        (IDS, {"eos_token_id": 1.5}, "eos_token_id: expected whole numbers"),
+        (IDS, {"eos_token_id": "a"}, "eos_token_id: expected token ids"),
         (IDS, {"temperature": 0.7}, "temperature: expected 1.0"),
         (IDS, {"logits_processor": [print]}, "logits_processor: expected None"),
         (IDS.repeat(2, 1), {"streamer": object()}, "streamer: expected a batch of 1, got 2"),
@@ -63,6 +72,110 @@ IDS = torch.tensor([[1, 2, 3]])
 def test_bad_arguments_are_refused_before_any_work(no_work, ids, kwargs, words):
     with pytest.raises(ValueError, match=words):
         no_work.generate(ids, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("repetition_penalty", 1.2),
+        ("no_repeat_ngram_size", 2),
+        ("bad_words_ids", [[3]]),
+        ("suppress_tokens", [1]),
+        ("forced_eos_token_id", 0),
+        ("max_time", 1.0),
+        ("num_beams", 2),
+    ],
+)
+def test_a_generation_config_that_changes_greedy_text_is_refused(no_work, name, value):
+    setattr(no_work.base.generation_config, name, value)
+    with pytest.raises(ValueError, match=rf"generation_config\.{name}: expected .*, got"):
+        no_work.generate(IDS)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"max_new_tokens": 9}, {"max_length": 13}, {"max_new_tokens": 9, "min_new_tokens": 6, "eos_token_id": [0, 5, 7]}],
+)
+def test_lengths_of_the_generation_config_are_obeyed(medusa, config):
+    for name, value in config.items():
+        setattr(medusa.base.generation_config, name, value)
+    ids, mask = padded(prompts(3, [4, 2, 6]))
+    expected = medusa.base.generate(ids, attention_mask=mask, do_sample=False)
+    assert medusa.generate(ids, mask).sequences.tolist() == expected.tolist()
+
+
+def test_a_prompt_as_long_as_max_length_is_refused(no_work):
+    no_work.base.generation_config.max_length = 3
+    with pytest.raises(ValueError, match="fewer than max_length = 3 tokens, got 3"):
+        no_work.generate(IDS)
+
+
+@pytest.mark.parametrize("eos", [torch.tensor(5), torch.tensor([5, 2]), np.int64(5), [VOCAB + 3], -1])
+def test_eos_in_every_form(medusa, eos):
+    [row] = prompts(1, [6])
+    listed = [token for token in np.atleast_1d(np.asarray(eos)).tolist() if 0 <= token < VOCAB]
+    for min_new in (0, 3):
+        kwargs = {"eos_token_id": listed, "min_new_tokens": min_new or None} if listed else {}
+        output = medusa.generate(row[None], max_new_tokens=15, eos_token_id=eos, min_new_tokens=min_new)
+        assert output.sequences[0, 6:].tolist() == transformers_greedy(medusa.base, row, 15, **kwargs)
+
+
+def test_after_undo_generate_says_so():
+    model = tiny()
+    medusa = MedusaModel(model)
+    medusa.undo()
+    with pytest.raises(ValueError, match="after undo"):
+        medusa.generate(IDS)
+
+
+def test_autocast_is_refused(no_work):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast: expected off"):
+        no_work.generate(IDS)
+
+
+def test_heads_see_one_row_and_no_logits_of_the_prompt_are_made(medusa, monkeypatch):
+    heads_rows, verified = [], []
+    topk, verify = heads_module.heads_topk, verify_module.tree_verify
+    monkeypatch.setattr(
+        heads_module, "heads_topk", lambda hidden, *a, **k: heads_rows.append(hidden.shape) or topk(hidden, *a, **k)
+    )
+    monkeypatch.setattr(
+        verify_module, "tree_verify", lambda hidden, *a, **k: verified.append(hidden.shape) or verify(hidden, *a, **k)
+    )
+    ids, mask = padded(prompts(2, [20, 31]))
+    output = medusa.generate(ids, mask, max_new_tokens=12)
+    steps = max(len(row) for row in output.accept_lengths)
+    nodes = medusa.tree.num_nodes
+    assert heads_rows == [(2, 32)] * steps
+    assert verified == [(2, 1, 32)] + [(2, nodes, 32)] * steps
+
+
+@pytest.mark.parametrize("new", [7, 64, 65])
+@pytest.mark.parametrize("tree", [Tree.chain(4), Tree.cartesian([5, 3, 2])], ids=["chain", "cartesian"])
+def test_rows_that_end_early_stay_within_a_cache_without_slack(monkeypatch, tree, new):
+    # A row may accept past its budget and is then carried along: nothing may depend on the bucket's slack.
+    monkeypatch.setattr("medusa_decoding.trunk.bucket", lambda rows: rows)
+    for seed in range(6):
+        model = tiny(seed=seed, max_position_embeddings=256)
+        rows = prompts(4, [64, 64, 64], seed=seed)
+        with MedusaModel(model, heads_for(model), tree) as medusa:
+            output = medusa.generate(torch.stack(rows), max_new_tokens=new)
+        expected = [transformers_greedy(model, row, new) for row in rows]
+        assert output.sequences[:, 64:].tolist() == expected
+
+
+@pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn"])
+def test_scaled_rope_stretches_the_context_limit(scaling):
+    rope = {"rope_type": scaling, "factor": 4.0, "rope_theta": 10000.0}
+    if scaling == "yarn":
+        rope["original_max_position_embeddings"] = 32
+    model = tiny(max_position_embeddings=32, rope_parameters=rope)
+    [row] = prompts(1, [40])
+    with MedusaModel(model) as medusa:
+        got = medusa.generate(row[None], max_new_tokens=5).sequences[0, 40:].tolist()
+        with pytest.raises(ValueError, match="fewer than 128"):
+            medusa.generate(torch.ones(1, 128, dtype=torch.int64))
+    assert got == transformers_greedy(tiny(max_position_embeddings=32, rope_parameters=rope), row, 5)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +287,21 @@ def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
         output = compiled.generate(ids, mask, max_new_tokens=20)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert output.steps < 3 * 19
+
+
+def test_compiled_steps_follow_changed_weights(medusa, monkeypatch):
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
+    [row] = prompts(1, [9])
+    with MedusaModel(medusa.base, medusa.heads, Tree.chain(2), backend="compiled") as compiled:
+        before = compiled.generate(row[None], max_new_tokens=16).sequences[0, 9:].tolist()
+        step = compiled._steps.get(compiled.tree, "compiled")
+        assert compiled._steps.get(compiled.tree, "compiled") is step
+        with torch.no_grad():
+            medusa.base.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
+        expected = transformers_greedy(medusa.base, row, 16)
+        assert expected != before
+        assert compiled.generate(row[None], max_new_tokens=16).sequences[0, 9:].tolist() == expected
+        assert compiled._steps.get(compiled.tree, "compiled") is not step
 
 
 def test_unknown_backend_is_named(medusa):

@@ -159,6 +159,14 @@ def test_expected_tokens_by_hand():
     assert tree.expected_tokens([*[[0.5, 0.2], [0.4]][:1], [0.4, 0.0]]) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
 
 
+def test_heads_may_have_different_numbers_of_ranks():
+    accuracies = [[0.5, 0.2, 0.1], [0.3, 0.1], [0.2]]
+    tree = Tree.optimal(accuracies, 12)
+    assert tree.expected_tokens(accuracies) > 1.8
+    with pytest.raises(ValueError, match=r"path \[0, 2\], got 2"):
+        Tree([[0], [0, 2]]).expected_tokens(accuracies)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer, TextStreamer
 
 from medusa_decoding.checkpoints import find_base_model
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, generate, print the text as it comes, and the figures behind it."""
     text = read_prompt(args)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device: expected cpu, because torch sees no CUDA device, got {args.device}")
     heads = args.model or str(CHECKPOINT / "heads")
     dtype = DTYPES[args.dtype] if args.dtype else "auto" if args.device != "cpu" else DTYPES["float32"]
     base = args.base_model or find_base_model(heads)

@@ -51,7 +51,7 @@ def run(
     trunk: Trunk,
     prompts: list[torch.Tensor],
     rules: StopRules,
-    tree_nodes: int,
+    spare_rows: int,
     step: Step,
     on_progress: Callable[[DecodeState], None] | None = None,
 ) -> DecodeState:
@@ -61,11 +61,11 @@ def run(
         trunk: the swapped model.
         prompts: one int64 [T_b] a row.
         rules: when rows end.
-        tree_nodes: N of the largest tree `step` verifies.
+        spare_rows: see `prefill`.
         step: one decode step, in place.
         on_progress: called after the prefill and after each step; it may read the state (a streamer).
     """
-    state = prefill(trunk, prompts, rules, tree_nodes)
+    state = prefill(trunk, prompts, rules, spare_rows)
     if on_progress:
         on_progress(state)
     while not bool(state.finished.all()):

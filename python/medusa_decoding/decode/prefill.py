@@ -11,19 +11,20 @@ from medusa_decoding.decode.verify import verify
 from medusa_decoding.trunk import Trunk
 
 
-def prefill(trunk: Trunk, prompts: list[torch.Tensor], rules: StopRules, tree_nodes: int) -> DecodeState:
+def prefill(trunk: Trunk, prompts: list[torch.Tensor], rules: StopRules, spare_rows: int) -> DecodeState:
     """Run a batch of prompts and return the state the first step starts from.
 
     Args:
         trunk: the swapped model.
         prompts: one int64 [T_b] a row, without padding, T_b at least 1.
         rules: when rows end.
-        tree_nodes: N, the largest tree that will be verified; the cache leaves room for it behind the last token.
+        spare_rows: cache rows behind the last token of the budget: N for a tree's own rows and its depth, because the
+            last step may accept a whole path past the budget before it is cut.
     """
     device = trunk.device
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     width, budget = max(lengths), int(rules.max_new.max())
-    cache = trunk.new_cache(lengths, width + budget + tree_nodes)
+    cache = trunk.new_cache(lengths, width + budget + spare_rows)
     # Padding stands behind a row's tokens: nothing before it can see it, and the row's own tokens overwrite it.
     tokens = torch.zeros(batch, width, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):

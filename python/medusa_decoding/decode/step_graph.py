@@ -3,7 +3,8 @@
 Both run the same Python (`loop.decode_step`). A compiled step fuses the model's small operations and removes the
 interpreter's cost between them; on a CPU, freezing also packs the weights for the step's own row count. Compilation
 takes seconds and needs a C++ compiler (CPU) or Triton (CUDA), so it is asked for, never assumed. Each tree and each set
-of shapes (batch, cache bucket, output bucket, EOS tokens) gets a graph of its own, compiled when first met.
+of shapes (batch, cache bucket, output bucket, EOS tokens) gets a graph of its own, compiled when first met; graphs are
+thrown away when weights have changed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Steps:
         self.trunk = trunk
         self.heads = heads
         self._made: dict[tuple[Tree, str, torch.device], Step] = {}
+        self._compiled_for: tuple[tuple[int, int], ...] = ()
 
     def get(self, tree: Tree, backend: Backend) -> Step:
         """Return the step for a tree.
@@ -41,10 +43,21 @@ class Steps:
         """
         if backend not in ("eager", "compiled"):
             raise ValueError(f"backend: expected 'eager' or 'compiled', got {backend!r}")
+        if backend == "compiled":
+            weights = self._weights()
+            if weights != self._compiled_for:
+                self._made = {key: step for key, step in self._made.items() if key[1] != "compiled"}
+                self._compiled_for = weights
         key = (tree, backend, self.trunk.device)
         if key not in self._made:
             self._made[key] = self._make(tree, backend)
         return self._made[key]
+
+    def _weights(self) -> tuple[tuple[int, int], ...]:
+        """Tell states of the weights apart, by address and version (writes through `.data` leave no trace)."""
+        modules = [self.trunk.causal] + ([self.heads] if self.heads is not None else [])
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
 
     def _make(self, tree: Tree, backend: Backend) -> Step:
         shape = TreeOnDevice.make(tree, self.trunk.device)

@@ -43,5 +43,6 @@ def verify(
     logits = lm_head(hidden)
     if rules.min_new is not None:
         too_early = state.count[:, None] + depths < rules.min_new
-        logits[..., rules.eos] = logits[..., rules.eos].masked_fill(too_early[..., None], float("-inf"))
+        ends = torch.isin(torch.arange(logits.shape[-1], device=logits.device), rules.eos)
+        logits = logits.masked_fill(too_early[..., None] & ends, float("-inf"))
     return logits.argmax(-1)

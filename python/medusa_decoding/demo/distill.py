@@ -29,11 +29,11 @@ from medusa_decoding.tree import Tree
 class DistillSettings:
     """Everything stage 2 depends on."""
 
-    prompts: int = 8192
+    prompts: int = 7168
     prompt_tokens: int = 128
     new_tokens: int = 160
     generate_batch: int = 64
-    head_layers: int = 1
+    head_layers: int = 2
     epochs: int = 4
     batch: int = 4096
     lr: float = 2e-3

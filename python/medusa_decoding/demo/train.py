@@ -41,7 +41,7 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.tree import Tree
 
-TREE_SIZES = (2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
+TREE_SIZES = (2, 4, 8, 16, 32, 64)
 HELD_OUT_PROMPTS = 128
 CALIBRATION_PROMPTS = 256
 
