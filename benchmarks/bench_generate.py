@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from benchmarks import harness
+from medusa_decoding.decode.step_graph import Backend
 from medusa_decoding.demo import CHECKPOINT, corpus
 from medusa_decoding.demo.distill import random_prompts
 from medusa_decoding.model import MedusaModel, MedusaOutput
@@ -33,7 +35,7 @@ Way = Callable[[torch.Tensor], list[int]]
 class Ways:
     """Every way of decoding the demo model, by name; models are loaded once a dtype and backend."""
 
-    def __init__(self, backends: tuple[str, ...]) -> None:
+    def __init__(self, backends: tuple[Backend, ...]) -> None:
         accuracies = json.loads((CHECKPOINT / "measured.json").read_text())["calibration"]
         trees = {size: Tree.optimal(accuracies, size) for size in SIZES}
         self.steps: dict[str, tuple[int, int]] = {}
@@ -42,16 +44,23 @@ class Ways:
             for backend in backends:
                 model = MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=DTYPES[dtype], backend=backend)
                 if backend == "eager":
-                    self.groups["transformers"][f"transformers {dtype}"] = self._transformers(model)
+                    # A model of its own, not the swapped one.
+                    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=DTYPES[dtype])
+                    for cache in ("dynamic", "static"):
+                        name = f"transformers {dtype} {cache} cache"
+                        self.groups["transformers"][name] = self._transformers(base, cache)
                 self.groups["plain"][f"plain {dtype} {backend}"] = self._ours(model, Tree([]), "")
                 for size, tree in trees.items():
                     name = f"medusa {dtype} {backend} {size} nodes"
                     self.groups["medusa"][name] = self._ours(model, tree, name)
 
-    def _transformers(self, model: MedusaModel) -> Way:
+    def _transformers(self, base: Any, cache: str) -> Way:
+        settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+        if cache == "static":
+            settings["cache_implementation"] = "static"
+
         def way(ids: torch.Tensor) -> list[int]:
-            mask = torch.ones_like(ids)
-            out = model.base.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+            out = base.generate(ids, attention_mask=torch.ones_like(ids), **settings)
             return out[0, PROMPT:].tolist()
 
         return way
@@ -75,7 +84,7 @@ def prompts(held_out: bool, count: int, seed: int) -> list[torch.Tensor]:
     return list(random_prompts(corpus.encode(files, names, tokenizer), count, PROMPT, seed).split(1))
 
 
-def measure(count: int, tuning: int, backends: tuple[str, ...]) -> dict[str, Any]:
+def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str, Any]:
     """Choose the best setting of each way, then compare the three on `count` held-out prompts."""
     ways = Ways(backends)
     texts: dict[str, list[list[int]]] = {}
@@ -117,9 +126,10 @@ def measure(count: int, tuning: int, backends: tuple[str, ...]) -> dict[str, Any
             "medusa_over_transformers": harness.ratio(samples[medusa], samples[names["transformers"]]),
             "plain_over_transformers": harness.ratio(samples[names["plain"]], samples[names["transformers"]]),
             "tokens_per_step": committed / steps,
-            "same_text_as_transformers_float32": sum(
-                a == b for a, b in zip(texts[medusa], texts[in_fp32["transformers"]], strict=True)
-            ),
+            "same_text_as_transformers_float32": {
+                group: sum(a == b for a, b in zip(texts[name], texts[in_fp32["transformers"]], strict=True))
+                for group, name in names.items()
+            },
         }
     figures["tuning"] = {name: round(value, 1) for name, value in rates.items()}
     return figures
@@ -131,12 +141,12 @@ def test_generate(benchmark: Any, way: str) -> None:
     if not (CHECKPOINT / "measured.json").is_file():
         pytest.skip("the embedded checkpoint is not there")
     ways = Ways(("eager",))
-    name = {"transformers": "transformers float32", "plain": "plain float32 eager"}.get(
+    name = {"transformers": "transformers float32 dynamic cache", "plain": "plain float32 eager"}.get(
         way, "medusa float32 eager 4 nodes"
     )
     [ids] = prompts(held_out=True, count=1, seed=11)
     text = benchmark.pedantic(ways.groups[way][name], args=(ids,), rounds=5, warmup_rounds=1)
-    assert text == ways.groups["transformers"]["transformers float32"](ids)
+    assert text == ways.groups["transformers"]["transformers float32 dynamic cache"](ids)
     figures = {"way": name, "prompt_tokens": PROMPT, "new_tokens": NEW, "batch": 1}
     seconds = {"median": benchmark.stats.stats.median, "spread": benchmark.stats.stats.iqr}
     harness.write_record("generate", figures | {"seconds": seconds})
@@ -151,7 +161,7 @@ def main() -> None:
     )
     parser.add_argument("--eager-only", action="store_true", help="leave compiled steps out")
     args = parser.parse_args()
-    backends = ("eager",) if args.eager_only else ("eager", "compiled")
+    backends: tuple[Backend, ...] = ("eager",) if args.eager_only else ("eager", "compiled")
     figures = measure(args.prompts, args.tuning_prompts, backends)
     print(json.dumps(figures, indent=1))
     print(harness.write_record("generate-demo", figures))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from medusa_decoding.checkpoints import load_base_model, read_heads
+from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.decode.loop import run
 from medusa_decoding.decode.state import DecodeState, StopRules
 from medusa_decoding.decode.step_graph import Backend, Steps
@@ -116,14 +117,15 @@ class MedusaModel:
         """
         if hf_kwargs.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
-        checkpoint = read_heads(heads)
+        # Heads that share lm_head do not say V; the base model that was asked for does.
+        vocab_size = None if base_model is None else stated_vocab_size(str(base_model))
+        checkpoint = read_heads(heads, vocab_size=vocab_size)
         base = load_base_model(checkpoint, base_model, dtype=dtype, device_map=device_map, **hf_kwargs)
         tree_file = checkpoint.path / DEFAULT_TREE_FILE
         if tree is None and tree_file.is_file():
             tree = Tree.load(tree_file)
-        trunk_like = next(base.parameters())
-        norm_dtype = base.model.norm.weight.dtype
-        return cls(base.eval(), checkpoint.heads.to(device=trunk_like.device, dtype=norm_dtype), tree, backend)
+        norm = base.model.norm.weight
+        return cls(base.eval(), checkpoint.heads.to(device=norm.device, dtype=norm.dtype), tree, backend)
 
     @torch.no_grad()
     def generate(

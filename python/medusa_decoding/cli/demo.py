@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one
 from medusa_decoding.demo import CHECKPOINT
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"A {parameters(model) / 1e6:.1f}M-parameter model of Python code continues:\n")
             model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
             print()
-        result = compare(model, prompts, args.max_new_tokens, args.rounds)
+        base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=DTYPES[args.dtype])
+        result = compare(model, base, prompts, args.max_new_tokens, args.rounds)
     result |= {"dtype": args.dtype, "backend": args.backend, "threads": torch.get_num_threads()}
     if args.json:
         print(json.dumps(result))
@@ -72,12 +73,20 @@ def parameters(model: MedusaModel) -> int:
     return sum(p.numel() for p in model.trunk.causal.parameters()) + sum(p.numel() for p in heads)
 
 
-def compare(model: MedusaModel, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:
-    """Run the three ways of decoding in turn and return what they wrote and took."""
+def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:
+    """Run the three ways of decoding in turn and return what they wrote and took.
+
+    Args:
+        model: the model with heads.
+        base: the same base model as transformers loads it, its attention modules its own.
+        prompts: int64 [1, T] each.
+        new_tokens: the most a continuation may have.
+        rounds: timed rounds behind one that is not.
+    """
     accept_lengths: list[int] = []
 
     def transformers(ids: torch.Tensor) -> list[int]:
-        out = model.base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
         return out[0, ids.shape[1] :].tolist()
 
     def plain(ids: torch.Tensor) -> list[int]:

@@ -1,0 +1,65 @@
+"""The embedded checkpoint: its size, its card, and that its text is the base model's own."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.demo import CHECKPOINT, corpus
+from medusa_decoding.demo.distill import random_prompts
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return json.loads((CHECKPOINT / "measured.json").read_text())
+
+
+def test_at_most_16_megabytes_and_only_safetensors():
+    files = [path for path in CHECKPOINT.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 16_000_000
+    assert {path.suffix for path in files} <= {".json", ".safetensors", ".md", ".txt"}
+
+
+def test_weights_are_bfloat16_and_heads_share_the_projection():
+    with safe_open(CHECKPOINT / "heads" / "medusa_lm_head.safetensors", "pt") as file:
+        assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+        assert all("linear" in name for name in file.keys())  # noqa: SIM118
+
+
+def test_the_card_states_what_was_measured(measured):
+    card = (CHECKPOINT / "README.md").read_text()
+    for size, row in measured["tokens_per_step"].items():
+        assert f"| {size} | {row['greedy']:.2f} ± {row['standard_error']:.2f} |" in card
+    assert f"{measured['distinct_4_grams_greedy']:.2f}" in card
+    assert measured["python"] in card
+
+
+def test_held_out_files_are_those_of_the_split(measured):
+    assert all(corpus.is_held_out(name) for name in measured["held_out"])
+    assert len(measured["held_out"]) > 50
+
+
+@pytest.mark.parametrize("nodes", [4, 64])
+def test_text_is_the_base_models_own(measured, nodes):
+    files = corpus.split()
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
+    prompts = random_prompts(corpus.encode(files, files.held_out, tokenizer), 6, 128, seed=23)
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
+    expected = base.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=64, do_sample=False, eos_token_id=None
+    )
+    tree = Tree.optimal(measured["calibration"], nodes)
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32, tree=tree) as model:
+        output = model.generate(prompts, max_new_tokens=64, eos_token_id=[])
+    assert torch.equal(output.sequences, expected)
+    assert output.tokens_per_step > 1.5
+
+
+def test_the_default_tree_is_the_shipped_one():
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
+        assert model.tree == Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
+    assert Tree.load(CHECKPOINT / "heads" / "medusa_tree_64.json").num_nodes == 64
