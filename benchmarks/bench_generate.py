@@ -27,7 +27,7 @@ from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.tree import Tree
 
 PROMPT, NEW = 128, 128
-SIZES = (3, 4, 6, 8, 12, 16, 24)
+SIZES = (3, 4, 8, 16, 24)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Way = Callable[[torch.Tensor], list[int]]
 

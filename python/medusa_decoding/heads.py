@@ -83,11 +83,15 @@ class MedusaHeads(nn.Module):
 
     def residual(self, hidden: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """Run the first `layers` residual blocks (all by default): hidden [B, H] -> [B, K, H]."""
-        states = hidden.unsqueeze(1).expand(-1, self.num_heads, -1)
-        for layer in range(self.num_layers if layers is None else layers):
-            update = torch.einsum("bkh,kgh->bkg", states, self.w1[:, layer])
+        return self._states(hidden, self.num_layers if layers is None else layers).transpose(0, 1)
+
+    def _states(self, hidden: torch.Tensor, layers: int) -> torch.Tensor:
+        # Heads first, [K, B, H]: every product is then one batched matrix product of contiguous blocks.
+        states = hidden.expand(self.num_heads, -1, -1)
+        for layer in range(layers):
+            update = torch.bmm(states, self.w1[:, layer].transpose(1, 2))
             if self.b1 is not None:
-                update = update + self.b1[:, layer]
+                update = update + self.b1[:, layer, None]
             states = states + F.silu(update)
         return states
 
@@ -98,13 +102,13 @@ class MedusaHeads(nn.Module):
             hidden: [B, H] hidden states after the base model's final norm.
             lm_head: the base model's lm_head; needed exactly when the projection is shared.
         """
-        states = self.residual(hidden)
+        states = self._states(hidden, self.num_layers)
         if self.w2 is not None:
-            return torch.einsum("bkh,kvh->bkv", states, self.w2)
+            return torch.bmm(states, self.w2.transpose(1, 2)).transpose(0, 1)
         if lm_head is None:
             raise ValueError("lm_head: expected the base model's lm_head (the heads share it), got None")
         logits = lm_head(states)
-        return logits if self.token_map is None else logits[..., self.token_map]
+        return (logits if self.token_map is None else logits[..., self.token_map]).transpose(0, 1)
 
     def propose(
         self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None

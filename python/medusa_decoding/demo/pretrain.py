@@ -67,7 +67,7 @@ class TrunkWithHeads(nn.Module):
                 num_hidden_layers=s.num_layers,
                 num_attention_heads=s.num_attention_heads,
                 num_key_value_heads=s.num_kv_heads,
-                max_position_embeddings=2 * s.context,
+                max_position_embeddings=s.context,
                 tie_word_embeddings=False,
                 bos_token_id=0,
                 eos_token_id=0,

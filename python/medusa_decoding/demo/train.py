@@ -184,6 +184,8 @@ def write(out: Path, model: TrunkWithHeads, heads: MedusaHeads, tokenizer: Token
     base.to(torch.bfloat16)
     base.generation_config.eos_token_id = base.generation_config.bos_token_id = 0
     base.save_pretrained(out / "base")
+    for weights in (out / "base").glob("*.safetensors"):
+        weights.chmod(0o644)  # safetensors writes files that only their owner may read
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=corpus.END_OF_TEXT, bos_token=corpus.END_OF_TEXT
     )
