@@ -1,6 +1,7 @@
 """The embedded checkpoint: its size, its card, and that its text is the base model's own."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -63,3 +64,27 @@ def test_the_default_tree_is_the_shipped_one():
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
         assert model.tree == Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
     assert Tree.load(CHECKPOINT / "heads" / "medusa_tree_64.json").num_nodes == 64
+
+
+def test_in_bfloat16_texts_part_only_at_ties(measured):
+    files = corpus.split()
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
+    prompts = random_prompts(corpus.encode(files, files.held_out, tokenizer), 24, 128, seed=23)
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.bfloat16)
+    texts = base.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=64, do_sample=False, eos_token_id=None
+    )
+    tree = Tree.optimal(measured["calibration"], 64)
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.bfloat16, tree=tree) as model:
+        got = model.generate(prompts, max_new_tokens=64, eos_token_id=[]).sequences
+    parted = [row for row in range(24) if not torch.equal(texts[row], got[row])]
+    for row in parted:
+        first = int((texts[row] != got[row]).nonzero()[0])
+        with torch.no_grad():
+            logits = base(texts[row : row + 1, :first]).logits[0, -1].float()
+        theirs, ours = logits[texts[row, first]].item(), logits[got[row, first]].item()
+        step = 2.0 ** (math.floor(math.log2(max(abs(theirs), abs(ours)))) - 7)  # of bfloat16 at this magnitude
+        print(f"prompt {row} parts at new token {first - 128}: logits {theirs} and {ours}, a bfloat16 step is {step}")
+        # Each of the two passes may round either logit once.
+        assert abs(theirs - ours) <= 2 * step
+    assert len(parted) < 12
