@@ -72,14 +72,18 @@ class MedusaHeads(nn.Module):
 
         self.w1 = zeros(num_heads, num_layers, hidden_size, hidden_size)
         self.b1 = zeros(num_heads, num_layers, hidden_size) if bias else None
-        rows = vocab_size if token_map is None else len(token_map)
-        self.w2 = None if shared_projection else zeros(num_heads, rows, hidden_size)
         self.register_buffer("token_map", None if token_map is None else token_map.to(device), persistent=True)
+        self.w2 = None if shared_projection else zeros(num_heads, self.num_candidates, hidden_size)
 
     @property
     def shared_projection(self) -> bool:
         """Whether the heads project with the base model's lm_head."""
         return self.w2 is None
+
+    @property
+    def num_candidates(self) -> int:
+        """V', the tokens a head can propose: all of V, or those of the trimmed vocabulary."""
+        return self.vocab_size if self.token_map is None else len(self.token_map)
 
     def residual(self, hidden: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """Run the first `layers` residual blocks (all by default): hidden [B, H] -> [B, K, H]."""

@@ -233,8 +233,7 @@ class MedusaModel:
         if self.heads is None:
             tree.check_fits(0, 0)
             return
-        rows = self.heads.vocab_size if self.heads.token_map is None else len(self.heads.token_map)
-        tree.check_fits(self.heads.num_heads, min(MAX_TOP_K, rows))
+        tree.check_fits(self.heads.num_heads, min(MAX_TOP_K, self.heads.num_candidates))
 
     def _stop_rules(
         self,
@@ -249,12 +248,8 @@ class MedusaModel:
         longest = max(len(prompt) for prompt in prompts)
         if longest >= limit:
             raise ValueError(f"input_ids: expected fewer than {limit} tokens (the model's context), got {longest}")
-        max_new_tokens = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
-        min_new_tokens = settings.min_new_tokens if min_new_tokens is None else min_new_tokens
-        max_new_tokens, min_new_tokens = (
-            whole("max_new_tokens", max_new_tokens),
-            whole("min_new_tokens", min_new_tokens),
-        )
+        max_new_tokens = whole("max_new_tokens", settings.max_new_tokens if max_new_tokens is None else max_new_tokens)
+        min_new_tokens = whole("min_new_tokens", settings.min_new_tokens if min_new_tokens is None else min_new_tokens)
         if max_new_tokens is None and settings.max_length is not None:
             max_new_tokens = settings.max_length - width
             if max_new_tokens < 1:
@@ -298,8 +293,7 @@ def default_tree(heads: MedusaHeads | None) -> Tree:
     """
     if heads is None:
         return Tree([])
-    rows = heads.vocab_size if heads.token_map is None else len(heads.token_map)
-    ranks = min(5, rows)
+    ranks = min(5, heads.num_candidates)
     accuracies = [row[:ranks] for row in _VICUNA_7B[: heads.num_heads]]
     possible = sum(ranks**depth for depth in range(len(accuracies) + 1))
     return Tree.optimal(accuracies, min(64, possible))

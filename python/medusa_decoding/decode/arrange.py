@@ -11,7 +11,7 @@ from medusa_decoding.tree import Tree
 
 @dataclass
 class TreeOnDevice:
-    """A tree's tensors on a device, made once a generation.
+    """A tree's tensors on a device, made once with the tree's step.
 
     Attributes:
         tree: the shape itself.

@@ -13,4 +13,4 @@ def propose(
     state: DecodeState, heads: MedusaHeads, lm_head: nn.Module, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the heads on one row a sequence, never on the tree's nodes: logprobs and tokens, each [B, K, top_k]."""
-    return heads.propose(state.hidden, top_k, lm_head if heads.shared_projection else None)
+    return heads.propose(state.hidden, top_k, lm_head)

@@ -3,7 +3,7 @@
 Combined loss of Medusa-2 (Medusa paper, section 2.2.2): next-token cross-entropy plus lambda_0 times the sum over
 heads of 0.8^k times the cross-entropy at offset k + 1. The heads share the trunk's lm_head, so the sum is computed on
 a random quarter of the positions: a head's target needs no more, and the step stays close to the trunk's own cost.
-Crops are short for the first part of the budget (attention's backward pass is a third of a long crop's cost).
+Crops are short for the first part of the budget, which saves much of attention's backward pass.
 Data parallel over processes (gloo on the CPU): two single-threaded processes train faster than two threads.
 """
 

@@ -116,9 +116,10 @@ def measured(model: TrunkWithHeads, heads: MedusaHeads, train: np.ndarray, held_
     prompts = random_prompts(held_out, HELD_OUT_PROMPTS, 128, seed=11)
     greedy = list(continuations(base, prompts, new, 64))
     text = [random_prompts(held_out, HELD_OUT_PROMPTS, 256, seed=13)]
+    top1_on_text, loss_on_text = measure.next_token_accuracy(base, text[0])
     result: dict = {
-        "next_token_top1_on_text": measure.next_token_accuracy(base, text[0])[0],
-        "loss_on_text": measure.next_token_accuracy(base, text[0])[1],
+        "next_token_top1_on_text": top1_on_text,
+        "loss_on_text": loss_on_text,
         "distinct_4_grams_greedy": measure.distinct_four_grams(torch.cat(greedy)[:, 128:].tolist()),
         "distinct_4_grams_text": measure.distinct_four_grams(text[0][:, 128:].tolist()),
         "calibration": accuracies,
