@@ -9,7 +9,10 @@ The ops are for decoding and are not differentiable: what they return never requ
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +34,9 @@ class Implementation:
     function: Callable[..., Any]
     reason: str
 
+
+LOWEST_CAPABILITY = (8, 0)
+"""The oldest GPUs that the Triton kernels are written and compiled for (bf16 tensor cores, asynchronous copies)."""
 
 _choosers: dict[tuple[str, str], Callable[[], Implementation]] = {}
 _chosen: dict[tuple[str, str], Implementation] = {}
@@ -69,3 +75,37 @@ def served_by(op: str, device_type: str) -> Implementation:
         logger.info("%s on %s: %s (%s)", op, device_type, chosen.name, chosen.reason)
         _chosen[key] = chosen
     return _chosen[key]
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Return whether Triton kernels run in Triton's interpreter, which takes CPU tensors (TRITON_INTERPRET=1)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_or(op: str, name: str, function: Callable[..., Any], why: str, *, device_type: str) -> Implementation:
+    """Choose the op's Triton kernel where it can run, else the given implementation.
+
+    Args:
+        op: the op; its kernel is the function of that name in `medusa_kernels._triton.<op>`.
+        name: the other implementation's short name.
+        function: the other implementation.
+        why: on a CPU, the reason to choose the other implementation.
+        device_type: "cpu", where kernels run in Triton's interpreter only, or "cuda".
+    """
+    if device_type == "cpu" and not interpreted():
+        return Implementation(name, function, why)
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            return Implementation(name, function, "PyTorch finds no CUDA device")
+        capability = torch.cuda.get_device_capability()
+        if capability < LOWEST_CAPABILITY:
+            return Implementation(name, function, f"Triton kernels need compute capability 8.0, got {capability}")
+    try:
+        module = importlib.import_module(f"medusa_kernels._triton.{op}")
+    except ImportError as error:
+        return Implementation(name, function, f"the Triton kernel cannot be imported: {error}")
+    reason = (
+        "Triton kernel in Triton's interpreter: TRITON_INTERPRET=1 is set" if device_type == "cpu" else "Triton kernel"
+    )
+    return Implementation("triton", getattr(module, op), reason)

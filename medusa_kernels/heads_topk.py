@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
 
 from medusa_kernels import _checks
-from medusa_kernels._registry import Implementation, declare, serve
+from medusa_kernels._registry import declare, serve, triton_or
 
 MAX_K = 32
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -132,9 +132,6 @@ declare(
     "Tensor? token_map=None) -> (Tensor, Tensor)",
     _fake,
 )
-serve("heads_topk", "cpu", lambda: Implementation("matmul", _matmul, "PyTorch matrix products, then top-k"))
-serve(
-    "heads_topk",
-    "cuda",
-    lambda: Implementation("matmul", _matmul, "PyTorch matrix products: Triton kernel not built yet"),
-)
+_CPU = "PyTorch matrix products, then top-k"
+serve("heads_topk", "cpu", lambda: triton_or("heads_topk", "matmul", _matmul, _CPU, device_type="cpu"))
+serve("heads_topk", "cuda", lambda: triton_or("heads_topk", "matmul", _matmul, "", device_type="cuda"))

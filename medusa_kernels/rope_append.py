@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from medusa_kernels import _checks, reference
-from medusa_kernels._registry import Implementation, declare, serve
+from medusa_kernels._registry import declare, serve, triton_or
 
 
 def rope_append(
@@ -181,13 +181,8 @@ declare(
     "Tensor cache_lens, Tensor depths) -> Tensor",
     _fake,
 )
+_CPU = "PyTorch, with lengths read on the host and rows written as slices"
+serve("rope_append", "cpu", lambda: triton_or("rope_append", "sliced", _sliced, _CPU, device_type="cpu"))
 serve(
-    "rope_append",
-    "cpu",
-    lambda: Implementation("sliced", _sliced, "PyTorch, with lengths read on the host and rows written as slices"),
-)
-serve(
-    "rope_append",
-    "cuda",
-    lambda: Implementation("reference", reference.rope_append, "Triton kernel not built yet"),
+    "rope_append", "cuda", lambda: triton_or("rope_append", "reference", reference.rope_append, "", device_type="cuda")
 )

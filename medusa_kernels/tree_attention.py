@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from medusa_kernels import _checks, reference
-from medusa_kernels._registry import Implementation, declare, serve
+from medusa_kernels._registry import declare, serve, triton_or
 
 MAX_NODES = 256
 
@@ -230,15 +230,10 @@ declare(
     "float? scale=None, int? window=None, float? softcap=None) -> Tensor",
     _fake,
 )
-serve(
-    "tree_attention",
-    "cpu",
-    lambda: Implementation(
-        "sdpa", _sdpa, "scaled_dot_product_attention over the valid rows; with a softcap, which it lacks, the reference"
-    ),
-)
+_CPU = "scaled_dot_product_attention over the valid rows; with a softcap, which it lacks, the reference"
+serve("tree_attention", "cpu", lambda: triton_or("tree_attention", "sdpa", _sdpa, _CPU, device_type="cpu"))
 serve(
     "tree_attention",
     "cuda",
-    lambda: Implementation("reference", reference.tree_attention, "Triton kernel not built yet"),
+    lambda: triton_or("tree_attention", "reference", reference.tree_attention, "", device_type="cuda"),
 )

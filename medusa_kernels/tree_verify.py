@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from medusa_kernels import _checks
-from medusa_kernels._registry import Implementation, declare, serve
+from medusa_kernels._registry import declare, serve, triton_or
 from medusa_kernels.reference import verify_stats
 
 
@@ -161,13 +161,6 @@ declare(
     "Tensor? noise=None, bool want_stats=True) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake,
 )
-serve(
-    "tree_verify",
-    "cpu",
-    lambda: Implementation("linear", _linear_on_host, "one PyTorch linear over all nodes, then the reductions"),
-)
-serve(
-    "tree_verify",
-    "cuda",
-    lambda: Implementation("linear", _linear, "one PyTorch linear over all nodes: Triton kernel not built yet"),
-)
+_CPU = "one PyTorch linear over all nodes, then the reductions"
+serve("tree_verify", "cpu", lambda: triton_or("tree_verify", "linear", _linear_on_host, _CPU, device_type="cpu"))
+serve("tree_verify", "cuda", lambda: triton_or("tree_verify", "linear", _linear, "", device_type="cuda"))
