@@ -7,6 +7,7 @@ same work are timed in turn within one process, so that a drift of the machine's
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -30,7 +31,14 @@ T = TypeVar("T")
 def machine() -> dict[str, Any]:
     """Describe the device that figures are taken on."""
     if torch.cuda.is_available():
-        return {"name": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}
+        # The newest CUDA that the driver serves: what torch tells of the driver without another tool.
+        serves = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+        return {
+            "name": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "driver_cuda": f"{serves // 1000}.{serves % 1000 // 10}" if serves else None,
+            "gpus": torch.cuda.device_count(),
+        }
     return {
         "name": _cpu_name(),
         "cores": os.cpu_count(),
@@ -51,8 +59,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
+@functools.cache
 def commit() -> str:
-    """Return the checkout's commit, marked if tracked files differ from it."""
+    """Return the checkout's commit, marked if tracked files differ from it.
+
+    Where git or the repository is missing (a copy of the sources on a machine lent for measuring), the environment
+    variable MEDUSA_COMMIT says it.
+    """
     try:
         folder = Path(__file__).parent
         head = subprocess.run(
@@ -63,7 +76,7 @@ def commit() -> str:
             cwd=folder, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("MEDUSA_COMMIT") or "unknown"
     return head + ("+changes" if changed else "")
 
 
@@ -71,11 +84,15 @@ def write_record(benchmark: str, figures: Mapping[str, Any]) -> Path:
     """Append one record to the machine's file and return the file."""
     RESULTS.mkdir(exist_ok=True)
     record = {"benchmark": benchmark, **figures, **provenance()}
-    name = "".join(c if c.isalnum() else "-" for c in record["machine"]["name"].lower()).strip("-")
-    path = RESULTS / f"{name}.jsonl"
+    path = RESULTS / f"{machine_slug(record['machine'])}.jsonl"
     with path.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(record) + "\n")
     return path
+
+
+def machine_slug(described: Mapping[str, Any]) -> str:
+    """Return the machine's name as file names have it: "NVIDIA H200" is nvidia-h200."""
+    return "".join(c if c.isalnum() else "-" for c in described["name"].lower()).strip("-")
 
 
 def interleaved(

@@ -1,0 +1,227 @@
+"""The Medusa heads and their top-k against PyTorch's products, top-k and log-softmax.
+
+    python -m benchmarks.bench_heads_topk --budget 200
+
+Four heads of a model with hidden size 4096: own, trimmed and shared projections, and int8 and fp8 weights. Bytes: the
+weights that are read once (with `gather`, the rows of the shared projection that the token map names), their scales and
+biases. PyTorch has no product of quantised weights with the same meaning, so its peer there has the same weights in
+bf16, and its bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, log_softmax, silu
+
+from benchmarks import gpu, suite
+from medusa_kernels import heads_topk, served_by
+
+OP = "heads_topk"
+K, HIDDEN, BEST = 4, 4096, 10
+# Logits near 4.5 are rounded to bf16, in a spacing of 2^-5, behind sums in another order: two spacings at most.
+TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
+WEIGHTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One form of the heads.
+
+    Attributes:
+        form: "own" (a projection a head), "shared" (one for all), or "gather" (shared, rows named by a token map).
+        rows: rows that are scored a head.
+        vocabulary: the model's; more than `rows` where the heads are trimmed.
+        weights: "full" (the dtype of the run), "int8" or "fp8".
+        batch: rows of hidden states.
+    """
+
+    form: str
+    rows: int
+    vocabulary: int
+    weights: str
+    batch: int
+    heads: int = K
+    hidden: int = HIDDEN
+    k: int = BEST
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the fields."""
+        return suite.as_shapes(self)
+
+    def bytes(self, element: int, quantised: int = 1) -> int:
+        """Count the weights that are read, their scales and the biases once."""
+        projections = self.heads if self.form == "own" else 1
+        stored = element if self.weights == "full" else quantised
+        scales = 4 if self.weights != "full" and stored != element else 0
+        projection = projections * self.rows * (self.hidden * stored + scales)
+        return projection + self.heads * (self.hidden + 1) * self.hidden * element
+
+
+def cases() -> Iterator[Case]:
+    """All cases, the most telling first."""
+    forms = [
+        ("own", 32000, 32000, "full"),
+        ("own", 32768, 128256, "full"),
+        ("shared", 128256, 128256, "full"),
+        ("own", 32000, 32000, "int8"),
+        ("own", 32000, 32000, "fp8"),
+        ("gather", 32768, 128256, "full"),
+        ("own", 128256, 128256, "full"),
+        ("own", 8192, 128256, "full"),
+        ("gather", 8192, 128256, "full"),
+        ("shared", 32000, 32000, "full"),
+    ]
+    for batch in (1, 4):
+        for form in forms:
+            yield Case(*form, batch=batch)
+
+
+@dataclass
+class Inputs:
+    """One copy of a case's inputs; `plain` is the projection as PyTorch takes it: not quantised, rows gathered."""
+
+    hidden: Tensor
+    w1: Tensor
+    b1: Tensor
+    w2: Tensor
+    scale: Tensor | None
+    token_map: Tensor | None
+    plain: Tensor
+
+
+def inputs(case: Case, run: suite.Run) -> Inputs:
+    """Draw one copy: hidden states of unit size, weights that keep it."""
+    make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
+    spread = case.hidden**-0.5
+    shape: tuple[int, ...] = (case.heads, case.rows, case.hidden)
+    if case.form != "own":
+        shape = (case.vocabulary if case.form == "gather" else case.rows, case.hidden)
+    w2, scale = make(shape).normal_(std=spread), None
+    plain = w2
+    if case.weights != "full":
+        # The largest weight of a row becomes the largest number of the format.
+        most = 127.0 if case.weights == "int8" else 448.0
+        scale = torch.full(shape[:-1], 6 * spread / most, dtype=torch.float32, device=run.device)
+        levels = (w2.float() / scale[..., None]).clamp(-most, most)
+        w2 = (levels.round() if case.weights == "int8" else levels).to(WEIGHTS[case.weights])
+        plain = (w2.float() * scale[..., None]).to(run.dtype)
+    token_map = None
+    if case.rows < case.vocabulary:
+        token_map = torch.randperm(case.vocabulary, device=run.device)[: case.rows].sort().values
+    if case.form == "gather":
+        # PyTorch has no product over named rows: its peer keeps a copy of them.
+        plain = w2[token_map]
+    return Inputs(
+        make(case.batch, case.hidden).normal_(),
+        make(case.heads, case.hidden, case.hidden).normal_(std=spread),
+        make(case.heads, case.hidden).normal_(std=0.1),
+        w2,
+        scale,
+        token_map,
+        plain,
+    )
+
+
+def ours(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Our op."""
+    more: dict[str, Any] = {"gather": True} if case.form == "gather" else {}
+    return heads_topk(x.hidden, x.w1, x.b1, x.w2, case.k, w2_scale=x.scale, token_map=x.token_map, **more)
+
+
+def _top(case: Case, x: Inputs, logits: Tensor) -> tuple[Tensor, Tensor]:
+    best, tokens = logits.topk(case.k, dim=-1)
+    logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, tokens)
+    return logprobs, tokens if x.token_map is None else x.token_map[tokens]
+
+
+def _states(case: Case, x: Inputs) -> Tensor:
+    """Return the heads' states `[B, K, H]`; all heads read one input, so their weights are one matrix."""
+    inner = linear(x.hidden, x.w1.view(-1, case.hidden), x.b1.view(-1)).view(-1, case.heads, case.hidden)
+    return x.hidden[:, None] + silu(inner)
+
+
+def torch_batched(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
+    """PyTorch, one batched product for all heads (one plain product where they share the projection)."""
+    states = _states(case, x)
+    if case.form == "own":
+        return _top(case, x, torch.bmm(states.transpose(0, 1), x.plain.transpose(1, 2)).transpose(0, 1))
+    return _top(case, x, linear(states, x.plain))
+
+
+def torch_each(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
+    """PyTorch, one product a head."""
+    states = _states(case, x)
+    return _top(case, x, torch.stack([linear(states[:, j], x.plain[j]) for j in range(case.heads)], dim=1))
+
+
+def measure(case: Case, run: suite.Run) -> None:
+    """Measure our op, then PyTorch's ways."""
+    if case.form == "gather" and "gather" not in inspect.signature(heads_topk).parameters:
+        run.skip(case, "medusa_kernels", "heads_topk has no gather in this version")
+        return
+    read = case.bytes(run.dtype.itemsize)
+    copies = [inputs(case, run) for _ in range(gpu.sets_needed(read, run.device))]
+    served = served_by(OP, run.device.type).name
+    timing = run.time(
+        case,
+        "medusa_kernels",
+        lambda i: functools.partial(ours, case, copies[i]),
+        len(copies),
+        bytes=read,
+        served_by=served,
+    )
+    expected = ours(case, copies[0])[0]
+    plain = case.bytes(run.dtype.itemsize, quantised=run.dtype.itemsize)
+    suffix = "" if case.weights == "full" else f", {str(run.dtype).removeprefix('torch.')} weights"
+    for name, way in {"torch batched": torch_batched, "torch a head": torch_each}.items():
+        if way is torch_each and case.form != "own":
+            continue
+
+        def peer(name: str = name + suffix, way: Any = way) -> None:
+            error = float((way(case, copies[0])[0] - expected).abs().max())
+            if run.agrees(case, name, error, TOLERANCE[run.dtype]):
+                run.time(
+                    case,
+                    name,
+                    lambda i: functools.partial(way, case, copies[i]),
+                    len(copies),
+                    bytes=plain,
+                    error=error,
+                    ours_us=round(timing.median_us, 2),
+                )
+
+        run.attempt(case, name + suffix, peer)
+
+
+SMALL = Case("own", 1000, 1000, "full", batch=1, heads=2, hidden=256)
+
+
+@pytest.mark.parametrize("way", ["medusa_kernels", "torch batched", "torch a head"])
+def test_cpu(benchmark: Any, way: str) -> None:
+    """Small heads in float32 on the CPU."""
+    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
+    x = inputs(SMALL, run)
+    call = functools.partial(
+        {"medusa_kernels": ours, "torch batched": torch_batched, "torch a head": torch_each}[way], SMALL, x
+    )
+    torch.testing.assert_close(call()[0], ours(SMALL, x)[0], rtol=1e-4, atol=1e-4)
+    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
+    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), **name)
+
+
+@suite.needs_gpu
+def test_gpu(benchmark: Any) -> None:
+    """The most telling forms on the GPU."""
+    suite.gpu_part(benchmark, OP, list(cases()), measure)
+
+
+if __name__ == "__main__":
+    suite.main(__doc__, OP, cases(), measure, budget=200)

@@ -1,0 +1,173 @@
+"""Verification of all tree nodes against PyTorch's projection, argmax, log-softmax, entropy and gather.
+
+    python -m benchmarks.bench_tree_verify --budget 120
+
+Greedy verification with and without the statistics, hidden size 4096. Bytes: the projection and the hidden states once;
+PyTorch's logits, which it writes and reads again, are not counted for either.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, log_softmax
+
+from benchmarks import gpu, suite
+from benchmarks.bench_tree_attention import tree
+from medusa_kernels import served_by, tree_verify
+
+OP = "tree_verify"
+HIDDEN = 4096
+# Logits near 4.5 are rounded to bf16 by both, in a spacing of 2^-5, behind sums in another order: the chosen tokens'
+# exact logits may differ by two spacings where they tie after rounding. Statistics average over many logits.
+TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
+Result = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One verification."""
+
+    vocabulary: int
+    nodes: int
+    stats: bool
+    batch: int
+    hidden: int = HIDDEN
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the fields."""
+        return suite.as_shapes(self)
+
+    def bytes(self, element: int) -> int:
+        """Count weight and hidden states, and what is written."""
+        rows = self.batch * self.nodes
+        written = rows * (8 + (12 if self.stats else 0))
+        return element * self.hidden * (self.vocabulary + rows) + written
+
+    def flop(self) -> int:
+        """Count the projection."""
+        return 2 * self.batch * self.nodes * self.vocabulary * self.hidden
+
+
+def cases() -> Iterator[Case]:
+    """All cases, the most telling first."""
+    axes = {
+        "batch": (1, 4),
+        "stats": (False, True),
+        "nodes": (64, 1, 16, 256),
+        "vocabulary": (128256, 32000),
+    }
+    for chosen in suite.by_rank(axes):
+        yield Case(**chosen)
+
+
+@dataclass
+class Inputs:
+    """One copy of a case's inputs."""
+
+    hidden: Tensor
+    weight: Tensor
+    candidates: Tensor
+    parents: Tensor
+
+
+def inputs(case: Case, run: suite.Run) -> Inputs:
+    """Draw one copy: logits of unit size."""
+    make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
+    return Inputs(
+        make(case.batch, case.nodes, case.hidden).normal_(),
+        make(case.vocabulary, case.hidden).normal_(std=case.hidden**-0.5),
+        torch.randint(case.vocabulary, (case.batch, case.nodes), device=run.device),
+        tree(case.nodes).parents.to(run.device),
+    )
+
+
+def ours(case: Case, x: Inputs) -> Result:
+    """Our op."""
+    return tree_verify(x.hidden, x.weight, x.candidates, x.parents, want_stats=case.stats)
+
+
+def torch_verify(case: Case, x: Inputs) -> Result:
+    """PyTorch with all logits in memory."""
+    logits = linear(x.hidden, x.weight)
+    tokens = logits.argmax(-1)
+    if not case.stats:
+        return (tokens,)
+    logprobs = log_softmax(logits, -1, dtype=torch.float32)
+    logsumexp = logits[..., 0].float() - logprobs[..., 0]
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    parents = x.parents.long()
+    at_parent = logprobs[:, parents.clamp(min=0)]
+    of_child = at_parent.gather(-1, x.candidates[..., None])[..., 0]
+    return tokens, logsumexp, entropy, torch.where(parents < 0, 0.0, of_child)
+
+
+def difference(case: Case, x: Inputs, one: Result, other: Result) -> float:
+    """Return the largest difference of the chosen tokens' exact logits and of the statistics.
+
+    The tokens themselves may differ where rounded logits tie.
+    """
+    logits = [torch.einsum("bnh,bnh->bn", x.hidden.float(), x.weight[tokens].float()) for tokens, *_ in (one, other)]
+    parts = [(logits[0] - logits[1]).abs().max()]
+    if case.stats:
+        parts += [(a - b).abs().max() for a, b in zip(one[1:], other[1:], strict=True)]
+    return float(torch.stack(parts).max())
+
+
+def measure(case: Case, run: suite.Run) -> None:
+    """Measure our op, then PyTorch."""
+    counted = {"bytes": case.bytes(run.dtype.itemsize), "flop": case.flop()}
+    copies = [inputs(case, run) for _ in range(gpu.sets_needed(counted["bytes"], run.device))]
+    timing = run.time(
+        case,
+        "medusa_kernels",
+        lambda i: functools.partial(ours, case, copies[i]),
+        len(copies),
+        served_by=served_by(OP, run.device.type).name,
+        **counted,
+    )
+
+    def peer() -> None:
+        error = difference(case, copies[0], ours(case, copies[0]), torch_verify(case, copies[0]))
+        if run.agrees(case, "torch", error, TOLERANCE[run.dtype]):
+            run.time(
+                case,
+                "torch",
+                lambda i: functools.partial(torch_verify, case, copies[i]),
+                len(copies),
+                error=error,
+                ours_us=round(timing.median_us, 2),
+                **counted,
+            )
+
+    run.attempt(case, "torch", peer)
+
+
+SMALL = Case(vocabulary=1000, nodes=5, stats=True, batch=1, hidden=256)
+
+
+@pytest.mark.parametrize("way", ["medusa_kernels", "torch"])
+def test_cpu(benchmark: Any, way: str) -> None:
+    """A small verification in float32 on the CPU."""
+    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
+    x = inputs(SMALL, run)
+    call = functools.partial({"medusa_kernels": ours, "torch": torch_verify}[way], SMALL, x)
+    assert difference(SMALL, x, ours(SMALL, x), call()) < TOLERANCE[torch.float32]
+    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
+    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), flop=SMALL.flop(), **name)
+
+
+@suite.needs_gpu
+def test_gpu(benchmark: Any) -> None:
+    """The most telling shapes on the GPU."""
+    suite.gpu_part(benchmark, OP, list(cases()), measure)
+
+
+if __name__ == "__main__":
+    suite.main(__doc__, OP, cases(), measure, budget=120)

@@ -1,0 +1,306 @@
+"""How a benchmark of one operation goes through its cases: order, time budget, records, and what happens on errors.
+
+A benchmark file gives its cases, the most telling first, and a function that measures one case through a `Run`. What
+was not reached within the budget, did not fit or failed is a record too, with its reason. This file knows no operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from benchmarks import gpu, harness
+
+MEMORY_CAP = 48 * 2**30
+"""Cases whose inputs exceed this are left out, with a record."""
+
+QUICK = 8
+NO_GPU = "needs a CUDA device, and torch sees none"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
+
+
+class Case(Protocol):
+    """One line of a benchmark's table: shapes as JSON has them."""
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the names and values that tell this case from the others."""
+        ...
+
+
+Measure = Callable[[Any, "Run"], None]
+
+
+@dataclass
+class Run:
+    """One pass through a benchmark's cases on one device.
+
+    Attributes:
+        op: the operation's name, which records carry as `benchmark`.
+        device: where the operation runs.
+        budget: seconds; no case is begun after them.
+        dtype: of the inputs.
+        seconds: how long one implementation is measured.
+        limits: counts that a benchmark spends, such as compilations of a peer.
+        records: everything written so far.
+    """
+
+    op: str
+    device: torch.device
+    budget: float = 300.0
+    dtype: torch.dtype = torch.bfloat16
+    seconds: float = 0.15
+    limits: dict[str, int] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self.copy = gpu.copy_bandwidth(self.device)
+        gpu.release(self.device)
+
+    def left(self) -> float:
+        """Return the seconds left of the budget."""
+        return self.budget - (time.monotonic() - self.began)
+
+    def time(
+        self,
+        case: Case,
+        implementation: str,
+        make_call: Callable[[int], gpu.Call],
+        sets: int,
+        *,
+        bytes: int,
+        flop: int | None = None,
+        **extra: Any,
+    ) -> gpu.Timing:
+        """Measure one implementation of a case and write its record."""
+        timing = gpu.cold_replay(make_call, sets, self.device, seconds=self.seconds)
+        self.write_timing(case, implementation, timing, bytes=bytes, flop=flop, **extra)
+        return timing
+
+    def write_timing(
+        self,
+        case: Case,
+        implementation: str,
+        timing: gpu.Timing,
+        *,
+        bytes: int,
+        flop: int | None = None,
+        **extra: Any,
+    ) -> None:
+        """Write the record of a timing that was taken already."""
+        rate = bytes / (timing.median_us * 1e-6)
+        figures = {key: round(value, 3) if isinstance(value, float) else value for key, value in vars(timing).items()}
+        figures |= {"bytes": bytes, "gb_per_s": round(rate / 1e9, 1), "fraction": round(rate / self.copy, 4)}
+        if flop is not None:
+            figures |= {"flop": flop, "tflop_per_s": round(flop / timing.median_us / 1e6, 1)}
+        self._write(case, implementation, figures | extra)
+        say = f"{timing.median_us:10.1f} us  {rate / 1e9:7.0f} GB/s  {rate / self.copy:6.1%}"
+        print(f"  {implementation:34} {say}{'' if timing.captured else '  (' + timing.note + ')'}", flush=True)
+
+    def skip(self, case: Case, implementation: str, reason: str) -> None:
+        """Record why an implementation was not measured."""
+        self._write(case, implementation, {"skipped": reason})
+        print(f"  {implementation:34} skipped: {reason}", flush=True)
+
+    def agrees(self, case: Case, implementation: str, error: float, tolerance: float) -> bool:
+        """Say how far a peer's result is from ours; a peer that disagrees is recorded as wrong, and is not to be timed.
+
+        Not a number never agrees.
+        """
+        print(f"  {implementation:34} differs from ours by {error:.2e} (at most {tolerance:.0e})", flush=True)
+        if error <= tolerance:
+            return True
+        self._write(case, implementation, {"wrong": True, "error": float(f"{error:.3e}"), "tolerance": tolerance})
+        print(f"  {implementation:34} WRONG, not timed", flush=True)
+        return False
+
+    def attempt(self, case: Case, implementation: str, do: Callable[[], None]) -> None:
+        """Let one implementation fail alone: what it raised is its record. A device that no longer works ends the run.
+
+        Raises:
+            DeviceLostError: the device does not answer any more.
+        """
+        try:
+            do()
+            return
+        except torch.OutOfMemoryError as error:
+            reason = f"out of memory: {gpu.first_line(error)}"
+        except Exception as error:
+            reason = f"{type(error).__name__}: {gpu.first_line(error)}"
+        self.skip(case, implementation, reason)
+        # The failed call's tensors hang on its traceback, which may be part of a cycle.
+        gc.collect()
+        self.check_device(reason)
+
+    def check_device(self, reason: str) -> None:
+        """Raise `DeviceLostError` if the device does not answer any more."""
+        try:
+            gpu.release(self.device)
+            torch.zeros(1, device=self.device).add_(1).item()
+        except Exception as error:
+            raise DeviceLostError(f"the device is lost after: {reason}") from error
+
+    def note(self, **figures: Any) -> None:
+        """Write a record of the run itself."""
+        record = {"op": self.op, **figures, "copy_gb_per_s": round(self.copy / 1e9, 1)}
+        self.records.append(record)
+        harness.write_record(self.op, record)
+
+    def _write(self, case: Case, implementation: str, figures: dict[str, Any]) -> None:
+        self.note(
+            shapes=case.shapes(),
+            dtype=str(self.dtype).removeprefix("torch."),
+            implementation=implementation,
+            **figures,
+        )
+
+
+class DeviceLostError(RuntimeError):
+    """The device failed in a way that no later call survives."""
+
+
+def label(case: Case) -> str:
+    """Return the text that a case is chosen and shown by: "nodes=64 prefix=8192 ..."."""
+    return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in case.shapes().items())
+
+
+def go(run: Run, cases: Sequence[Case], measure: Measure) -> Run:
+    """Measure the cases in order until the budget is spent; record at last which were not reached."""
+    gc.collect()
+    gc.freeze()
+    print(f"{run.op}: {len(cases)} cases, copy bandwidth {run.copy / 1e9:.0f} GB/s", flush=True)
+    todo = list(cases)
+    why = "the budget was spent"
+    try:
+        while todo and run.left() > 0:
+            case = todo[0]
+            print(f"{label(case)}  [{run.left():.0f} s left]", flush=True)
+            run.attempt(case, "all", lambda case=case: measure(case, run))
+            todo.pop(0)
+            gpu.release(run.device)
+    except DeviceLostError as error:
+        todo.pop(0)
+        why = str(error)
+        raise
+    finally:
+        gc.unfreeze()
+        if todo:
+            run.note(not_reached=[case.shapes() for case in todo], reason=why)
+            print(f"not reached: {len(todo)} cases, because {why}", flush=True)
+    return run
+
+
+def by_rank(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Go through all combinations, those near the front of every axis first."""
+    combinations: list[tuple[int, dict[str, Any]]] = [(0, {})]
+    for name, values in axes.items():
+        combinations = [
+            (rank + i, chosen | {name: value}) for rank, chosen in combinations for i, value in enumerate(values)
+        ]
+    yield from (chosen for _, chosen in sorted(combinations, key=lambda pair: pair[0]))
+
+
+def parser(doc: str | None, budget: int) -> argparse.ArgumentParser:
+    """Return the options that every benchmark of an operation takes."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    extent = options.add_mutually_exclusive_group()
+    extent.add_argument("--quick", action="store_true", help=f"only the {QUICK} most telling cases")
+    extent.add_argument("--full", action="store_true", help="every case (the default), within the budget")
+    options.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="cases whose line holds TEXT; repeatable, all must"
+    )
+    options.add_argument("--budget", type=float, default=budget, metavar="SECONDS", help=f"default: {budget}")
+    options.add_argument("--list", action="store_true", help="print the cases in order, measure nothing")
+    return options
+
+
+def chosen(cases: Iterable[Case], args: argparse.Namespace) -> list[Case]:
+    """Return the cases that the command line asks for."""
+    wanted = [case for case in cases if all(text in label(case) for text in args.only)]
+    return wanted[:QUICK] if args.quick else wanted
+
+
+def main(
+    doc: str | None,
+    op: str,
+    cases: Iterable[Case],
+    measure: Measure,
+    *,
+    budget: int = 300,
+    options: argparse.ArgumentParser | None = None,
+    limits: Sequence[str] = (),
+) -> None:
+    """Run a benchmark from the command line; the exit status says whether the device survived it.
+
+    Args:
+        doc: the benchmark's docstring, for its help.
+        op: the operation.
+        cases: all its cases, in order.
+        measure: measures one.
+        budget: default budget in seconds.
+        options: a parser with more options than `parser` gives.
+        limits: names of those options that become `Run.limits`.
+    """
+    args = (options or parser(doc, budget)).parse_args()
+    wanted = chosen(cases, args)
+    if args.list:
+        print("\n".join(label(case) for case in wanted))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{op}: {NO_GPU}; on a CPU, pytest benchmarks/ --benchmark-only runs a small part")
+    run = Run(op, torch.device("cuda"), args.budget, limits={name: getattr(args, name) for name in limits})
+    with torch.inference_mode():
+        go(run, wanted, measure)
+
+
+def gpu_part(benchmark: Any, op: str, cases: Sequence[Case], measure: Measure) -> None:
+    """Run the most telling cases under pytest, within MEDUSA_BENCH_SECONDS (60) a file."""
+    run = Run(op, torch.device("cuda"), float(os.environ.get("MEDUSA_BENCH_SECONDS", "60")))
+    with torch.inference_mode():
+        benchmark.pedantic(go, args=(run, cases, measure), rounds=1, iterations=1)
+    assert any("median_us" in record for record in run.records)
+
+
+def cpu_part(
+    benchmark: Any, op: str, case: Case, implementation: str, call: gpu.Call, *, bytes: int, **extra: Any
+) -> None:
+    """Time one call on the CPU under pytest-benchmark and write the same record as on a GPU."""
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        benchmark.pedantic(call, rounds=20, iterations=1, warmup_rounds=3)
+    times = sorted(1e6 * t for t in benchmark.stats.stats.data)
+    timing = gpu.Timing(
+        benchmark.stats.stats.median * 1e6,
+        times[len(times) // 10],
+        times[len(times) * 9 // 10],
+        captured=False,
+        calls=1,
+        replays=len(times),
+        sets=1,
+        note="a CPU",
+    )
+    Run(op, device, dtype=torch.float32).write_timing(case, implementation, timing, bytes=bytes, **extra)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def as_shapes(case: Any) -> dict[str, Any]:
+    """Return a dataclass's fields as JSON has them."""
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(case).items()}

@@ -1,0 +1,38 @@
+"""The benchmarks are not installed: they are imported from the checkout. Records of tests go to a scratch folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks import gpu, harness  # noqa: E402  (after the path)
+
+
+class Results:
+    """Where the records of a test went."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for path in sorted(self.folder.glob("*.jsonl")) for line in path.open()]
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Results:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "results")
+    return Results(tmp_path / "results")
+
+
+@pytest.fixture(autouse=True)
+def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of inputs are made against a cache of 64 KiB, so that tests stay small."""
+    monkeypatch.setattr(gpu, "HOST_CACHE", 2**16)

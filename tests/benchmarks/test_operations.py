@@ -1,0 +1,139 @@
+"""Each benchmark's measuring code at tiny shapes on the CPU: every peer runs, agrees, and is recorded with its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import (
+    bench_heads_topk,
+    bench_kv_compact,
+    bench_rope_append,
+    bench_tree_attention,
+    bench_tree_verify,
+    suite,
+)
+
+CPU = torch.device("cpu")
+ATTENTION = bench_tree_attention.Case(("a", "b"), heads=4, kv_heads=2, head_dim=64, nodes=5, prefix=37, batch=2)
+
+
+def measured(module: Any, case: Any, **limits: int) -> dict[str, dict[str, Any]]:
+    run = suite.Run(module.OP, CPU, dtype=torch.float32, seconds=0.002, limits=limits)
+    with torch.inference_mode():
+        suite.go(run, [case], module.measure)
+    return {record["implementation"]: record for record in run.records}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "heads", "variants"),
+    [
+        (5, 4, {"gqa math", "packed math"}),
+        (5, 2, {"math"}),
+        (1, 4, {"gqa math", "packed math", "gqa flash", "packed flash"}),
+        (65, 4, {"gqa math", "packed math"}),
+    ],
+)
+def test_attention_peers_agree(nodes: int, heads: int, variants: set[str]) -> None:
+    case = dataclasses.replace(ATTENTION, nodes=nodes, heads=heads)
+    found = measured(bench_tree_attention, case, flex=1)
+    # Keys and values of 37 + N rows for 2 sequences of 2 heads of 64 floats, and q and out.
+    expected = 4 * 2 * 64 * (2 * 2 * (37 + nodes) + 2 * nodes * heads)
+    assert found["medusa_kernels"]["bytes"] == expected
+    assert found["medusa_kernels"]["flop"] == 2 * 2 * 2 * nodes * heads * 64 * (37 + nodes)
+    assert set(found["sdpa"]["variants_us"]) == variants
+    assert found["flex"]["variant"] == "eager"
+    assert "wrong" not in {key for record in found.values() for key in record}
+    assert found["medusa_kernels"]["shapes"]["models"] == ["a", "b"]
+
+
+def test_an_attention_peer_that_ignores_the_tree_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_tree_attention, "float_mask", lambda case, run, group: torch.zeros(()).expand(1, 1, 1, 1))
+    found = measured(bench_tree_attention, ATTENTION)
+    assert "median_us" not in found["sdpa"]
+    assert "median_us" in found["medusa_kernels"]
+
+
+def test_visible_is_the_trees_ancestors() -> None:
+    tree = bench_tree_attention.tree(64)
+    seen = bench_tree_attention.visible(64)
+    for node in range(64):
+        walk, at = set(), node
+        while at >= 0:
+            walk.add(at)
+            at = int(tree.parents[at])
+        assert set(seen[node].nonzero().flatten().tolist()) == walk
+
+
+def test_attention_covers_every_listed_shape_once() -> None:
+    cases = list(bench_tree_attention.cases())
+    assert len(set(cases)) == len(cases) == 4 * 4 * 3 * 3
+    assert (cases[0].nodes, cases[0].prefix, cases[0].batch) == (64, 8192, 1)
+
+
+@pytest.mark.parametrize("weights", ["full", "int8", "fp8"])
+def test_heads_peers_agree(weights: str) -> None:
+    case = bench_heads_topk.Case("own", 130, 300, weights, batch=3, heads=2, hidden=64, k=4)
+    found = measured(bench_heads_topk, case)
+    suffix = "" if weights == "full" else ", float32 weights"
+    assert set(found) == {"medusa_kernels", f"torch batched{suffix}", f"torch a head{suffix}"}
+    blocks = 2 * 64 * 65 * 4
+    plain = 2 * 130 * 64 * 4 + blocks
+    assert found["medusa_kernels"]["bytes"] == (plain if weights == "full" else 2 * 130 * (64 + 4) + blocks)
+    assert found[f"torch batched{suffix}"]["bytes"] == plain
+    assert "wrong" not in {key for record in found.values() for key in record}
+
+
+def test_shared_heads_count_the_projection_once() -> None:
+    found = measured(
+        bench_heads_topk, bench_heads_topk.Case("shared", 130, 130, "full", batch=1, heads=2, hidden=64, k=4)
+    )
+    assert found["medusa_kernels"]["bytes"] == 130 * 64 * 4 + 2 * 64 * 65 * 4
+    assert set(found) == {"medusa_kernels", "torch batched"}
+    assert "median_us" in found["torch batched"]
+
+
+@pytest.mark.parametrize("stats", [False, True])
+def test_verify_peer_agrees(stats: bool) -> None:
+    found = measured(bench_tree_verify, bench_tree_verify.Case(300, 7, stats, batch=2, hidden=64))
+    assert found["medusa_kernels"]["bytes"] == 4 * 64 * (300 + 14) + 14 * (20 if stats else 8)
+    assert "median_us" in found["torch"]
+
+
+def test_verify_difference_sees_a_wrong_token_and_a_wrong_statistic() -> None:
+    case = bench_tree_verify.Case(300, 7, True, batch=1, hidden=64)
+    x = bench_tree_verify.inputs(case, suite.Run("tree_verify", CPU, dtype=torch.float32))
+    right = bench_tree_verify.torch_verify(case, x)
+    wrong_token = ((right[0] + 1) % 300, *right[1:])
+    wrong_entropy = (right[0], right[1], right[2] + 0.5, right[3])
+    assert bench_tree_verify.difference(case, x, right, right) == 0
+    assert bench_tree_verify.difference(case, x, right, wrong_token) > 0.1
+    assert bench_tree_verify.difference(case, x, right, wrong_entropy) > 0.4
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rope_peer_agrees(batch: int) -> None:
+    case = bench_rope_append.Case(("a",), heads=4, kv_heads=2, head_dim=64, nodes=5, prefix=9, batch=batch)
+    found = measured(bench_rope_append, case)
+    # q 4 heads, k and v 2 each, in and out; a row of cosines and one of sines.
+    assert found["medusa_kernels"]["bytes"] == 4 * batch * 5 * 64 * (8 + 4 + 4 + 2)
+    assert "median_us" in found["transformers"]
+
+
+@pytest.mark.parametrize("path", [bench_kv_compact.SCATTERED, bench_kv_compact.IN_PLACE])
+def test_compact_peers_agree(path: tuple[int, ...]) -> None:
+    case = bench_kv_compact.Case(2, path, batch=2, layers=3, rows=200, head_dim=16)
+    found = measured(bench_kv_compact, case)
+    moved = 4 if path == bench_kv_compact.SCATTERED else 0
+    assert found["medusa_kernels"]["bytes"] == 2 * moved * 3 * 2 * 2 * 2 * 16 * 4
+    assert all("median_us" in found[name] for name in bench_kv_compact.PEERS)
+
+
+def test_compact_difference_sees_a_missing_move() -> None:
+    case = bench_kv_compact.Case(2, bench_kv_compact.SCATTERED, layers=2, rows=200, head_dim=16)
+    x = bench_kv_compact.inputs(case, suite.Run("kv_compact", CPU, dtype=torch.float32), 1)[0]
+    before = x.kv.clone()
+    assert bench_kv_compact.difference(x, lambda x: None) > 0
+    assert torch.equal(x.kv, before)
