@@ -1,4 +1,4 @@
-"""Each benchmark's measuring code at tiny shapes on the CPU: every peer runs, agrees, and is recorded with its bytes."""
+"""Each benchmark at tiny shapes on the CPU: every peer runs, agrees, and is recorded with its bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from benchmarks import (
     bench_heads_topk,
     bench_kv_compact,

@@ -1,0 +1,366 @@
+"""Times every launch configuration that a Triton kernel's file lists as worth measuring, on the shapes that matter.
+
+    python -m benchmarks.tune_kernels --budget 500
+    python -m benchmarks.tune_kernels --only tree_verify --budget 120
+
+Each candidate takes the place of what the kernel's `configuration` returns for the same arguments; its result must
+agree with that of the chosen configuration before it is timed, cold and graph-replayed. The tables are printed and kept
+in benchmarks/results/tune-<op>-<machine>.json. Candidates are first compiled by several processes at once, which also
+shows there, and not here, which of them crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import bench_heads_topk, bench_rope_append, bench_tree_attention, bench_tree_verify, gpu, harness, suite
+
+CPU_COUNT = os.cpu_count() or 1
+# Largest difference of a candidate's result, relative to the result's norm; of integer results, the share that differs.
+TOLERANCE = 1e-2
+MOST_DIFFERENT = 0.1
+Arguments = tuple[tuple[str, Any], ...]
+"""Name and value of each argument of `configuration`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is tuned of one op.
+
+    Attributes:
+        bench: the op's benchmark, which knows shapes, inputs and bytes.
+        call: runs the op on one copy of a case's inputs.
+        cases: the shapes, most telling first.
+        form: what of a case changes the compiled kernel besides the configuration's arguments.
+    """
+
+    bench: ModuleType
+    call: Callable[[Any, Any], Any]
+    cases: Sequence[Any]
+    form: Callable[[Any], object]
+
+
+def _attention_cases() -> list[Any]:
+    names = ("Llama-3-8B, Qwen3-8B", "Llama-2-7B")
+    return [
+        bench_tree_attention.Case(tuple(name.split(", ")), *bench_tree_attention.HEADS[name], nodes, prefix, 1)
+        for prefix in (8192, 1024, 32768)
+        for nodes in (64, 1, 16)
+        for name in names
+    ]
+
+
+PROBLEMS = {
+    "tree_attention": Problem(
+        bench_tree_attention,
+        lambda case, x: bench_tree_attention.ours(x),
+        _attention_cases(),
+        lambda case: case.nodes == 1,
+    ),
+    "heads_topk": Problem(
+        bench_heads_topk,
+        bench_heads_topk.ours,
+        [
+            bench_heads_topk.Case("own", 32000, 32000, "full", batch=1),
+            bench_heads_topk.Case("shared", 128256, 128256, "full", batch=1),
+            bench_heads_topk.Case("own", 32000, 32000, "int8", batch=1),
+            bench_heads_topk.Case("own", 32000, 32000, "fp8", batch=1),
+            bench_heads_topk.Case("gather", 32768, 128256, "full", batch=1),
+        ],
+        lambda case: (case.form, case.weights),
+    ),
+    "tree_verify": Problem(
+        bench_tree_verify,
+        bench_tree_verify.ours,
+        [
+            bench_tree_verify.Case(vocabulary, nodes, stats=stats, batch=1)
+            for vocabulary, nodes, stats in (
+                (128256, 64, False),
+                (128256, 1, False),
+                (32000, 64, False),
+                (128256, 64, True),
+                (32000, 1, False),
+                (128256, 16, False),
+            )
+        ],
+        lambda case: case.stats,
+    ),
+    "rope_append": Problem(
+        bench_rope_append,
+        lambda case, x: bench_rope_append.ours(x),
+        [bench_rope_append.Case(("Llama-2-7B",), 32, 32, 128, nodes, bench_rope_append.PREFIX, 1) for nodes in (64, 1)],
+        lambda case: None,
+    ),
+}
+
+
+def kernel_module(op: str) -> ModuleType:
+    """Return the module of an op's Triton kernel."""
+    return importlib.import_module(f"medusa_kernels._triton.{op}")
+
+
+def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """Return a call's arguments by name, however it passed them."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return tuple(call.arguments.items())
+
+
+@contextlib.contextmanager
+def overridden(module: ModuleType, choice: dict[Arguments, Any]) -> Iterator[None]:
+    """Let the module's `configuration` return `choice[arguments]` where there is one."""
+    original = module.configuration
+
+    def configuration(*args: Any, **kwargs: Any) -> Any:
+        asked = bound(original, args, kwargs)
+        return choice[asked] if asked in choice else original(*args, **kwargs)
+
+    module.configuration = configuration  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.configuration = original  # type: ignore[attr-defined]
+
+
+def arguments(module: ModuleType, run: Callable[[], object]) -> list[Arguments]:
+    """Return the arguments that a run asks configurations for, each once."""
+    seen: list[Arguments] = []
+    original = module.configuration
+
+    def configuration(*args: Any, **kwargs: Any) -> Any:
+        asked = bound(original, args, kwargs)
+        if asked not in seen:
+            seen.append(asked)
+        return original(*args, **kwargs)
+
+    module.configuration = configuration  # type: ignore[attr-defined]
+    try:
+        run()
+    finally:
+        module.configuration = original  # type: ignore[attr-defined]
+    return seen
+
+
+def candidates(module: ModuleType, args: Arguments) -> list[Any]:
+    """Return the configurations to time for some arguments; a kernel that lists none has its chosen one."""
+    listed = getattr(module, "candidates", None)
+    if listed is None:
+        return [module.configuration(**dict(args))]
+    takes = inspect.signature(listed).parameters
+    return list(listed(**{name: value for name, value in args if name in takes}))
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return how far two results of an op are apart: at most 1 where a candidate may be timed (not a number: never).
+
+    Floating results are compared by norm; where there are none (tokens only), few may differ, as tied logits do.
+    """
+    pairs = list(zip(_tensors(one), _tensors(other), strict=True))
+    floating = [(a.float(), b.float()) for a, b in pairs if a.is_floating_point() and a.numel()]
+    if floating:
+        apart = [float((a - b).norm() / b.norm().clamp(min=1e-6)) / TOLERANCE for a, b in floating]
+    else:
+        apart = [float((a != b).float().mean()) / MOST_DIFFERENT for a, b in pairs if a.numel()]
+    return float(torch.tensor(apart).max())
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+@dataclass
+class Search:
+    """One op's candidates on one device.
+
+    Attributes:
+        op: the op.
+        problem: what is tuned of it.
+        module: its kernel's module, whose `configuration` is replaced.
+        run: device, dtype, budget and copy bandwidth.
+        crashed: candidates that failed where they were compiled, and how.
+    """
+
+    op: str
+    problem: Problem
+    module: ModuleType
+    run: suite.Run
+    crashed: dict[tuple[Arguments, Any], str] = dataclasses.field(default_factory=dict)
+
+    def time_case(self, case: Any) -> list[dict[str, Any]]:
+        """Time every candidate of a case, best first for each of the configuration's arguments."""
+        read = case.bytes(self.run.dtype.itemsize)
+        copies = [self.problem.bench.inputs(case, self.run) for _ in range(gpu.sets_needed(read, self.run.device))]
+        expected = self._result(case, copies[0])
+        asked = arguments(self.module, lambda: self.problem.call(case, copies[0]))
+        tables = []
+        for args in asked:
+            chosen = self.module.configuration(**dict(args))
+            rows = []
+            for config in candidates(self.module, args):
+                if self.run.left() <= 0:
+                    break
+                row: dict[str, Any] = {"config": dataclasses.asdict(config), "chosen": config == chosen}
+                rows.append(row | self._time(case, copies, args, config, expected, read))
+            rows.sort(key=lambda row: row.get("median_us", float("inf")))
+            tables.append(
+                {"case": case.shapes(), "arguments": {k: str(v) for k, v in args}, "bytes": read, "rows": rows}
+            )
+            self._show(tables[-1])
+        return tables
+
+    def _result(self, case: Any, x: Any) -> list[Tensor]:
+        return [tensor.clone() for tensor in _tensors(self.problem.call(case, x))]
+
+    def _time(
+        self, case: Any, copies: list[Any], args: Arguments, config: Any, expected: list[Tensor], read: int
+    ) -> dict[str, Any]:
+        if (args, config) in self.crashed:
+            return {"error": self.crashed[args, config]}
+        try:
+            with overridden(self.module, {args: config}):
+                apart = difference(self._result(case, copies[0]), expected)
+                if not apart <= 1:
+                    return {"error": f"wrong: {apart:.1f} times the tolerated difference"}
+                timing = gpu.cold_replay(
+                    lambda i: lambda: self.problem.call(case, copies[i]),
+                    len(copies),
+                    self.run.device,
+                    seconds=self.run.seconds / 2,
+                )
+        except Exception as error:
+            reason = f"{type(error).__name__}: {gpu.first_line(error)}"
+            self.run.check_device(f"{config}: {reason}")
+            return {"error": reason}
+        rate = read / (timing.median_us * 1e-6)
+        figures = {key: round(getattr(timing, key), 2) for key in ("median_us", "p10_us", "p90_us")}
+        return figures | {"fraction": round(rate / self.run.copy, 4), "captured": timing.captured}
+
+    def _show(self, table: dict[str, Any]) -> None:
+        print(f"{self.op} {table['case']}\n  for {table['arguments']}")
+        for row in table["rows"]:
+            figure = f"{row['median_us']:10.1f} us {row['fraction']:6.1%}" if "median_us" in row else " " * 20
+            config = " ".join(f"{k}={v}" for k, v in row["config"].items())
+            print(f"  {figure}  {config}{'  (chosen)' if row['chosen'] else ''}  {row.get('error', '')}", flush=True)
+
+
+Task = tuple[Any, Arguments, Any]
+
+
+def compile_tasks(op: str, tasks: Sequence[Task], device: str, until: float) -> list[tuple[Arguments, Any, str]]:
+    """Run each candidate once in this process, which fills Triton's cache; return those that failed.
+
+    It stops at the first that leaves the device unusable, since nothing after it can be told apart.
+    """
+    problem, module = PROBLEMS[op], kernel_module(op)
+    failed: list[tuple[Arguments, Any, str]] = []
+    run = suite.Run.__new__(suite.Run)
+    run.device, run.dtype = torch.device(device), torch.bfloat16
+    made: tuple[Any, Any] | None = None
+    for case, args, config in tasks:
+        if time.time() > until:
+            break
+        try:
+            if made is None or made[0] != case:
+                made = None
+                made = (case, problem.bench.inputs(case, run))
+            with torch.inference_mode(), overridden(module, {args: config}):
+                problem.call(case, made[1])
+                if device == "cuda":
+                    torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            continue
+        except Exception as error:
+            failed.append((args, config, f"{type(error).__name__}: {gpu.first_line(error)}"))
+            if "CUDA error" in str(error):
+                break
+    return failed
+
+
+def compile_ahead(search: Search, jobs: int) -> None:
+    """Compile all candidates of a search in `jobs` processes, within a third of what is left of the budget."""
+    tasks: dict[object, Task] = {}
+    for case in search.problem.cases:
+        x = search.problem.bench.inputs(case, search.run)
+        for args in arguments(search.module, lambda case=case, x=x: search.problem.call(case, x)):
+            for config in candidates(search.module, args):
+                key = (args, config, search.problem.form(case))
+                tasks.setdefault(key, (case, args, config))
+        del x
+        gpu.release(search.run.device)
+    todo = list(tasks.values())
+    until = time.time() + search.run.left() / 3
+    shares = [todo[i::jobs] for i in range(min(jobs, len(todo)))]
+    began = time.monotonic()
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        sent = [pool.submit(compile_tasks, search.op, share, search.run.device.type, until) for share in shares]
+        for done in as_completed(sent):
+            # A process that died says nothing of which candidate it was: its share is compiled here instead.
+            if done.exception() is None:
+                search.crashed |= {(args, config): why for args, config, why in done.result()}
+    seconds = time.monotonic() - began
+    print(f"{search.op}: {len(todo)} compiled ahead in {seconds:.0f} s, {len(search.crashed)} failed", flush=True)
+
+
+def tune(op: str, budget: float, jobs: int) -> None:
+    """Time all candidates of an op within the budget and write the table."""
+    run = suite.Run(op, torch.device("cuda"), budget)
+    search = Search(op, PROBLEMS[op], kernel_module(op), run)
+    tables: list[dict[str, Any]] = []
+    reached = 0
+    path = harness.RESULTS / f"tune-{op}-{harness.machine_slug(harness.machine())}.json"
+    with torch.inference_mode():
+        try:
+            if jobs > 1:
+                compile_ahead(search, jobs)
+            for case in search.problem.cases:
+                if run.left() <= 0:
+                    break
+                tables += search.time_case(case)
+                reached += 1
+                gpu.release(run.device)
+        finally:
+            missed = [case.shapes() for case in search.problem.cases[reached:]]
+            copy = {"copy_gb_per_s": round(run.copy / 1e9, 1)}
+            record = {"op": op, "tables": tables, "not_reached": missed, **copy, **harness.provenance()}
+            suite.write_json(path, record)
+            print(f"{path}: {len(tables)} tables, {len(missed)} cases not reached", flush=True)
+
+
+def main() -> None:
+    """Tune from the command line, the budget shared by the ops in the order given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=list(PROBLEMS), help="an op; repeatable (default: all)")
+    parser.add_argument("--budget", type=float, default=500, metavar="SECONDS", help="for all ops (default: 500)")
+    parser.add_argument("--jobs", type=int, default=min(12, CPU_COUNT), help="processes that compile ahead; 1: none")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit(f"tune_kernels: {suite.NO_GPU}")
+    began = time.monotonic()
+    ops = args.only or list(PROBLEMS)
+    weights = {"tree_attention": 3.0, "rope_append": 0.3}
+    for i, op in enumerate(ops):
+        left = args.budget - (time.monotonic() - began)
+        share = weights.get(op, 1.5) / sum(weights.get(other, 1.5) for other in ops[i:])
+        try:
+            tune(op, left * share, args.jobs)
+        except ImportError as error:
+            print(f"{op}: no kernel to tune: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The tuner on a kernel of two stages that sleeps as its configuration says, and one of whose candidates is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import suite, tune_kernels
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    work: int
+    added: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    size: int
+
+    def shapes(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+    def bytes(self, element: int) -> int:
+        return self.size * element
+
+
+def two_stages() -> types.ModuleType:
+    module = types.ModuleType("two_stages")
+    module.configuration = lambda stage, size: Config(3)  # type: ignore[attr-defined]
+    module.candidates = lambda stage, size: [  # type: ignore[attr-defined]
+        module.configuration(stage, size),
+        Config(1),
+        Config(1, added=5.0 if stage == "second" else 0.0),
+        Config(-1),
+    ]
+
+    def call(case: Case, x: torch.Tensor) -> torch.Tensor:
+        for stage in ("first", "second"):
+            config = module.configuration(stage, size=case.size)
+            if config.work < 0:
+                raise ValueError("cannot be compiled")
+            for _ in range(config.work):
+                torch.ones(100, 100) @ torch.ones(100, 100)
+            x = x + config.added
+        return x
+
+    module.call = call  # type: ignore[attr-defined]
+    module.inputs = lambda case, run: torch.arange(1.0, case.size + 1)  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture
+def search() -> tune_kernels.Search:
+    module = two_stages()
+    problem = tune_kernels.Problem(module, module.call, [Case(7)], lambda case: None)
+    return tune_kernels.Search("two", problem, module, suite.Run("two", CPU, dtype=torch.float32, seconds=0.01))
+
+
+def test_each_stage_is_tuned_while_the_other_keeps_its_choice(search: tune_kernels.Search) -> None:
+    before = search.module.configuration
+    first, second = search.time_case(Case(7))
+    assert (first["arguments"], second["arguments"]) == (
+        {"stage": "first", "size": "7"},
+        {"stage": "second", "size": "7"},
+    )
+    assert [row["config"]["work"] for row in first["rows"]] == [1, 1, 3, -1]
+    assert [row["chosen"] for row in first["rows"]] == [False, False, True, False]
+    errors = {(row["config"]["work"], row["config"]["added"]): row.get("error", "") for row in second["rows"]}
+    assert errors[1, 5.0].startswith("wrong")
+    assert "cannot be compiled" in errors[-1, 0.0]
+    assert errors[1, 0.0] == errors[3, 0.0] == ""
+    assert search.module.configuration is before
+
+
+def test_what_crashed_while_compiling_is_not_run(search: tune_kernels.Search) -> None:
+    search.crashed[(("stage", "first"), ("size", 7)), Config(1)] = "an illegal memory access"
+    rows = search.time_case(Case(7))[0]["rows"]
+    assert [row["error"] for row in rows if row["config"] == {"work": 1, "added": 0.0}] == [
+        "an illegal memory access",
+        "an illegal memory access",
+    ]
+
+
+def test_no_candidate_is_begun_without_budget(search: tune_kernels.Search) -> None:
+    search.run.budget = 0
+    assert [table["rows"] for table in search.time_case(Case(7))] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (torch.full((4,), 1.0), torch.full((4,), 1.01), 1.0),
+        ((torch.tensor([1.0]), torch.tensor([5])), (torch.tensor([1.0]), torch.tensor([6])), 0.0),
+        ((torch.tensor([1, 2, 3, 4]), torch.empty(0)), (torch.tensor([1, 2, 3, 5]), torch.empty(0)), 2.5),
+    ],
+)
+def test_difference(one: Any, other: Any, apart: float) -> None:
+    assert tune_kernels.difference(one, other) == pytest.approx(apart, rel=0.02)
+
+
+def test_nan_is_never_near() -> None:
+    assert not tune_kernels.difference(torch.tensor([float("nan")]), torch.tensor([1.0])) <= 1
+
+
+def test_every_tuned_case_is_a_case_of_its_benchmark() -> None:
+    for op in ("tree_attention", "heads_topk", "tree_verify"):
+        problem = tune_kernels.PROBLEMS[op]
+        known = {tuple(sorted(map(str, case.shapes().items()))) for case in problem.bench.cases()}
+        assert all(tuple(sorted(map(str, case.shapes().items()))) in known for case in problem.cases)
