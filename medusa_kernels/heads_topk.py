@@ -25,6 +25,7 @@ def heads_topk(
     *,
     w2_scale: Tensor | None = None,
     token_map: Tensor | None = None,
+    gather: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return each head's k likeliest tokens with their log-probabilities (the paper's heads, section 2.1.1).
 
@@ -39,10 +40,14 @@ def heads_topk(
         k: how many tokens, 1 to min(32, V').
         w2_scale: fp32 `[K, V']` (or `[V']` with a shared w2), the factor of each row of w2. Required for int8 and fp8.
         token_map: int64 `[V']`, the real token id of each row of a trimmed vocabulary. None: the row is the id.
+        gather: w2 and w2_scale hold the whole vocabulary of V instead (`[K, V, H]` or `[V, H]`), of which the
+            projection has the rows that token_map names, in its order; token_map is required.
 
     Returns:
         logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal logits is not specified.
-        Matrix products are rounded to the dtype of hidden; the log-softmax is taken in fp32.
+        Products are accumulated in fp32 and the log-softmax is taken in fp32. The states `h + SiLU(W1 h + b1)` are
+        rounded to the dtype of hidden. The PyTorch implementation rounds the result of each matrix product to that
+        dtype too, which the Triton kernels do not.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value.
@@ -59,7 +64,13 @@ def heads_topk(
     _checks.shape("w2", w2, ("V'", size) if w2.dim() == 2 else (heads, "V'", size))
     _checks.dtype("w2", w2, hidden.dtype, *QUANTISED)
     _checks.same_device("w2", w2, "hidden", hidden)
+    _checks.require(not gather or token_map is not None, "token_map", "the rows to gather", None)
     vocabulary = w2.shape[-2]
+    if token_map is not None:
+        _checks.shape("token_map", token_map, ("V'",) if gather else (vocabulary,))
+        _checks.dtype("token_map", token_map, torch.int64)
+        _checks.same_device("token_map", token_map, "hidden", hidden)
+        vocabulary = token_map.shape[0]
     _checks.require(1 <= k <= min(MAX_K, vocabulary), "k", f"1 to {min(MAX_K, vocabulary)}", k)
     if w2_scale is not None:
         _checks.shape("w2_scale", w2_scale, tuple(w2.shape[:-1]))
@@ -68,11 +79,9 @@ def heads_topk(
     _checks.require(
         w2_scale is not None or w2.dtype not in QUANTISED, "w2_scale", "a scale a row for int8 and fp8 weights", None
     )
-    if token_map is not None:
-        _checks.shape("token_map", token_map, (vocabulary,))
-        _checks.dtype("token_map", token_map, torch.int64)
-        _checks.same_device("token_map", token_map, "hidden", hidden)
-    return torch.ops.medusa_kernels.heads_topk.default(hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map)
+    return torch.ops.medusa_kernels.heads_topk.default(
+        hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather
+    )
 
 
 def _matmul(
@@ -84,10 +93,14 @@ def _matmul(
     *,
     w2_scale: Tensor | None = None,
     token_map: Tensor | None = None,
+    gather: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the op as matrix products in the dtype of hidden and a top-k over the logits, on any device."""
     heads, size = w1.shape[0], w1.shape[2]
     states = _residual_block(hidden, w1, b1)
+    if gather:
+        w2 = w2[..., token_map, :]
+        w2_scale = None if w2_scale is None else w2_scale[..., token_map]
     weight = w2.to(hidden.dtype)
     if w2.dim() == 2:
         logits = linear(states.reshape(-1, size), weight).view(-1, heads, w2.shape[0])
@@ -122,6 +135,7 @@ def _fake(
     *,
     w2_scale: Tensor | None = None,
     token_map: Tensor | None = None,
+    gather: bool = False,
 ) -> tuple[Tensor, Tensor]:
     best = (hidden.shape[0], w1.shape[0], k)
     return hidden.new_empty(best, dtype=torch.float32), hidden.new_empty(best, dtype=torch.int64)
@@ -129,7 +143,7 @@ def _fake(
 
 declare(
     "heads_topk(Tensor hidden, Tensor w1, Tensor? b1, Tensor w2, int k, *, Tensor? w2_scale=None, "
-    "Tensor? token_map=None) -> (Tensor, Tensor)",
+    "Tensor? token_map=None, bool gather=False) -> (Tensor, Tensor)",
     _fake,
 )
 _CPU = "PyTorch matrix products, then top-k"

@@ -126,6 +126,7 @@ def heads_topk(
     *,
     w2_scale: Tensor | None = None,
     token_map: Tensor | None = None,
+    gather: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Residual block, vocabulary projection and top-k of every head; see the public `heads_topk`."""
     hidden = _wide(hidden)
@@ -135,6 +136,9 @@ def heads_topk(
     if b1 is not None:
         inner = inner + _wide(b1)
     states = hidden + inner * torch.sigmoid(inner)
+    if gather:
+        w2 = w2[..., token_map, :]
+        w2_scale = None if w2_scale is None else w2_scale[..., token_map]
     projection = w2.to(states.dtype)
     logits = torch.einsum("bkh,vh->bkv" if w2.dim() == 2 else "bkh,kvh->bkv", states, projection)
     if w2_scale is not None:

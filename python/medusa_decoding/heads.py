@@ -133,11 +133,9 @@ class MedusaHeads(nn.Module):
         weight = self.w2 if self.w2 is not None else plain_weight(lm_head)
         if weight is None:
             return self._propose_through_module(hidden, k, lm_head)
-        token_map = self.token_map
-        if self.w2 is None and token_map is not None:
-            weight = weight[token_map]
         b1 = None if self.b1 is None else self.b1[:, last]
-        return heads_topk(states, self.w1[:, last], b1, weight, k, token_map=token_map)
+        gather = self.w2 is None and self.token_map is not None
+        return heads_topk(states, self.w1[:, last], b1, weight, k, token_map=self.token_map, gather=gather)
 
     def _propose_through_module(
         self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None

@@ -9,6 +9,7 @@ import torch
 from budget import allowed
 from hypothesis import given
 from hypothesis import strategies as st
+from modes import DTYPES
 from torch import Tensor
 
 from medusa_kernels import heads_topk, reference
@@ -115,7 +116,7 @@ def test_matches_one_head_at_a_time(device: str, data: st.DataObject) -> None:
     check(heads_topk(*case.values(), k), case, k, largest=largest_dot_product(case))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "size", "vocabulary", "k"), [(1, 3, 64, 1000, 10), (3, 5, 80, 333, 32)])
 def test_dtypes(
@@ -125,7 +126,7 @@ def test_dtypes(
     check(heads_topk(*case.values(), k), case, k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 def test_quantised_projection(device: str, dtype: torch.dtype, stored: torch.dtype, shared: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from budget import assert_within_twice
 from hypothesis import given
 from hypothesis import strategies as st
+from modes import DTYPES, reads_values
 from torch import Tensor
 
 from medusa_kernels import reference, tree_verify
@@ -112,7 +113,7 @@ def test_matches_one_node_at_a_time(device: str, data: st.DataObject) -> None:
     check(case, temperature, noise, device, largest_dot_product(case, temperature))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("batch", "nodes", "vocabulary"), [(1, 1, 1000), (2, 3, 320), (1, 65, 333), (1, 64, 640)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_dtypes(device: str, dtype: torch.dtype, batch: int, nodes: int, vocabulary: int, temperature: float) -> None:
@@ -120,7 +121,7 @@ def test_dtypes(device: str, dtype: torch.dtype, batch: int, nodes: int, vocabul
     check(case, temperature, gumbel(batch, nodes, vocabulary) if temperature else None, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [64, 100, 256])
 @pytest.mark.parametrize("nodes", [1, 5])
 def test_ties_go_to_the_lowest_id(device: str, dtype: torch.dtype, vocabulary: int, nodes: int) -> None:
@@ -133,7 +134,7 @@ def test_ties_go_to_the_lowest_id(device: str, dtype: torch.dtype, vocabulary: i
     assert tree_verify(-hidden, weight, candidates, want_stats=False)[0].tolist() == [[0] * nodes]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_greedy_is_the_argmax_of_the_model(device: str, dtype: torch.dtype) -> None:
     """What transformers does: logits from one linear in the model's dtype, then the argmax in fp32."""
     case = make(2, 16, 64, 4096, dtype=dtype, device=device)
@@ -201,11 +202,8 @@ BAD = {
     "weight-dtype": ({"weight": torch.zeros(9, 4).half()}, "weight: expected dtype float32 like hidden"),
     "candidates-shape": ({"candidates": torch.zeros(3, dtype=torch.int64)}, "candidates: expected shape"),
     "candidates-dtype": ({"candidates": torch.zeros(2, 3, dtype=torch.int32)}, "candidates: expected dtype int64"),
-    "candidates-high": ({"candidates": torch.full((2, 3), 9)}, "candidates: expected values from 0 to 8, got 9 to 9"),
-    "candidates-low": ({"candidates": torch.full((2, 3), -1)}, "candidates: expected values from 0 to 8"),
     "parents-shape": ({"parents": torch.zeros(4, dtype=torch.int32)}, "parents: expected shape"),
     "parents-dtype": ({"parents": torch.zeros(3, dtype=torch.int64)}, "parents: expected dtype int32"),
-    "parents-high": ({"parents": torch.full((3,), 3, dtype=torch.int32)}, "parents: expected values from -1 to 2"),
     "temperature": ({"temperature": -0.5}, "temperature: expected 0 or more, got -0.5"),
     "noise-missing": ({"temperature": 1.0}, "noise: expected Gumbel noise"),
     "noise-shape": ({"noise": torch.zeros(2, 3, 8)}, "noise: expected shape"),
@@ -218,6 +216,20 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = make(2, 3, 4, 9)
     with pytest.raises(ValueError, match=message):
         tree_verify(**(good | change))
+
+
+BAD_VALUES = {
+    "candidates-high": ({"candidates": torch.full((2, 3), 9)}, "candidates: expected values from 0 to 8, got 9 to 9"),
+    "candidates-low": ({"candidates": torch.full((2, 3), -1)}, "candidates: expected values from 0 to 8"),
+    "parents-high": ({"parents": torch.full((3,), 3, dtype=torch.int32)}, "parents: expected values from -1 to 2"),
+}
+
+
+@reads_values
+@pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES.keys())
+def test_bad_values(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tree_verify(**(make(2, 3, 4, 9) | change))
 
 
 @pytest.mark.parametrize("parents", ["chain", "shared", "own"])

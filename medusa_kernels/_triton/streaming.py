@@ -1,0 +1,154 @@
+"""Streaming a weight matrix once past a few activation rows: what the projections of the heads and of the nodes share.
+
+A launch has a fixed number of programs a multiprocessor, and every program works through an equal share of the rows of
+the weight, tile by tile, keeping what it needs of its products in registers. This file does not know what that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from medusa_kernels._triton.launch import SHARED_MEMORY, Capability
+
+LOWEST_ROWS = 16
+"""Fewest weight rows worth a program."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a weight is streamed.
+
+    Attributes:
+        block_m: activation rows a tile.
+        block_v: weight rows a tile.
+        block_k: columns a step.
+        num_warps: warps a program.
+        num_stages: steps in shared memory at once: all but one of them are on their way.
+        programs: programs a multiprocessor.
+    """
+
+    block_m: int
+    block_v: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Rows dealt out evenly: `programs` programs of `tiles` tiles of `step` rows.
+
+    Tile t of program p starts at row `(t * programs + p) * step`, so that what is read at one time lies close together.
+    """
+
+    programs: int
+    tiles: int
+    step: int
+
+
+def shares(rows: int, programs: int, block: int) -> Shares:
+    """Deal out `rows` to at most `programs` programs in tiles of at most `block` rows; no program is left without."""
+    share = max(-(-rows // max(programs, 1)), min(LOWEST_ROWS, block))
+    tiles = -(-share // block)
+    step = -(-share // tiles)
+    return Shares(-(-rows // (tiles * step)), tiles, step)
+
+
+def unit(*elements: int) -> int:
+    """Return the largest of 1, 2, 4, 8 and 16 that divides all sizes and strides.
+
+    Kernels get those in this unit, from which the compiler knows how many elements it may load at once.
+    """
+    return math.gcd(16, *elements)
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's device the current one, which is where Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def wide(elements: int, *dtypes: torch.dtype) -> bool:
+    """Return whether sizes and strides in this unit allow 16-byte loads of all dtypes (8-byte ones of 1-byte dtypes)."""
+    return all(elements * dtype.itemsize >= min(16, 8 * dtype.itemsize) for dtype in dtypes)
+
+
+def roomy(target: Capability) -> bool:
+    """Return whether blocks have the shared memory of the large GPUs; unknown targets are taken for small ones."""
+    return SHARED_MEMORY.get(target, 0) >= 160 * 1024
+
+
+@triton.jit
+def decode_e4m3(p_bytes):
+    """Return 1/256 of the float8_e4m3fn numbers with these bytes, exactly, in fp16 (NaN is not recognised).
+
+    The exponent moves into the wider field of fp16, whose bias is larger by 8; subnormal numbers come out right too.
+    Not every target has an instruction for it.
+    """
+    b_wide = p_bytes.to(tl.uint16)
+    return (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def product(
+    p_a, m_a, p_w, m_w, size,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, E4M3: tl.constexpr,
+):  # fmt: skip
+    """Return activations times transposed weights over `size` columns, fp32 `[BLOCK_M, BLOCK_V]`.
+
+    Args:
+        p_a, m_a: addresses of the activation rows' first elements, and which rows exist, `[BLOCK_M]`.
+        p_w, m_w: the same of the weight rows, `[BLOCK_V]`.
+        size: columns.
+        BLOCK_M, BLOCK_V, BLOCK_K: see `Config`.
+        EVEN: whether BLOCK_K divides the size.
+        E4M3: the weights are bytes of float8_e4m3fn, and the product is 1/256 of the true one.
+    """
+    o_k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    for k in range(0, size, BLOCK_K):
+        if EVEN:
+            m_at, m_wt = m_a[:, None], m_w[:, None]
+        else:
+            m_k = (k + o_k) < size
+            m_at, m_wt = m_a[:, None] & m_k[None, :], m_w[:, None] & m_k[None, :]
+        # [BLOCK_M, BLOCK_K], [BLOCK_V, BLOCK_K]
+        b_a = tl.load(p_a[:, None] + (k + o_k)[None, :], mask=m_at, other=0.0)
+        b_w = tl.load(p_w[:, None] + (k + o_k)[None, :], mask=m_wt, other=0.0)
+        if E4M3:
+            b_w = decode_e4m3(b_w)
+        acc = tl.dot(b_a, tl.trans(b_w.to(b_a.dtype)), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def packed(b_x, o_v):
+    """Pack numbers and their indices into int64 keys: the greatest key is the greatest number's, at its lowest index.
+
+    Zeros of both signs are equal. The index takes 32 bits.
+    """
+    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
+    # Two's complement orders positive floats as they are, negative ones backwards.
+    b_order = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    return (b_order.to(tl.int64) << 32) | (0xFFFFFFFF - o_v.to(tl.int64))
+
+
+@triton.jit
+def index_of(b_key):
+    """Return the int64 index in a packed key."""
+    return 0xFFFFFFFF - (b_key & 0xFFFFFFFF)
+
+
+@triton.jit
+def number_of(b_key):
+    """Return the fp32 number in a packed key."""
+    b_order = (b_key >> 32).to(tl.int32)
+    return (b_order ^ ((b_order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

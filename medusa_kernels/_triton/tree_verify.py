@@ -1,0 +1,310 @@
+"""tree_verify as two Triton kernels: one streams the weight past all nodes, one merges what its programs found.
+
+The first keeps, for each node and program, the best token and the sums that log-sum-exp and entropy are made of, over
+the program's share of the vocabulary. The second combines them in a fixed order, and takes the one logit that a child's
+log-probability needs from a dot product of its own. Logits exist a tile at a time, in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
+from medusa_kernels._triton.streaming import Config, index_of, on_device, packed, product, roomy, shares, unit, wide
+
+LOWEST_KEY = tl.constexpr(-(2**63))
+NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "step"])
+def project_kernel(
+    hidden, weight, noise, keys, peaks, sums, moments,
+    rows, vocabulary, size, stride_w, tiles, step, temperature,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Reduce one program's share of the vocabulary, for BLOCK_M nodes.
+
+    With x the logits divided by the temperature and m their largest: peaks holds m, sums the sum of exp(x - m), moments
+    that of exp(x - m) (x - m). All have the shape [rows, programs], like keys.
+    """
+    i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    size = size * UNIT
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_v = tl.arange(0, BLOCK_V)
+    m_m = o_m < rows
+    p_a = hidden + o_m.to(tl.int64) * size
+    b_best = tl.full((BLOCK_M,), LOWEST_KEY, tl.int64)
+    b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    b_moment = tl.zeros((BLOCK_M,), tl.float32)
+    for tile in range(tiles):
+        first = (tile * programs + i_p) * step
+        m_v = (o_v < step) & (first + o_v < vocabulary)
+        p_w = weight + (first + o_v).to(tl.int64) * (stride_w * UNIT)
+        # [BLOCK_M, BLOCK_V]
+        b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, False)
+        b_x = b_x.to(hidden.dtype.element_ty).to(tl.float32)
+        b_score = b_x
+        if SCALED:
+            b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + temperature)
+            p_noise = noise + o_m.to(tl.int64)[:, None] * vocabulary + (first + o_v)[None, :]
+            b_score = b_x + tl.load(p_noise, mask=m_m[:, None] & m_v[None, :], other=0.0)
+        # NaN counts as infinity. Masked columns come last, so they lose every tie.
+        b_score = tl.where(b_score != b_score, float("inf"), b_score)
+        b_score = tl.where(m_v[None, :], b_score, -float("inf"))
+        b_top = tl.max(b_score, 1)
+        b_id = tl.min(tl.where(b_score == b_top[:, None], (first + o_v)[None, :], NO_ID), 1)
+        b_best = tl.maximum(b_best, packed(b_top, b_id))
+        if STATS:
+            b_x = tl.where(m_v[None, :], b_x, -float("inf"))
+            b_high = tl.maximum(b_peak, tl.max(b_x, 1))
+            b_fall = tl.where(b_sum == 0.0, 0.0, b_peak - b_high)
+            b_below = tl.where(m_v[None, :], b_x - b_high[:, None], 0.0)
+            b_exp = tl.where(m_v[None, :], tl.exp(b_below), 0.0)
+            b_moment = tl.exp(b_fall) * (b_moment + b_fall * b_sum) + tl.sum(b_exp * b_below, 1)
+            b_sum = tl.exp(b_fall) * b_sum + tl.sum(b_exp, 1)
+            b_peak = b_high
+    o_part = o_m.to(tl.int64) * programs + i_p
+    tl.store(keys + o_part, b_best, mask=m_m)
+    if STATS:
+        tl.store(peaks + o_part, b_peak, mask=m_m)
+        tl.store(sums + o_part, b_sum, mask=m_m)
+        tl.store(moments + o_part, b_moment, mask=m_m)
+
+
+@triton.jit
+def combined(peaks, sums, o_row, m_row, programs, BLOCK_P: tl.constexpr):
+    """Return the largest logit of some rows, each program's distance from it, its rescaled sum, and the total."""
+    o_p = tl.arange(0, BLOCK_P)
+    m_part = m_row[:, None] & (o_p < programs)[None, :]
+    o_part = o_row.to(tl.int64)[:, None] * programs + o_p[None, :]
+    b_peaks = tl.load(peaks + o_part, mask=m_part, other=-float("inf"))
+    b_peak = tl.where(m_row, tl.max(b_peaks, 1), 0.0)
+    b_fall = tl.where(m_part, b_peaks - b_peak[:, None], 0.0)
+    b_sums = tl.load(sums + o_part, mask=m_part, other=0.0) * tl.exp(b_fall)
+    return b_peak, b_fall, b_sums, tl.where(m_row, tl.sum(b_sums, 1), 1.0)
+
+
+@triton.jit(do_not_specialize=["rows", "nodes", "programs"])
+def merge_kernel(
+    keys, peaks, sums, moments, hidden, weight, candidates, parents, next_tokens, logsumexp, entropy, child_logprobs,
+    rows, nodes, programs, vocabulary, size, stride_w, stride_parents_b, temperature,
+    UNIT: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, CHAIN: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Combine the programs' shares for BLOCK_R nodes, and score each node's token under its parent."""
+    o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    m_row = o_row < rows
+    o_p = tl.arange(0, BLOCK_P)
+    m_part = m_row[:, None] & (o_p < programs)[None, :]
+    o_part = o_row.to(tl.int64)[:, None] * programs + o_p[None, :]
+    b_best = tl.max(tl.load(keys + o_part, mask=m_part, other=LOWEST_KEY), 1)
+    tl.store(next_tokens + o_row, index_of(b_best), mask=m_row)
+    if STATS:
+        size = size * UNIT
+        b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_row, m_row, programs, BLOCK_P)
+        # A program's moment is taken from its own peak: sum exp(x - m) (x - m) moves by (its peak - m) times its sum.
+        b_moments = tl.load(moments + o_part, mask=m_part, other=0.0) * tl.exp(b_fall)
+        b_moment = tl.sum(b_moments + b_fall * b_sums, 1)
+        b_log = tl.log(b_sum)
+        tl.store(logsumexp + o_row, b_peak + b_log, mask=m_row)
+        # Without the peak, which cancels: exact also where one token has almost all of the probability.
+        tl.store(entropy + o_row, b_log - b_moment / b_sum, mask=m_row)
+
+        i_node, i_b = o_row % nodes, o_row // nodes
+        if CHAIN:
+            b_parent = i_node - 1
+        else:
+            b_parent = tl.load(parents + i_b * stride_parents_b + i_node, mask=m_row, other=-1)
+        b_token = tl.load(candidates + o_row, mask=m_row, other=0)
+        # Values cannot be refused here: an index out of range gives NaN, and nothing outside the tensors is read.
+        m_valid = (b_parent < nodes) & (b_token >= 0) & (b_token < vocabulary)
+        m_child = m_row & (b_parent >= 0) & m_valid
+        o_parent = i_b * nodes + tl.where(m_child, b_parent, 0)
+        p_a = hidden + o_parent.to(tl.int64) * size
+        p_w = weight + tl.where(m_child, b_token, 0) * (stride_w * UNIT)
+        o_k = tl.arange(0, BLOCK_K)
+        b_logit = tl.zeros((BLOCK_R,), tl.float32)
+        for k in range(0, size, BLOCK_K):
+            m_k = m_child[:, None] & (k + o_k < size)[None, :]
+            b_a = tl.load(p_a[:, None] + (k + o_k)[None, :], mask=m_k, other=0.0).to(tl.float32)
+            b_w = tl.load(p_w[:, None] + (k + o_k)[None, :], mask=m_k, other=0.0).to(tl.float32)
+            b_logit += tl.sum(b_a * b_w, 1)
+        b_logit = b_logit.to(hidden.dtype.element_ty).to(tl.float32)
+        if SCALED:
+            b_logit = tl.math.div_rn(b_logit, tl.zeros_like(b_logit) + temperature)
+        b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_parent, m_child, programs, BLOCK_P)
+        b_logprob = b_logit - (b_peak + tl.log(b_sum))
+        b_logprob = tl.where(m_valid, b_logprob, float("nan"))
+        tl.store(child_logprobs + o_row, tl.where(b_parent < 0, 0.0, b_logprob), mask=m_row)
+
+
+def block_m(rows: int) -> int:
+    """Return how many nodes share a tile."""
+    return min(128, max(16, triton.next_power_of_2(rows)))
+
+
+def configuration(
+    target: Capability, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
+) -> Config:
+    """Choose how the weight is streamed past `rows` nodes.
+
+    Args:
+        target: compute capability.
+        dtype: of hidden states and weight.
+        rows: nodes of the whole batch.
+        scaled: whether there is a temperature, and noise, which takes registers.
+        vectors: whether 16 bytes can be loaded at once (see `streaming.wide`).
+    """
+    m = block_m(rows)
+    if dtype == torch.float32 or not vectors:
+        return Config(min(m, 32), 32, 32, 4, 4, 2)
+    if m <= 32:
+        return Config(m, 64, 128 if roomy(target) else 64, 4, 4, 2)
+    if target == (9, 0):
+        if scaled:
+            return Config(64, 128, 64, 8, 4, 2)
+        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 3, 2)
+    return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
+
+
+def candidates(target: Capability, dtype: torch.dtype, rows: int) -> list[Config]:
+    """List configurations worth timing against the chosen one."""
+    m = block_m(rows)
+    chosen = configuration(target, dtype, rows)
+    if dtype == torch.float32 or target != (9, 0):
+        return [chosen]
+    if m <= 32:
+        shapes = [
+            (64, 128, 4, 4, 2), (64, 128, 4, 3, 3), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2), (64, 256, 8, 3, 2),
+            (32, 256, 4, 4, 3), (32, 128, 4, 5, 4), (32, 256, 4, 3, 3), (128, 64, 4, 5, 2), (128, 128, 8, 4, 1),
+            (64, 128, 4, 4, 4), (64, 128, 4, 4, 8), (32, 128, 4, 5, 16),
+        ]  # fmt: skip
+    else:
+        shapes = [
+            (256, 64, 8, 4, 1), (256, 64, 8, 3, 1), (256, 64, 8, 4, 2), (256, 64, 8, 4, 4), (128, 64, 4, 4, 2),
+            (128, 64, 4, 3, 3), (128, 128, 8, 4, 1), (128, 64, 4, 4, 8), (128, 64, 8, 4, 2),
+        ]  # fmt: skip
+    return [chosen, *(c for c in (Config(m, *shape) for shape in shapes) if c != chosen)]
+
+
+def specialisations(target: Capability) -> Iterator[Specialisation]:
+    """List the compiled forms: each tile of nodes in bf16, and what else changes the code at one of them."""
+    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    for rows in (1, 32, 64, 256):
+        yield _projection(target, bf16, rows)
+    for options in ({"stats": False}, {"scaled": True}, {"scaled": True, "stats": False}, {"elements": 8}, {"elements": 1}):
+        yield _projection(target, bf16, 1, **options)
+    yield _projection(target, bf16, 64, stats=False)
+    yield _projection(target, bf16, 64, scaled=True)
+    yield _projection(target, fp16, 1)
+    yield _projection(target, fp16, 64)
+    yield _projection(target, fp32, 1)
+    yield _projection(target, fp32, 64, scaled=True, elements=1)
+    yield _merge(target, bf16, 1)
+    yield _merge(target, bf16, 1, stats=False)
+    yield _merge(target, bf16, 2048, scaled=True)
+    yield _merge(target, fp32, 1, chain=True)
+
+
+def _projection(
+    target: Capability, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, elements: int = 16
+) -> Specialisation:
+    config = configuration(target, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
+    kind, integers = "*" + TRITON_TYPES[dtype], ("rows", "vocabulary", "size", "stride_w", "tiles", "step")
+    return Specialisation(
+        name=f"tree_verify project {TRITON_TYPES[dtype]} {config.block_m}x{config.block_v}x{config.block_k}"
+        + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
+        kernel=project_kernel,
+        signature={"hidden": kind, "weight": kind, "noise": "*fp32", "keys": "*i64"}
+        | dict.fromkeys(("peaks", "sums", "moments"), "*fp32") | dict.fromkeys(integers, "i32") | {"temperature": "fp32"},
+        constants={"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats, "BLOCK_M": config.block_m,
+                   "BLOCK_V": config.block_v, "BLOCK_K": config.block_k},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def _merge(
+    target: Capability, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, chain: bool = False
+) -> Specialisation:
+    kind, blocks = "*" + TRITON_TYPES[dtype], merge_blocks(rows, 264)
+    integers = ("rows", "nodes", "programs", "vocabulary", "size", "stride_w", "stride_parents_b")
+    return Specialisation(
+        name=f"tree_verify merge {TRITON_TYPES[dtype]} {blocks['BLOCK_R']}x{blocks['BLOCK_P']}"
+        + " scaled" * scaled + " stats" * stats + " chain" * chain,
+        kernel=merge_kernel,
+        signature={"keys": "*i64"} | dict.fromkeys(("peaks", "sums", "moments"), "*fp32")
+        | {"hidden": kind, "weight": kind, "candidates": "*i64", "parents": "*i64" if chain else "*i32"}
+        | {"next_tokens": "*i64"} | dict.fromkeys(("logsumexp", "entropy", "child_logprobs"), "*fp32")
+        | dict.fromkeys(integers, "i32") | {"temperature": "fp32"},
+        constants={"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks},
+        num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+
+
+def merge_blocks(rows: int, programs: int) -> dict[str, int]:
+    """Choose the merge's tile: one node a program while there are few, and all partial results at once."""
+    block_r = 1 if rows <= 1024 else 8
+    if interpreted():
+        block_r = 128  # a program costs far more than its arithmetic there
+    return {
+        "BLOCK_R": block_r,
+        "BLOCK_P": max(256, triton.next_power_of_2(programs)),
+        "BLOCK_K": max(512, 4096 // block_r),
+    }
+
+
+def tree_verify(
+    hidden: Tensor,
+    weight: Tensor,
+    candidates: Tensor,
+    parents: Tensor | None = None,
+    *,
+    temperature: float = 0.0,
+    noise: Tensor | None = None,
+    want_stats: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch both kernels; see the public `tree_verify`."""
+    batch, nodes, size = hidden.shape
+    vocabulary, rows = weight.shape[0], batch * nodes
+    hidden, candidates = hidden.contiguous(), candidates.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    next_tokens = torch.empty_like(candidates)
+    logsumexp, entropy, child_logprobs = (
+        hidden.new_empty(candidates.shape if want_stats else (0,), dtype=torch.float32) for _ in range(3)
+    )
+    scaled, elements = temperature > 0, unit(size, weight.stride(0))
+    vectors = wide(elements, hidden.dtype)
+    config = configuration(capability(hidden.device), hidden.dtype, rows, scaled=scaled, vectors=vectors)
+    m_tiles = triton.cdiv(rows, config.block_m)
+    slots = multiprocessors(hidden.device) * config.programs
+    share = shares(vocabulary, slots // m_tiles, config.block_v)
+    keys = candidates.new_empty(rows, share.programs)
+    peaks, sums, moments = hidden.new_empty(3, rows, share.programs, dtype=torch.float32).unbind()
+    flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats}
+    with on_device(hidden):
+        project_kernel[m_tiles, share.programs](
+            hidden, weight, noise.contiguous() if scaled and noise is not None else peaks, keys, peaks, sums, moments,
+            rows, vocabulary, size // elements, weight.stride(0) // elements, share.tiles, share.step, temperature,
+            **flags, EVEN=size % config.block_k == 0,
+            BLOCK_M=config.block_m, BLOCK_V=config.block_v, BLOCK_K=config.block_k,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+        blocks = merge_blocks(rows, share.programs)
+        merge_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]),)](
+            keys, peaks, sums, moments, hidden, weight, candidates,
+            keys if parents is None else parents.contiguous(), next_tokens, logsumexp, entropy, child_logprobs,
+            rows, nodes, share.programs, vocabulary, size // elements, weight.stride(0) // elements,
+            nodes if parents is not None and parents.dim() == 2 else 0, temperature,
+            **flags, CHAIN=parents is None, **blocks, num_warps=4,
+        )  # fmt: skip
+    return next_tokens, logsumexp, entropy, child_logprobs
