@@ -49,7 +49,8 @@ def rope_append(
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also where a row would lie outside
-            the cache or a position outside the tables; on a GPU values are not read).
+            the cache or a position outside the tables; on a GPU values are not read: such a row is not written, and
+            at such a position q and k come out as NaN).
     """
     _checks.axes("q", q, "B", "N", "Hq", "D")
     _checks.axes("k", k, "B", "N", "Hkv", "D")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import modes
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from medusa_kernels import reference, rope_append
+from medusa_kernels._registry import interpreted
 
 Case = dict[str, Any]
 ORDER = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "cache_lens", "depths")
@@ -84,7 +86,7 @@ def assert_equal(case: Case, wanted: tuple[Tensor, Tensor, Tensor], got: Tensor)
 
 
 @given(data=st.data())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", modes.DTYPES, ids=str)
 def test_bit_equal_to_transformers(device: str, dtype: torch.dtype, data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
     kv_heads = data.draw(st.integers(1, 2), label="kv_heads")
@@ -140,6 +142,62 @@ def test_strided_inputs(device: str) -> None:
     assert_equal(case, wanted, got)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (28, 4), (8, 8), (3, 3), (40, 8)])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 65])
+def test_head_counts(device: str, nodes: int, heads: int, kv_heads: int) -> None:
+    """Tiles that end within a node's heads, and tiles that span several nodes."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    case = make(nodes, [3, 0], heads=heads, kv_heads=kv_heads, dim=64, dtype=dtype, device=device)
+    wanted = expected(case)
+    assert_equal(case, wanted, run(case))
+
+
+@pytest.mark.parametrize("own_tables", [False, True])
+def test_any_strides(device: str, own_tables: bool) -> None:
+    """Heads before nodes, every second element, caches with rows before heads: no stride is taken for granted."""
+    case = make(5, [4, 2, 0], heads=6, kv_heads=3, dim=16, own_tables=own_tables, own_depths=True, device=device)
+    wanted = expected(case)
+    swapped = {name: case[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
+    swapped |= {name: case[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "v_cache")}
+    got = run(case | swapped)
+    assert torch.equal(got, wanted[0])
+    assert_equal(case | swapped, wanted, got)
+
+    def spread(tensor: Tensor) -> Tensor:
+        wide = torch.full((*tensor.shape, 2), math.nan, dtype=tensor.dtype, device=device)
+        wide[..., 0] = tensor
+        return wide[..., 0]
+
+    apart = {name: spread(case[name]) for name in ("q", "k", "v", "k_cache", "v_cache")}
+    assert_equal(case | apart, wanted, run(case | apart))
+
+
+@pytest.mark.parametrize("lens", [[7, 6], [-1, 12], [2**31 - 1, -(2**31)]])
+def test_rows_outside_the_cache_are_not_written(device: str, lens: list[int]) -> None:
+    """A kernel cannot refuse them: it must leave the memory around the cache as it is, and read none beyond a table."""
+    if device == "cpu" and not interpreted():
+        pytest.skip("the CPU implementation refuses them, see test_bad_arguments")
+    nodes, rows = 3, 8
+    case = make(nodes, [rows - nodes, 0], device=device)
+    case["cache_lens"] = torch.tensor(lens, dtype=torch.int32, device=device)
+    case["depths"] = torch.arange(nodes, dtype=torch.int32, device=device)
+    memory = torch.full((2, 2, 4, rows + 4, 8), 7.0, device=device)
+    inner = memory[:, :, 1:3, 2 : 2 + rows]
+    got = run(case | {"k_cache": inner[0], "v_cache": inner[1]})
+    positions = case["cos"].shape[0]
+    for b, length in enumerate(lens):
+        for i in range(nodes):
+            assert got[b, i].isnan().all() == (not 0 <= length + i < positions)
+        kept = [r for r in range(rows) if not length <= r < length + nodes]
+        assert (inner[:, b, :, kept] == 7).all()
+        written = [r for r in range(rows) if length <= r < length + nodes]
+        if written:
+            values = case["v"][b, [r - length for r in written]].transpose(0, 1)
+            assert torch.equal(inner[1, b][:, written], values)
+    inner.fill_(7.0)
+    assert (memory == 7).all()
+
+
 def test_changed_inputs_are_seen(device: str) -> None:
     """The CPU path keeps the last call's factors: a change of any input in place must not be missed."""
     case = make(3, [4], device=device)
@@ -191,7 +249,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+READ_VALUES = ("cache_lens-value", "depths-high", "depths-low")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [pytest.param(*BAD[name], id=name, marks=modes.reads_values if name in READ_VALUES else ()) for name in BAD],
+)
 def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "q": torch.zeros(2, 3, 4, 8),
