@@ -5,6 +5,7 @@ which lie on the device. A cache row outside the cache is not written, and a pos
 (NaN takes its place).
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import contextlib
@@ -51,11 +52,12 @@ def configuration(capability: launch.Capability, dtype: torch.dtype, head_dim: i
     return Config(rows=max(rows, 256) if interpreted() else rows, num_warps=num_warps)
 
 
-def candidates(capability: launch.Capability, dtype: torch.dtype, head_dim: int) -> Iterator[Config]:
-    """Yield the configurations that a tuner may try in the place of `configuration`'s."""
-    one_warp = 32 * 16 // (triton.next_power_of_2(head_dim // 2) * dtype.itemsize)
-    for num_warps in (1, 2, 4, 8):
-        yield Config(rows=max(1, num_warps * one_warp), num_warps=num_warps)
+def candidates(capability: launch.Capability, dtype: torch.dtype, head_dim: int) -> list[Config]:
+    """List configurations worth timing, the chosen one first."""
+    chosen = configuration(capability, dtype, head_dim)
+    per_warp = 32 * 16 // (triton.next_power_of_2(head_dim // 2) * dtype.itemsize)
+    configs = (Config(max(1, num_warps * per_warp), num_warps) for num_warps in (1, 2, 4, 8))
+    return [chosen, *(config for config in configs if config != chosen)]
 
 
 @triton.jit
