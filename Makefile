@@ -4,6 +4,7 @@
 #   make test            .venv, editable install, tests         (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
+#   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
 #   make no-nvcc         what an install says and does without nvcc
@@ -33,7 +34,18 @@ READY := $(if $(wildcard $(EDITABLE)),$(EDITABLE),$(INSTALLED))
 # build prints, so say here whether the CUDA library is there.
 SAY_CUDA = @$(BIN)/python -I -c "from medusa_kernels import _native; print(_native.why_missing('cuda') or 'the CUDA library was built')"
 
-.PHONY: demo test test-lowest lint format types bench wheel-test no-nvcc clean
+# Stages of `make gpu`. A stage that succeeded leaves a stamp for this commit and is skipped next time.
+PY ?= $(BIN)/python
+GPU_JOBS ?= 6
+GPU_STAGES := gpu-test gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-step
+COMMIT = $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo $${MEDUSA_COMMIT:-unknown})
+STAMPS = benchmarks/results/.stages/$(COMMIT)
+# The sources of this checkout, whether or not the interpreter has the package installed.
+ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
+stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
+	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
+
+.PHONY: demo test test-lowest lint format types bench wheel-test no-nvcc clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -58,6 +70,44 @@ types: $(EDITABLE)
 
 bench: $(EDITABLE)
 	$(BIN)/pytest benchmarks/ --benchmark-only $(PYTEST_ARGS)
+
+# Tests first: figures of wrong kernels are worth nothing. `make -k gpu` goes on after a stage that fails.
+gpu: $(GPU_STAGES)
+	@echo "results: benchmarks/results/"
+
+# An editable install with what the interpreter has already: csrc is compiled in place, and no network is needed.
+gpu-build: medusa_kernels/_lib/libmedusa_cuda.so
+	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device')"
+
+medusa_kernels/_lib/libmedusa_cuda.so: $(BUILD_FILES)
+	MEDUSA_BUILD_CUDA=1 $(PY) -m pip install --disable-pip-version-check -q --no-index --no-build-isolation --no-deps -e .
+	@touch "$@"
+
+gpu-test: gpu-build
+	$(call stage,$(ON_GPU) -m pytest -q -rs -m gpu $(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_ARGS) $(TESTS))
+
+gpu-sanitize: gpu-build
+	$(call stage,PYTHONPATH=.:python timeout 590 compute-sanitizer --error-exitcode 1 \
+		$(PY) tests/kernels/sanitize_kv_compact.py)
+
+gpu-attention: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_tree_attention --budget 480)
+
+gpu-heads: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_heads_topk --budget 240)
+
+gpu-verify: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_tree_verify --budget 200)
+
+gpu-compact: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_kv_compact --budget 120 && \
+		$(ON_GPU) -m benchmarks.bench_rope_append --budget 120)
+
+gpu-step: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 480)
+
+gpu-tune: gpu-build
+	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)
 
 wheel-test: $(EDITABLE)
 	.ci/wheel-test $(BIN)/python "$(TORCH)" $(TRANSFORMERS)

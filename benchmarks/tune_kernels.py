@@ -268,8 +268,7 @@ def compile_tasks(op: str, tasks: Sequence[Task], device: str, until: float) -> 
     """
     problem, module = PROBLEMS[op], kernel_module(op)
     failed: list[tuple[Arguments, Any, str]] = []
-    run = suite.Run.__new__(suite.Run)
-    run.device, run.dtype = torch.device(device), torch.bfloat16
+    run = suite.Run(op, torch.device(device), copy=1.0)
     made: tuple[Any, Any] | None = None
     for case, args, config in tasks:
         if time.time() > until:
