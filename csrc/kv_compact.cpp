@@ -13,8 +13,10 @@ void compact(void* kv, int64_t layers2, int64_t batch, int64_t kv_heads, int64_t
       for (int64_t head = 0; head < kv_heads; ++head) {
         Unit* first = static_cast<Unit*>(kv) + ((layer * batch + b) * kv_heads + head) * head_units +
                       static_cast<int64_t>(cache_lens[b]) * row_units;
+        const int32_t* nodes = path + b * path_len;
+        const medusa::Sources sources = medusa::read_sources(nodes, path_len, 0);
         for (int64_t unit = 0; unit < row_units; ++unit) {
-          medusa::move_column(first + unit, row_units, path + b * path_len,
+          medusa::move_column(first + unit, row_units, nodes, path_len, sources,
                               static_cast<int64_t>(accept_lens[b]) + 1);
         }
       }
@@ -30,8 +32,10 @@ MEDUSA_EXPORT int medusa_kv_compact_cpu(void* kv, int64_t layers2, int64_t batch
                                         int64_t row_bytes, const int32_t* cache_lens, const int32_t* path,
                                         int64_t path_len, const int32_t* accept_lens) {
   for (int64_t b = 0; b < batch; ++b) {
+    const int32_t* nodes = path + b * path_len;
+    const medusa::Sources sources = medusa::read_sources(nodes, path_len, 0);
     const medusa::Status status =
-        medusa::check_path(cache_lens[b], path + b * path_len, path_len, accept_lens[b], rows);
+        medusa::check_path(cache_lens[b], nodes, path_len, sources, accept_lens[b], rows);
     if (status != medusa::kOk) return status;
   }
   const auto run = [&](auto unit) {

@@ -16,19 +16,18 @@ __global__ void __launch_bounds__(kThreads)
                    const int32_t* __restrict__ cache_lens, const int32_t* __restrict__ path, int64_t path_len,
                    const int32_t* __restrict__ accept_lens) {
   const int64_t batch = gridDim.y, b = blockIdx.y, layer = blockIdx.z;
-  const int64_t count = static_cast<int64_t>(accept_lens[b]) + 1;
-  if (count <= 0) return;
   const int32_t* row_path = path + b * path_len;
+  // All that decides is loaded at once, before any of it is looked at: one wait for memory, then one for the rows.
+  const medusa::Sources sources = medusa::read_sources(row_path, path_len, 0);
   const int64_t cache_len = cache_lens[b];
-  if (medusa::check_path(cache_len, row_path, path_len, count - 1, rows) != medusa::kOk) return;
-  // Strictly ascending and path[i] >= i: if the last row is in place, all are.
-  if (row_path[count - 1] == count - 1) return;
+  const int64_t count = static_cast<int64_t>(accept_lens[b]) + 1;
+  if (medusa::check_path(cache_len, row_path, path_len, sources, count - 1, rows) != medusa::kOk) return;
 
   const unsigned column = blockIdx.x * kThreads + threadIdx.x;
-  if (column >= columns) return;
+  if (count == 0 || column >= columns) return;
   const unsigned head = column / row_units, unit = column % row_units;
   Unit* first = kv + (((layer * batch + b) * kv_heads + head) * rows + cache_len) * row_units + unit;
-  medusa::move_column(first, row_units, row_path, count);
+  medusa::move_column(first, row_units, row_path, path_len, sources, count);
 }
 
 template <typename Unit>

@@ -2,17 +2,25 @@
 //
 // The cache is [layers2, batch, kv_heads, rows, row_bytes], contiguous bytes; the element type is not known here. After
 // a step, row cache_lens[b] + path[b, i] moves to row cache_lens[b] + i for i <= accept_lens[b]. Sources ascend and
-// never lie before their target, so a walk upwards never overwrites a row that is still to be read, even though source
-// and target ranges overlap: target i < source j for every j > i. Columns of bytes do not touch each other, hence one
-// thread may own a column and needs no synchronisation.
+// never lie before their target (ascending strictly from 0 or more, path[i] >= i), so a walk upwards never overwrites a
+// row that is still to be read, even though source and target ranges overlap: target i < j <= path[j], source j, for
+// every j > i. Columns of bytes do not touch each other, hence one thread may own a column and needs no synchronisation.
+//
+// A walk row by row would wait for memory once a row, because for all the compiler knows each store may change what the
+// next load reads. So a column walks in chunks: all rows of a chunk are loaded, then all are stored, and the latency is
+// paid once a chunk. That reads every row as the plain walk does: within a chunk nothing is stored before everything is
+// loaded, and the targets i of a chunk lie before the sources j of all later ones, by the inequality above.
 #pragma once
 
 #include <cstdint>
 
 #if defined(__CUDACC__)
 #define MEDUSA_HOST_DEVICE __host__ __device__ __forceinline__
+// Arrays that are indexed in an unrolled loop stay in registers.
+#define MEDUSA_UNROLL _Pragma("unroll")
 #else
 #define MEDUSA_HOST_DEVICE inline
+#define MEDUSA_UNROLL
 #endif
 #define MEDUSA_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -38,27 +46,68 @@ inline int64_t widest_unit(const void* kv, int64_t row_bytes) {
   return static_cast<int64_t>(bits & (~bits + 1));
 }
 
-// Checks one batch row. Entries of the path beyond the accepted ones are padding and are not read.
-MEDUSA_HOST_DEVICE Status check_path(int64_t cache_len, const int32_t* path, int64_t path_len, int64_t accept_len,
-                                     int64_t rows) {
-  if (accept_len < -1 || accept_len >= path_len) return kAcceptOutside;
-  if (accept_len == -1) return kOk;
-  // Integers that ascend strictly from 0 or more also satisfy path[i] >= i.
-  int64_t previous = -1;
-  for (int64_t i = 0; i <= accept_len; ++i) {
-    if (path[i] <= previous) return kPathUnordered;
-    previous = path[i];
-  }
-  // The last source is the highest row, the first target the lowest.
-  return cache_len < 0 || cache_len + previous >= rows ? kRowOutside : kOk;
+// Rows of one chunk: a path of usual length (root and a node a head) in one go, and few enough for registers.
+constexpr int kChunk = 8;
+
+// A chunk of a path: the loads do not depend on each other.
+struct Sources {
+  int32_t node[kChunk];
+};
+
+// Reads the chunk that starts at `first`. Entries beyond the path, which are never used, are -1.
+MEDUSA_HOST_DEVICE Sources read_sources(const int32_t* path, int64_t path_len, int64_t first) {
+  Sources sources;
+  MEDUSA_UNROLL
+  for (int j = 0; j < kChunk; ++j) sources.node[j] = first + j < path_len ? path[first + j] : -1;
+  return sources;
 }
 
-// Walks one column upwards. `column` points at row cache_len; rows that are already in place are not touched.
+// Checks one batch row. Entries of the path beyond the accepted ones are padding: they may be loaded and do not matter.
+// `sources` is the path's first chunk, which the caller has read already.
+MEDUSA_HOST_DEVICE Status check_path(int64_t cache_len, const int32_t* path, int64_t path_len, Sources sources,
+                                     int64_t accept_len, int64_t rows) {
+  // Without early returns, so that a GPU waits for all of its loads at once.
+  const bool accept_inside = accept_len >= -1 && accept_len < path_len;
+  const int64_t count = accept_inside ? accept_len + 1 : 0;
+  // Integers that ascend strictly from 0 or more also satisfy path[i] >= i.
+  int32_t previous = -1;
+  bool ascends = true;
+  for (int64_t first = 0;;) {
+    MEDUSA_UNROLL
+    for (int j = 0; j < kChunk; ++j) {
+      const bool used = first + j < count;
+      ascends &= !used | (sources.node[j] > previous);
+      previous = used ? sources.node[j] : previous;
+    }
+    first += kChunk;
+    if (first >= count) break;
+    sources = read_sources(path, path_len, first);
+  }
+  // The last source is the highest row, the first target the lowest.
+  const bool inside = cache_len >= 0 && cache_len + previous < rows;
+  return !accept_inside ? kAcceptOutside : !ascends ? kPathUnordered : count == 0 || inside ? kOk : kRowOutside;
+}
+
+// Walks one column upwards, a chunk at a time. `column` points at row cache_len; rows that are already in place are
+// neither read nor written. `sources` is the path's first chunk.
 template <typename Unit>
-MEDUSA_HOST_DEVICE void move_column(Unit* column, int64_t row_units, const int32_t* path, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t source = path[i];
-    if (source != i) column[i * row_units] = column[source * row_units];
+MEDUSA_HOST_DEVICE void move_column(Unit* column, int64_t row_units, const int32_t* path, int64_t path_len,
+                                    Sources sources, int64_t count) {
+  for (int64_t first = 0;;) {
+    Unit row[kChunk];
+    bool moves[kChunk];
+    MEDUSA_UNROLL
+    for (int j = 0; j < kChunk; ++j) {
+      moves[j] = (first + j < count) & (sources.node[j] != first + j);
+      row[j] = moves[j] ? column[sources.node[j] * row_units] : Unit{};
+    }
+    MEDUSA_UNROLL
+    for (int j = 0; j < kChunk; ++j) {
+      if (moves[j]) column[(first + j) * row_units] = row[j];
+    }
+    first += kChunk;
+    if (first >= count) return;
+    sources = read_sources(path, path_len, first);
   }
 }
 

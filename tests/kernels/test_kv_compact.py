@@ -85,6 +85,16 @@ def test_nothing_accepted_moves_nothing(device: str) -> None:
     check(kv, [100, 1], [[9, 9], [0, 3]], [-1, 1])
 
 
+@pytest.mark.parametrize("steps", [6, 8, 9, 64, 257])
+def test_long_paths(device: str, steps: int) -> None:
+    """More rows than are moved at once, as a kernel's chunks see them; every accepted length of the shorter ones."""
+    lengths = range(-1, steps) if steps <= 9 else (-1, 0, 7, 8, 9, steps // 2, steps - 2, steps - 1)
+    for accept in lengths:
+        paths = [sorted(torch.randperm(steps + extra)[:steps].tolist()) for extra in (0, 1, 30)]
+        kv = make_cache((1, 2, 3, 2, steps + 35, 8), torch.float16, device)
+        check(kv, [0, 3, 5], paths, [accept, steps - 1, min(accept + 1, steps - 1)])
+
+
 def test_one_step(device: str) -> None:
     check(make_cache((2, 2, 1, 2, 9, 4), device=device), [3], [[0]], [0])
     check(make_cache((2, 2, 1, 2, 9, 4), device=device), [3], [[5]], [0])
