@@ -4,6 +4,7 @@
 #   make test            .venv, editable install, tests         (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
+#   make kernels         what the compiler made of every kernel
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
@@ -45,7 +46,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo test test-lowest lint format types bench wheel-test no-nvcc clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo test test-lowest lint format types bench wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -108,6 +109,10 @@ gpu-step: gpu-build
 
 gpu-tune: gpu-build
 	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)
+
+# Every kernel compiled for every target, without a GPU: registers, spills, shared memory, instructions.
+kernels: $(EDITABLE)
+	$(BIN)/python -I -m medusa_kernels.inspection
 
 wheel-test: $(EDITABLE)
 	.ci/wheel-test $(BIN)/python "$(TORCH)" $(TRANSFORMERS)

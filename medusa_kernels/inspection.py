@@ -1,0 +1,322 @@
+"""Compiles every launch configuration for every target without a GPU, and reports what the compiler made of it.
+
+`python -m medusa_kernels.inspection` prints one table: registers, stack, shared memory and the instructions that
+matter. Compilation itself checks neither spills nor limits of shared memory; this does. It does not know what a kernel
+computes: it reads its specialisations, Triton's IR of it and the disassembly. Native kernels of csrc/ are read from the
+built library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from medusa_kernels import _native
+from medusa_kernels._registry import interpreted
+
+OPS = ("tree_attention", "rope_append", "heads_topk", "tree_verify")
+"""Ops with Triton kernels, each in the module of its name in `medusa_kernels._triton`."""
+
+ARCHS = ("80", "86", "90")
+
+RULES = """\
+Each of these is a breach, printed below the table, and makes the exit status 1:
+  stack         more than 0 bytes of stack: registers spill
+  shared        more shared memory than one block may have on that target
+  tensor cores  a 16-bit kernel (a 16-bit pointer among its arguments) with a matrix product (tt.dot in Triton's IR),
+                but no tensor-core operation in its disassembly
+  16 bytes      a kernel that loads a tile of 16-bit numbers of at least 16 bytes a thread (tt.load in Triton's IR), or
+                the native kernel of 16-byte units, without any 16-byte load (LDG .128, LDGSTS .128 or a bulk copy).
+                Free of this are kernels for rows whose elements or starts are not aligned: those with one of the words
+                strided, unit1, unit2, unit4 in their name.
+  missing       an op without kernel module, or a kernel that does not compile
+"""
+UNALIGNED_WORDS = frozenset({"strided", "unit1", "unit2", "unit4"})
+
+_WIDE = re.compile(r"(LDG|LDGSTS)\..*\.128\b")
+_ASYNC = re.compile(r"(LDGSTS|UBLKCP|UTMALDG)\b")
+_BULK = re.compile(r"(UBLKCP|UTMALDG)\b")
+_TENSOR_CORE = re.compile(r"[HIQD]G?MMA\b")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)")
+_RESOURCES = re.compile(r"^\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+_LOAD = re.compile(r"tt\.load\b.*:\s*tensor<((?:\d+x)+)!tt\.ptr<(?:f16|bf16|i16)>")
+_NATIVE_UNIT = re.compile(r"compact_kernelI(N\w*6Unit16E|[mjth])")
+_UNIT_BYTES = {"m": 8, "j": 4, "t": 2, "h": 1}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the disassembly of one kernel holds; `shared` is what is known when it is compiled (static)."""
+
+    registers: int = 0
+    stack: int = 0
+    shared: int = 0
+    wide_loads: int = 0
+    bulk_copies: int = 0
+    async_copies: int = 0
+    tensor_ops: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table, with what the rules need to know.
+
+    Attributes:
+        name: the specialisation's name.
+        arch: "80", "86" or "90".
+        warps: warps a program, 0 for a native kernel, whose block is chosen at launch.
+        stages: depth of software pipelining.
+        counts: registers, memory and instructions.
+        limit: bytes of shared memory that a block may have on the target.
+        dots_16_bit: whether it multiplies matrices and has 16-bit arguments.
+        streams: whether it loads tiles of 16-bit numbers, 16 bytes or more a thread.
+        failed: why there is nothing to count, or "".
+    """
+
+    name: str
+    arch: str
+    warps: int
+    stages: int
+    counts: Counts
+    limit: int
+    dots_16_bit: bool = False
+    streams: bool = False
+    failed: str = ""
+
+
+def breaches(row: Row) -> list[str]:
+    """Return a sentence for every rule that a row breaks."""
+    if row.failed:
+        return [row.failed]
+    counts, found = row.counts, []
+    if counts.stack > 0:
+        found.append(f"{counts.stack} bytes of stack, expected 0: registers spill")
+    if counts.shared > row.limit:
+        found.append(f"{counts.shared} bytes of shared memory, the limit of sm_{row.arch} is {row.limit}")
+    if row.dots_16_bit and not counts.tensor_ops:
+        found.append("a 16-bit matrix product without a tensor-core operation")
+    aligned = not UNALIGNED_WORDS.intersection(row.name.split())
+    if row.streams and aligned and not counts.wide_loads and not counts.bulk_copies:
+        found.append("tiles of 16-bit numbers are loaded, but nothing 16 bytes at once")
+    return found
+
+
+def parse(text: str) -> dict[str, Counts]:
+    """Read the output of `cuobjdump -res-usage -sass`: counts by (mangled) name of the kernel."""
+    found: dict[str, Counts] = {}
+    name = ""
+    for line in text.splitlines():
+        stripped = line.strip()
+        if match := re.match(r"Function\s*:?\s+([^\s:]+):?$", stripped):
+            name = match[1]
+            found.setdefault(name, Counts())
+        elif match := _RESOURCES.match(line):
+            registers, stack, shared = (int(number) for number in match.groups())
+            found[name] = replace(found[name], registers=registers, stack=stack, shared=shared)
+        elif name and (match := _INSTRUCTION.match(line)):
+            found[name] = _count(found[name], match[1])
+    return found
+
+
+def _count(counts: Counts, instruction: str) -> Counts:
+    if not instruction.startswith(("LDG", "U", "H", "I", "Q", "D")):
+        return counts
+    return replace(
+        counts,
+        wide_loads=counts.wide_loads + bool(_WIDE.match(instruction)),
+        bulk_copies=counts.bulk_copies + bool(_BULK.match(instruction)),
+        async_copies=counts.async_copies + bool(_ASYNC.match(instruction)),
+        tensor_ops=counts.tensor_ops + bool(_TENSOR_CORE.match(instruction)),
+    )
+
+
+def streams(ttir: str, warps: int) -> bool:
+    """Return whether Triton's IR loads a tile of 16-bit numbers with at least 16 bytes for every thread."""
+    for match in _LOAD.finditer(ttir):
+        elements = 1
+        for size in match[1].rstrip("x").split("x"):
+            elements *= int(size)
+        if 2 * elements >= 16 * 32 * warps:
+            return True
+    return False
+
+
+def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
+    """Compile one `launch.Specialisation` for one target and read the result."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = spec.kernel.arg_names
+    signature = {name: spec.signature.get(name, "constexpr") for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in spec.aligned]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), limit_of(arch))
+    source = ASTSource(spec.kernel, signature, dict(spec.constants), attributes)
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options}
+    try:
+        kernel = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
+    except Exception as error:  # whatever a pass of the compiler raises
+        return replace(row, failed=f"does not compile: {type(error).__name__}: {str(error)[:300]}")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        (counts,) = parse(disassembly(Path(file.name))).values()
+    ttir = kernel.asm["ttir"]
+    has_16_bit = any(kind.lstrip("*") in ("bf16", "fp16") for kind in spec.signature.values())
+    return replace(
+        row,
+        counts=replace(counts, shared=kernel.metadata.shared),
+        dots_16_bit=has_16_bit and "tt.dot" in ttir,
+        streams=streams(ttir, spec.num_warps),
+    )
+
+
+def disassembly(file: Path, *options: str) -> str:
+    """Return what the cuobjdump that Triton ships says of a cubin or a library."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run(
+        [tool, "-res-usage", "-sass", *options, file], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def limit_of(arch: str) -> int:
+    """Return the bytes of shared memory that a block may have on a target such as "86"."""
+    from medusa_kernels._triton import launch
+
+    return launch.SHARED_MEMORY[int(arch[:-1]), int(arch[-1])]
+
+
+def native_rows(library: Path, arch: str) -> list[Row]:
+    """Return a row for every kernel of the CUDA library, named by the unit that it moves."""
+    rows = []
+    for mangled, counts in parse(disassembly(library, "-arch", f"sm_{arch}")).items():
+        match = _NATIVE_UNIT.search(mangled)
+        unit = _UNIT_BYTES.get(match[1], 16) if match else 0
+        name = f"kv_compact csrc {unit}-byte units" if match else mangled
+        rows.append(Row(name, arch, 0, 0, counts, limit_of(arch), streams=unit == 16))
+    return rows
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker process compiles: the specialisation at an index of an op's list, or the library (index -1)."""
+
+    op: str
+    arch: str
+    index: int
+    name: str
+
+
+def tasks_of(op: str, archs: Iterable[str]) -> Iterator[Task]:
+    """Yield a task for every specialisation of an op; raises ImportError where the op has no kernels."""
+    for arch in archs:
+        for index, spec in enumerate(_specialisations(op, arch)):
+            yield Task(op, arch, index, spec.name)
+
+
+def _specialisations(op: str, arch: str) -> list[Any]:
+    module = importlib.import_module(f"medusa_kernels._triton.{op}")
+    return list(module.specialisations((int(arch[:-1]), int(arch[-1]))))
+
+
+def work(task: Task) -> Row:
+    """Compile a task; a module's OPTIONS are the compiler options that all its launches pass."""
+    module = importlib.import_module(f"medusa_kernels._triton.{task.op}")
+    return compiled_row(_specialisations(task.op, task.arch)[task.index], task.arch, getattr(module, "OPTIONS", {}))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Lay the rows out as one aligned table."""
+    head = ("name", "arch", "warps", "stages", "regs", "stack", "shared", "limit", "16-byte", "async", "tensor")
+    body = []
+    for row in rows:
+        c, launched = row.counts, (row.warps or "-", row.stages or "-")
+        used = (c.registers, c.stack, c.shared, row.limit, c.wide_loads, c.async_copies, c.tensor_ops)
+        body.append((row.name, f"sm_{row.arch}", *launched, *used))
+    cells = [head, *(tuple(str(cell) for cell in line) for line in body)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    lines = [
+        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in cells
+    ]
+    return "\n".join([*lines[:1], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def inspect(archs: Sequence[str], only: str, jobs: int, ops: Sequence[str] = OPS) -> tuple[list[Row], list[str]]:
+    """Compile what matches, in processes, with progress on stderr.
+
+    Returns:
+        The rows in the order of the ops, and a line for every breach.
+    """
+    lines, tasks = [], []
+    for op in ops:
+        try:
+            tasks += [task for task in tasks_of(op, archs) if only in task.name]
+        except (ImportError, AttributeError) as error:
+            lines.append(f"{op}: missing: {error}")
+    rows: dict[int, Row] = {}
+    # Forked, so that a worker need not import torch again; nothing here has started threads or CUDA.
+    with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
+        numbers = {pool.submit(work, task): number for number, task in enumerate(tasks)}
+        for done, future in enumerate(as_completed(numbers), 1):
+            number = numbers[future]
+            rows[number] = future.result()
+            print(f"[{done}/{len(tasks)}] sm_{tasks[number].arch} {tasks[number].name}", file=sys.stderr, flush=True)
+    found = [rows[number] for number in sorted(rows)]
+    library = _native.LIBRARY_FOLDER / "libmedusa_cuda.so"
+    if library.exists():
+        found += [row for arch in archs for row in native_rows(library, arch) if only in row.name]
+    else:
+        print(f"without the kernels of csrc/: {_native.why_missing('cuda')}", file=sys.stderr)
+    lines += [f"{row.name} sm_{row.arch}: {breach}" for row in found for breach in breaches(row)]
+    return found, lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m medusa_kernels.inspection",
+        description="Compile every kernel for every target (no GPU needed) and report what the compiler made of it.",
+        epilog=RULES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--arch", action="append", choices=ARCHS, help="target, may be repeated (default: all)")
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only kernels whose name contains this")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and breaches to a file")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
+    options = parser.parse_args(arguments)
+    if interpreted():
+        print("TRITON_INTERPRET=1 is set: kernels cannot be compiled; unset it", file=sys.stderr)
+        return 2
+    rows, lines = inspect(options.arch or ARCHS, options.only, options.jobs)
+    print(table(rows))
+    if options.json:
+        import triton
+
+        facts = {"triton": triton.__version__, "rows": [asdict(row) for row in rows], "breaches": lines}
+        options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    for line in lines:
+        print(f"breach: {line}")
+    if not rows and not lines:
+        print(f"no kernel's name contains {options.only!r}", file=sys.stderr)
+        return 2
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
