@@ -11,7 +11,6 @@ bf16, and its bytes.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -164,9 +163,6 @@ def torch_each(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch's ways."""
-    if case.form == "gather" and "gather" not in inspect.signature(heads_topk).parameters:
-        run.skip(case, "medusa_kernels", "heads_topk has no gather in this version")
-        return
     read = case.bytes(run.dtype.itemsize)
     copies = [inputs(case, run) for _ in range(gpu.sets_needed(read, run.device))]
     served = served_by(OP, run.device.type).name

@@ -184,6 +184,11 @@ def measure(case: Case, run: suite.Run) -> None:
 Variants = dict[str, Attend]
 
 
+def _on_copy(attend: Attend, copies: list[Inputs], i: int) -> gpu.Call:
+    x = copies[i]
+    return lambda: attend(x.q, x.k, x.v)
+
+
 def _peer(
     case: Case,
     run: suite.Run,
@@ -212,7 +217,7 @@ def _peer(
                     continue
                 del out
                 timings[variant] = gpu.cold_replay(
-                    lambda i, attend=attend: lambda: attend(copies[i].q, copies[i].k, copies[i].v),
+                    functools.partial(_on_copy, attend, copies),
                     len(copies),
                     run.device,
                     seconds=run.seconds / 2,
@@ -258,7 +263,7 @@ def _layouts(case: Case, mask_of: Callable[[int], Tensor | None]) -> dict[str, A
         out = scaled_dot_product_attention(split, k, v, attn_mask=mask)
         return out.unflatten(2, (case.nodes, case.group)).transpose(1, 2).flatten(2, 3)
 
-    layouts = {"": functools.partial(grouped, mask=mask_of(1))}
+    layouts: Variants = {"": functools.partial(grouped, mask=mask_of(1))}
     if case.group > 1:
         layouts = {"gqa": layouts[""], "packed": functools.partial(packed, mask=mask_of(case.group))}
     return layouts
@@ -268,7 +273,7 @@ def _backends(case: Case, masked: bool) -> dict[str, SDPBackend]:
     backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
     if not masked:
         backends["flash"] = SDPBackend.FLASH_ATTENTION
-    if masked and case.batch * case.heads * case.nodes * case.rows <= MOST_LOGITS:
+    if (masked or case.nodes == 1) and case.batch * case.heads * case.nodes * case.rows <= MOST_LOGITS:
         backends["math"] = SDPBackend.MATH
     return backends
 
@@ -283,9 +288,6 @@ def _with_backends(case: Case, mask_of: Callable[[int], Tensor | None]) -> Varia
 
     masked = mask_of(1) is not None
     backends = _backends(case, masked)
-    if case.nodes == 1:
-        backends["flash"] = SDPBackend.FLASH_ATTENTION
-        backends["math"] = SDPBackend.MATH
     return {
         " ".join(filter(None, (layout, name))): run_on(attend, backend)
         for layout, attend in _layouts(case, mask_of).items()

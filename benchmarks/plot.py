@@ -132,14 +132,14 @@ def bars(
         shown = name(record)
         panel.barh(place, record["median_us"], color=colours[shown], height=0.85)
         more = f"  ({record['ratio_to_plain']:.2f} x plain)" if record.get("ratio_to_plain") else ""
-        panel.text(record["median_us"], place, f" {record['median_us']:.4g}{more}", va="center", fontsize=7)
+        value = f"{record['median_us']:.{0 if record['median_us'] >= 1000 else 1}f}"
+        panel.text(record["median_us"], place, f" {value}{more}", va="center", fontsize=7)
         ideal = copy_us(record)
         if ideal:
             panel.plot([ideal, ideal], [place - 0.45, place + 0.45], color="black", linewidth=1.6)
-    panel.set_xscale("log")
-    panel.margins(x=0.15)
+    panel.set_xlim(0, 1.25 * max(record["median_us"] for record in records))
     panel.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=7)
-    panel.invert_yaxis()
+    panel.set_ylim(at - 0.8 + 0.3, -1.1)
     panel.set_xlabel("microseconds (black: the same bytes at copy bandwidth)", fontsize=9)
     panel.grid(axis="x", alpha=0.3)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
@@ -149,7 +149,8 @@ def bars(
 
 def case_label(record: Record) -> str:
     """Return a case's shapes without those that every case shares."""
-    left_out = ("models", "hidden", "k", "layers", "rows" if record["benchmark"] == "kv_compact" else "", "head_dim")
+    shared = {"heads_topk": ("hidden", "k", "heads"), "tree_verify": ("hidden",), "kv_compact": ("layers", "rows")}
+    left_out = ("models", "head_dim", *shared.get(record["benchmark"], ()))
     return ", ".join(
         f"{key} {'-'.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in record["shapes"].items()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,7 +176,12 @@ class DeviceLostError(RuntimeError):
 
 def label(case: Case) -> str:
     """Return the text that a case is chosen and shown by: "nodes=64 prefix=8192 ..."."""
-    return " ".join(f"{k}={','.join(map(str, v)) if isinstance(v, list) else v}" for k, v in case.shapes().items())
+    return " ".join(f"{name}={text(value)}" for name, value in case.shapes().items())
+
+
+def text(value: Any) -> str:
+    """Return a shape's value as one word."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def go(run: Run, cases: Sequence[Case], measure: Measure) -> Run:
@@ -189,7 +195,7 @@ def go(run: Run, cases: Sequence[Case], measure: Measure) -> Run:
         while todo and run.left() > 0:
             case = todo[0]
             print(f"{label(case)}  [{run.left():.0f} s left]", flush=True)
-            run.attempt(case, "all", lambda case=case: measure(case, run))
+            run.attempt(case, "all", functools.partial(measure, case, run))
             todo.pop(0)
             gpu.release(run.device)
     except DeviceLostError as error:
@@ -201,10 +207,30 @@ def go(run: Run, cases: Sequence[Case], measure: Measure) -> Run:
         if todo:
             run.note(not_reached=[case.shapes() for case in todo], reason=why)
             print(f"not reached: {len(todo)} cases, because {why}", flush=True)
+        print("\n".join(summary(run.records)), flush=True)
     return run
 
 
-def by_rank(axes: dict[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+def summary(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line a case: our time, its fraction of the copy bandwidth, and how much slower the fastest peer is."""
+    timed: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        if "median_us" in record:
+            line = " ".join(text(value) for value in record["shapes"].values())
+            timed.setdefault(line, {})[record["implementation"]] = record
+    lines = []
+    for line, by_name in timed.items():
+        ours = by_name.pop("medusa_kernels", None)
+        if ours is None:
+            continue
+        shown = f"{line}: {ours['median_us']:.1f} us {ours['fraction']:.0%}"
+        for name, record in sorted(by_name.items(), key=lambda item: item[1]["median_us"]):
+            shown += f", {name} {record['median_us'] / ours['median_us']:.2f} x"
+        lines.append(shown)
+    return lines
+
+
+def by_rank(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
     """Go through all combinations, those near the front of every axis first."""
     combinations: list[tuple[int, dict[str, Any]]] = [(0, {})]
     for name, values in axes.items():

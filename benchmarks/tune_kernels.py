@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import multiprocessing
@@ -295,7 +296,7 @@ def compile_ahead(search: Search, jobs: int) -> None:
     tasks: dict[object, Task] = {}
     for case in search.problem.cases:
         x = search.problem.bench.inputs(case, search.run)
-        for args in arguments(search.module, lambda case=case, x=x: search.problem.call(case, x)):
+        for args in arguments(search.module, functools.partial(search.problem.call, case, x)):
             for config in candidates(search.module, args):
                 key = (args, config, search.problem.form(case))
                 tasks.setdefault(key, (case, args, config))

@@ -230,6 +230,15 @@ def test_a_wrong_peer_is_recorded(results: Any, error: float) -> None:
     assert results.records()[0]["wrong"] is True
 
 
+def test_summary_names_our_time_and_the_peers_ratios() -> None:
+    run = a_run()
+    for name, us in (("slow", 12.0), ("medusa_kernels", 4.0), ("near", 5.0)):
+        timing = gpu.Timing(us, us, us, captured=True, calls=1, replays=1, sets=1)
+        run.write_timing(Line("x"), name, timing, bytes=4000)
+    run.skip(Line("x"), "absent", "not installed")
+    assert suite.summary(run.records) == ["x: 4.0 us 50%, near 1.25 x, slow 3.00 x"]
+
+
 def test_by_rank_puts_the_fronts_of_all_axes_first() -> None:
     got = [(c["x"], c["y"]) for c in suite.by_rank({"x": (1, 2, 3), "y": "ab"})]
     assert got[:3] == [(1, "a"), (1, "b"), (2, "a")]

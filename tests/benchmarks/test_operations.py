@@ -96,6 +96,13 @@ def test_shared_heads_count_the_projection_once() -> None:
     assert "median_us" in found["torch batched"]
 
 
+def test_gathered_heads_count_the_named_rows() -> None:
+    case = bench_heads_topk.Case("gather", 70, 130, "full", batch=2, heads=2, hidden=64, k=4)
+    found = measured(bench_heads_topk, case)
+    assert found["medusa_kernels"]["bytes"] == 70 * 64 * 4 + 2 * 64 * 65 * 4
+    assert "median_us" in found["torch batched"]
+
+
 @pytest.mark.parametrize("stats", [False, True])
 def test_verify_peer_agrees(stats: bool) -> None:
     found = measured(bench_tree_verify, bench_tree_verify.Case(300, 7, stats, batch=2, hidden=64))

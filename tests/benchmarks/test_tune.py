@@ -1,4 +1,4 @@
-"""The tuner on a kernel of two stages that sleeps as its configuration says, and one of whose candidates is wrong."""
+"""The tuner on a kernel of two stages whose cost is what its configurations say, and one of whose candidates is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import suite, tune_kernels
+from benchmarks import gpu, suite, tune_kernels
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,7 @@ class Case:
 
 def two_stages() -> types.ModuleType:
     module = types.ModuleType("two_stages")
+    module.done = 0  # type: ignore[attr-defined]
     module.configuration = lambda stage, size: Config(3)  # type: ignore[attr-defined]
     module.candidates = lambda stage, size: [  # type: ignore[attr-defined]
         module.configuration(stage, size),
@@ -46,8 +47,7 @@ def two_stages() -> types.ModuleType:
             config = module.configuration(stage, size=case.size)
             if config.work < 0:
                 raise ValueError("cannot be compiled")
-            for _ in range(config.work):
-                torch.ones(100, 100) @ torch.ones(100, 100)
+            module.done += config.work  # type: ignore[attr-defined]
             x = x + config.added
         return x
 
@@ -57,8 +57,16 @@ def two_stages() -> types.ModuleType:
 
 
 @pytest.fixture
-def search() -> tune_kernels.Search:
+def search(monkeypatch: pytest.MonkeyPatch) -> tune_kernels.Search:
     module = two_stages()
+
+    def units_of_work(make_call: Any, sets: int, device: torch.device, seconds: float) -> gpu.Timing:
+        before = module.done
+        make_call(sets - 1)()
+        us = float(module.done - before)
+        return gpu.Timing(us, us, us, captured=True, calls=1, replays=1, sets=sets)
+
+    monkeypatch.setattr(gpu, "cold_replay", units_of_work)
     problem = tune_kernels.Problem(module, module.call, [Case(7)], lambda case: None)
     return tune_kernels.Search("two", problem, module, suite.Run("two", CPU, dtype=torch.float32, seconds=0.01))
 
@@ -71,6 +79,8 @@ def test_each_stage_is_tuned_while_the_other_keeps_its_choice(search: tune_kerne
         {"stage": "second", "size": "7"},
     )
     assert [row["config"]["work"] for row in first["rows"]] == [1, 1, 3, -1]
+    # One stage at its candidate's cost, the other at 3.
+    assert [row.get("median_us") for row in first["rows"]] == [4, 4, 6, None]
     assert [row["chosen"] for row in first["rows"]] == [False, False, True, False]
     errors = {(row["config"]["work"], row["config"]["added"]): row.get("error", "") for row in second["rows"]}
     assert errors[1, 5.0].startswith("wrong")
