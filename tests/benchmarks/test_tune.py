@@ -1,4 +1,4 @@
-"""The tuner on a kernel of two stages whose cost is what its configurations say, and one of whose candidates is wrong."""
+"""The tuner on a kernel of two stages that cost what their configurations say; one of the candidates is wrong."""
 
 from __future__ import annotations
 
