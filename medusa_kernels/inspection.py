@@ -154,26 +154,13 @@ def streams(ttir: str, warps: int) -> bool:
 
 
 def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
-    """Compile one `launch.Specialisation` for one target and read the result."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = spec.kernel.arg_names
-    signature = {name: spec.signature.get(name, "constexpr") for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in spec.aligned]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    """Compile one `launch.Specialisation` for one target, with further compiler options, and read the result."""
     row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), limit_of(arch))
-    source = ASTSource(spec.kernel, signature, dict(spec.constants), attributes)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options}
     try:
-        kernel = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
+        kernel = compiled(spec, arch, options)
     except Exception as error:  # whatever a pass of the compiler raises
         return replace(row, failed=f"does not compile: {type(error).__name__}: {str(error)[:300]}")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        (counts,) = parse(disassembly(Path(file.name))).values()
+    (counts,) = parse(disassembled(kernel)).values()
     ttir = kernel.asm["ttir"]
     has_16_bit = any(kind.lstrip("*") in ("bf16", "fp16") for kind in spec.signature.values())
     return replace(
@@ -182,6 +169,29 @@ def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
         dots_16_bit=has_16_bit and "tt.dot" in ttir,
         streams=streams(ttir, spec.num_warps),
     )
+
+
+def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
+    """Return Triton's compiled kernel for a specialisation, from Triton's cache where it is there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = spec.kernel.arg_names
+    signature = {name: spec.signature.get(name, "constexpr") for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in spec.aligned]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(spec.kernel, signature, dict(spec.constants), attributes)
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options}
+    return triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
+
+
+def disassembled(kernel: Any) -> str:
+    """Return the disassembly and resource usage of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return disassembly(Path(file.name))
 
 
 def disassembly(file: Path, *options: str) -> str:
