@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medusa_kernels import _native
+from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
 
-OPS = ("tree_attention", "rope_append", "heads_topk", "tree_verify")
+OPS = tuple(op for op in _registry.OPS if op != "kv_compact")
 """Ops with Triton kernels, each in the module of its name in `medusa_kernels._triton`."""
 
 ARCHS = ("80", "86", "90")

@@ -231,7 +231,7 @@ def test_without_its_options_rope_append_would_fuse() -> None:
 
 def fused(text: str) -> list[str]:
     """Operands of multiply-adds that are neither a product nor a sum alone; fails where there is no arithmetic."""
-    assert re.search(r"\b(FMUL|HMUL2)", text)
+    assert re.search(r"\b(FMUL|HMUL2|HFMA2.BF16)", text)
     operands = re.findall(r"\b(?:FFMA|HFMA2)[\w.]* (.*?);", text)
     return [these for these in operands if not re.search(r"-?RZ|, -?1, -?1,", these)]
 
