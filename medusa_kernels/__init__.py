@@ -1,4 +1,4 @@
-"""The five operations of a Medusa decode step: tensors in, tensors out.
+"""The operations of a Medusa decode step: tensors in, tensors out.
 
 This package knows torch and triton. It knows nothing of models, trees as objects, tokenizers or acceptance rules, and
 never imports transformers. Each operation is a `torch.library` op in the namespace `medusa_kernels`; its specification
@@ -6,6 +6,8 @@ is the function of the same name in `medusa_kernels.reference`.
 """
 
 from medusa_kernels._registry import OPS, Implementation, served_by
+from medusa_kernels.add_rms_norm import add_rms_norm
+from medusa_kernels.decode_linear import decode_linear
 from medusa_kernels.heads_topk import heads_topk
 from medusa_kernels.kv_compact import kv_compact
 from medusa_kernels.reference import ancestor_words
@@ -16,7 +18,9 @@ from medusa_kernels.tree_verify import tree_verify
 __all__ = [
     "OPS",
     "Implementation",
+    "add_rms_norm",
     "ancestor_words",
+    "decode_linear",
     "heads_topk",
     "kv_compact",
     "rope_append",

@@ -2,11 +2,14 @@
 
 The arithmetic is written out: fp16, bf16 and fp32 inputs are computed in fp32 (fp64 in fp64), and results are rounded
 once, at the end. `rope_append` alone computes in the dtype of its input, because its contract is to be bit-equal to the
-rotation of transformers. No function reads device data on the host, so all of them are safe to capture in a CUDA graph.
-They do not check their arguments: the public functions, one file per op, do that.
+rotation of transformers, and `add_rms_norm` rounds where the normalisation of transformers does. No function reads
+device data on the host, so all of them are safe to capture in a CUDA graph. They do not check their arguments: the
+public functions, one file per op, do that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -205,3 +208,28 @@ def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor
     row = torch.arange(batch, device=path.device)[:, None]
     data = kv.view(torch.uint8)
     data[:, :, row, :, target] = data[:, :, row, :, source]
+
+
+def decode_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    gate: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Products with several weights, side by side or one gating the other; see the public `decode_linear`."""
+    products = [_wide(x) @ _wide(weight).T for weight in weights]
+    for product, bias in zip(products, biases or [None] * len(products), strict=True):
+        if bias is not None:
+            product += _wide(bias)
+    out = products[0] * torch.sigmoid(products[0]) * products[1] if gate else torch.cat(products, -1)
+    return (out if residual is None else out + _wide(residual)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual sum and its RMS normalisation; see the public `add_rms_norm`."""
+    total = x if delta is None else (_wide(x) + _wide(delta)).to(x.dtype)
+    wide = _wide(total)
+    normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    return total, (_wide(weight) * _wide(normed.to(x.dtype))).to(x.dtype)

@@ -130,11 +130,37 @@ def _kv_compact(device: str, generator: torch.Generator) -> float:
     return _difference(got, expected)
 
 
+def _decode_linear(device: str, generator: torch.Generator) -> float:
+    x, bias = _random(device, generator, 5, 96), _random(device, generator, 70)
+    weights = [_random(device, generator, rows, 96) / 10 for rows in (70, 33, 70)]
+    residual = _random(device, generator, 5, 33)
+    cases: list[tuple[list[torch.Tensor], list[torch.Tensor | None] | None, bool, torch.Tensor | None]] = [
+        (weights, [bias, None, None], False, None),
+        (weights[::2], None, True, None),
+        (weights[1:2], None, False, residual),
+    ]
+    errors = []
+    for matrices, biases, gate, added in cases:
+        got = medusa_kernels.decode_linear(x, matrices, biases, gate=gate, residual=added)
+        errors.append(_difference(got, reference.decode_linear(x, matrices, biases, gate=gate, residual=added)))
+    return max(errors)
+
+
+def _add_rms_norm(device: str, generator: torch.Generator) -> float:
+    x, delta = _random(device, generator, 2, 3, 200)
+    weight = _random(device, generator, 200)
+    got = medusa_kernels.add_rms_norm(x, delta, weight, 1e-6)
+    expected = reference.add_rms_norm(x, delta, weight, 1e-6)
+    return max(_difference(a, b) for a, b in zip(got, expected, strict=True))
+
+
 _CASES: dict[str, Callable[[str, torch.Generator], float]] = {
     "tree_attention": _tree_attention,
     "rope_append": _rope_append,
     "heads_topk": _heads_topk,
     "tree_verify": _tree_verify,
     "kv_compact": _kv_compact,
+    "decode_linear": _decode_linear,
+    "add_rms_norm": _add_rms_norm,
 }
 _BOUNDS = {"kv_compact": 0.0}  # it moves bytes

@@ -1,0 +1,44 @@
+"""Programmatic dependent launch: a kernel begins while the one before it in the stream ends.
+
+A kernel launched so runs `gdc_wait` before it reads what earlier kernels wrote and before it stores anything. That
+returns once the kernel before it, which waited likewise, is complete with its writes visible: the order of writes and
+reads in a stream stays what it was. `gdc_launch_dependents` lets the next kernel begin once every program has run it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+import triton.language as tl
+
+from medusa_kernels._registry import interpreted
+
+PROGRAMMATIC_LAUNCH = False
+"""Whether kernels are launched so where the device and Triton can."""
+
+LOWEST_CAPABILITY = (9, 0)
+
+
+def programmatic(device: torch.device) -> bool:
+    """Return whether to launch kernels programmatically on a device."""
+    if not PROGRAMMATIC_LAUNCH or device.type != "cuda" or interpreted() or not _in_triton():
+        return False
+    return torch.cuda.get_device_capability(device) >= LOWEST_CAPABILITY
+
+
+@functools.cache
+def _in_triton() -> bool:
+    """Return whether this Triton has the two instructions and the launch attribute."""
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return False
+    known = {field.name for field in dataclasses.fields(CUDAOptions)}
+    return "launch_pdl" in known and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+def launch_options(pdl: bool) -> dict[str, bool]:
+    """Return the keyword arguments of a launch; none without it, for a Triton that does not know them."""
+    return {"launch_pdl": True} if pdl else {}

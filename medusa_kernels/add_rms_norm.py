@@ -1,0 +1,62 @@
+"""Residual addition and RMS normalisation (Zhang and Sennrich 2019) in one pass over the hidden states.
+
+It does not know which layer it stands in front of, nor where the sum goes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa_kernels import _checks
+from medusa_kernels._registry import declare, serve, triton_or
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return `s = x + delta` and `weight * (s / sqrt(mean(s^2) + eps))`, rounded as LlamaRMSNorm of transformers does.
+
+    The sum is rounded to the dtype of x. From there the statistics are taken in fp32, the normalised value is rounded
+    to that dtype, and its product with the weight is rounded once more.
+
+    Args:
+        x: `[..., H]`, fp16, bf16 or fp32; any strides.
+        delta: like x, or None to normalise x itself.
+        weight: `[H]`, dtype of x.
+        eps: added to the mean of the squares.
+
+    Returns:
+        The sum (x itself where delta is None) and the normalised sum, `[..., H]` in the dtype of x; new contiguous
+        tensors but for that x.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype or device.
+    """
+    _checks.require(x.dim() >= 1 and x.shape[-1] > 0, "x", "shape [..., H] with H of at least 1", list(x.shape))
+    _checks.dtype("x", x, *_checks.FLOATS)
+    _checks.shape("weight", weight, (x.shape[-1],))
+    _checks.match("weight", weight, "x", x)
+    if delta is not None:
+        _checks.shape("delta", delta, tuple(x.shape))
+        _checks.match("delta", delta, "x", x)
+    total, normed = torch.ops.medusa_kernels.add_rms_norm.default(x, delta, weight, eps)
+    return (x if delta is None else total), normed
+
+
+def _eager(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Run the op in PyTorch on any device; without delta the sum is empty."""
+    total = x if delta is None else (x + delta).contiguous()
+    wide = total.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = (weight * (wide * scale).to(x.dtype)).contiguous()
+    return (x.new_empty(0) if delta is None else total), normed
+
+
+def _fake(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0 if delta is None else x.shape), x.new_empty(x.shape)
+
+
+# Without delta the op has no sum to return, and an output of an op must not be one of its inputs.
+declare("add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)", _fake)
+_CPU = "PyTorch, operation by operation"
+serve("add_rms_norm", "cpu", lambda: triton_or("add_rms_norm", "eager", _eager, _CPU, device_type="cpu"))
+serve("add_rms_norm", "cuda", lambda: triton_or("add_rms_norm", "eager", _eager, "", device_type="cuda"))

@@ -1,0 +1,130 @@
+"""The projections of a decode step: few rows times one to three weight matrices, in one pass over the weights.
+
+It does not know what is projected (queries, keys and values, or an MLP), and never packs or copies a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from medusa_kernels import _checks
+from medusa_kernels._registry import Implementation, declare, serve, triton_or
+
+MOST_WEIGHTS = 3
+MOST_ROWS = 64
+"""Rows up to which the Triton kernel streams the weights; with more, the product is no longer bound by reading them."""
+
+
+def decode_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    gate: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return `x W^T + b` for each weight side by side; gated, `SiLU(x Wg^T + bg) * (x Wu^T + bu)` (Shazeer 2020).
+
+    Args:
+        x: `[..., K]`, fp16, bf16 or fp32; any strides.
+        weights: 1 to 3 matrices `[N_i, K]`, dtype of x; elements of a row adjacent, rows any distance apart. Gated:
+            two, the gate's and the other's, of one shape.
+        biases: for each weight `[N_i]`, dtype of x, or None; None: no biases.
+        gate: whether the first product gates the second.
+        residual: `[..., N]`, dtype of x; added to the product. Only with one weight.
+
+    Returns:
+        `[..., sum of N_i]` in the order of the weights (gated: `[..., N]`), dtype of x, a new contiguous tensor.
+        Products are accumulated in fp32; bias, gate and residual are applied in fp32, and the result is rounded once.
+        The PyTorch implementation rounds after each of these steps. It serves CPUs, and more than 64 rows on a GPU too,
+        where the product is no longer bound by reading the weights.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device, layout or number.
+    """
+    _check(x, weights, biases, gate, residual)
+    bias_list = None if biases is None else list(biases)
+    return torch.ops.medusa_kernels.decode_linear.default(x, list(weights), bias_list, gate=gate, residual=residual)
+
+
+def _check(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None, gate: bool, residual: Tensor | None
+) -> None:
+    _checks.require(x.dim() >= 1, "x", "shape [..., K]", list(x.shape))
+    _checks.dtype("x", x, *_checks.FLOATS)
+    count, size = len(weights), x.shape[-1]
+    _checks.require(1 <= count <= MOST_WEIGHTS, "weights", f"1 to {MOST_WEIGHTS} matrices", count)
+    _checks.require(not gate or count == 2, "weights", "two matrices, as gate is set", count)
+    for i, weight in enumerate(weights):
+        _checks.shape(f"weights[{i}]", weight, (weights[0].shape[0] if gate and i else "N", size))
+        _checks.match(f"weights[{i}]", weight, "x", x)
+        if size > 1 and weight.stride(1) != 1:
+            raise ValueError(f"weights[{i}]: expected a row's elements adjacent, got strides {weight.stride()}")
+    if biases is not None:
+        _checks.require(len(biases) == count, "biases", f"{count}, one a weight", len(biases))
+        for i, (bias, weight) in enumerate(zip(biases, weights, strict=True)):
+            if bias is not None:
+                _checks.shape(f"biases[{i}]", bias, (weight.shape[0],))
+                _checks.match(f"biases[{i}]", bias, "x", x)
+    if residual is not None:
+        _checks.require(count == 1, "residual", "None with several weights", list(residual.shape))
+        _checks.shape("residual", residual, (*x.shape[:-1], weights[0].shape[0]))
+        _checks.match("residual", residual, "x", x)
+
+
+def with_linear(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None] | None = None,
+    *,
+    gate: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Run the op as matrix products in the dtype of x, each written to its place in the result, on any device."""
+    rows = x.reshape(-1, x.shape[-1])
+    sizes = [weight.shape[0] for weight in weights]
+    out = x.new_empty(rows.shape[0], sum(sizes))
+    for part, weight, bias in zip(out.split(sizes, 1), weights, biases or [None] * len(weights), strict=True):
+        if bias is None:
+            torch.mm(rows, weight.T, out=part)
+        else:
+            torch.addmm(bias, rows, weight.T, out=part)
+    if gate:
+        first, second = out.split(sizes, 1)
+        out = silu(first).mul_(second)
+    if residual is not None:
+        out += residual.reshape(out.shape)
+    return out.view(*x.shape[:-1], out.shape[1])
+
+
+def _fake(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None] | None = None,
+    *,
+    gate: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    features = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)
+    return x.new_empty(*x.shape[:-1], features)
+
+
+def _choose(device_type: str) -> Implementation:
+    chosen = triton_or("decode_linear", "linear", with_linear, "PyTorch matrix products", device_type=device_type)
+    if chosen.name != "triton":
+        return chosen
+    return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows")
+
+
+declare(
+    "decode_linear(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None) "
+    "-> Tensor",
+    _fake,
+)
+serve("decode_linear", "cpu", lambda: _choose("cpu"))
+serve("decode_linear", "cuda", lambda: _choose("cuda"))

@@ -1,0 +1,182 @@
+"""add_rms_norm against LlamaRMSNorm of transformers behind a residual addition, and against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modes import DTYPES
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from medusa_kernels import add_rms_norm, reference
+from medusa_kernels._registry import interpreted
+
+Case = tuple[Tensor, Tensor | None, Tensor]
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that an op asks for is NaN until the op writes it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(
+    *shape: int, delta: bool = True, dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 1.0
+) -> Case:
+    x, other = torch.randn(2, *shape).to(device, dtype) * scale
+    return x, other if delta else None, (1 + torch.randn(shape[-1]) / 4).to(device, dtype)
+
+
+def of_transformers(total: Tensor, weight: Tensor, eps: float) -> Tensor:
+    layer = LlamaRMSNorm(weight.shape[0], eps)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer(total)
+
+
+def exact(total: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`w * s / sqrt(mean(s^2) + eps)` in fp64."""
+    wide = total.double()
+    return weight.double() * wide / (wide.square().sum(-1, keepdim=True) / wide.shape[-1] + eps).sqrt()
+
+
+def check(case: Case, eps: float = 1e-5) -> None:
+    x, delta, weight = case
+    total, normed = add_rms_norm(*case, eps)
+    # The sum has one rounding, which leaves nothing to choose.
+    assert torch.equal(total, x if delta is None else x + delta)
+    assert normed.dtype == x.dtype
+    assert normed.is_contiguous()
+    assert_within_twice(normed, of_transformers(total, weight, eps), exact(total, weight, eps))
+
+
+@given(data=st.data())
+@settings(max_examples=15 if interpreted() else 40)
+def test_matches_fp64(device: str, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    shape = data.draw(st.lists(st.integers(1, 3), max_size=2), label="leading")
+    case = make(
+        *shape,
+        data.draw(st.sampled_from([1, 2, 3, 17, 64, 100, 1025]), label="size"),
+        delta=data.draw(st.booleans(), label="delta"),
+        scale=data.draw(st.sampled_from([1e-4, 1.0, 1e3]), label="scale"),
+        device=device,
+    )
+    check(case, data.draw(st.sampled_from([1e-6, 1e-5]), label="eps"))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (64, 2048), (65, 100), (3, 8192), (2, 5120), (2, 12345)])
+def test_rows_sizes_and_dtypes(device: str, rows: int, size: int, delta: bool, dtype: torch.dtype) -> None:
+    check(make(rows, size, delta=delta, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES[1:]], ids=str)
+def test_rounds_where_transformers_does(device: str, dtype: torch.dtype) -> None:
+    """Of 16-bit results nearly all are equal: one rounding fewer (or elsewhere) would change every third."""
+    x, delta, weight = make(64, 1024, dtype=dtype, device=device)
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    same = (normed == of_transformers(x + delta, weight, 1e-5)).double().mean().item()
+    once = exact(total, weight, 1e-5).to(dtype)
+    assert (normed == once).double().mean().item() < 0.9
+    assert same > 0.999
+
+
+def test_sum_is_x_itself_without_delta(device: str) -> None:
+    x, _, weight = make(2, 3, 8, device=device)
+    before = x.clone()
+    total, _ = add_rms_norm(x, None, weight, 1e-5)
+    assert total is x
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_leading_axes_and_strides(device: str, delta: bool) -> None:
+    """Inputs as slices of larger tensors, whose other numbers are NaN."""
+    case = make(3, 4, 40, delta=delta, device=device)
+    wanted = add_rms_norm(*case, 1e-5)
+
+    def apart(tensor: Tensor | None, step: int) -> Tensor | None:
+        if tensor is None:
+            return None
+        room = torch.full((*tensor.shape[:-1], 2, tensor.shape[-1] * step + 3), torch.nan, device=device)
+        room[..., 1, 1:-2:step] = tensor
+        return room[..., 1, 1:-2:step]
+
+    for step in (1, 2):
+        got = add_rms_norm(apart(case[0], step), apart(case[1], step), apart(case[2], step), 1e-5)
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_the_same_bits_again(device: str) -> None:
+    case = make(9, 3000, device=device)
+    for first, second in zip(add_rms_norm(*case, 1e-5), add_rms_norm(*case, 1e-5), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_by_hand(device: str) -> None:
+    """Mean square of (3, 4, 0, 0) is 6.25 and of eps beside it 0."""
+    x, delta = torch.tensor([[[1.0, 4.0, 2.0, 0.0]], [[2.0, 0.0, -2.0, 0.0]]], device=device)
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)
+    total, normed = add_rms_norm(x, delta, weight, 0.0)
+    assert total.tolist() == [[3.0, 4.0, 0.0, 0.0]]
+    torch.testing.assert_close(normed.cpu(), torch.tensor([[1.2, 3.2, 0.0, 0.0]]))
+    # eps counts: zeros stay zeros instead of becoming 0/0
+    assert add_rms_norm(x * 0, None, weight, 1e-5)[1].tolist() == [[0.0] * 4]
+
+
+def test_no_rows(device: str) -> None:
+    x = torch.ones(0, 4, device=device)
+    total, normed = add_rms_norm(x, x.clone(), torch.ones(4, device=device), 1e-5)
+    assert total.shape == normed.shape == (0, 4)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_reference_in_fp64_is_exact(delta: bool) -> None:
+    case = make(3, 24, delta=delta, dtype=torch.float64)
+    total, normed = reference.add_rms_norm(*case, 1e-5)
+    assert torch.equal(total, case[0] if case[1] is None else case[0] + case[1])
+    torch.testing.assert_close(normed, exact(total, case[2], 1e-5), rtol=1e-12, atol=1e-12)
+
+
+BAD = {
+    "x-axes": ({"x": torch.zeros(())}, "x: expected shape"),
+    "x-empty": ({"x": torch.zeros(2, 0)}, "x: expected shape"),
+    "x-dtype": ({"x": torch.zeros(2, 4).double()}, "x: expected dtype"),
+    "delta-shape": ({"delta": torch.zeros(4)}, r"delta: expected shape \[2, 4\], got \[4\]"),
+    "delta-dtype": ({"delta": torch.zeros(2, 4).half()}, "delta: expected dtype float32 like x"),
+    "weight-shape": ({"weight": torch.zeros(5)}, r"weight: expected shape \[4\]"),
+    "weight-dtype": ({"weight": torch.zeros(4).half()}, "weight: expected dtype"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"x": torch.zeros(2, 4), "delta": None, "weight": torch.zeros(4), "eps": 1e-5}
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(**(good | change))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_opcheck(device: str, delta: bool) -> None:
+    case = make(2, 3, 16, delta=delta, device=device)
+    torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, (*case, 1e-5))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_compiles_into_one_graph(device: str, delta: bool) -> None:
+    case = make(2, 3, 16, delta=delta, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(add_rms_norm, fullgraph=True, dynamic=False, backend="aot_eager")
+    for mine, wanted in zip(compiled(*case, 1e-5), add_rms_norm(*case, 1e-5), strict=True):
+        assert torch.equal(mine, wanted)

@@ -1,0 +1,317 @@
+"""decode_linear against one output element at a time in fp64, written as sums of products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_within_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modes import DTYPES
+from torch import Tensor
+
+from medusa_kernels import decode_linear, reference
+from medusa_kernels._registry import interpreted, served_by
+
+Case = dict[str, Any]
+FORMS = ("one", "residual", "two", "three", "gate")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that an op asks for is NaN until the op writes it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def make(
+    rows: int | tuple[int, ...],
+    size: int,
+    features: tuple[int, ...],
+    *,
+    biases: tuple[bool, ...] | None = None,
+    gate: bool = False,
+    residual: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Case:
+    """Random inputs; every weight is a part of a larger matrix that is NaN elsewhere."""
+    shape = rows if isinstance(rows, tuple) else (rows,)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes).to(device, dtype)
+
+    weights = []
+    for n in features:
+        room = torch.full((n + 3, size + 16), torch.nan, dtype=dtype, device=device)
+        room[1 : n + 1, :size] = random(n, size) / size**0.5
+        weights.append(room[1 : n + 1, :size])
+    return {
+        "x": random(*shape, size),
+        "weights": weights,
+        "biases": None if biases is None else [random(n) if b else None for n, b in zip(features, biases, strict=True)],
+        "gate": gate,
+        "residual": random(*shape, features[0]) if residual else None,
+    }
+
+
+def run(case: Case) -> Tensor:
+    options = {name: case[name] for name in ("gate", "residual")}
+    return decode_linear(case["x"], case["weights"], case["biases"], **options)
+
+
+def products(case: Case) -> list[Tensor]:
+    """`x W^T + b` of every weight, as a broadcast product summed over the last axis, in the dtype of the case."""
+    found = []
+    for i, weight in enumerate(case["weights"]):
+        product = (case["x"][..., None, :] * weight).sum(-1)
+        bias = None if case["biases"] is None else case["biases"][i]
+        found.append(product if bias is None else product + bias)
+    return found
+
+
+def exact(case: Case) -> Tensor:
+    found = products(cast(case, torch.float64))
+    if case["gate"]:
+        return found[0] / (1 + torch.exp(-found[0])) * found[1]
+    out = torch.cat(found, -1)
+    return out if case["residual"] is None else out + case["residual"].double()
+
+
+def plain(case: Case) -> Tensor:
+    """The same in PyTorch's own layers, in the dtype of the case."""
+    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+    given_biases = case["biases"] or [None] * len(case["weights"])
+    found = [linear(case["x"], w, b) for w, b in zip(case["weights"], given_biases, strict=True)]
+    if case["gate"]:
+        return silu(found[0]) * found[1]
+    out = torch.cat(found, -1)
+    return out if case["residual"] is None else case["residual"] + out
+
+
+def largest(case: Case) -> float:
+    """The largest sum of absolute terms behind an element (gated: product of two such sums)."""
+    magnitudes = products(cast(case, torch.float64, absolute=True))
+    total = magnitudes[0] * magnitudes[1] if case["gate"] else torch.cat(magnitudes, -1)
+    if case["residual"] is not None:
+        total = total + case["residual"].double().abs()
+    return total.max().item()
+
+
+def cast(case: Case, dtype: torch.dtype, *, absolute: bool = False) -> Case:
+    def of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [of(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(dtype).abs() if absolute else value.to(dtype)
+
+    return {name: of(value) for name, value in case.items()}
+
+
+def check(case: Case, *, few: bool = False) -> None:
+    """Check a result against fp64; `few` numbers may be exact in plain PyTorch by luck."""
+    got = run(case)
+    assert got.dtype == case["x"].dtype
+    assert got.is_contiguous()
+    assert_within_twice(got, plain(case), exact(case), largest(case) if few else None)
+
+
+def make_form(form: str, rows: int, size: int, features: tuple[int, int, int], **options: Any) -> Case:
+    if form == "gate":
+        return make(rows, size, features[:1] * 2, gate=True, **options)
+    count = {"one": 1, "residual": 1, "two": 2, "three": 3}[form]
+    return make(rows, size, features[:count], residual=form == "residual", **options)
+
+
+@given(data=st.data())
+@settings(max_examples=15 if interpreted() else 40)
+def test_matches_sums_of_products(device: str, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    gate = data.draw(st.booleans(), label="gate")
+    count = 2 if gate else data.draw(st.integers(1, 3), label="count")
+    own = data.draw(st.lists(st.integers(1, 150), min_size=count, max_size=count), label="features")
+    biases = st.none() | st.lists(st.booleans(), min_size=count, max_size=count).map(tuple)
+    case = make(
+        data.draw(st.sampled_from([1, 2, 5, 16, 17, 64, 65]), label="rows"),
+        data.draw(st.sampled_from([1, 3, 32, 50, 257]), label="size"),
+        tuple(own[:1] * 2 if gate else own),
+        biases=data.draw(biases, label="biases"),
+        gate=gate,
+        residual=count == 1 and data.draw(st.booleans(), label="residual"),
+        device=device,
+    )
+    check(case, few=True)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 63, 64, 65])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_and_dtypes(device: str, form: str, rows: int, dtype: torch.dtype) -> None:
+    """Columns in whole steps; the last tile of every weight is cut off."""
+    check(make_form(form, rows, 256, (140, 70, 33), dtype=dtype, device=device))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [40, 100, 272])
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_that_do_not_fill_the_last_step(device: str, form: str, size: int, dtype: torch.dtype) -> None:
+    for rows in (3, 40):
+        check(make_form(form, rows, size, (65, 128, 1), dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("present", [(True, True, True), (False, True, False), (False, False, False)])
+def test_biases(device: str, present: tuple[bool, ...], dtype: torch.dtype) -> None:
+    check(make(3, 128, (70, 33, 20), biases=present, dtype=dtype, device=device))
+    check(make(3, 128, (70, 70), biases=present[:2], gate=True, dtype=dtype, device=device))
+    check(make(3, 128, (70,), biases=present[:1], residual=True, dtype=dtype, device=device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("features", "size", "gate"),
+    [
+        ((4096, 4096, 4096), 4096, False),
+        ((4096, 1024, 1024), 4096, False),
+        ((4096,), 11008, False),
+        ((11008, 11008), 4096, True),
+        ((14336, 14336), 4096, True),
+        ((28672,), 1024, False),
+    ],
+)
+def test_shapes_of_llama(features: tuple[int, ...], size: int, gate: bool, rows: int, dtype: torch.dtype) -> None:
+    """Every shape class that has a configuration of its own."""
+    case = make(rows, size, features, gate=gate, residual=len(features) == 1, dtype=dtype)
+    case = {name: _to_gpu(value) for name, value in case.items()}
+    wide = cast(case, torch.float64)
+    products = [wide["x"] @ weight.T for weight in wide["weights"]]
+    expected = products[0] / (1 + torch.exp(-products[0])) * products[1] if gate else torch.cat(products, -1)
+    if case["residual"] is not None:
+        expected = expected + wide["residual"]
+    got = run(case)
+    assert_within_twice(got, plain(case), expected)
+    assert torch.equal(got, run(case))
+
+
+def _to_gpu(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_to_gpu(item) for item in value]
+    return value.to("cuda") if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_leading_axes_and_strides(device: str, form: str) -> None:
+    """x and the residual as slices of larger tensors, whose other numbers are NaN."""
+    case = make_form(form, 12, 48, (30, 20, 10), device=device)
+    wanted = run(case)
+    for name in ("x", "residual"):
+        if case[name] is not None:
+            tensor = case[name].view(3, 4, -1)
+            apart = torch.full((3, 6, 2, tensor.shape[2] + 5), torch.nan, device=device)
+            apart[:, 1:5, 0, 2:-3] = tensor
+            case[name] = apart[:, 1:5, 0, 2:-3]
+    assert torch.equal(run(case), wanted.view(3, 4, -1))
+    case["x"] = case["x"].mT.contiguous().mT
+    assert torch.equal(run(case), wanted.view(3, 4, -1))
+
+
+@pytest.mark.parametrize("rows", [5, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_bits_again(device: str, form: str, rows: int) -> None:
+    case = make_form(form, rows, 200, (140, 70, 33), device=device)
+    assert torch.equal(run(case), run(case))
+
+
+def test_one_row_and_no_rows(device: str) -> None:
+    case = make((7,), 1, (), device=device)
+    case["weights"] = [torch.ones(4, 1, device=device)]
+    single = decode_linear(torch.full((1,), 2.0, device=device), case["weights"])
+    assert single.tolist() == [2.0, 2.0, 2.0, 2.0]
+    none = decode_linear(torch.ones(0, 3, 1, device=device), [case["weights"][0]] * 3)
+    assert none.shape == (0, 3, 12)
+
+
+def test_by_hand(device: str) -> None:
+    x = torch.tensor([[1.0, 2.0]], device=device)
+    first, second = torch.tensor([[0.0, 0.0], [2.0, 1.0]], device=device), torch.tensor([[3.0, 1.0]], device=device)
+    bias = torch.tensor([10.0], device=device)
+    assert decode_linear(x, [first, second], [None, bias]).tolist() == [[0.0, 4.0, 15.0]]
+    residual = torch.tensor([[0.5, -1.0]], device=device)
+    assert decode_linear(x, [first], residual=residual).tolist() == [[0.5, 3.0]]
+    # SiLU(0) = 0 and SiLU(4) = 4 / (1 + e^-4) = 3.9280552
+    gated = decode_linear(x, [first, first], [None, torch.tensor([1.0, -2.0], device=device)], gate=True)
+    torch.testing.assert_close(gated.cpu(), torch.tensor([[0.0, 7.8561103]]))
+
+
+def test_the_reason_says_what_serves_many_rows(device: str) -> None:
+    chosen = served_by("decode_linear", device)
+    assert (chosen.name == "triton") == ("more than 64 rows" in chosen.reason)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reference_in_fp64_is_exact(form: str) -> None:
+    case = make_form(form, 3, 24, (9, 5, 2), dtype=torch.float64)
+    if case["residual"] is None:
+        case["biases"] = [torch.randn(w.shape[0], dtype=torch.float64) for w in case["weights"]]
+    options = {name: case[name] for name in ("gate", "residual")}
+    got = reference.decode_linear(case["x"], case["weights"], case["biases"], **options)
+    torch.testing.assert_close(got, exact(case), rtol=1e-12, atol=1e-12)
+
+
+W = torch.zeros(5, 4)
+BAD = {
+    "x-axes": ({"x": torch.zeros(())}, "x: expected shape"),
+    "x-dtype": ({"x": torch.zeros(2, 4).double()}, "x: expected dtype"),
+    "weights-none": ({"weights": []}, "weights: expected 1 to 3 matrices, got 0"),
+    "weights-many": ({"weights": [W] * 4}, "weights: expected 1 to 3 matrices, got 4"),
+    "weights-size": ({"weights": [W, torch.zeros(5, 3)]}, r"weights\[1\]: expected shape \[N, 4\], got \[5, 3\]"),
+    "weights-dtype": ({"weights": [W.half()]}, r"weights\[0\]: expected dtype float32 like x"),
+    "weights-columns": ({"weights": [torch.zeros(4, 5).T]}, r"weights\[0\]: expected a row's elements adjacent"),
+    "biases-count": ({"biases": [None, None]}, "biases: expected 1, one a weight, got 2"),
+    "biases-shape": ({"biases": [torch.zeros(4)]}, r"biases\[0\]: expected shape \[5\]"),
+    "biases-dtype": ({"biases": [torch.zeros(5).half()]}, r"biases\[0\]: expected dtype"),
+    "gate-count": ({"gate": True}, "weights: expected two matrices, as gate is set, got 1"),
+    "gate-shape": ({"gate": True, "weights": [W, torch.zeros(6, 4)]}, r"weights\[1\]: expected shape \[5, 4\]"),
+    "residual-shape": ({"residual": torch.zeros(3, 5)}, r"residual: expected shape \[2, 5\]"),
+    "residual-dtype": ({"residual": torch.zeros(2, 5).half()}, "residual: expected dtype"),
+    "residual-weights": ({"residual": torch.zeros(2, 5), "weights": [W, W]}, "residual: expected None with several"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"x": torch.zeros(2, 4), "weights": [W]}
+    with pytest.raises(ValueError, match=message):
+        decode_linear(**(good | change))
+
+
+@pytest.mark.parametrize("rows", [3, 65])
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck(device: str, form: str, rows: int) -> None:
+    case = make_form(form, rows, 16, (20, 6, 5), device=device)
+    # opcheck compares clones of the inputs, for which NaN would never be equal.
+    weights = [weight.contiguous() for weight in case["weights"]]
+    biases = [None, *(weight[:, 0].contiguous() for weight in weights[1:])]
+    options = {name: case[name] for name in ("gate", "residual")}
+    for given_biases in (None, biases):
+        torch.library.opcheck(
+            torch.ops.medusa_kernels.decode_linear.default, (case["x"], weights, given_biases), options
+        )
+
+
+def test_compiles_into_one_graph(device: str) -> None:
+    case = make_form("three", 3, 16, (20, 6, 5), device=device)
+    biases = [None, torch.randn(6, device=device), None]
+    torch._dynamo.reset()
+    compiled = torch.compile(decode_linear, fullgraph=True, dynamic=False, backend="aot_eager")
+    wanted = decode_linear(case["x"], case["weights"], biases)
+    assert torch.equal(compiled(case["x"], case["weights"], biases), wanted)
