@@ -86,26 +86,47 @@ class TreeAttention(nn.Module):
         Returns:
             The output [B, N, H], and None for the attention weights (never materialised in a decode pass).
         """
-        original = self.original
         if medusa_context is None:
-            return original(hidden_states, *args, **kwargs)
-        batch, nodes, _ = hidden_states.shape
-        heads = (batch, nodes, -1, original.head_dim)
+            return self.original(hidden_states, *args, **kwargs)
+        heads = (*hidden_states.shape[:2], -1, self.original.head_dim)
         q = self.q_proj(hidden_states).view(heads)
         k = self.k_proj(hidden_states).view(heads)
         v = self.v_proj(hidden_states).view(heads)
+        return self.o_proj(self.attend(q, k, v, medusa_context)), None
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """View the three projections' joint output [B, N, (Hq + 2 Hkv) D] as q, k and v, each [B, N, heads, D]."""
+        config, head_dim = self.original.config, self.original.head_dim
+        heads = qkv.view(*qkv.shape[:2], -1, head_dim)
+        kv_heads = config.num_key_value_heads
+        q, k, v = heads.split([config.num_attention_heads, kv_heads, kv_heads], dim=2)
+        return q, k, v
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        """Norm q and k where the family does, append k and v to the cache and attend.
+
+        Args:
+            q: [B, N, Hq, D] projected queries, not yet rotated.
+            k: [B, N, Hkv, D].
+            v: [B, N, Hkv, D].
+            context: the decode pass.
+
+        Returns:
+            [B, N, Hq * D], what the output projection takes.
+        """
+        original = self.original
         if "q_norm" in self._modules:
             q, k = self.q_norm(q), self.k_norm(k)
-        cache = medusa_context.cache
+        cache = context.cache
         k_cache, v_cache = cache.layer(original.layer_idx)
-        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, medusa_context.depths)
-        if medusa_context.ancestors is None:
+        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths)
+        if context.ancestors is None:
             out = prefill_attention(q, k_cache, v_cache, original.scaling, self.window)
         else:
             out = tree_attention(
-                q, k_cache, v_cache, cache.lengths, medusa_context.ancestors, scale=original.scaling, window=self.window
+                q, k_cache, v_cache, cache.lengths, context.ancestors, scale=original.scaling, window=self.window
             )
-        return self.o_proj(out.reshape(batch, nodes, -1)), None
+        return out.reshape(*out.shape[:2], -1)
 
 
 def _itself(module: nn.Module) -> nn.Module:

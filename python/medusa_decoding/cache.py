@@ -29,30 +29,23 @@ class TreeCache:
     sin: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls,
-        *,
-        num_layers: int,
-        batch: int,
-        num_kv_heads: int,
-        capacity: int,
-        head_dim: int,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> TreeCache:
-        """Make an empty cache of `capacity` rows a sequence.
+    def allocate(cls, shape: tuple[int, ...], rope: tuple[torch.Tensor, torch.Tensor]) -> TreeCache:
+        """Make an empty cache.
+
+        Args:
+            shape: (L, 2, B, Hkv, S, D).
+            rope: the tables of cosines and sines, whose dtype and device the cache takes.
 
         Raises:
             MemoryError: the block does not fit on the device; says how large it would be.
         """
-        shape = (num_layers, 2, batch, num_kv_heads, capacity, head_dim)
+        dtype, device = rope[0].dtype, rope[0].device
         try:
             kv = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain RuntimeError from the CPU allocator
             size = torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise MemoryError(f"cache: {size:.2f} GiB for {list(shape)} {dtype} do not fit on {device}") from error
-        return cls(kv, torch.zeros(batch, dtype=torch.int32, device=device), *rope)
+        return cls(kv, torch.zeros(shape[2], dtype=torch.int32, device=device), *rope)
 
     @property
     def capacity(self) -> int:

@@ -19,6 +19,7 @@ from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.decode.loop import run
 from medusa_decoding.decode.state import DecodeState, StopRules
 from medusa_decoding.decode.step_graph import Backend, Steps
+from medusa_decoding.decode.watch import Progress
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.inputs import GreedySettings, split_prompts, token_list, whole
 from medusa_decoding.tree import Tree
@@ -66,7 +67,9 @@ class MedusaModel:
             working meanwhile.
         heads: its heads; None for plain decoding only.
         tree: what `generate` verifies by default; None for the 64-node tree of `default_tree`.
-        backend: "eager", or "compiled" to compile each tree's step at its first use.
+        backend: how steps run. "eager"; "compiled": through torch.compile, at the first use of each tree; "graph":
+            captured as a CUDA graph at the first use of each tree and cache size; "auto": "graph" on CUDA, else
+            "eager". Captured steps keep their caches between generations, see `free`.
 
     Raises:
         ValueError: an unsupported model, heads of another size, or a tree the heads cannot fill. The base model is left
@@ -74,7 +77,7 @@ class MedusaModel:
     """
 
     def __init__(
-        self, base: nn.Module, heads: MedusaHeads | None = None, tree: Tree | None = None, backend: Backend = "eager"
+        self, base: nn.Module, heads: MedusaHeads | None = None, tree: Tree | None = None, backend: Backend = "auto"
     ) -> None:
         self.base: Any = base
         self.trunk = Trunk(base)
@@ -98,7 +101,7 @@ class MedusaModel:
         dtype: str | torch.dtype = "auto",
         device_map: Any = None,
         tree: Tree | None = None,
-        backend: Backend = "eager",
+        backend: Backend = "auto",
         **hf_kwargs: Any,
     ) -> MedusaModel:
         """Load heads and their base model.
@@ -184,17 +187,13 @@ class MedusaModel:
         rules = self._stop_rules(prompts, input_ids.shape[1], max_new_tokens, min_new_tokens, eos_token_id)
         pad = self._pad_token(pad_token_id, rules)
         watch = _Streaming(streamer, prompts[0]) if streamer is not None else None
-        state = run(
-            self.trunk,
-            [prompt.to(self.trunk.device) for prompt in prompts],
-            rules,
-            chosen.num_nodes + chosen.depth,
-            self._steps.get(chosen, self.backend),
-            watch,
-        )
+        step = self._steps.get(chosen, self.backend)
+        on_device = [prompt.to(self.trunk.device) for prompt in prompts]
+        state = run(self.trunk, on_device, rules, chosen, step, self._steps.arena, watch)
         if watch:
             watch.end()
         output = _collect(state, input_ids, pad)
+        self._steps.arena.give_back(state)
         return output if return_dict_in_generate else output.sequences
 
     @property
@@ -202,8 +201,13 @@ class MedusaModel:
         """The heads; another set needs another MedusaModel."""
         return self._heads
 
+    def free(self) -> None:
+        """Free what is kept between generations (caches, compiled and captured steps); they are made again on use."""
+        self._steps.clear()
+
     def undo(self) -> None:
         """Give the base model its own attention modules back; this object cannot generate any more."""
+        self._steps.clear()
         self.trunk.swap.undo()
 
     def __enter__(self) -> MedusaModel:
@@ -275,6 +279,7 @@ class MedusaModel:
             torch.tensor(eos, dtype=torch.int64, device=device),
             torch.tensor(budgets, dtype=torch.int32, device=device),
             torch.tensor([min_new_tokens], dtype=torch.int32, device=device) if min_new_tokens and eos else None,
+            max(budgets),
         )
 
     def _pad_token(self, pad_token_id: int | None, rules: StopRules) -> int:
@@ -317,9 +322,10 @@ class _Streaming:
         self.seen = 0
         streamer.put(prompt.cpu()[None])
 
-    def __call__(self, state: DecodeState) -> None:
-        count = int(state.count[0])
-        for token in state.output[0, self.seen : count].cpu():
+    def __call__(self, progress: Progress) -> None:
+        assert progress.output is not None
+        count = progress.counts[0]
+        for token in progress.output[0, self.seen : count].clone():
             self.streamer.put(token[None])
         self.seen = count
 

@@ -1,7 +1,8 @@
 """Trunk: the base model's own modules, run over the tokens of a decode pass.
 
 It walks embedding, decoder layers and final norm of the loaded model; only the attention modules are ours (swapped).
-Nothing of a modeling file is repeated here. The trunk does not know heads, trees or acceptance.
+Nothing of a modeling file is repeated here; where `fuse` is set, the layers are run by `fused`. The trunk does not know
+heads, trees or acceptance.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from medusa_decoding import fused
 from medusa_decoding.attention import AttentionSwap, DecodeContext
-from medusa_decoding.cache import TreeCache, bucket
 from medusa_decoding.heads import is_hooked
 from medusa_decoding.rope import rope_tables
 
@@ -22,6 +23,9 @@ class Trunk:
 
     Args:
         base: the model as loaded by transformers, or wrapped by peft.
+
+    Attributes:
+        fuse: whether layers are run by `fused`, in a few launches each, instead of module by module.
 
     Raises:
         ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, or one spread over several devices.
@@ -46,6 +50,7 @@ class Trunk:
         self.config: Any = causal.config
         self.check_unhooked()
         self.swap = AttentionSwap(decoder.layers)
+        self.fuse = False
 
     def check_unhooked(self) -> None:
         """Raise `ValueError` if a module that decoding passes by has forward hooks, which would be silently skipped."""
@@ -89,25 +94,20 @@ class Trunk:
         trained = rope.get("original_max_position_embeddings") or declared
         return max(declared, int(rope.get("factor", 1.0) * trained))
 
-    def new_cache(self, prompt_lengths: list[int], rows: int) -> TreeCache:
-        """Allocate a cache for prompts of these lengths and `rows` rows a sequence (rounded up)."""
-        attention = self.decoder.layers[0].self_attn
-        capacity = bucket(rows)
-        rope = rope_tables(self.decoder.rotary_emb, prompt_lengths, capacity, self.dtype, self.device)
-        return TreeCache.allocate(
-            num_layers=len(self.decoder.layers),
-            batch=len(prompt_lengths),
-            num_kv_heads=self.config.num_key_value_heads,
-            capacity=capacity,
-            head_dim=attention.head_dim,
-            rope=rope,
-            dtype=self.dtype,
-            device=self.device,
-        )
+    def kv_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
+        """Shape of the block of keys and values, [L, 2, B, Hkv, S, D]."""
+        head_dim = self.decoder.layers[0].self_attn.head_dim
+        return (len(self.decoder.layers), 2, batch, self.config.num_key_value_heads, capacity, head_dim)
+
+    def rope(self, prompt_lengths: list[int], capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary tables by position for prompts of these lengths, see `rope_tables`."""
+        return rope_tables(self.decoder.rotary_emb, prompt_lengths, capacity, self.dtype, self.device)
 
     def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """Run tokens [B, N] through the model: hidden states after the final norm, [B, N, H]; the cache is appended."""
         hidden = self.decoder.embed_tokens(tokens)
+        if self.fuse:
+            return fused.forward(self.decoder, hidden, context)
         for layer in self.decoder.layers:
             out = layer(hidden, position_embeddings=None, medusa_context=context)
             hidden = out[0] if isinstance(out, tuple) else out

@@ -154,7 +154,7 @@ def test_heads_see_one_row_and_no_logits_of_the_prompt_are_made(medusa, monkeypa
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.cartesian([5, 3, 2])], ids=["chain", "cartesian"])
 def test_rows_that_end_early_stay_within_a_cache_without_slack(monkeypatch, tree, new):
     # A row may accept past its budget and is then carried along: nothing may depend on the bucket's slack.
-    monkeypatch.setattr("medusa_decoding.trunk.bucket", lambda rows: rows)
+    monkeypatch.setattr("medusa_decoding.decode.arena.bucket", lambda rows: rows)
     for seed in range(6):
         model = tiny(seed=seed, max_position_embeddings=256)
         rows = prompts(4, [64, 64, 64], seed=seed)
@@ -307,9 +307,40 @@ def test_compiled_steps_follow_changed_weights(medusa, monkeypatch):
 def test_unknown_backend_is_named(medusa):
     with (
         MedusaModel(medusa.base, medusa.heads, backend="cudagraph") as model,
-        pytest.raises(ValueError, match="'eager' or 'compiled', got 'cudagraph'"),
+        pytest.raises(ValueError, match="'eager', 'compiled' or 'graph', got 'cudagraph'"),
     ):
         model.generate(IDS)
+
+
+def test_graphs_need_cuda(medusa):
+    with (
+        MedusaModel(medusa.base, medusa.heads, backend="graph") as model,
+        pytest.raises(ValueError, match="'auto', 'eager' or 'compiled' on cpu, got 'graph'"),
+    ):
+        model.generate(IDS)
+
+
+@pytest.mark.parametrize("tree", [Tree([]), Tree.cartesian([4, 3, 2])], ids=["plain", "tree"])
+def test_the_cache_grows_with_the_text(medusa, monkeypatch, tree):
+    monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 4)
+    model = tiny(max_position_embeddings=512)
+    rows = prompts(3, [30, 50, 2])
+    expected = [transformers_greedy(model, row, 200) for row in rows]
+    ids, mask = padded(rows)
+    capacities = []
+    with MedusaModel(model, heads_for(model), tree) as grown:
+        lend = grown._steps.arena.lend
+
+        def lent(*args):
+            state = lend(*args)
+            capacities.append(state.cache.capacity)
+            return state
+
+        monkeypatch.setattr(grown._steps.arena, "lend", lent)
+        output = grown.generate(ids, mask, max_new_tokens=200)
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected
+    assert len(capacities) > 2
+    assert capacities == sorted(set(capacities))
 
 
 def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.tree import Tree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,8 +56,9 @@ def add_decoding(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     )
     parser.add_argument(
         "--backend",
-        choices=("eager", "compiled"),
-        default="eager",
-        help="compiled: compile each step first (seconds; needs a C++ compiler on a CPU)",
+        choices=BACKENDS,
+        default="auto",
+        help="how steps run: eager; compiled by torch.compile first (seconds; needs a C++ compiler on a CPU); graph: "
+        "captured as a CUDA graph; auto: graph on CUDA, else eager (default)",
     )
     parser.add_argument("--json", action="store_true", help="print figures as one JSON object")

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one
+from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.tree import Tree
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
             print()
         base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=DTYPES[args.dtype])
         result = compare(model, base, prompts, args.max_new_tokens, args.rounds)
-    result |= {"dtype": args.dtype, "backend": args.backend, "threads": torch.get_num_threads()}
+        backend = resolve_backend(args.backend, model.trunk.device)
+    result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}
     if args.json:
         print(json.dumps(result))
     else:

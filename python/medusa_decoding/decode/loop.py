@@ -1,7 +1,7 @@
 """The decode loop: prefill, then steps until every row has ended.
 
 `decode_step` is the paper's step, one line a stage. The loop does not know how a node's token is accepted, how the
-cache is laid out, or whether the step it calls is run eagerly or compiled.
+cache is laid out, or whether the step it calls is run eagerly, compiled or captured.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import torch
 
 from medusa_decoding.attention import DecodeContext
 from medusa_decoding.decode.accept import accept
+from medusa_decoding.decode.arena import Arena
 from medusa_decoding.decode.arrange import TreeOnDevice, arrange
 from medusa_decoding.decode.compact import compact
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import propose
 from medusa_decoding.decode.state import DecodeState, StopRules, commit
 from medusa_decoding.decode.verify import verify
+from medusa_decoding.decode.watch import Progress, Watch
 from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
 Step = Callable[[DecodeState, StopRules], None]
@@ -51,9 +54,10 @@ def run(
     trunk: Trunk,
     prompts: list[torch.Tensor],
     rules: StopRules,
-    spare_rows: int,
+    tree: Tree,
     step: Step,
-    on_progress: Callable[[DecodeState], None] | None = None,
+    arena: Arena,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> DecodeState:
     """Generate until every row has ended.
 
@@ -61,15 +65,43 @@ def run(
         trunk: the swapped model.
         prompts: one int64 [T_b] a row.
         rules: when rows end.
-        spare_rows: see `prefill`.
+        tree: what each step verifies.
         step: one decode step, in place.
-        on_progress: called after the prefill and after each step; it may read the state (a streamer).
+        arena: lends the state; the caller gives it back.
+        on_progress: told what has been reached behind the prefill and behind each step (a streamer).
     """
-    state = prefill(trunk, prompts, rules, spare_rows)
-    if on_progress:
-        on_progress(state)
-    while not bool(state.finished.all()):
+    lengths = [len(prompt) for prompt in prompts]
+    # A step writes a row a node, and may accept a whole path past the budget before it is cut.
+    spare = tree.num_nodes + tree.depth
+    state = arena.lend(lengths, max(lengths) + min(rules.longest, HEADROOM) + spare, rules.longest)
+    prefill(trunk, prompts, state, rules)
+    watch = Watch(state, tokens=on_progress is not None)
+    watch.record(state)
+    counts = [0] * len(prompts)
+    while True:
+        while watch.pending > watch.late:
+            progress = watch.read()
+            counts = progress.counts
+            if on_progress:
+                on_progress(progress)
+            if progress.done:
+                return state
+        # Steps not seen yet may each have committed a whole path.
+        reached = max(map(sum, zip(lengths, counts, strict=True))) + watch.pending * (tree.depth + 1)
+        if reached + spare > state.cache.capacity:
+            rows = min(reached + HEADROOM, max(lengths) + rules.longest + watch.pending * (tree.depth + 1))
+            state = _grown(state, arena, lengths, rows + spare, rules)
         step(state, rules)
-        if on_progress:
-            on_progress(state)
-    return state
+        watch.record(state)
+
+
+HEADROOM = 1024
+"""Cache rows beyond the prompt that a generation starts with, and that each growth adds at least."""
+
+
+def _grown(state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: StopRules) -> DecodeState:
+    """Move a generation to a larger cache."""
+    larger = arena.lend(lengths, rows, rules.longest)
+    larger.continue_from(state)
+    arena.give_back(state)
+    return larger

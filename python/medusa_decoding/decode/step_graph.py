@@ -1,57 +1,103 @@
-"""How a step is run: eagerly, or as one compiled graph.
+"""How a step is run: eagerly, compiled, or as one captured graph.
 
-Both run the same Python (`loop.decode_step`). A compiled step fuses the model's small operations and removes the
-interpreter's cost between them; on a CPU, freezing also packs the weights for the step's own row count. Compilation
-takes seconds and needs a C++ compiler (CPU) or Triton (CUDA), so it is asked for, never assumed. Each tree and each set
-of shapes (batch, cache bucket, output bucket, EOS tokens) gets a graph of its own, compiled when first met; graphs are
-thrown away when weights have changed.
+All run the same Python (`loop.decode_step`). A captured step (CUDA) is that Python recorded once as a CUDA graph and
+replayed, so that the host launches one thing a step. A compiled step goes through torch.compile, which fuses the
+model's small operations; on a CPU, freezing also packs the weights for the step's own row count; on CUDA the compiled
+step is captured as well. Compilation takes seconds to minutes, so it is asked for, never assumed. Each tree and each
+set of shapes (batch, cache bucket, output bucket, EOS tokens) gets a graph of its own, made when first met; graphs are
+thrown away when weights have moved or changed.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import types
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import _inductor as inductor
 
+from medusa_decoding.decode.arena import Arena
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.state import DecodeState, StopRules
+from medusa_decoding.fused import obstacle
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
-Backend = Literal["eager", "compiled"]
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "eager", "compiled", "graph"]
+BACKENDS = ("auto", "eager", "compiled", "graph")
+KEPT_STATES = 2
+"""States, and with them captured steps, that a model keeps between generations: a small and a grown cache, say."""
+
+
+def resolve_backend(backend: Backend, device: torch.device) -> Backend:
+    """Return what a backend means on a device: "auto" is "graph" on CUDA and "eager" elsewhere.
+
+    Raises:
+        ValueError: an unknown backend, or "graph" on a device without CUDA graphs.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected 'auto', 'eager', 'compiled' or 'graph', got {backend!r}")
+    if backend == "auto":
+        return "graph" if device.type == "cuda" else "eager"
+    if backend == "graph" and device.type != "cuda":
+        raise ValueError(f"backend: expected 'auto', 'eager' or 'compiled' on {device.type}, got 'graph'")
+    return backend
 
 
 class Steps:
-    """The steps of one model: made at first use a tree and backend, then reused."""
+    """The steps of one model: made at first use a tree and backend, then reused; and the arena they run in."""
 
     def __init__(self, trunk: Trunk, heads: MedusaHeads | None) -> None:
         self.trunk = trunk
         self.heads = heads
+        self.arena = Arena(trunk, KEPT_STATES)
         self._made: dict[tuple[Tree, str, torch.device], Step] = {}
-        self._compiled_for: tuple[tuple[int, int], ...] = ()
+        self._made_for: tuple[tuple[int, int], ...] = ()
+        self._why_not_fused: str | None = None
 
     def get(self, tree: Tree, backend: Backend) -> Step:
         """Return the step for a tree.
 
         Raises:
-            ValueError: an unknown backend.
+            ValueError: an unknown backend, or one that the device cannot run.
         """
-        if backend not in ("eager", "compiled"):
-            raise ValueError(f"backend: expected 'eager' or 'compiled', got {backend!r}")
-        if backend == "compiled":
+        backend = resolve_backend(backend, self.trunk.device)
+        if backend != "eager":
             weights = self._weights()
-            if weights != self._compiled_for:
-                self._made = {key: step for key, step in self._made.items() if key[1] != "compiled"}
-                self._compiled_for = weights
+            if weights != self._made_for:
+                self.clear()
+                self._made_for = weights
+        self._choose_layers(backend)
+        self.arena.keep = KEPT_STATES if backend != "eager" and self.trunk.device.type == "cuda" else 0
         key = (tree, backend, self.trunk.device)
         if key not in self._made:
             self._made[key] = self._make(tree, backend)
         return self._made[key]
+
+    def _choose_layers(self, backend: Backend) -> None:
+        """Have captured steps run fused layers wherever the model allows it; whether and why not is logged once."""
+        why_not = None
+        if backend == "graph":
+            why_not = obstacle(self.trunk.decoder)
+            if self._why_not_fused != (why_not or ""):
+                self._why_not_fused = why_not or ""
+                logger.info("layers: %s", f"module by module ({why_not})" if why_not else "fused (plain modules)")
+        fuse = backend == "graph" and why_not is None
+        if fuse != self.trunk.fuse:
+            self.trunk.fuse = fuse
+            self._made = {key: step for key, step in self._made.items() if key[1] != "graph"}
+
+    def clear(self) -> None:
+        """Free what is kept between generations: caches, compiled and captured steps."""
+        self._made.clear()
+        self.arena.clear()
 
     def _weights(self) -> tuple[tuple[int, int], ...]:
         """Tell states of the weights apart, by address and version (writes through `.data` leave no trace)."""
@@ -67,10 +113,69 @@ class Steps:
         else:
             assert self.heads is not None, "trees beyond the root are checked against the heads before steps are made"
             step = functools.partial(decode_step, self.trunk, self.heads, shape)
-        if backend == "eager":
-            return step
+        on_gpu = self.trunk.device.type == "cuda"
+        if backend == "compiled":
+            step = CompiledStep(step, freeze=not on_gpu)
+        return CapturedStep(step) if on_gpu and backend != "eager" else step
 
-        return CompiledStep(step, freeze=self.trunk.device.type == "cpu")
+
+@dataclass
+class Captured:
+    """One captured graph and the rules that it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    rules: StopRules
+    source: StopRules
+
+
+class CapturedStep:
+    """A step captured once for each state it meets, as a CUDA graph over the state's own tensors.
+
+    Args:
+        step: the step to capture. It reads nothing back to the host and its shapes depend on no data.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self._pool: Any = None
+
+    def __call__(self, state: DecodeState, rules: StopRules) -> None:
+        """Replay the step in place; the first time over a state, capture it.
+
+        Raises:
+            RuntimeError: the model does something that cannot be captured; the state is as it was.
+        """
+        key = (self, rules.eos.shape, rules.min_new is None)
+        captured = state.captured.get(key)
+        if captured is None:
+            captured = state.captured[key] = self._capture(state, rules)
+        elif captured.source is not rules:
+            captured.rules.copy_(rules)
+            captured.source = rules
+        captured.graph.replay()
+
+    def _capture(self, state: DecodeState, rules: StopRules) -> Captured:
+        own_rules = rules.clone()
+        before = state.snapshot()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # A first run outside of the capture loads kernels and makes workspaces; then everything is put back.
+            with torch.cuda.stream(side):
+                self.step(state, own_rules)
+                state.restore(before)
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                self.step(state, own_rules)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "backend 'graph': expected a model whose step can be captured as a CUDA graph (no reads of device data "
+                f"on the host); use backend='eager' for this one. The step failed with: {error}"
+            ) from error
+        return Captured(graph, own_rules, rules)
 
 
 class CompiledStep:

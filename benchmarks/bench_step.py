@@ -1,0 +1,332 @@
+"""One whole decoding step at real models' shapes with random weights: plain, Medusa, and transformers' eager step.
+
+    python -m benchmarks.bench_step --budget 480
+
+Weights are random, so hardly a guess is accepted: what is measured is what a step costs, not what it commits. A step's
+bytes are every weight but the embedding once, and keys and values of the prefix and the tree once; a Medusa step's also
+the heads' weights. The overhead of a Medusa step is its time over that of the plain captured step of the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from benchmarks import gpu, harness
+from medusa_decoding.decode.state import DecodeState, StopRules
+from medusa_decoding.decode.step_graph import Backend
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.model import MedusaModel, default_tree
+from medusa_decoding.tree import Tree
+
+NUM_HEADS = 4
+REPLAYS = 16
+
+
+def shape(cls: type[PretrainedConfig], vocab: int, width: int, layers: int, heads: int, kv: int, hidden: int) -> Any:
+    return cls(
+        vocab_size=vocab, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv, hidden_size=hidden, head_dim=128, max_position_embeddings=1 << 17,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "Llama-2-7B": lambda: shape(LlamaConfig, 32000, 11008, 32, 32, 32, 4096),
+    "Llama-3-8B": lambda: shape(LlamaConfig, 128256, 14336, 32, 32, 8, 4096),
+    "Llama-2-13B": lambda: shape(LlamaConfig, 32000, 13824, 40, 40, 40, 5120),
+    "Qwen3-8B": lambda: shape(Qwen3Config, 151936, 12288, 36, 32, 8, 4096),
+    "tiny": lambda: shape(LlamaConfig, 64, 48, 2, 2, 1, 64),
+}
+# Name, vocabulary of the heads (None: the model's own), whether the projection is lm_head.
+HEADS: dict[str, tuple[int | None, bool]] = {
+    "shared": (None, True),
+    "trimmed 8192": (8192, False),
+    "shared, trimmed 8192": (8192, True),
+    "full bf16": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a model's steps are measured.
+
+    Attributes:
+        model: key of `MODELS`.
+        prefix: cached rows.
+        batch: sequences.
+        heads: keys of `HEADS`.
+        ways: ways of making the same plain and Medusa steps, see `WAYS`.
+    """
+
+    model: str
+    prefix: int
+    batch: int
+    heads: tuple[str, ...]
+    ways: tuple[str, ...] = ("graph",)
+    nodes: tuple[int, ...] = (64,)
+
+
+POINTS = (
+    Point("Llama-2-7B", 1024, 1, tuple(HEADS), ("graph", "graph of modules"), (64, 16)),
+    Point("Llama-3-8B", 1024, 1, tuple(HEADS), ("graph", "graph of modules"), (64, 16)),
+    Point("Llama-2-7B", 8192, 1, ("shared",)),
+    Point("Llama-3-8B", 8192, 1, ("shared, trimmed 8192",)),
+    Point("Llama-2-7B", 1024, 4, ("shared",), ("graph",), (16,)),
+    Point("Qwen3-8B", 1024, 1, ("shared", "shared, trimmed 8192")),
+    Point("Llama-2-13B", 1024, 1, ("shared",)),
+)
+# Backend, and whether fused layers are allowed.
+WAYS: dict[str, tuple[Backend, bool]] = {
+    "eager": ("eager", False),
+    "graph": ("graph", True),
+    "graph of modules": ("graph", False),
+    "graph of torch.compile": ("compiled", False),
+}
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Make a model with random weights on the device."""
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(MODELS[name](), dtype=dtype).eval()
+
+
+def random_heads(base: Any, name: str, num_heads: int = NUM_HEADS) -> MedusaHeads:
+    """Make heads with random weights; a trimmed vocabulary takes every n-th token."""
+    trimmed, shared = HEADS[name]
+    weight = base.lm_head.weight
+    vocab = weight.shape[0]
+    token_map = None
+    if trimmed is not None:
+        size = min(trimmed, vocab // 2)
+        token_map = torch.arange(size) * (vocab // size)
+    heads = MedusaHeads(
+        weight.shape[1], vocab, num_heads, shared_projection=shared, bias=True, token_map=token_map,
+        dtype=weight.dtype, device=weight.device,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(0, 0.02)
+    return heads
+
+
+def step_bytes(base: Any, heads: MedusaHeads | None, prefix: int, nodes: int, batch: int) -> int:
+    """Count what a step must read: weights but the embedding once, keys and values once, the heads' weights once."""
+    config = base.config
+    weights = sum(p.numel() * p.element_size() for p in base.parameters()) - base.model.embed_tokens.weight.nbytes
+    row = 2 * config.num_key_value_heads * config.head_dim * base.lm_head.weight.element_size()
+    total = weights + batch * config.num_hidden_layers * (prefix + nodes) * row
+    if heads is not None:
+        total += sum(p.nbytes for p in heads.parameters())
+        if heads.shared_projection:
+            total += heads.num_candidates * base.lm_head.weight[0].nbytes
+    return total
+
+
+def timed_steps(run: Callable[[], object], reset: Callable[[], object], device: torch.device, seconds: float) -> Any:
+    """Return microseconds of single steps, `REPLAYS` at a time between resets."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    for _ in range(3):
+        run()
+    while time.perf_counter() < end or len(times) < REPLAYS:
+        reset()
+        if device.type == "cuda":
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                run()
+                mark.record()
+            torch.cuda.synchronize(device)
+            times += [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)]
+        else:
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e6)
+    return sorted(times)
+
+
+def transformers_step(base: Any, prefix: int, batch: int, device: torch.device, seconds: float) -> list[float]:
+    """Time transformers' own forward of one token with its dynamic cache, the next token read as `generate` does."""
+    past = None
+    ids = torch.randint(0, base.config.vocab_size, (batch, prefix), device=device)
+    out = base(ids, use_cache=True, logits_to_keep=1)
+    past, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    times = []
+    end = time.perf_counter() + seconds
+    while (time.perf_counter() < end or len(times) < 5) and len(times) < 200:
+        start = time.perf_counter()
+        out = base(token, past_key_values=past, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        token.tolist()  # generate reads what decides whether to stop
+        times.append((time.perf_counter() - start) * 1e6)
+    return sorted(times[2:])
+
+
+class Runner:
+    """Measures points and writes records."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, budget: float, seconds: float) -> None:
+        self.device, self.dtype, self.seconds = device, dtype, seconds
+        self.end = time.perf_counter() + budget
+        self.copy = gpu.copy_bandwidth(device)
+        self.records: list[dict[str, Any]] = []
+        print(f"copy bandwidth {self.copy / 1e12:.3f} TB/s", flush=True)
+
+    def write(self, point: Point, way: str, times: list[float], moved: int, **more: Any) -> float:
+        """Write one record and return its median."""
+        median = statistics.median(times)
+        record = {
+            "model": point.model, "way": way, "prefix": point.prefix, "batch": point.batch,
+            "dtype": str(self.dtype).removeprefix("torch."), "median_us": median,
+            "p10_us": times[len(times) // 10], "p90_us": times[len(times) * 9 // 10], "bytes": moved,
+            "gb_s": moved / median / 1e3, "fraction": moved / median * 1e6 / self.copy, "copy_gb_s": self.copy / 1e9,
+            "ratio_to_plain": None, **more,
+        }  # fmt: skip
+        self.records.append(record)
+        harness.write_record("step", record)
+        ratio = "" if record["ratio_to_plain"] is None else f"  {record['ratio_to_plain']:.3f} x plain"
+        label = f"{way} {more.get('nodes', 1)} nodes {more.get('heads') or ''}"
+        print(
+            f"{point.model} {point.prefix} b{point.batch} {label}: {median:.0f} us "
+            f"{record['fraction'] * 100:.1f} % of copy{ratio}",
+            flush=True,
+        )
+        return median
+
+    def point(self, base: Any, point: Point) -> None:
+        """Measure all ways at one point; the others are held against the plain captured step, which comes first."""
+        plain_bytes = step_bytes(base, None, point.prefix, 1, point.batch)
+        with torch.no_grad():
+            times = transformers_step(base, point.prefix, point.batch, self.device, self.seconds)
+        plain = None
+        for way in point.ways:
+            steps = self.steps(base, None, Tree([]), way, point)
+            name = "plain graph" if way == "graph" else f"plain, {way}"
+            ratio = {} if plain is None else {"ratio_to_plain": statistics.median(steps) / plain}
+            median = self.write(point, name, steps, plain_bytes, nodes=1, heads=None, **ratio)
+            plain = median if plain is None else plain
+        assert plain is not None
+        eager = statistics.median(times) / plain
+        self.write(point, "transformers eager", times, plain_bytes, nodes=1, heads=None, ratio_to_plain=eager)
+        for nodes in point.nodes:
+            for way in point.ways:
+                for kind in point.heads if nodes == point.nodes[0] and way == point.ways[0] else point.heads[:1]:
+                    if time.perf_counter() > self.end:
+                        print("budget spent", flush=True)
+                        return
+                    heads = random_heads(base, kind)
+                    tree = default_tree(heads) if nodes == 64 else _tree_of(heads, nodes)
+                    steps = self.steps(base, heads, tree, way, point)
+                    moved = step_bytes(base, heads, point.prefix, tree.num_nodes, point.batch)
+                    name = "medusa graph" if way == "graph" else f"medusa, {way}"
+                    ratio = {"ratio_to_plain": statistics.median(steps) / plain}
+                    self.write(point, name, steps, moved, nodes=tree.num_nodes, heads=kind, **ratio)
+                    del heads
+                    _collect()
+
+    def steps(self, base: Any, heads: MedusaHeads | None, tree: Tree, way: str, point: Point) -> list[float]:
+        """Time one way's step."""
+        backend, fused = WAYS[way]
+        with torch.no_grad(), MedusaModel(base, heads, tree, backend=backend) as model:
+            step = model._steps.get(tree, backend)
+            if not fused:
+                model.trunk.fuse = False
+            rows = point.prefix + (REPLAYS + 4) * (tree.depth + 1) + tree.num_nodes
+            state = model._steps.arena.lend([point.prefix] * point.batch, rows, 1000)
+            state.cache.kv.normal_()
+            state.hidden.normal_()
+            rules = _rules(point.batch, self.device)
+
+            def reset() -> None:
+                _reset(state, point.prefix)
+
+            reset()
+            return timed_steps(lambda: step(state, rules), reset, self.device, self.seconds)
+
+
+def _rules(batch: int, device: torch.device) -> StopRules:
+    eos = torch.tensor([2], dtype=torch.int64, device=device) * 0 - 1
+    return StopRules(eos, torch.full((batch,), 1000, dtype=torch.int32, device=device), None, 1000)
+
+
+def _reset(state: DecodeState, prefix: int) -> None:
+    state.cache.lengths.fill_(prefix)
+    for tensor in (state.count, state.step, state.finished):
+        tensor.zero_()
+
+
+def _tree_of(heads: MedusaHeads, nodes: int) -> Tree:
+    tree = default_tree(heads)
+    return tree if tree.num_nodes <= nodes else Tree(tree.choices[: nodes - 1])
+
+
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure(points: tuple[Point, ...], device: torch.device, dtype: torch.dtype, budget: float, seconds: float) -> Any:
+    """Measure points in order within a budget of seconds; points of one model share its weights."""
+    runner = Runner(device, dtype, budget, seconds)
+    base, built = None, ""
+    for point in points:
+        if time.perf_counter() > runner.end:
+            print(f"not reached: {point}", flush=True)
+            continue
+        if point.model != built:
+            base = None
+            _collect()
+            base, built = build(point.model, device, dtype), point.model
+        try:
+            runner.point(base, point)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            print(f"left out: {point}: {error}", flush=True)
+        _collect()
+    return runner.records
+
+
+def _small() -> Iterator[Point]:
+    yield Point("tiny", 20, 2, ("shared", "trimmed 8192", "shared, trimmed 8192", "full bf16"), ("eager",))
+
+
+def test_step_of_a_small_model(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU only the way through the benchmark is shown: its figures are of no interest and not recorded."""
+    monkeypatch.setattr(harness, "write_record", lambda *_: None)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    records = benchmark.pedantic(lambda: measure(tuple(_small()), device, dtype, 60, 0.01), rounds=1)
+    assert [record["heads"] for record in records] == [None, None, *HEADS]
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=480, help="seconds; no way is begun after them")
+    parser.add_argument("--seconds", type=float, default=0.4, help="how long each way is measured")
+    parser.add_argument("--only", action="append", help="models whose name contains this")
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="instead of each point's own")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_step: needs a CUDA device, and torch sees none\n")
+    points = tuple(p for p in POINTS if not args.only or any(text in p.model for text in args.only))
+    if args.ways:
+        points = tuple(dataclasses.replace(p, ways=tuple(args.ways)) for p in points)
+    measure(points, torch.device("cuda"), torch.bfloat16, args.budget, args.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Layers run by few fused launches instead of module by module: the same text, or a named obstacle."""
+
+import logging
+import re
+
+import pytest
+import torch
+from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
+from peft import LoraConfig, get_peft_model
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.attention import DecodeContext
+from medusa_decoding.decode.step_graph import Steps
+from medusa_decoding.fused import obstacle
+
+NEW = 20
+SETTINGS = {
+    **{family: (family, {}) for family in FAMILIES},
+    "biases everywhere": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "one KV head": ("llama", {"num_key_value_heads": 1}),
+    "window": ("mistral", {"sliding_window": 6}),
+}
+
+
+@pytest.mark.parametrize(("family", "overrides"), SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("tree", [Tree([]), Tree.cartesian([4, 3])], ids=["plain", "tree"])
+def test_fused_layers_write_the_same_text(family, overrides, tree):
+    model = tiny(family, **overrides)
+    if overrides.get("mlp_bias"):
+        for layer in model.model.layers:
+            for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+                torch.nn.init.normal_(linear.bias)
+    rows = prompts(3, [7, 1, 12])
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), tree) as medusa:
+        assert obstacle(medusa.trunk.decoder) is None
+        for layer in model.model.layers:
+            # Whatever calls a layer as a module now fails: the text below is made without.
+            layer.forward = None
+        medusa._steps._choose_layers = lambda _: setattr(medusa.trunk, "fuse", True)
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected
+
+
+def test_fused_layers_are_as_near_as_the_modules():
+    """Both against fp64: hidden states of one pass, error at most twice that of the modules."""
+    model = tiny(hidden_size=64, num_attention_heads=8, num_hidden_layers=3)
+    ids = prompts(1, [17])[0][None]
+    with MedusaModel(model) as medusa:
+        hidden = {}
+        for fuse in (False, True):
+            medusa.trunk.fuse = fuse
+            state = medusa._steps.arena.lend([17], 40, 4)
+            positions = torch.arange(17, dtype=torch.int32)
+            with torch.no_grad():
+                hidden[fuse] = medusa.trunk.forward(ids, DecodeContext(state.cache, positions, None)).double()
+    with torch.no_grad():
+        exact = model.double().model(ids).last_hidden_state
+    errors = {fuse: (got - exact).abs().max().item() for fuse, got in hidden.items()}
+    assert 0 < errors[True] <= 2 * errors[False] + torch.finfo(torch.float32).eps * exact.abs().max().item()
+
+
+def lora(model):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+
+
+def hooked(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+def subclassed(model):
+    class Linear(torch.nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj.__class__ = Linear
+    return model
+
+
+def gelu(model):
+    return tiny(hidden_act="gelu")
+
+
+OBSTACLES = {
+    "lora": (lora, r"layer 0 has a peft\..*\.Linear$"),
+    "hook": (hooked, "layer 1 has forward hooks on its LlamaMLP"),
+    "subclass": (subclassed, "layer 0 has a test_fused.Linear"),
+    "activation": (gelu, "the activation is gelu"),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), OBSTACLES.values(), ids=OBSTACLES.keys())
+def test_obstacles_are_named_and_modules_run(change, why, caplog):
+    caplog.set_level(logging.INFO, logger="medusa_decoding")
+    model = change(tiny())
+    with MedusaModel(model) as medusa:
+        found = obstacle(medusa.trunk.decoder)
+        assert found is not None
+        assert re.search(why, found)
+        for _ in range(2):
+            Steps._choose_layers(medusa._steps, "graph")
+        assert not medusa.trunk.fuse
+    assert [record.getMessage() for record in caplog.records] == [f"layers: module by module ({found})"]
