@@ -19,9 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from medusa_kernels import reference
-from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
+from medusa_kernels._triton.launch import capability, multiprocessors
 from medusa_kernels._triton.tree_attention_configs import Config, candidates, configuration
 
 __all__ = ["Config", "candidates", "configuration", "specialisations", "tree_attention"]
@@ -60,11 +58,12 @@ def _shares(
 
 
 @triton.jit
-def _depths(anc_ptr, stride_an, stride_aw, node, real, nodes):
-    """Size of each node's ancestor set less one: bits counted by halving."""
+def _depths(anc_ptr, stride_an, stride_aw, node, end, nodes):
+    """Size of each node's ancestor set less one, node being < end where it is one: bits counted by halving."""
     count = tl.zeros_like(node).to(tl.int64)
-    for word in range((nodes + 63) // 64):
-        x = tl.load(anc_ptr + node * stride_an + word * stride_aw, mask=real, other=1)
+    # As many words as there can be: with a loop in it, a loop over blocks would not be pipelined.
+    for word in tl.static_range(4):
+        x = tl.load(anc_ptr + node * stride_an + word * stride_aw, mask=node < tl.where(word * 64 < nodes, end, 0), other=0)
         x = x - ((x >> 1) & 0x5555555555555555)
         x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
         x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -108,9 +107,15 @@ def _accumulate(scores, values, acc, high, total, factor, MASKED: tl.constexpr):
     """Add one block to the running softmax: acc [M, D] and total [M], both relative to the largest score so far."""
     new_high = tl.maximum(high, tl.max(scores, 1))
     # Until a row has seen a key its largest score is -inf, and -inf less -inf would be NaN.
-    base = tl.where(new_high == float("-inf"), 0.0, new_high) * factor if MASKED else new_high * factor
-    probs = tl.exp2(scores * factor - base[:, None])
-    shrink = tl.exp2(high * factor - base)
+    base = tl.where(new_high == float("-inf"), 0.0, new_high) if MASKED else new_high
+    if values.dtype == tl.float32:
+        probs = tl.exp2((scores - base[:, None]) * factor)
+        shrink = tl.exp2((high - base) * factor)
+    else:
+        # One operation instead of two; the rounding is far below that of the probabilities to 16 bits.
+        base *= factor
+        probs = tl.exp2(scores * factor - base[:, None])
+        shrink = tl.exp2(high * factor - base)
     total = total * shrink + tl.sum(probs, 1)
     acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return acc, new_high, total
@@ -155,6 +160,7 @@ def _attend_kernel(
     MIN_UNITS: tl.constexpr,
     SINGLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    DEEP: tl.constexpr,  # whether a path of the tree can be longer than the window
     HAS_SOFTCAP: tl.constexpr,
     NEGATIVE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -198,7 +204,7 @@ def _attend_kernel(
     if HAS_WINDOW:
         position = tl.zeros_like(node) + length
         if not SINGLE:
-            position += _depths(anc_ptr, stride_an, stride_aw, node, m_r, nodes)
+            position += _depths(anc_ptr, stride_an, stride_aw, node, nodes, nodes)
 
     high = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -251,9 +257,9 @@ def _attend_kernel(
             visible = visible & (((half >> (o_t % 32)[None, :]) & 1) != 0)
         if HAS_WINDOW:
             key_position = row + o_t
-            if not SINGLE:
-                m_node = o_t < tl.where(in_tree, nodes - first_node, 0)
-                depths = _depths(anc_ptr, stride_an, stride_aw, first_node + o_t, m_node, nodes)
+            if DEEP:
+                tree_end = tl.where(in_tree, nodes, 0)
+                depths = _depths(anc_ptr, stride_an, stride_aw, first_node + o_t, tree_end, nodes)
                 key_position = tl.where(in_tree, length + depths, key_position)
             visible = visible & (position[:, None] - key_position[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
@@ -334,17 +340,23 @@ def _merge_kernel(
     tl.store(out_ptr + o_out * D + o_d, (acc / total).to(out_ptr.dtype.element_ty), mask=m_d)
 
 
-def _constants(config: Config, head_dim: int, single: bool, window: bool) -> dict[str, Any]:
+def _constants(config: Config, head_dim: int, nodes: int, window: int | None) -> dict[str, Any]:
     """Constants that both kernels take: they decide how keys are cut into units, which both must do alike."""
     return {
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_N": config.block_n,
-        "TREE_BLOCK": config.tree_block,
+        # A block lies in one ancestor word. Where the depths of its nodes are needed they take many registers.
+        "TREE_BLOCK": min(32 if _deep(nodes, window) else 64, config.block_n),
         "MIN_UNITS": max(1, config.min_keys // config.block_n),
-        "SINGLE": single,
-        "HAS_WINDOW": window,
+        "SINGLE": nodes == 1,
+        "HAS_WINDOW": window is not None,
     }
+
+
+def _deep(nodes: int, window: int | None) -> bool:
+    """Whether a node may be too deep in the tree to see the root."""
+    return window is not None and window < nodes
 
 
 def _splits(config: Config, programs: int, slots: int, keys: int) -> int:
@@ -381,7 +393,7 @@ def tree_attention(
     tiles = -(-rows // config.block_m)
     slots = multiprocessors(q.device) * config.programs
     splits = _splits(config, batch * kv_heads * tiles, slots, capacity)
-    constants = _constants(config, head_dim, nodes == 1, window is not None)
+    constants = _constants(config, head_dim, nodes, window)
     if splits == 1:
         parts = lse = out
     else:
@@ -400,6 +412,7 @@ def tree_attention(
             *(*q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride()),
             **constants,
             BLOCK_M=config.block_m,
+            DEEP=_deep(nodes, window),
             HAS_SOFTCAP=softcap is not None,
             NEGATIVE=scale < 0,
             STAGES=config.num_stages,
