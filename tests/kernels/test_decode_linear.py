@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from modes import DTYPES
 from torch import Tensor
 
-from medusa_kernels import decode_linear, reference
+from medusa_kernels import add_rms_norm, decode_linear, reference
 from medusa_kernels._registry import interpreted, served_by
 
 Case = dict[str, Any]
@@ -113,12 +113,12 @@ def cast(case: Case, dtype: torch.dtype, *, absolute: bool = False) -> Case:
     return {name: of(value) for name, value in case.items()}
 
 
-def check(case: Case, *, few: bool = False) -> None:
-    """Check a result against fp64; `few` numbers may be exact in plain PyTorch by luck."""
+def check(case: Case) -> None:
+    """Check a result against fp64; in fp32 the order of additions alone decides how close plain PyTorch comes."""
     got = run(case)
     assert got.dtype == case["x"].dtype
     assert got.is_contiguous()
-    assert_within_twice(got, plain(case), exact(case), largest(case) if few else None)
+    assert_within_twice(got, plain(case), exact(case), largest(case) if got.dtype == torch.float32 else None)
 
 
 def make_form(form: str, rows: int, size: int, features: tuple[int, int, int], **options: Any) -> Case:
@@ -145,7 +145,7 @@ def test_matches_sums_of_products(device: str, data: st.DataObject) -> None:
         residual=count == 1 and data.draw(st.booleans(), label="residual"),
         device=device,
     )
-    check(case, few=True)
+    check(case)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -206,6 +206,61 @@ def _to_gpu(value: Any) -> Any:
     if isinstance(value, list):
         return [_to_gpu(item) for item in value]
     return value.to("cuda") if isinstance(value, Tensor) else value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64])
+def test_programmatic_launches_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Two layers of kernels that each read what the one before wrote, replayed from a CUDA graph."""
+    layers = []
+    for _ in range(2):
+        shapes = ((512, (512, 256, 256)), (512, (1408, 1408)), (1408, (512,)))
+        weights = [make(1, size, features, dtype=torch.bfloat16)["weights"] for size, features in shapes]
+        norm = torch.rand(512, dtype=torch.bfloat16)
+        layers.append(_to_gpu([norm, *weights]))
+    inputs = torch.randn(2, rows, 512, dtype=torch.bfloat16, device="cuda")
+    x = inputs[0].clone()
+
+    def forward() -> Tensor:
+        h = x
+        for norm, qkv, gated, down in layers:
+            h, normed = add_rms_norm(h, None, norm, 1e-5)
+            attended = decode_linear(normed, qkv)[:, :512]
+            h, normed = add_rms_norm(h, attended, norm, 1e-5)
+            h = decode_linear(decode_linear(normed, gated, gate=True), down, residual=h)
+        return h
+
+    wanted = []
+    for given_x in inputs:
+        x.copy_(given_x)
+        wanted.append(forward())
+    monkeypatch.setattr("medusa_kernels._triton.programmatic.PROGRAMMATIC_LAUNCH", True)
+    assert torch.equal(forward(), wanted[1])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = forward()
+    # The inputs take turns, so that what is left in memory from the replay before is wrong.
+    for turn in range(100):
+        x.copy_(inputs[turn % 2])
+        graph.replay()
+        assert torch.equal(got, wanted[turn % 2])
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate", [False, True])
+def test_configurations_hold_all_rows_and_fit(capability: tuple[int, int], dtype: torch.dtype, gate: bool) -> None:
+    module = pytest.importorskip("medusa_kernels._triton.decode_linear")
+    room = {(8, 0): 163, (9, 0): 227}.get(capability, 99) * 1024
+    for rows in (1, 16, 17, 32, 33, 64):
+        for features in (64, 4096, 6144, 12288, 22016, 128256):
+            for config in module.candidates(capability, dtype, rows, features, 4096, gate):
+                # A step holds a tile of x and one of each weight.
+                elements = (config.block_m + config.block_n * (1 + gate)) * config.block_k
+                assert elements * dtype.itemsize * config.num_stages <= room
+                assert config.num_stages >= 2
+                assert rows <= config.block_m <= 64
 
 
 @pytest.mark.parametrize("form", FORMS)
