@@ -19,8 +19,23 @@ from torch import Tensor
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
-from medusa_kernels._triton.streaming import Config, index_of, number_of, on_device, packed, product, roomy, shares, unit, wide
+from medusa_kernels._triton.streaming import (
+    OPTIONS,
+    Config,
+    index_of,
+    interpreted_config,
+    number_of,
+    on_device,
+    ordered,
+    packed,
+    product,
+    roomy,
+    shares,
+    unit,
+    wide,
+)
 
+NO_ORDER = tl.constexpr(-(2**31))
 NO_KEY = tl.constexpr(-(2**63))
 FREE = tl.constexpr(-(2**63) + 1)
 """Keys of an empty place among the best are FREE plus the place: all different, and below the key of any number."""
@@ -47,6 +62,23 @@ def keep_best(b_best, b_keys):
         b_best = tl.where(m_out, b_high[:, None], b_best)
         b_keys = tl.where(b_keys == b_high[:, None], NO_KEY, b_keys)
         b_high, b_low = tl.max(b_keys, 1), tl.min(b_best, 1)
+    return b_best
+
+
+@triton.jit
+def keep_best_of_tile(b_best, b_order, first):
+    """Do the same with the numbers of a tile [M, n], as int32 in their order; `first` is the index of column 0."""
+    o_v = tl.arange(0, b_order.shape[1])
+    b_top, b_column = tl.max(b_order, 1, return_indices=True)
+    b_high = tl.where(b_top == NO_ORDER, NO_KEY, packed(b_top, first + b_column))
+    b_low = tl.min(b_best, 1)
+    while tl.max((b_high > b_low).to(tl.int32), 0) > 0:
+        m_out = (b_best == b_low[:, None]) & (b_high > b_low)[:, None]
+        b_best = tl.where(m_out, b_high[:, None], b_best)
+        b_order = tl.where(o_v[None, :] == b_column[:, None], NO_ORDER, b_order)
+        b_top, b_column = tl.max(b_order, 1, return_indices=True)
+        b_high = tl.where(b_top == NO_ORDER, NO_KEY, packed(b_top, first + b_column))
+        b_low = tl.min(b_best, 1)
     return b_best
 
 
@@ -118,8 +150,7 @@ def vocabulary_kernel(
             b_scale = tl.load(scale + i_g * stride_s_g + o_w, mask=m_v, other=0.0)
             b_x *= (b_scale * 256.0 if E4M3 else b_scale)[None, :]
         m_x = m_m[:, None] & m_v[None, :]
-        b_key = tl.where(m_x, packed(b_x, (first + o_v)[None, :]), NO_KEY)
-        b_best = keep_best(b_best, b_key)
+        b_best = keep_best_of_tile(b_best, tl.where(m_x, ordered(b_x), NO_ORDER), first)
         b_x = tl.where(m_v[None, :], b_x, -float("inf"))
         b_high = tl.maximum(b_peak, tl.max(b_x, 1))
         b_sum = b_sum * tl.exp(b_peak - b_high) + tl.sum(tl.exp(b_x - b_high[:, None]), 1)
@@ -180,13 +211,15 @@ def configuration(
         stage: "residual" or "vocabulary".
         vectors: whether 16 bytes can be loaded at once (see `streaming.wide`).
     """
+    if interpreted():
+        return interpreted_config(rows)
     m = block_m(rows)
     if dtype == torch.float32 or not vectors:
         return Config(min(m, 32), 32, 32 if stored.itemsize > 1 else 64, 4, 4, 2)
-    block_k = 128 if roomy(target) and m < 64 else 64
-    if stored.itemsize == 1 and roomy(target):
-        block_k *= 2
-    return Config(m, 64, block_k, 4, 4, 2)
+    if not roomy(target):
+        return Config(m, 32, 64, 4, 4, 3)
+    block_k = 128 if m < 64 else 64
+    return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, 4, 4, 2)
 
 
 def candidates(target: Capability, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str) -> list[Config]:
@@ -194,13 +227,19 @@ def candidates(target: Capability, dtype: torch.dtype, stored: torch.dtype, rows
     chosen = configuration(target, dtype, stored, rows, stage)
     if dtype == torch.float32 or target != (9, 0):
         return [chosen]
-    shapes = [
-        (64, 128, 4, 4, 2), (64, 128, 4, 3, 3), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2), (64, 256, 8, 3, 2),
-        (32, 256, 4, 4, 3), (32, 128, 4, 5, 4), (32, 256, 4, 3, 3), (128, 64, 4, 5, 2), (128, 128, 8, 4, 1),
-        (64, 128, 4, 4, 4), (64, 128, 4, 4, 8), (32, 128, 4, 5, 16),
-    ]  # fmt: skip
-    wider = 2 if stored.itemsize == 1 else 1
-    configs = (Config(chosen.block_m, v, k * wider, *rest) for v, k, *rest in shapes)
+    if stored.itemsize == 1:
+        shapes = [
+            (64, 256, 4, 3, 2), (64, 256, 4, 5, 2), (64, 256, 4, 6, 2), (64, 128, 4, 6, 2), (64, 128, 4, 8, 2),
+            (32, 256, 4, 5, 2), (128, 128, 4, 5, 2), (128, 256, 8, 5, 1), (64, 512, 8, 4, 1), (64, 256, 4, 4, 8),
+            (32, 256, 4, 5, 12), (128, 128, 4, 4, 8),
+        ]  # fmt: skip
+    else:
+        shapes = [
+            (64, 128, 4, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 6, 2), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2),
+            (32, 128, 4, 5, 3), (32, 256, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 8, 5, 1), (64, 256, 8, 5, 1),
+            (64, 128, 4, 4, 8), (64, 64, 4, 6, 12), (32, 128, 4, 5, 12),
+        ]  # fmt: skip
+    configs = (Config(chosen.block_m, *shape) for shape in shapes)
     return [chosen, *(config for config in configs if config != chosen)]
 
 
@@ -252,7 +291,8 @@ def _vocabulary(
     integers = ("rows", "groups", "vocabulary", "size", "stride_w_g", "stride_w_v", "stride_s_g", "tiles", "step")
     return Specialisation(
         name=f"heads_topk vocabulary {TRITON_TYPES[dtype]} x {TRITON_TYPES[stored]} k{k} "
-        f"{config.block_m}x{config.block_v}x{config.block_k}" + " gather" * gather + (f" unit{elements} masked" if elements < 16 else ""),
+        f"{config.block_m}x{config.block_v}x{config.block_k}" + " gather" * gather
+        + (f" unit{elements} masked" if elements < 16 else ""),
         kernel=vocabulary_kernel,
         signature={"states": "*" + TRITON_TYPES[dtype], "w2": "*u8" if as_bytes else "*" + TRITON_TYPES[stored]}
         | {"scale": "*fp32", "token_map": "*i64", "keys": "*i64", "peaks": "*fp32", "sums": "*fp32"}
@@ -330,7 +370,7 @@ def _states(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
         w1.stride(0) // elements, w1.stride(1) // elements, bias.stride(0), share.tiles, share.step,
         UNIT=elements, EVEN=size % config.block_k == 0, HAS_BIAS=b1 is not None,
         BLOCK_M=config.block_m, BLOCK_V=config.block_v, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
     return states
 
@@ -363,12 +403,12 @@ def _top_k(
         UNIT=elements, EVEN=size % config.block_k == 0, E4M3=as_bytes,
         HAS_SCALE=scale is not None, GATHER=gather, K=k, PLACES=places,
         BLOCK_M=config.block_m, BLOCK_V=config.block_v, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
     logprobs = states.new_empty(batch, heads, k, dtype=torch.float32)
     tokens = keys.new_empty(batch, heads, k)
     merge_kernel[(batch * heads,)](
         keys, peaks, sums, ids, logprobs, tokens, share.programs,
-        HAS_MAP=token_map is not None, K=k, PLACES=places, **merge_blocks(share.programs, k), num_warps=4,
+        HAS_MAP=token_map is not None, K=k, PLACES=places, **merge_blocks(share.programs, k), num_warps=4, **OPTIONS,
     )  # fmt: skip
     return logprobs, tokens

@@ -17,6 +17,10 @@ import triton.language as tl
 
 from medusa_kernels._triton.launch import SHARED_MEMORY, Capability
 
+OPTIONS = {"maxnreg": 255}
+"""Compiler options of every launch. Left alone, the assembler spills to let more programs share a multiprocessor than
+there is shared memory for."""
+
 LOWEST_ROWS = 16
 """Fewest weight rows worth a program."""
 
@@ -31,7 +35,7 @@ class Config:
         block_k: columns a step.
         num_warps: warps a program.
         num_stages: steps in shared memory at once: all but one of them are on their way.
-        programs: programs a multiprocessor.
+        programs: programs launched a multiprocessor; beyond what runs at once, they even out its differences in speed.
     """
 
     block_m: int
@@ -54,11 +58,14 @@ class Shares:
     step: int
 
 
-def shares(rows: int, programs: int, block: int) -> Shares:
-    """Deal out `rows` to at most `programs` programs in tiles of at most `block` rows; no program is left without."""
+def shares(rows: int, programs: int, block: int, multiple: int = 1) -> Shares:
+    """Deal out `rows` to at most `programs` programs in tiles of at most `block` rows; no program is left without.
+
+    The rows of a tile are a multiple of `multiple`, a divisor of the block.
+    """
     share = max(-(-rows // max(programs, 1)), min(LOWEST_ROWS, block))
     tiles = -(-share // block)
-    step = -(-share // tiles)
+    step = -(-share // (tiles * multiple)) * multiple
     return Shares(-(-rows // (tiles * step)), tiles, step)
 
 
@@ -76,8 +83,13 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def wide(elements: int, *dtypes: torch.dtype) -> bool:
-    """Return whether sizes and strides in this unit allow 16-byte loads of all dtypes (8-byte ones of 1-byte dtypes)."""
+    """Return whether sizes and strides in this unit allow 16-byte loads (8-byte ones of 1-byte dtypes)."""
     return all(elements * dtype.itemsize >= min(16, 8 * dtype.itemsize) for dtype in dtypes)
+
+
+def interpreted_config(rows: int) -> Config:
+    """Return what suits Triton's interpreter, where an operation on a tile costs the same whatever its size."""
+    return Config(min(128, max(16, triton.next_power_of_2(rows))), 256, 128, 4, 1, 2)
 
 
 def roomy(target: Capability) -> bool:
@@ -104,13 +116,8 @@ def product(
 ):  # fmt: skip
     """Return activations times transposed weights over `size` columns, fp32 `[BLOCK_M, BLOCK_V]`.
 
-    Args:
-        p_a, m_a: addresses of the activation rows' first elements, and which rows exist, `[BLOCK_M]`.
-        p_w, m_w: the same of the weight rows, `[BLOCK_V]`.
-        size: columns.
-        BLOCK_M, BLOCK_V, BLOCK_K: see `Config`.
-        EVEN: whether BLOCK_K divides the size.
-        E4M3: the weights are bytes of float8_e4m3fn, and the product is 1/256 of the true one.
+    p_a and p_w are the addresses of the rows' first elements, m_a and m_w say which rows exist. EVEN: BLOCK_K divides
+    the size. E4M3: the weights are bytes of float8_e4m3fn, and the product is 1/256 of the true one.
     """
     o_k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
@@ -130,14 +137,16 @@ def product(
 
 
 @triton.jit
-def packed(b_x, o_v):
-    """Pack numbers and their indices into int64 keys: the greatest key is the greatest number's, at its lowest index.
-
-    Zeros of both signs are equal. The index takes 32 bits.
-    """
+def ordered(b_x):
+    """Return int32 numbers in the order of the fp32 ones. Zeros of both signs are equal."""
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
     # Two's complement orders positive floats as they are, negative ones backwards.
-    b_order = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def packed(b_order, o_v):
+    """Pack `ordered` numbers and their indices into int64 keys: the greatest number at its lowest index is greatest."""
     return (b_order.to(tl.int64) << 32) | (0xFFFFFFFF - o_v.to(tl.int64))
 
 

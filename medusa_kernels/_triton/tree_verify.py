@@ -16,17 +16,29 @@ from torch import Tensor
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
-from medusa_kernels._triton.streaming import Config, index_of, on_device, packed, product, roomy, shares, unit, wide
+from medusa_kernels._triton.streaming import (
+    OPTIONS,
+    Config,
+    index_of,
+    interpreted_config,
+    on_device,
+    ordered,
+    packed,
+    product,
+    roomy,
+    shares,
+    unit,
+    wide,
+)
 
 LOWEST_KEY = tl.constexpr(-(2**63))
-NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])
 def project_kernel(
     hidden, weight, noise, keys, peaks, sums, moments,
     rows, vocabulary, size, stride_w, tiles, step, temperature,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Reduce one program's share of the vocabulary, for BLOCK_M nodes.
@@ -35,7 +47,7 @@ def project_kernel(
     that of exp(x - m) (x - m). All have the shape [rows, programs], like keys.
     """
     i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    size = size * UNIT
+    size, vocabulary, step = size * UNIT, vocabulary * VECTOR, step * VECTOR
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_v = tl.arange(0, BLOCK_V)
     m_m = o_m < rows
@@ -51,23 +63,23 @@ def project_kernel(
         # [BLOCK_M, BLOCK_V]
         b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, False)
         b_x = b_x.to(hidden.dtype.element_ty).to(tl.float32)
+        b_x = tl.where(m_v[None, :], b_x, -float("inf"))
         b_score = b_x
         if SCALED:
             b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + temperature)
             p_noise = noise + o_m.to(tl.int64)[:, None] * vocabulary + (first + o_v)[None, :]
             b_score = b_x + tl.load(p_noise, mask=m_m[:, None] & m_v[None, :], other=0.0)
-        # NaN counts as infinity. Masked columns come last, so they lose every tie.
-        b_score = tl.where(b_score != b_score, float("inf"), b_score)
-        b_score = tl.where(m_v[None, :], b_score, -float("inf"))
         b_top = tl.max(b_score, 1)
-        b_id = tl.min(tl.where(b_score == b_top[:, None], (first + o_v)[None, :], NO_ID), 1)
-        b_best = tl.maximum(b_best, packed(b_top, b_id))
+        # Lowest of equal ones; masked columns come last. Where all are NaN, none is equal: some id in the vocabulary.
+        b_id = tl.min(tl.where(b_score == b_top[:, None], (first + o_v)[None, :], vocabulary - 1), 1)
+        b_best = tl.maximum(b_best, packed(ordered(b_top), b_id))
         if STATS:
-            b_x = tl.where(m_v[None, :], b_x, -float("inf"))
             b_high = tl.maximum(b_peak, tl.max(b_x, 1))
             b_fall = tl.where(b_sum == 0.0, 0.0, b_peak - b_high)
-            b_below = tl.where(m_v[None, :], b_x - b_high[:, None], 0.0)
-            b_exp = tl.where(m_v[None, :], tl.exp(b_below), 0.0)
+            b_below = b_x - b_high[:, None]
+            # exp(-200) is 0, and so is the product below then, for masked columns too.
+            b_below = tl.where(b_below < -200.0, -200.0, b_below)
+            b_exp = tl.exp(b_below)
             b_moment = tl.exp(b_fall) * (b_moment + b_fall * b_sum) + tl.sum(b_exp * b_below, 1)
             b_sum = tl.exp(b_fall) * b_sum + tl.sum(b_exp, 1)
             b_peak = b_high
@@ -119,9 +131,8 @@ def merge_kernel(
         tl.store(entropy + o_row, b_log - b_moment / b_sum, mask=m_row)
 
         i_node, i_b = o_row % nodes, o_row // nodes
-        if CHAIN:
-            b_parent = i_node - 1
-        else:
+        b_parent = i_node - 1
+        if not CHAIN:
             b_parent = tl.load(parents + i_b * stride_parents_b + i_node, mask=m_row, other=-1)
         b_token = tl.load(candidates + o_row, mask=m_row, other=0)
         # Values cannot be refused here: an index out of range gives NaN, and nothing outside the tensors is read.
@@ -163,6 +174,8 @@ def configuration(
         scaled: whether there is a temperature, and noise, which takes registers.
         vectors: whether 16 bytes can be loaded at once (see `streaming.wide`).
     """
+    if interpreted():
+        return interpreted_config(rows)
     m = block_m(rows)
     if dtype == torch.float32 or not vectors:
         return Config(min(m, 32), 32, 32, 4, 4, 2)
@@ -170,8 +183,8 @@ def configuration(
         return Config(m, 64, 128 if roomy(target) else 64, 4, 4, 2)
     if target == (9, 0):
         if scaled:
-            return Config(64, 128, 64, 8, 4, 2)
-        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 3, 2)
+            return Config(64, 128, 64, 8, 6, 1)
+        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
     return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
 
 
@@ -183,14 +196,19 @@ def candidates(target: Capability, dtype: torch.dtype, rows: int) -> list[Config
         return [chosen]
     if m <= 32:
         shapes = [
-            (64, 128, 4, 4, 2), (64, 128, 4, 3, 3), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2), (64, 256, 8, 3, 2),
-            (32, 256, 4, 4, 3), (32, 128, 4, 5, 4), (32, 256, 4, 3, 3), (128, 64, 4, 5, 2), (128, 128, 8, 4, 1),
-            (64, 128, 4, 4, 4), (64, 128, 4, 4, 8), (32, 128, 4, 5, 16),
+            (64, 128, 4, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 6, 2), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2),
+            (32, 128, 4, 5, 3), (32, 256, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 8, 5, 1), (64, 256, 8, 5, 1),
+            (64, 128, 4, 4, 8), (64, 64, 4, 6, 12), (32, 128, 4, 5, 12),
+        ]  # fmt: skip
+    elif m == 64:
+        shapes = [
+            (256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 64, 8, 5, 1), (256, 64, 8, 4, 4), (128, 64, 4, 3, 2),
+            (128, 64, 4, 4, 2), (128, 64, 4, 4, 8), (128, 64, 8, 6, 1), (128, 128, 8, 4, 1), (64, 128, 4, 4, 2),
         ]  # fmt: skip
     else:
         shapes = [
-            (256, 64, 8, 4, 1), (256, 64, 8, 3, 1), (256, 64, 8, 4, 2), (256, 64, 8, 4, 4), (128, 64, 4, 4, 2),
-            (128, 64, 4, 3, 3), (128, 128, 8, 4, 1), (128, 64, 4, 4, 8), (128, 64, 8, 4, 2),
+            (128, 64, 8, 4, 1), (128, 64, 8, 5, 1), (128, 64, 8, 6, 1), (128, 128, 8, 3, 1), (64, 128, 8, 4, 1),
+            (64, 64, 8, 4, 1), (128, 64, 8, 5, 4), (64, 64, 8, 8, 1),
         ]  # fmt: skip
     return [chosen, *(c for c in (Config(m, *shape) for shape in shapes) if c != chosen)]
 
@@ -200,12 +218,13 @@ def specialisations(target: Capability) -> Iterator[Specialisation]:
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     for rows in (1, 32, 64, 256):
         yield _projection(target, bf16, rows)
-    for options in ({"stats": False}, {"scaled": True}, {"scaled": True, "stats": False}, {"elements": 8}, {"elements": 1}):
-        yield _projection(target, bf16, 1, **options)
-    yield _projection(target, bf16, 64, stats=False)
-    yield _projection(target, bf16, 64, scaled=True)
-    yield _projection(target, fp16, 1)
-    yield _projection(target, fp16, 64)
+    for elements in (8, 1):
+        yield _projection(target, bf16, 1, elements=elements)
+    for rows in (1, 64):
+        yield _projection(target, bf16, rows, stats=False)
+        yield _projection(target, bf16, rows, scaled=True)
+        yield _projection(target, bf16, rows, scaled=True, stats=False)
+        yield _projection(target, fp16, rows)
     yield _projection(target, fp32, 1)
     yield _projection(target, fp32, 64, scaled=True, elements=1)
     yield _merge(target, bf16, 1)
@@ -224,9 +243,11 @@ def _projection(
         + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
         kernel=project_kernel,
         signature={"hidden": kind, "weight": kind, "noise": "*fp32", "keys": "*i64"}
-        | dict.fromkeys(("peaks", "sums", "moments"), "*fp32") | dict.fromkeys(integers, "i32") | {"temperature": "fp32"},
-        constants={"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats, "BLOCK_M": config.block_m,
-                   "BLOCK_V": config.block_v, "BLOCK_K": config.block_k},
+        | dict.fromkeys(("peaks", "sums", "moments"), "*fp32")
+        | dict.fromkeys(integers, "i32") | {"temperature": "fp32"},
+        constants={"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats,
+                   "VECTOR": 4 if scaled and elements > 1 else 1,
+                   "BLOCK_M": config.block_m, "BLOCK_V": config.block_v, "BLOCK_K": config.block_k},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
@@ -287,17 +308,20 @@ def tree_verify(
     config = configuration(capability(hidden.device), hidden.dtype, rows, scaled=scaled, vectors=vectors)
     m_tiles = triton.cdiv(rows, config.block_m)
     slots = multiprocessors(hidden.device) * config.programs
-    share = shares(vocabulary, slots // m_tiles, config.block_v)
+    # The noise is loaded four numbers at once where rows and tiles start at multiples of four.
+    vector = 4 if scaled and vocabulary % 4 == 0 else 1
+    share = shares(vocabulary, slots // m_tiles, config.block_v, vector)
     keys = candidates.new_empty(rows, share.programs)
     peaks, sums, moments = hidden.new_empty(3, rows, share.programs, dtype=torch.float32).unbind()
     flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats}
     with on_device(hidden):
         project_kernel[m_tiles, share.programs](
             hidden, weight, noise.contiguous() if scaled and noise is not None else peaks, keys, peaks, sums, moments,
-            rows, vocabulary, size // elements, weight.stride(0) // elements, share.tiles, share.step, temperature,
-            **flags, EVEN=size % config.block_k == 0,
+            rows, vocabulary // vector, size // elements, weight.stride(0) // elements,
+            share.tiles, share.step // vector, temperature,
+            **flags, VECTOR=vector, EVEN=size % config.block_k == 0,
             BLOCK_M=config.block_m, BLOCK_V=config.block_v, BLOCK_K=config.block_k,
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
         )  # fmt: skip
         blocks = merge_blocks(rows, share.programs)
         merge_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]),)](
@@ -305,6 +329,6 @@ def tree_verify(
             keys if parents is None else parents.contiguous(), next_tokens, logsumexp, entropy, child_logprobs,
             rows, nodes, share.programs, vocabulary, size // elements, weight.stride(0) // elements,
             nodes if parents is not None and parents.dim() == 2 else 0, temperature,
-            **flags, CHAIN=parents is None, **blocks, num_warps=4,
+            **flags, CHAIN=parents is None, **blocks, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return next_tokens, logsumexp, entropy, child_logprobs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +17,14 @@ from torch import Tensor
 from medusa_kernels import heads_topk, reference
 
 Case = dict[str, Any]
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that an op asks for is NaN, or the largest integer, until the op writes it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def make(
@@ -144,6 +154,81 @@ def test_token_map_names_the_rows(device: str) -> None:
     assert mapped[1].tolist() == [[[ids.tolist()[row] for row in head] for head in b] for b in plain[1].tolist()]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_gather_reads_the_rows_that_the_map_names(device: str, shared: bool, stored: torch.dtype | None) -> None:
+    """The rows left out are NaN (in the scales where the weights have none)."""
+    case = make(2, 3, 16, 40, shared=shared, device=device)
+    ids = torch.randperm(40, device=device)[:33]
+    unread = torch.ones(40, dtype=torch.bool, device=device).index_fill(0, ids, False)
+    scale = None
+    if stored is None:
+        case["w2"][..., unread, :] = torch.nan
+    else:
+        case["w2"] = (case["w2"] * 30).round().clamp(-127, 127).to(stored)
+        scale = torch.rand(case["w2"].shape[:-1], device=device) / 30
+        scale[..., unread] = torch.nan
+    logprobs, tokens = heads_topk(*case.values(), 7, w2_scale=scale, token_map=ids, gather=True)
+    row_of = {token: row for row, token in enumerate(ids.tolist())}
+    rows = torch.tensor([[[row_of[token] for token in head] for head in b] for b in tokens.tolist()], device=device)
+    of_rows = case | {"w2": (case["w2"].float()[..., ids, :])}
+    check((logprobs, rows), of_rows, 7, None if scale is None else scale[..., ids])
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "heads", "vocabulary", "shared", "k"),
+    [(1, 1, 3001, False, 32), (17, 1, 600, False, 3), (10, 2, 600, True, 3), (70, 1, 300, False, 1)],
+)
+def test_more_rows_and_words_than_a_program_takes(
+    device: str, dtype: torch.dtype, batch: int, heads: int, vocabulary: int, shared: bool, k: int
+) -> None:
+    case = make(batch, heads, 40, vocabulary, shared=shared, dtype=dtype, device=device)
+    got, again = heads_topk(*case.values(), k), heads_topk(*case.values(), k)
+    check(got, case, k)
+    assert torch.equal(got[0], again[0])
+    assert torch.equal(got[1], again[1])
+
+
+@pytest.mark.parametrize("vocabulary", [32, 500])
+def test_equal_logits_are_taken_once_each(device: str, vocabulary: int) -> None:
+    case = make(2, 2, 8, vocabulary, device=device)
+    case["w2"][:] = case["w2"][:, :1]
+    logprobs, tokens = heads_topk(*case.values(), 20)
+    assert all(len(set(row)) == 20 for row in tokens.view(-1, 20).tolist())
+    torch.testing.assert_close(logprobs, torch.full_like(logprobs, -math.log(vocabulary)), rtol=1e-6, atol=1e-6)
+
+
+def test_every_number_of_float8(device: str) -> None:
+    """Each head's logits are 0 and 31 float8 numbers of like size: log-probabilities differ from the 0's by them."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[numbers.isfinite() & (numbers != 0)]
+    numbers = torch.nn.functional.pad(numbers[numbers.abs().argsort()], (0, 27), value=448).view(9, 31)
+    w2 = torch.nn.functional.pad(numbers, (1, 0))[..., None].to(torch.float8_e4m3fn)
+    logprobs, tokens = heads_topk(
+        torch.ones(1, 1, device=device),
+        torch.zeros(9, 1, 1, device=device),
+        None,
+        w2.to(device),
+        32,
+        w2_scale=torch.ones(9, 32, device=device),
+    )
+    by_row = torch.empty(9, 32).scatter_(1, tokens[0].cpu(), logprobs[0].cpu())
+    largest = numbers.abs().amax(-1, keepdim=True).clamp(min=4)
+    assert ((by_row[:, 1:] - by_row[:, :1] - numbers).abs() <= 2**-22 * largest).all()
+
+
+def test_views_are_read_where_they_lie(device: str) -> None:
+    """Every tensor is part of a larger one, which is NaN elsewhere."""
+    case = make(3, 2, 24, 90, device=device)
+    for name, tensor in case.items():
+        room = torch.full([n + 8 for n in tensor.shape], torch.nan, device=device)
+        inside = room[tuple(slice(3, 3 + n) for n in tensor.shape)]
+        case[name] = inside.copy_(tensor)
+    check(heads_topk(*case.values(), 6), case, 6)
+
+
 def test_by_hand() -> None:
     """One head, one dimension: SiLU(0) = 0, so h = 1 stays 1, and the logits are the rows of w2."""
     logits = [0.0, 1.0, 3.0, 2.0]
@@ -193,6 +278,9 @@ BAD = {
     "w2_scale-shape": ({"w2_scale": torch.zeros(9)}, "w2_scale: expected shape"),
     "w2_scale-dtype": ({"w2_scale": torch.zeros(3, 9).half()}, "w2_scale: expected dtype float32"),
     "token_map-shape": ({"token_map": torch.zeros(8, dtype=torch.int64)}, "token_map: expected shape"),
+    "gather-map": ({"gather": True}, "token_map: expected the rows to gather, got None"),
+    "gather-map-shape": ({"gather": True, "token_map": torch.zeros(1, 2).long()}, "token_map: expected shape"),
+    "gather-k": ({"gather": True, "token_map": torch.tensor([3]), "k": 2}, "k: expected 1 to 1, got 2"),
     "token_map-dtype": ({"token_map": torch.zeros(9, dtype=torch.int32)}, "token_map: expected dtype int64"),
 }
 
@@ -206,11 +294,20 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("shared", "bias", "extra"),
-    [(False, True, ()), (True, False, ("token_map",)), (False, False, ("w2_scale",))],
+    [
+        (False, True, ()),
+        (True, False, ("token_map",)),
+        (True, True, ("token_map", "gather")),
+        (False, False, ("w2_scale",)),
+    ],
 )
 def test_opcheck(device: str, shared: bool, bias: bool, extra: tuple[str, ...]) -> None:
     case = make(2, 3, 16, 20, shared=shared, bias=bias, own_states=shared, device=device)
-    options = {"token_map": torch.arange(20, device=device), "w2_scale": torch.rand(3, 20, device=device)}
+    options = {
+        "token_map": torch.arange(20, device=device),
+        "gather": True,
+        "w2_scale": torch.rand(3, 20, device=device),
+    }
     torch.library.opcheck(
         torch.ops.medusa_kernels.heads_topk.default, (*case.values(), 4), {name: options[name] for name in extra}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +15,18 @@ from modes import DTYPES, reads_values
 from torch import Tensor
 
 from medusa_kernels import reference, tree_verify
+from medusa_kernels._registry import served_by
 
 Case = dict[str, Any]
 Statistics = tuple[Tensor, Tensor, Tensor]
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that an op asks for is NaN, or the largest integer, until the op writes it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def make(
@@ -118,7 +128,62 @@ def test_matches_one_node_at_a_time(device: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_dtypes(device: str, dtype: torch.dtype, batch: int, nodes: int, vocabulary: int, temperature: float) -> None:
     case = make(batch, nodes, 80, vocabulary, parents="own", dtype=dtype, device=device)
-    check(case, temperature, gumbel(batch, nodes, vocabulary) if temperature else None, device)
+    # In fp32 the rounding of the dot products themselves counts; in 16 bits that of the logits is larger.
+    largest = largest_dot_product(case, temperature) if dtype == torch.float32 else None
+    check(case, temperature, gumbel(batch, nodes, vocabulary) if temperature else None, device, largest)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "nodes", "vocabulary"), [(2, 100, 201), (1, 3, 3001)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_more_nodes_and_words_than_a_program_takes(
+    device: str, dtype: torch.dtype, batch: int, nodes: int, vocabulary: int, temperature: float
+) -> None:
+    case = make(batch, nodes, 40, vocabulary, parents="own", dtype=dtype, device=device)
+    noise = gumbel(batch, nodes, vocabulary) if temperature else None
+    largest = largest_dot_product(case, temperature) if dtype == torch.float32 else None
+    check(case, temperature, noise, device, largest)
+    first, second = (
+        tree_verify(**case, temperature=temperature, noise=None if noise is None else noise.to(device)) for _ in "ab"
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("gap", [0.0, 6.0, 14.0, 40.0])
+def test_entropy_of_flat_and_of_nearly_certain_distributions(device: str, gap: float) -> None:
+    """One logit of `gap` among 20,000 of zero, in closed form."""
+    vocabulary = 20_000
+    weight = torch.zeros(vocabulary, 8, device=device)
+    weight[12_345] = gap / 8
+    hidden, candidates = torch.ones(1, 2, 8, device=device), torch.full((1, 2), 12_345, device=device)
+    token, logsumexp, entropy, child = tree_verify(hidden, weight, candidates)
+    rest = (vocabulary - 1) * math.exp(-gap)
+    assert token.tolist() == ([[12_345] * 2] if gap else [[0, 0]])
+    expected = torch.tensor([gap + math.log1p(rest), math.log1p(rest) + gap * rest / (1 + rest)], dtype=torch.float64)
+    assert (logsumexp.cpu() - expected[0]).abs().max() <= 2**-23 * expected[0]
+    # PyTorch subtracts the log-sum-exp from each logit, the kernel does not.
+    largest = 1.0 if served_by("tree_verify", device).name == "triton" else gap
+    assert (entropy.cpu() - expected[1]).abs().max() <= 1e-6 * max(largest, 1.0, expected[1].item())
+    assert child[0, 0] == 0
+    assert abs(child[0, 1].item() + math.log1p(rest)) <= 2**-23 * expected[0]
+
+
+def test_views_are_read_where_they_lie(device: str) -> None:
+    """Every tensor is part of a larger one, which is NaN (or out of range) elsewhere."""
+    case = make(2, 5, 24, 90, parents="own", device=device)
+    for name, tensor in case.items():
+        filling = torch.nan if tensor.is_floating_point() else 1000
+        room = torch.full([n + 8 for n in tensor.shape], filling, dtype=tensor.dtype, device=device)
+        case[name] = room[tuple(slice(3, 3 + n) for n in tensor.shape)].copy_(tensor)
+    check(case, 0.0, None, device)
+
+
+def test_zeros_of_both_signs_are_equal(device: str) -> None:
+    """A product of -2^-28 becomes -0 in fp16, which does not lose to the 0 behind it."""
+    weight = torch.tensor([[-(2**-14)], [0.0], [2**-14]], dtype=torch.float16, device=device)
+    hidden = torch.full((1, 1, 1), 2**-14, dtype=torch.float16, device=device)
+    assert tree_verify(hidden, weight, torch.zeros(1, 1).long().to(device))[0].tolist() == [[0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -193,6 +258,16 @@ def test_results_never_require_a_gradient() -> None:
     case = make(1, 2, 4, 9)
     case["weight"] = torch.nn.Parameter(case["weight"])
     assert not any(t.requires_grad for t in tree_verify(**case))
+
+
+def test_an_index_out_of_range_gives_nan(device: str) -> None:
+    """Where values cannot be refused (see `test_bad_values`), nothing outside the tensors is read."""
+    if served_by("tree_verify", device).name != "triton":
+        pytest.skip("only kernels do not read indices on the host")
+    case = make(1, 4, 8, 20, parents="shared", device=device)
+    case["candidates"] = torch.tensor([[99, -1, 20, 3]], device=device)
+    case["parents"] = torch.tensor([-1, 0, 1, 4], dtype=torch.int32, device=device)
+    assert [math.isnan(x) for x in tree_verify(**case)[3][0].tolist()] == [False, True, True, True]
 
 
 BAD = {
