@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.best import NO_KEY, NO_ORDER, keep_best, keep_best_of_tile, no_keys
 from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
 from medusa_kernels._triton.streaming import (
     OPTIONS,
@@ -27,59 +28,12 @@ from medusa_kernels._triton.streaming import (
     number_of,
     on_device,
     ordered,
-    packed,
     product,
     roomy,
     shares,
     unit,
     wide,
 )
-
-NO_ORDER = tl.constexpr(-(2**31))
-NO_KEY = tl.constexpr(-(2**63))
-FREE = tl.constexpr(-(2**63) + 1)
-"""Keys of an empty place among the best are FREE plus the place: all different, and below the key of any number."""
-TAKEN = tl.constexpr(2**63 - 1)
-"""Key of a place beyond the k-th, which is never given up."""
-MERGED = 2048
-"""Keys that the merge looks at in one go."""
-
-
-@triton.jit
-def no_keys(BLOCK_M: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr):
-    """Return `[BLOCK_M, PLACES]` keys, of which K places are empty."""
-    o_place = tl.arange(0, PLACES)
-    b_keys = tl.where(o_place < K, FREE + o_place.to(tl.int64), TAKEN)
-    return tl.zeros((BLOCK_M, PLACES), tl.int64) + b_keys[None, :]
-
-
-@triton.jit
-def keep_best(b_best, b_keys):
-    """Let the greatest of `b_keys` [M, n] replace the least of `b_best` [M, PLACES], until none is greater."""
-    b_high, b_low = tl.max(b_keys, 1), tl.min(b_best, 1)
-    while tl.max((b_high > b_low).to(tl.int32), 0) > 0:
-        m_out = (b_best == b_low[:, None]) & (b_high > b_low)[:, None]
-        b_best = tl.where(m_out, b_high[:, None], b_best)
-        b_keys = tl.where(b_keys == b_high[:, None], NO_KEY, b_keys)
-        b_high, b_low = tl.max(b_keys, 1), tl.min(b_best, 1)
-    return b_best
-
-
-@triton.jit
-def keep_best_of_tile(b_best, b_order, first):
-    """Do the same with the numbers of a tile [M, n], as int32 in their order; `first` is the index of column 0."""
-    o_v = tl.arange(0, b_order.shape[1])
-    b_top, b_column = tl.max(b_order, 1, return_indices=True)
-    b_high = tl.where(b_top == NO_ORDER, NO_KEY, packed(b_top, first + b_column))
-    b_low = tl.min(b_best, 1)
-    while tl.max((b_high > b_low).to(tl.int32), 0) > 0:
-        m_out = (b_best == b_low[:, None]) & (b_high > b_low)[:, None]
-        b_best = tl.where(m_out, b_high[:, None], b_best)
-        b_order = tl.where(o_v[None, :] == b_column[:, None], NO_ORDER, b_order)
-        b_top, b_column = tl.max(b_order, 1, return_indices=True)
-        b_high = tl.where(b_top == NO_ORDER, NO_KEY, packed(b_top, first + b_column))
-        b_low = tl.min(b_best, 1)
-    return b_best
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "step"])
@@ -215,7 +169,7 @@ def configuration(
         return interpreted_config(rows)
     m = block_m(rows)
     if dtype == torch.float32 or not vectors:
-        return Config(min(m, 32), 32, 32 if stored.itemsize > 1 else 64, 4, 4, 2)
+        return Config(16, 32, 32, 4, 4, 2)
     if not roomy(target):
         return Config(m, 32, 64, 4, 4, 3)
     block_k = 128 if m < 64 else 64
@@ -229,7 +183,7 @@ def candidates(target: Capability, dtype: torch.dtype, stored: torch.dtype, rows
         return [chosen]
     if stored.itemsize == 1:
         shapes = [
-            (64, 256, 4, 3, 2), (64, 256, 4, 5, 2), (64, 256, 4, 6, 2), (64, 128, 4, 6, 2), (64, 128, 4, 8, 2),
+            (64, 256, 4, 3, 2), (64, 256, 4, 5, 2), (64, 128, 4, 6, 2), (64, 128, 4, 8, 2),
             (32, 256, 4, 5, 2), (128, 128, 4, 5, 2), (128, 256, 8, 5, 1), (64, 512, 8, 4, 1), (64, 256, 4, 4, 8),
             (32, 256, 4, 5, 12), (128, 128, 4, 4, 8),
         ]  # fmt: skip

@@ -137,6 +137,19 @@ def product(
 
 
 @triton.jit
+def dot_accumulate(b_a, b_b, acc, comp):
+    """Add the product of two fp32 tiles to a sum by compensated summation (Kahan 1965): return both anew.
+
+    Alone, `tl.dot` with an accumulator is one chain of multiply-adds over all columns, each rounded at the size of the
+    whole sum. Here a chain is as long as the tile and starts at zero. Both `acc` and `comp` start at zero too. The
+    product is subtracted from, not added to: Triton would make a sum of it one product with an accumulator again.
+    """
+    b_y = tl.dot(b_a, b_b, input_precision="ieee") - comp
+    total = acc + b_y
+    return total, (total - acc) - b_y
+
+
+@triton.jit
 def ordered(b_x):
     """Return int32 numbers in the order of the fp32 ones. Zeros of both signs are equal."""
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)

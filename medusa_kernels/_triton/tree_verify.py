@@ -178,7 +178,7 @@ def configuration(
         return interpreted_config(rows)
     m = block_m(rows)
     if dtype == torch.float32 or not vectors:
-        return Config(min(m, 32), 32, 32, 4, 4, 2)
+        return Config(16, 32, 32, 4, 4, 2)
     if m <= 32:
         return Config(m, 64, 128 if roomy(target) else 64, 4, 4, 2)
     if target == (9, 0):
@@ -203,7 +203,7 @@ def candidates(target: Capability, dtype: torch.dtype, rows: int) -> list[Config
     elif m == 64:
         shapes = [
             (256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 64, 8, 5, 1), (256, 64, 8, 4, 4), (128, 64, 4, 3, 2),
-            (128, 64, 4, 4, 2), (128, 64, 4, 4, 8), (128, 64, 8, 6, 1), (128, 128, 8, 4, 1), (64, 128, 4, 4, 2),
+            (128, 64, 4, 4, 2), (128, 64, 4, 4, 8), (128, 64, 8, 6, 1), (128, 128, 8, 4, 1), (64, 64, 4, 6, 2),
         ]  # fmt: skip
     else:
         shapes = [
