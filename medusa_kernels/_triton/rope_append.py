@@ -19,6 +19,7 @@ from torch import Tensor
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
+from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
 
 OPTIONS = {"enable_fp_fusion": False}
 """Compiler options of every launch. Fused, a product and a sum would be rounded once, where PyTorch rounds twice."""
@@ -136,7 +137,11 @@ def _rope_append_kernel(
     D: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # The programs of a batch row: tiles of all nodes' query heads, then of their key heads, then of their value heads.
     i_t, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_tiles, kv_tiles = tl.cdiv(nodes * heads, ROWS), tl.cdiv(nodes * kv_heads, ROWS)
@@ -203,6 +208,7 @@ def rope_append(
     cos_rows, sin_rows = ((t.stride() if t.dim() == 3 else (0, *t.stride())) for t in (cos, sin))
     depth_strides = depths.stride() if depths.dim() == 2 else (0, depths.stride(0))
     last = (*(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),)
+    pdl = programmatic(q.device)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         _rope_append_kernel[(tiles, batch)](
             q,
@@ -233,9 +239,11 @@ def rope_append(
             head_dim,
             triton.next_power_of_2(head_dim // 2),
             config.rows,
+            pdl,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             **OPTIONS,
+            **launch_options(pdl),
         )
     return out
 
@@ -260,7 +268,8 @@ def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisa
             kernel=_rope_append_kernel,
             signature=signature,
             constants=dict.fromkeys(_LAST_STRIDES, last)
-            | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows},
+            | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
+            | {"PDL": capability >= LOWEST_CAPABILITY},
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             aligned=tuple(n for n in names if n.startswith("stride_") and n not in _UNSPECIALISED),
