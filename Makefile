@@ -2,9 +2,10 @@
 #
 #   make demo            .venv, install, run the main job
 #   make test            .venv, editable install, tests         (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
+#   make test-interpreted  the Triton kernels in Triton's interpreter
+#   make kernels         every kernel compiled for sm_80, 86, 90: registers, spills, memory, instructions; checked
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
-#   make kernels         what the compiler made of every kernel
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
@@ -46,7 +47,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo test test-lowest lint format types bench wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo test test-interpreted test-lowest lint format types bench wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -54,6 +55,10 @@ demo: $(READY)
 
 test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) $(TESTS)
+
+# The kernels in Triton's interpreter, on CPU tensors: every op against its specification, and whole generations.
+test-interpreted: $(EDITABLE)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) tests/kernels tests/decode/test_fused.py
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile
