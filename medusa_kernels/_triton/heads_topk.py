@@ -172,7 +172,7 @@ def configuration(
         return Config(16, 32, 32, 4, 4, 2)
     if not roomy(target):
         return Config(m, 32, 64, 4, 4, 3)
-    block_k = 128 if m < 64 else 64
+    block_k = 128 if m == 16 or (m == 32 and stage == "vocabulary") else 64
     return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, 4, 4, 2)
 
 

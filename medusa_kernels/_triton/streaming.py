@@ -89,7 +89,7 @@ def wide(elements: int, *dtypes: torch.dtype) -> bool:
 
 def interpreted_config(rows: int) -> Config:
     """Return what suits Triton's interpreter, where an operation on a tile costs the same whatever its size."""
-    return Config(min(128, max(16, triton.next_power_of_2(rows))), 256, 128, 4, 1, 2)
+    return Config(min(128, max(16, triton.next_power_of_2(rows))), 256, 128, 4, 1, 1)
 
 
 def roomy(target: Capability) -> bool:
