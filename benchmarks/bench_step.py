@@ -86,6 +86,8 @@ POINTS = (
     Point("Llama-2-7B", 1024, 4, ("shared",), ("graph",), (16,)),
     Point("Qwen3-8B", 1024, 1, ("shared", "shared, trimmed 8192")),
     Point("Llama-2-13B", 1024, 1, ("shared",)),
+    # Last, because compiling all layers takes minutes.
+    Point("Llama-2-7B", 1024, 1, (), ("graph", "graph of torch.compile")),
 )
 # Backend, and whether fused layers are allowed.
 WAYS: dict[str, tuple[Backend, bool]] = {
@@ -160,19 +162,24 @@ def timed_steps(run: Callable[[], object], reset: Callable[[], object], device: 
 
 def transformers_step(base: Any, prefix: int, batch: int, device: torch.device, seconds: float) -> list[float]:
     """Time transformers' own forward of one token with its dynamic cache, the next token read as `generate` does."""
-    past = None
     ids = torch.randint(0, base.config.vocab_size, (batch, prefix), device=device)
     out = base(ids, use_cache=True, logits_to_keep=1)
     past, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-    times = []
-    end = time.perf_counter() + seconds
-    while (time.perf_counter() < end or len(times) < 5) and len(times) < 200:
+
+    def step() -> float:
+        nonlocal token
         start = time.perf_counter()
-        out = base(token, past_key_values=past, use_cache=True)
-        token = out.logits[:, -1:].argmax(-1)
+        token = base(token, past_key_values=past, use_cache=True).logits[:, -1:].argmax(-1)
         token.tolist()  # generate reads what decides whether to stop
-        times.append((time.perf_counter() - start) * 1e6)
-    return sorted(times[2:])
+        return (time.perf_counter() - start) * 1e6
+
+    for _ in range(10 if device.type == "cuda" else 1):
+        step()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < 20:
+        times.append(step())
+    return sorted(times)
 
 
 class Runner:
@@ -211,12 +218,12 @@ class Runner:
         plain_bytes = step_bytes(base, None, point.prefix, 1, point.batch)
         with torch.no_grad():
             times = transformers_step(base, point.prefix, point.batch, self.device, self.seconds)
-        plain = None
+        plain: float | None = None
         for way in point.ways:
             steps = self.steps(base, None, Tree([]), way, point)
             name = "plain graph" if way == "graph" else f"plain, {way}"
-            ratio = {} if plain is None else {"ratio_to_plain": statistics.median(steps) / plain}
-            median = self.write(point, name, steps, plain_bytes, nodes=1, heads=None, **ratio)
+            ratio = None if plain is None else statistics.median(steps) / plain
+            median = self.write(point, name, steps, plain_bytes, nodes=1, heads=None, ratio_to_plain=ratio)
             plain = median if plain is None else plain
         assert plain is not None
         eager = statistics.median(times) / plain
@@ -232,8 +239,8 @@ class Runner:
                     steps = self.steps(base, heads, tree, way, point)
                     moved = step_bytes(base, heads, point.prefix, tree.num_nodes, point.batch)
                     name = "medusa graph" if way == "graph" else f"medusa, {way}"
-                    ratio = {"ratio_to_plain": statistics.median(steps) / plain}
-                    self.write(point, name, steps, moved, nodes=tree.num_nodes, heads=kind, **ratio)
+                    ratio = statistics.median(steps) / plain
+                    self.write(point, name, steps, moved, nodes=tree.num_nodes, heads=kind, ratio_to_plain=ratio)
                     del heads
                     _collect()
 
