@@ -59,8 +59,12 @@ def _add_rms_norm_kernel(
         b_x = (b_x.to(tl.float32) + b_delta.to(tl.float32)).to(b_x.dtype)
         tl.store(total + i_m * size + o_h, b_x, mask=m_h)
     b_wide = b_x.to(tl.float32)
-    b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, 0) / size + eps)
-    b_normed = (b_wide * b_scale).to(b_x.dtype)
+    square = tl.sum(b_wide * b_wide, 0)
+    if b_x.dtype == tl.float32:
+        # Quotients and roots are approximate unless asked to be correctly rounded; in 16 bits it would not show.
+        b_normed = tl.div_rn(b_wide, tl.sqrt_rn(tl.div_rn(square, size * 1.0) + eps))
+    else:
+        b_normed = (b_wide * tl.rsqrt(square / size + eps)).to(b_x.dtype)
     b_out = (b_normed.to(tl.float32) * b_weight.to(tl.float32)).to(b_x.dtype)
     tl.store(normed + i_m * size + o_h, b_out, mask=m_h)
 

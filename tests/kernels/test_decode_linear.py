@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -261,6 +262,24 @@ def test_configurations_hold_all_rows_and_fit(capability: tuple[int, int], dtype
                 assert elements * dtype.itemsize * config.num_stages <= room
                 assert config.num_stages >= 2
                 assert rows <= config.block_m <= 64
+
+
+@pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_fp32_sums_stay_compensated(capability: tuple[int, int]) -> None:
+    """Every product begins at zero, and neither compiler folds the three further operations of each sum away."""
+    module = pytest.importorskip("medusa_kernels._triton.decode_linear")
+    inspection = pytest.importorskip("medusa_kernels.inspection")
+    spec = next(s for s in module.specialisations(capability) if "fp32" in s.name and "gated" not in s.name)
+    kernel = inspection.compiled(spec, "{}{}".format(*capability), {})
+    (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+) ", kernel.asm["ttir"])
+    assert f"{start} = arith.constant dense<0.0" in kernel.asm["ttir"]
+    text = inspection.disassembled(kernel)
+    columns, sums = spec.constants["BLOCK_K"], len(re.findall(r"\bFFMA\b", text)) // spec.constants["BLOCK_K"]
+    assert columns == 16
+    # Of each sum: the correction, the sum, and the two differences that make the next correction.
+    assert sums > 0
+    assert len(re.findall(r"\bFADD\b", text)) >= 4 * sums
 
 
 @pytest.mark.parametrize("form", FORMS)
