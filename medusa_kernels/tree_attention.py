@@ -1,7 +1,8 @@
 """Tree attention: N tree nodes a batch row attend to the cached prefix and to their own ancestors in the tree.
 
-On the CPU it is `scaled_dot_product_attention` over the valid rows. It does not know positions beyond what the window
-needs, and it does not write the cache: `rope_append` has done that.
+On a GPU it is a Triton kernel (`_triton/tree_attention.py`), on the CPU `scaled_dot_product_attention` over the valid
+rows. It does not know positions beyond what the window needs, and it does not write the cache: `rope_append` has done
+that.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def tree_attention(
         softcap: scores become `softcap * tanh(scores / softcap)`. None: no cap.
 
     Returns:
-        `[B, N, Hq, D]`, contiguous, in the dtype of q; scores and sums are taken in fp32.
+        `[B, N, Hq, D]`, contiguous, in the dtype of q; scores and sums are taken in fp32. Two runs on one device give
+        equal bits.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also where a row of the tree would

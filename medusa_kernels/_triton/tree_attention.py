@@ -1,343 +1,112 @@
-"""Tree attention in Triton: split over the keys, every query head of a KV head in one tile, partial results merged.
+"""Tree attention in Triton: launch configurations, and the launches.
 
-The query heads of one KV head are packed into rows, row r being node `r // G` of head `r % G` (G heads a KV head), so
-that keys and values are read for all of them at once. The keys of a batch row are cut into units, first whole blocks
-of the prefix without any mask, then blocks with one: the ragged end of the prefix, and the tree, whose blocks start
-exactly at row `cache_lens[b]` so that each lies in one ancestor word. The units are dealt to as many programs as fill
-the device; each writes its part normalised, with its log-sum-exp, and a second kernel merges the parts in a fixed
-order. The grid depends on shapes only; lengths are read on the device. How large tiles are is not decided here but in
-`tree_attention_configs`.
+The keys are cut into as many shares as fill the device together with the KV heads, batch rows and tiles of rows; what
+a share holds is decided on the device, from the lengths. Grid and memory depend on shapes only, nothing is added in an
+order that could change, and no value is read on the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from medusa_kernels._triton.launch import capability, multiprocessors
-from medusa_kernels._triton.tree_attention_configs import Config, candidates, configuration
+from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
+from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
-__all__ = ["Config", "candidates", "configuration", "specialisations", "tree_attention"]
-
-LOG2E = tl.constexpr(math.log2(math.e))
-MERGE_CHUNK = 8
-"""Parts that the merge loads at once."""
+MERGE_CHUNK, MERGE_STAGES = 8, 2
+"""Parts that the merge loads at once, and the depth of its pipeline."""
 
 
-@triton.jit
-def _shares(
-    length,
-    nodes,
-    window,
-    splits,
-    SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE_BLOCK: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-):
-    """Cut the keys of a batch row into units: the first block seen, whole blocks, ragged ones, all units, programs.
+@dataclass(frozen=True)
+class Config:
+    """How one problem is cut and run.
 
-    A single node sees itself like one more key of the prefix, and has no tree.
+    Attributes:
+        block_m: rows (nodes times query heads of a KV head) a tile.
+        block_n: keys a block of the prefix.
+        num_warps: warps a program.
+        num_stages: depth of the pipelines.
+        programs: programs that one multiprocessor holds at once.
+        min_keys: keys that are worth a program of their own.
     """
-    prefix = length + 1 if SINGLE else length
-    # The root, which has the lowest position, sees the lowest keys.
-    first = tl.maximum(length + 1 - window, 0) // BLOCK_N if HAS_WINDOW else 0
-    whole = prefix // BLOCK_N - first
-    ragged = (prefix % BLOCK_N + TREE_BLOCK - 1) // TREE_BLOCK
-    units = whole + ragged
-    if not SINGLE:
-        units += (nodes + TREE_BLOCK - 1) // TREE_BLOCK
-    used = tl.minimum(splits, tl.maximum(units // MIN_UNITS, 1))
-    return first, whole, ragged, units, used
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+    min_keys: int = 256
 
 
-@triton.jit
-def _depths(anc_ptr, stride_an, stride_aw, node, end, nodes):
-    """Size of each node's ancestor set less one, node being < end where it is one: bits counted by halving."""
-    count = tl.zeros_like(node).to(tl.int64)
-    # As many words as there can be: with a loop in it, a loop over blocks would not be pipelined.
-    for word in tl.static_range(4):
-        x = tl.load(anc_ptr + node * stride_an + word * stride_aw, mask=node < tl.where(word * 64 < nodes, end, 0), other=0)
-        x = x - ((x >> 1) & 0x5555555555555555)
-        x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-        x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-        x = x + (x >> 8)
-        x = x + (x >> 16)
-        count += (x + (x >> 32)) & 0x7F
-    return count.to(tl.int32) - 1
+def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
+    """Return the configuration for `rows` rows a KV head.
 
-
-@triton.jit
-def _tanh(x):
-    """Hyperbolic tangent to fp32 rounding: an odd polynomial where 1 - 2 / (exp(2x) + 1) would cancel.
-
-    The coefficients interpolate (tanh(x) / x - 1) / x^2 at the Chebyshev points of x^2 in [0, 0.36].
+    On 9.0 tiles of 64 rows and more use the asynchronous tensor-core operations, whose pipeline keeps one buffer more
+    than that of the others: three stages are three blocks in shared memory there, two elsewhere.
     """
-    t = x * x
-    small = 0.002373515162616968
-    small = small * t - 0.008412553928792477
-    small = small * t + 0.021789107471704483
-    small = small * t - 0.053961653262376785
-    small = small * t + 0.13333313167095184
-    small = small * t - 0.3333333432674408
-    magnitude = tl.minimum(tl.abs(x), 20.0)
-    large = 1.0 - 2.0 / (tl.exp(2.0 * magnitude) + 1.0)
-    return tl.where(magnitude < 0.6, x + x * (t * small), tl.where(x < 0, -large, large))
+    if interpreted():
+        # Time goes by blocks, whatever their size; small shares, so that there are several.
+        return Config(64, 64, 4, 2, 2, 64)
+    if dtype == torch.float32:
+        # No tensor cores at full precision: operands are in registers, of which larger tiles need too many.
+        return Config(32, 64, 8, 2, 2, 128) if head_dim <= 64 else Config(16, 32, 8, 2, 2, 128)
+    wide, large = head_dim > 128, capability in ((8, 0), (9, 0))
+    if rows <= 32:
+        block_m = 16 if rows <= 16 else 32
+        return Config(block_m, 32 if wide else 64, 4, 4 if capability >= (9, 0) and rows <= 16 else 3, 1 + large, 128)
+    if capability >= (9, 0):
+        if wide:
+            return Config(64 if rows <= 64 else 128, 64, 8, 2, 1)
+        return Config(64, 64, 4, 3, 2) if rows <= 64 else Config(128, 128, 8, 2, 1)
+    if wide:
+        return Config(64, 32, 8, 2, 1)
+    if rows <= 64:
+        return Config(64, 32, 4, 4, 1 + large)
+    return Config(128, 64 if large else 32, 8, 3, 1)
 
 
-@triton.jit
-def _scores(q, keys, scale, softcap, NEGATIVE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Scores of a tile, but for the size of the scale, which is in the exponent's factor. With a cap they are final."""
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    if NEGATIVE:
-        scores = -scores
-    if HAS_SOFTCAP:
-        scores = softcap * _tanh(scores * (scale / softcap))
-    return scores
-
-
-@triton.jit
-def _accumulate(scores, values, acc, high, total, factor, MASKED: tl.constexpr):
-    """Add one block to the running softmax: acc [M, D] and total [M], both relative to the largest score so far."""
-    new_high = tl.maximum(high, tl.max(scores, 1))
-    # Until a row has seen a key its largest score is -inf, and -inf less -inf would be NaN.
-    base = tl.where(new_high == float("-inf"), 0.0, new_high) if MASKED else new_high
-    if values.dtype == tl.float32:
-        probs = tl.exp2((scores - base[:, None]) * factor)
-        shrink = tl.exp2((high - base) * factor)
+def candidates(capability: Capability, dtype: torch.dtype, head_dim: int, rows: int) -> list[Config]:
+    """Return the configurations worth measuring, the chosen one first; alternatives for 16 bits and D <= 128 on 9.0."""
+    chosen = configuration(capability, dtype, head_dim, rows)
+    if dtype == torch.float32 or head_dim > 128 or capability < (9, 0):
+        return [chosen]
+    of_64 = [
+        *(Config(64, 64, 4, stages, 2) for stages in (2, 3)),
+        *(Config(64, 64, 4, 4, 1), Config(64, 128, 4, 2, 1), Config(64, 128, 4, 3, 1)),
+        *(Config(64, 64, 8, 2, 1), Config(64, 64, 8, 3, 1), Config(64, 128, 8, 2, 1), Config(64, 128, 8, 3, 1)),
+        *(Config(64, 32, 4, 3, 3), Config(64, 32, 4, 4, 2), Config(64, 32, 4, 5, 2)),
+    ]
+    if rows <= 16:
+        others = [
+            *(Config(16, 64, 4, stages, programs, 128) for stages, programs in ((2, 4), (3, 3), (4, 2), (5, 1))),
+            *(Config(16, 128, 4, stages, programs, 128) for stages, programs in ((2, 3), (3, 1))),
+            *(Config(16, 128, 8, stages, programs, 128) for stages, programs in ((2, 2), (3, 1), (4, 1))),
+            *(Config(16, 32, 4, stages, programs, 128) for stages, programs in ((4, 4), (5, 3), (6, 2))),
+            *(Config(16, 32, 2, stages, programs, 128) for stages, programs in ((4, 4), (5, 3))),
+        ]
+    elif rows <= 32:
+        others = [
+            *(Config(32, 64, 4, 3, 2, 128), Config(32, 128, 4, 2, 2, 128), Config(32, 128, 4, 3, 1, 128)),
+            *(Config(32, 32, 2, 4, 3, 128), Config(64, 64, 4, 3, 2)),
+        ]
+    elif rows <= 64:
+        others = of_64
     else:
-        # One operation instead of two; the rounding is far below that of the probabilities to 16 bits.
-        base *= factor
-        probs = tl.exp2(scores * factor - base[:, None])
-        shrink = tl.exp2(high * factor - base)
-    total = total * shrink + tl.sum(probs, 1)
-    acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_high, total
-
-
-@triton.jit(do_not_specialize=["nodes", "groups", "splits", "window", "stride_ab", "stride_an", "stride_aw"])
-def _attend_kernel(
-    q_ptr,  # [B, N, Hkv * G, D]
-    k_ptr,  # [B, Hkv, S, D]
-    v_ptr,
-    lens_ptr,  # [B]
-    anc_ptr,  # [B or 1, N, W]
-    out_ptr,  # [B, N, Hkv * G, D], contiguous
-    part_ptr,  # [B, Hkv, splits, N * G, D]
-    lse_ptr,  # [B, Hkv, splits, N * G], base 2
-    scale,  # its size; with NEGATIVE the scores change sign
-    softcap,
-    nodes,
-    groups,
-    splits,
-    window,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_vd,
-    stride_ab,
-    stride_an,
-    stride_aw,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE_BLOCK: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    DEEP: tl.constexpr,  # whether a path of the tree can be longer than the window
-    HAS_SOFTCAP: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One tile of rows of one KV head against one share of its keys."""
-    rows = nodes * groups
-    tiles = (rows + BLOCK_M - 1) // BLOCK_M
-    # The tiles of one share run side by side: the first brings its keys into the L2 cache, the others find them there.
-    split = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    kv_head = tl.program_id(1)
-    batch = tl.program_id(2)
-    length = tl.load(lens_ptr + batch)
-    first, whole, ragged, units, used = _shares(
-        length, nodes, window, splits, SINGLE, HAS_WINDOW, BLOCK_N, TREE_BLOCK, MIN_UNITS
-    )
-    if split >= used:
-        return
-    begin = split * units // used
-    end = (split + 1) * units // used
-
-    o_r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    o_d = tl.arange(0, BLOCK_D)
-    m_r = o_r < rows
-    m_d = o_d < D
-    node = o_r // groups
-    head = kv_head * groups + o_r % groups
-    # [BLOCK_M, BLOCK_D]
-    q = tl.load(
-        q_ptr
-        + batch.to(tl.int64) * stride_qb
-        + (node.to(tl.int64) * stride_qn + head.to(tl.int64) * stride_qh)[:, None]
-        + o_d[None, :] * stride_qd,
-        mask=m_r[:, None] & m_d[None, :],
-        other=0.0,
-    )
-    factor = LOG2E if HAS_SOFTCAP else scale * LOG2E
-    k_base = k_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    v_base = v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    anc_ptr += batch.to(tl.int64) * stride_ab
-    if HAS_WINDOW:
-        position = tl.zeros_like(node) + length
-        if not SINGLE:
-            position += _depths(anc_ptr, stride_an, stride_aw, node, nodes, nodes)
-
-    high = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    # Whole blocks of the prefix: every node sees every key, but for a window.
-    o_n = tl.arange(0, BLOCK_N)
-    o_k = o_n[:, None] * stride_ks + o_d[None, :] * stride_kd
-    o_v = o_n[:, None] * stride_vs + o_d[None, :] * stride_vd
-    for unit in tl.range(tl.minimum(begin, whole), tl.minimum(end, whole), num_stages=STAGES):
-        row = (first + unit) * BLOCK_N
-        p_k = k_base + row.to(tl.int64) * stride_ks + o_k
-        p_v = v_base + row.to(tl.int64) * stride_vs + o_v
-        # [BLOCK_N, BLOCK_D]
-        if D == BLOCK_D:
-            keys = tl.load(p_k)
-        else:
-            keys = tl.load(p_k, mask=m_d[None, :], other=0.0)
-        scores = _scores(q, keys, scale, softcap, NEGATIVE, HAS_SOFTCAP)
-        if HAS_WINDOW:
-            scores = tl.where(position[:, None] - (row + o_n)[None, :] < window, scores, float("-inf"))
-        if D == BLOCK_D:
-            values = tl.load(p_v)
-        else:
-            values = tl.load(p_v, mask=m_d[None, :], other=0.0)
-        acc, high, total = _accumulate(scores, values, acc, high, total, factor, HAS_WINDOW)
-
-    # The ragged end of the prefix, then the tree.
-    o_t = tl.arange(0, TREE_BLOCK)
-    o_k = o_t[:, None] * stride_ks + o_d[None, :] * stride_kd
-    o_v = o_t[:, None] * stride_vs + o_d[None, :] * stride_vd
-    for unit in tl.range(tl.maximum(begin, whole) - whole, tl.maximum(end, whole) - whole, num_stages=STAGES):
-        in_tree = unit >= ragged
-        first_node = tl.where(in_tree, (unit - ragged) * TREE_BLOCK, 0)
-        row = tl.where(in_tree, length + first_node, (first + whole) * BLOCK_N + unit * TREE_BLOCK)
-        prefix = length + 1 if SINGLE else length
-        m_t = o_t < tl.where(in_tree, length + nodes, prefix) - row
-        m_kv = m_t[:, None] & m_d[None, :]
-        # [TREE_BLOCK, BLOCK_D]; rows beyond the valid ones may hold NaN, which no probability of zero would silence.
-        keys = tl.load(k_base + row.to(tl.int64) * stride_ks + o_k, mask=m_kv, other=0.0)
-        scores = _scores(q, keys, scale, softcap, NEGATIVE, HAS_SOFTCAP)
-        # [BLOCK_M, TREE_BLOCK]
-        visible = m_t[None, :]
-        if not SINGLE:
-            # Every node sees the prefix: all bits set.
-            p_word = anc_ptr + node * stride_an + first_node // 64 * stride_aw
-            word = tl.load(p_word, mask=o_r < tl.where(in_tree, rows, 0), other=-1) >> (first_node % 64)
-            low, high_half = word.to(tl.int32), (word >> 32).to(tl.int32)
-            half = tl.where((o_t < 32)[None, :], low[:, None], high_half[:, None])
-            visible = visible & (((half >> (o_t % 32)[None, :]) & 1) != 0)
-        if HAS_WINDOW:
-            key_position = row + o_t
-            if DEEP:
-                tree_end = tl.where(in_tree, nodes, 0)
-                depths = _depths(anc_ptr, stride_an, stride_aw, first_node + o_t, tree_end, nodes)
-                key_position = tl.where(in_tree, length + depths, key_position)
-            visible = visible & (position[:, None] - key_position[None, :] < window)
-        scores = tl.where(visible, scores, float("-inf"))
-        values = tl.load(v_base + row.to(tl.int64) * stride_vs + o_v, mask=m_kv, other=0.0)
-        acc, high, total = _accumulate(scores, values, acc, high, total, factor, True)
-
-    # A row may have seen no key of this share.
-    seen = total > 0
-    # Indices are made anew from a zero that the compiler cannot see, or it would keep those of q over both loops.
-    zero = (tl.max(total, 0) < 0).to(tl.int32)
-    o_r = (tile + zero) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m_r = o_r < rows
-    node = o_r // groups
-    head = kv_head * groups + o_r % groups
-    acc = acc / tl.where(seen, total, 1.0)[:, None]
-    m_out = m_r[:, None] & m_d[None, :]
-    if used == 1:
-        o_out = (batch.to(tl.int64) * nodes + node) * (tl.num_programs(1) * groups) + head
-        tl.store(out_ptr + o_out[:, None] * D + o_d[None, :], acc.to(out_ptr.dtype.element_ty), mask=m_out)
-    else:
-        o_part = ((batch.to(tl.int64) * tl.num_programs(1) + kv_head) * splits + split) * rows + o_r
-        tl.store(part_ptr + o_part[:, None] * D + o_d[None, :], acc, mask=m_out)
-        lse = tl.where(seen, high * factor + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-        tl.store(lse_ptr + o_part, lse, mask=m_r)
-
-
-@triton.jit(do_not_specialize=["nodes", "groups", "splits", "window"])
-def _merge_kernel(
-    part_ptr,  # [B, Hkv, splits, N * G, D]
-    lse_ptr,  # [B, Hkv, splits, N * G], base 2
-    lens_ptr,  # [B]
-    out_ptr,  # [B, N, Hkv * G, D], contiguous
-    nodes,
-    groups,
-    splits,
-    window,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE_BLOCK: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Merge the parts of one row, in order; parts that no program wrote are not read."""
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    batch = tl.program_id(2)
-    length = tl.load(lens_ptr + batch)
-    _, _, _, _, used = _shares(length, nodes, window, splits, SINGLE, HAS_WINDOW, BLOCK_N, TREE_BLOCK, MIN_UNITS)
-    if used == 1:
-        return
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    high = float("-inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    base = (batch.to(tl.int64) * tl.num_programs(1) + kv_head) * splits
-    for start in range(0, used, CHUNK):
-        o_s = start + tl.arange(0, CHUNK)
-        m_s = o_s < used
-        o_part = (base + o_s) * (nodes * groups) + row
-        lse = tl.load(lse_ptr + o_part, mask=m_s, other=float("-inf"))
-        # [CHUNK, BLOCK_D]
-        parts = tl.load(
-            part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0
-        )
-        new_high = tl.maximum(high, tl.max(lse, 0))
-        shift = tl.where(new_high == float("-inf"), 0.0, new_high)
-        weights = tl.exp2(lse - shift)
-        shrink = tl.exp2(high - shift)
-        total = total * shrink + tl.sum(weights, 0)
-        acc = acc * shrink + tl.sum(weights[:, None] * parts, 0)
-        high = new_high
-    node = row // groups
-    o_out = (batch.to(tl.int64) * nodes + node) * (tl.num_programs(1) * groups) + kv_head * groups + row % groups
-    tl.store(out_ptr + o_out * D + o_d, (acc / total).to(out_ptr.dtype.element_ty), mask=m_d)
+        others = [
+            *(Config(128, 64, 8, stages, 1) for stages in (2, 3, 4)),
+            *(Config(128, 128, 8, stages, 1) for stages in (2, 3)),
+            *(Config(128, 32, 8, stages, 1) for stages in (3, 4)),
+            *of_64,
+        ]
+    return [chosen, *(other for other in others if other != chosen)]
 
 
 def _constants(config: Config, head_dim: int, nodes: int, window: int | None) -> dict[str, Any]:
@@ -347,10 +116,22 @@ def _constants(config: Config, head_dim: int, nodes: int, window: int | None) ->
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_N": config.block_n,
         # A block lies in one ancestor word. Where the depths of its nodes are needed they take many registers.
-        "TREE_BLOCK": min(32 if _deep(nodes, window) else 64, config.block_n),
+        "TREE_BLOCK": min(16 if _deep(nodes, window) else 64, config.block_n),
         "MIN_UNITS": max(1, config.min_keys // config.block_n),
         "SINGLE": nodes == 1,
         "HAS_WINDOW": window is not None,
+    }
+
+
+def _attend_constants(
+    config: Config, head_dim: int, nodes: int, window: int | None, *, capped: bool, negative: bool
+) -> dict[str, Any]:
+    return _constants(config, head_dim, nodes, window) | {
+        "BLOCK_M": config.block_m,
+        "DEEP": _deep(nodes, window),
+        "HAS_SOFTCAP": capped,
+        "NEGATIVE": negative,
+        "STAGES": config.num_stages,
     }
 
 
@@ -393,34 +174,105 @@ def tree_attention(
     tiles = -(-rows // config.block_m)
     slots = multiprocessors(q.device) * config.programs
     splits = _splits(config, batch * kv_heads * tiles, slots, capacity)
-    constants = _constants(config, head_dim, nodes, window)
-    if splits == 1:
-        parts = lse = out
-    else:
-        parts = torch.empty(batch, kv_heads, splits, rows, head_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(batch, kv_heads, splits, rows, dtype=torch.float32, device=q.device)
+    shares = (batch, kv_heads, splits if splits > 1 else 0, rows)
+    parts = torch.empty(*shares, head_dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(*shares, 2, dtype=torch.float32, device=q.device)
     scale = head_dim**-0.5 if scale is None else scale
+    # A scale of zero becomes one too small to matter: the kernel would multiply infinity by it.
+    size = max(abs(scale), 1e-30)
     sizes = (nodes, groups, splits, 0 if window is None else window)
     words = ancestors if ancestors.dim() == 3 else ancestors.expand(batch, -1, -1)
-    with torch.cuda.device(q.device if q.is_cuda else -1):
-        _attend_kernel[(tiles * splits, kv_heads, batch)](
-            *(q, k_cache, v_cache, cache_lens, words, out, parts, lse),
-            # A scale of zero becomes one too small to matter: the kernel would multiply infinity by it.
-            max(abs(scale), 1e-30),
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        attend_kernel[(tiles * splits, kv_heads, batch)](
+            *(q, k_cache, v_cache, cache_lens, words, out, parts, stats),
+            size,
             1.0 if softcap is None else softcap,
             *sizes,
             *(*q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride()),
-            **constants,
-            BLOCK_M=config.block_m,
-            DEEP=_deep(nodes, window),
-            HAS_SOFTCAP=softcap is not None,
-            NEGATIVE=scale < 0,
-            STAGES=config.num_stages,
+            **_attend_constants(config, head_dim, nodes, window, capped=softcap is not None, negative=scale < 0),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
         )
         if splits > 1:
-            _merge_kernel[(rows, kv_heads, batch)](
-                *(parts, lse, cache_lens, out), *sizes, **constants, CHUNK=MERGE_CHUNK, num_warps=1
+            merge_kernel[(rows, kv_heads, batch)](
+                *(parts, stats, cache_lens, out),
+                math.log2(math.e) * (size if softcap is None else 1),
+                *sizes,
+                **_constants(config, head_dim, nodes, window),
+                CHUNK=MERGE_CHUNK,
+                num_warps=1,
+                num_stages=MERGE_STAGES,
             )
     return out
+
+
+_FORMS = [
+    # dtype, head size, nodes, rows, window, softcap
+    *(
+        (torch.bfloat16, 128, nodes, rows, None, False)
+        for nodes, rows in ((1, 1), (16, 16), (8, 32), (64, 64), (64, 256))
+    ),
+    *((torch.bfloat16, 128, 64, 64, window, cap) for window, cap in ((4096, False), (40, False), (None, True))),
+    *((torch.bfloat16, 128, 1, 4, window, False) for window in (None, 4096)),
+    *((torch.bfloat16, dim, 64, 64, None, False) for dim in (64, 80, 96, 256)),
+    *((torch.bfloat16, dim, 1, 1, None, False) for dim in (64, 80, 256)),
+    *((torch.bfloat16, 256, 64, rows, 4096, True) for rows in (128, 512)),
+    (torch.float16, 128, 64, 64, None, False),
+    *((torch.float32, dim, 64, 64, None, False) for dim in (64, 128, 256)),
+    (torch.float32, 128, 64, 256, 40, True),
+]
+_MERGED = [
+    (torch.bfloat16, 64),
+    (torch.bfloat16, 80),
+    (torch.bfloat16, 128),
+    (torch.bfloat16, 256),
+    (torch.float32, 128),
+]
+_TYPES = {
+    "lens_ptr": "*i32",
+    "anc_ptr": "*i64",
+    "part_ptr": "*fp32",
+    "stat_ptr": "*fp32",
+    "scale": "fp32",
+    "softcap": "fp32",
+    "factor": "fp32",
+}
+
+
+def specialisations(capability: Capability) -> Iterator[Specialisation]:
+    """Return the forms that launches of the usual head sizes ask for."""
+    for dtype, head_dim, nodes, rows, window, cap in _FORMS:
+        config = configuration(capability, dtype, head_dim, rows)
+        strides = {f"stride_{tensor}d": 1 for tensor in "qkv"}
+        constants = strides | _attend_constants(config, head_dim, nodes, window, capped=cap, negative=False)
+        marks = [f"N{nodes}", f"M{rows}", *(["window"] if window else []), *(["softcap"] if cap else [])]
+        if _deep(nodes, window):
+            marks.append("deep")
+        signature = _signature(attend_kernel, constants, dtype)
+        yield Specialisation(
+            name=f"tree_attention attend {TRITON_TYPES[dtype]} D{head_dim} {' '.join(marks)}",
+            kernel=attend_kernel,
+            signature=signature,
+            constants=constants,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            aligned=tuple(name for name in signature if name.startswith(("stride_q", "stride_k", "stride_v"))),
+        )
+    for dtype, head_dim in _MERGED:
+        config = configuration(capability, dtype, head_dim, 64)
+        constants = _constants(config, head_dim, 64, None) | {"CHUNK": MERGE_CHUNK}
+        yield Specialisation(
+            name=f"tree_attention merge {TRITON_TYPES[dtype]} D{head_dim}",
+            kernel=merge_kernel,
+            signature=_signature(merge_kernel, constants, dtype),
+            constants=constants,
+            num_warps=1,
+            num_stages=MERGE_STAGES,
+        )
+
+
+def _signature(kernel: Any, constants: dict[str, Any], dtype: torch.dtype) -> dict[str, str]:
+    """Return the types of a kernel's arguments that are not constants."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    own = "*" + TRITON_TYPES[dtype]
+    return {name: _TYPES.get(name, own if name.endswith("_ptr") else "i32") for name in names}
