@@ -12,6 +12,7 @@ from medusa_kernels.heads_topk import heads_topk
 from medusa_kernels.kv_compact import kv_compact
 from medusa_kernels.reference import ancestor_words
 from medusa_kernels.rope_append import rope_append
+from medusa_kernels.tree_accept import tree_accept
 from medusa_kernels.tree_attention import tree_attention
 from medusa_kernels.tree_verify import tree_verify
 
@@ -25,6 +26,7 @@ __all__ = [
     "kv_compact",
     "rope_append",
     "served_by",
+    "tree_accept",
     "tree_attention",
     "tree_verify",
 ]

@@ -21,7 +21,16 @@ import torch
 
 NAMESPACE = "medusa_kernels"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-OPS = ("tree_attention", "rope_append", "heads_topk", "tree_verify", "kv_compact", "decode_linear", "add_rms_norm")
+OPS = (
+    "tree_attention",
+    "rope_append",
+    "heads_topk",
+    "tree_verify",
+    "kv_compact",
+    "decode_linear",
+    "add_rms_norm",
+    "tree_accept",
+)
 
 logger = logging.getLogger(NAMESPACE)
 

@@ -233,3 +233,54 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     wide = _wide(total)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return total, (_wide(weight) * _wide(normed.to(x.dtype))).to(x.dtype)
+
+
+def tree_accept(
+    tokens: Tensor,
+    next_tokens: Tensor,
+    hidden: Tensor,
+    depths: Tensor,
+    paths: Tensor,
+    eos: Tensor,
+    max_new: Tensor,
+    step: Tensor,
+    *,
+    lengths: Tensor,
+    root: Tensor,
+    state_hidden: Tensor,
+    output: Tensor,
+    count: Tensor,
+    finished: Tensor,
+    log: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The longest right path, and what a row carries to its next step; see the public `tree_accept`."""
+    (batch, nodes), places = tokens.shape, paths.shape[1]
+    row = torch.arange(batch, device=tokens.device)
+    node, parent = paths[:, 1:], paths[:, :-1]
+    right = ((tokens[:, node] == next_tokens[:, parent]) | (node == parent)).all(-1)
+    # Grows with depth and falls with the node's number.
+    order = depths * (nodes + 1) - torch.arange(nodes, dtype=torch.int32, device=tokens.device)
+    last = torch.where(right, order, -nodes).argmax(1)
+    path, accepted = paths[last], depths[last]
+
+    emitted = next_tokens.gather(1, path)
+    place = torch.arange(places, dtype=torch.int32, device=tokens.device)
+    ends = (emitted[..., None] == eos).any(-1) & (place <= accepted[:, None])
+    first_end = torch.where(ends, place, places).amin(1)
+    found = torch.minimum(accepted, first_end) + 1
+    room = max_new - count
+    ended = ((first_end < found) & (found <= room)) | (found >= room)
+    found = torch.minimum(found, room).masked_fill(finished, 0).to(torch.int32)
+
+    # What is not emitted is written as well, all of it as what already stands in the last column.
+    is_new = place < found[:, None]
+    column = torch.where(is_new, count[:, None] + place, output.shape[1] - 1)
+    output.scatter_(1, column.long(), torch.where(is_new, emitted, output[:, -1:]))
+    log.scatter_(1, step.expand(batch, 1), found[:, None])
+    kept, old_lengths = accepted.masked_fill(finished, -1), lengths.clone()
+    lengths += kept + 1
+    count += found
+    finished |= ended
+    state_hidden.copy_(hidden[row, last])
+    root.copy_(next_tokens[row, last])
+    return path.to(torch.int32), kept, old_lengths

@@ -154,6 +154,32 @@ def _add_rms_norm(device: str, generator: torch.Generator) -> float:
     return max(_difference(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def _tree_accept(device: str, generator: torch.Generator) -> float:
+    parents, paths = [-1, 0, 0, 1, 3], [[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 2, 2], [0, 1, 3, 3], [0, 1, 3, 4]]
+    next_tokens = torch.randint(9, (3, 5), generator=generator)
+    tokens = next_tokens[:, parents]
+    tokens[0, 4] += 1
+    results = []
+    for function in (medusa_kernels.tree_accept, reference.tree_accept):
+        integers = {name: torch.tensor(value, dtype=torch.int32) for name, value in
+                    (("lengths", [7, 8, 9]), ("count", [1, 2, 3]), ("log", [[0] * 4] * 3))}  # fmt: skip
+        state = {
+            **integers,
+            "root": torch.zeros(3, dtype=torch.int64),
+            "state_hidden": torch.zeros(3, 20),
+            "output": torch.zeros(3, 30, dtype=torch.int64),
+            "finished": torch.tensor([False, False, True]),
+        }
+        state = {name: tensor.to(device) for name, tensor in state.items()}
+        inputs = (
+            tokens, next_tokens, torch.arange(300.0).view(3, 5, 20), torch.tensor([0, 1, 1, 2, 3], dtype=torch.int32),
+            torch.tensor(paths), torch.tensor([50]), torch.full((3,), 5, dtype=torch.int32), torch.tensor([2]),
+        )  # fmt: skip
+        returned = function(*(tensor.to(device) for tensor in inputs), **state)
+        results.append([*returned, *state.values()])
+    return max(_difference(a, b) for a, b in zip(*results, strict=True))
+
+
 _CASES: dict[str, Callable[[str, torch.Generator], float]] = {
     "tree_attention": _tree_attention,
     "rope_append": _rope_append,
@@ -162,5 +188,6 @@ _CASES: dict[str, Callable[[str, torch.Generator], float]] = {
     "kv_compact": _kv_compact,
     "decode_linear": _decode_linear,
     "add_rms_norm": _add_rms_norm,
+    "tree_accept": _tree_accept,
 }
-_BOUNDS = {"kv_compact": 0.0}  # it moves bytes
+_BOUNDS = {"kv_compact": 0.0, "tree_accept": 0.0}  # they compute no floats

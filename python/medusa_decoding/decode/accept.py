@@ -1,6 +1,7 @@
 """Accept: the longest path whose tokens the model itself would have chosen (Medusa paper, section 2.3.1, greedy).
 
-Acceptance knows tokens and the tree; it does not know caches or models.
+What a row carries to its next step is settled here too. Acceptance knows tokens and the tree; it does not know models,
+and of caches only how long they are.
 """
 
 from __future__ import annotations
@@ -8,26 +9,38 @@ from __future__ import annotations
 import torch
 
 from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.state import DecodeState, StopRules
+from medusa_kernels import tree_accept
 
 
 def accept(
-    tokens: torch.Tensor, next_tokens: torch.Tensor, shape: TreeOnDevice
+    tokens: torch.Tensor,
+    next_tokens: torch.Tensor,
+    hidden: torch.Tensor,
+    shape: TreeOnDevice,
+    state: DecodeState,
+    rules: StopRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find each row's longest path on which every node's token is the model's choice at its parent.
+    """Find each row's longest path on which every node's token is the model's choice at its parent, and commit it.
 
     Args:
         tokens: int64 [B, N], the nodes' tokens; the root is always right.
         next_tokens: int64 [B, N], the model's own next token at every node.
+        hidden: [B, N, H], the nodes' final hidden states.
         shape: the tree.
+        state: changed in place: all of it but keys and values.
+        rules: when rows end.
 
     Returns:
-        path: int64 [B, depth + 1], the accepted nodes from the root on, padded with the last one.
-        accepted: int32 [B], accepted nodes below the root.
-        last: int64 [B], the last accepted node.
+        path: int32 [B, depth + 1], the accepted nodes from the root on, padded with the last one.
+        kept: int32 [B], accepted nodes below the root; -1 for a row that had ended.
+        lengths: int32 [B], cached tokens before the step.
     """
-    right = tokens == next_tokens[:, shape.parent_index]
-    right[:, 0] = True
-    accepted_nodes = right[:, shape.paths].all(-1)
-    # Siblings with the same token could both be right: the earlier node wins, as `order` is strict.
-    last = torch.where(accepted_nodes, shape.order, -shape.order.numel()).argmax(1)
-    return shape.paths[last], shape.depths[last], last
+    found = tree_accept(
+        tokens, next_tokens, hidden, shape.depths, shape.paths, rules.eos, rules.max_new, state.step,
+        lengths=state.cache.lengths, root=state.root, state_hidden=state.hidden, output=state.output,
+        count=state.count, finished=state.finished, log=state.log,
+    )  # fmt: skip
+    # Not in the op, where every row reads it.
+    state.step += 1
+    return found

@@ -1,4 +1,4 @@
-"""Compact: accepted cache rows moved in place behind the prefix, in every layer, and the lengths advanced."""
+"""Compact: accepted cache rows moved in place behind the prefix, in every layer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from medusa_decoding.cache import TreeCache
 from medusa_kernels import kv_compact
 
 
-def compact(cache: TreeCache, path: torch.Tensor, accepted: torch.Tensor, finished: torch.Tensor) -> None:
-    """Keep the rows of the accepted path: path int64 [B, P], accepted int32 [B], finished bool [B].
+def compact(cache: TreeCache, path: torch.Tensor, kept: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Keep the rows of the accepted path: path int32 [B, P], kept int32 [B], lengths int32 [B] before the step.
 
-    A finished row keeps its length, so that the further passes it is carried through overwrite one place.
+    A row that had ended (kept -1) keeps its length, so that the further passes it is carried through overwrite one
+    place.
     """
-    kept = accepted.masked_fill(finished, -1)
-    kv_compact(cache.kv, cache.lengths, path.to(torch.int32), kept)
-    cache.lengths += kept + 1
+    kv_compact(cache.kv, lengths, path, kept)

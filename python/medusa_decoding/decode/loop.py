@@ -17,7 +17,7 @@ from medusa_decoding.decode.arrange import TreeOnDevice, arrange
 from medusa_decoding.decode.compact import compact
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import propose
-from medusa_decoding.decode.state import DecodeState, StopRules, commit
+from medusa_decoding.decode.state import DecodeState, StopRules
 from medusa_decoding.decode.verify import verify
 from medusa_decoding.decode.watch import Progress, Watch
 from medusa_decoding.heads import MedusaHeads
@@ -33,21 +33,16 @@ def decode_step(trunk: Trunk, heads: MedusaHeads, shape: TreeOnDevice, state: De
     tokens = arrange(state.root, guesses, shape)
     hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
     next_tokens = verify(hidden, tokens, shape.depths, shape.parents, trunk.lm_head, state, rules)
-    path, accepted, last = accept(tokens, next_tokens, shape)
-    compact(state.cache, path, accepted, state.finished)
-    rows = torch.arange(len(last), device=last.device)
-    state.root.copy_(next_tokens[rows, last])
-    state.hidden.copy_(hidden[rows, last])
-    commit(state, rules, next_tokens.gather(1, path), accepted)
+    path, kept, lengths = accept(tokens, next_tokens, hidden, shape, state, rules)
+    compact(state.cache, path, kept, lengths)
 
 
 def plain_step(trunk: Trunk, shape: TreeOnDevice, state: DecodeState, rules: StopRules) -> None:
-    """The same step for the tree that is only a root: plain decoding, with nothing to propose, accept or move."""
-    hidden = trunk.forward(state.root[:, None], DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = verify(hidden, state.root[:, None], shape.depths, shape.parents, trunk.lm_head, state, rules)
-    state.cache.lengths += (~state.finished).to(torch.int32)
-    state.root.copy_(next_tokens[:, 0])
-    commit(state, rules, next_tokens, torch.zeros_like(state.count))
+    """The same step for the tree that is only a root: plain decoding, with nothing to propose or move."""
+    tokens = state.root[:, None]
+    hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
+    next_tokens = verify(hidden, tokens, shape.depths, shape.parents, trunk.lm_head, state, rules)
+    accept(tokens, next_tokens, hidden, shape, state, rules)
 
 
 def run(

@@ -1,0 +1,130 @@
+"""What follows verification: the accepted path, and everything that a row carries to its next step.
+
+It does not know how the model chose its tokens, nor caches: it says which of their rows `kv_compact` is to keep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa_kernels import _checks, reference
+from medusa_kernels._registry import Implementation, declare, serve, triton_or
+
+
+def tree_accept(
+    tokens: Tensor,
+    next_tokens: Tensor,
+    hidden: Tensor,
+    depths: Tensor,
+    paths: Tensor,
+    eos: Tensor,
+    max_new: Tensor,
+    step: Tensor,
+    *,
+    lengths: Tensor,
+    root: Tensor,
+    state_hidden: Tensor,
+    output: Tensor,
+    count: Tensor,
+    finished: Tensor,
+    log: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept the longest path that the model agrees with (the paper's section 2.3.1, greedy), and commit it.
+
+    A node is right if its token is the model's choice at its parent; the root always is. The accepted path is the
+    longest of right nodes, the one with the lowest last node among equals. The step emits the model's choices at its
+    nodes, cut behind the first EOS token and at the budget, where the row ends. A row that had ended before the step
+    emits nothing.
+
+    Args:
+        tokens: int64 `[B, N]`, the token of each node.
+        next_tokens: int64 `[B, N]`, the model's choice at each node.
+        hidden: `[B, N, H]`, of any dtype.
+        depths: int32 `[N]`, 0 for the root.
+        paths: int64 `[N, P]`, the nodes from the root to each node, padded with the last; P is the greatest depth + 1.
+        eos: int64 `[E]`, tokens that end a row.
+        max_new: int32 `[B]`, tokens that a row may emit.
+        step: int64 `[1]`, the column of `log` that the step writes.
+        lengths: int32 `[B]`, cached rows. Mutated: grows by the accepted path's nodes, in rows that have not ended.
+        root: int64 `[B]`. Mutated: the model's choice at the last accepted node.
+        state_hidden: `[B, H]`, dtype of hidden. Mutated: the hidden state of the last accepted node.
+        output: int64 `[B, W]`. Mutated: what is emitted stands from column `count` on; nothing else changes.
+        count: int32 `[B]`. Mutated: grows by the tokens emitted.
+        finished: bool `[B]`. Mutated: set in rows that end.
+        log: int32 `[B, W2]`. Mutated: column `step` gets the tokens emitted.
+
+    Returns:
+        What `kv_compact` takes: the path int32 `[B, P]`, padded with its last node; int32 `[B]`, the accepted nodes
+        below the root, -1 in a row that had ended before; int32 `[B]`, lengths as they were.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or strides. Values are not read.
+    """
+    _checks.axes("tokens", tokens, "B", "N")
+    _checks.axes("hidden", hidden, "B", "N", "H")
+    _checks.axes("paths", paths, "N", "P")
+    _checks.require(tokens.shape[1] >= 1, "tokens", "at least 1 node", tokens.shape[1])
+    _checks.require(paths.shape[1] >= 1, "paths", "at least 1 step", paths.shape[1])
+    (batch, nodes), size, places = tokens.shape, hidden.shape[2], paths.shape[1]
+    expected: dict[str, tuple[Tensor, tuple[int | str, ...], torch.dtype]] = {
+        "tokens": (tokens, (batch, nodes), torch.int64),
+        "next_tokens": (next_tokens, (batch, nodes), torch.int64),
+        "hidden": (hidden, (batch, nodes, size), hidden.dtype),
+        "depths": (depths, (nodes,), torch.int32),
+        "paths": (paths, (nodes, places), torch.int64),
+        "eos": (eos, ("E",), torch.int64),
+        "max_new": (max_new, (batch,), torch.int32),
+        "step": (step, (1,), torch.int64),
+    }
+    mutated: dict[str, tuple[Tensor, tuple[int | str, ...], torch.dtype]] = {
+        "lengths": (lengths, (batch,), torch.int32),
+        "root": (root, (batch,), torch.int64),
+        "state_hidden": (state_hidden, (batch, size), hidden.dtype),
+        "output": (output, (batch, "W"), torch.int64),
+        "count": (count, (batch,), torch.int32),
+        "finished": (finished, (batch,), torch.bool),
+        "log": (log, (batch, "W2"), torch.int32),
+    }
+    for name, (tensor, shape, dtype) in (expected | mutated).items():
+        _checks.shape(name, tensor, shape)
+        _checks.dtype(name, tensor, dtype)
+        _checks.same_device(name, tensor, "tokens", tokens)
+    for name, (tensor, _, _) in mutated.items():
+        _checks.contiguous(name, tensor)
+    return torch.ops.medusa_kernels.tree_accept.default(
+        tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
+        lengths=lengths, root=root, state_hidden=state_hidden, output=output, count=count, finished=finished, log=log,
+    )  # fmt: skip
+
+
+def _fake(
+    tokens: Tensor,
+    next_tokens: Tensor,
+    hidden: Tensor,
+    depths: Tensor,
+    paths: Tensor,
+    eos: Tensor,
+    max_new: Tensor,
+    step: Tensor,
+    **mutated: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, places = tokens.shape[0], paths.shape[1]
+    return depths.new_empty(batch, places), depths.new_empty(batch), depths.new_empty(batch)
+
+
+declare(
+    "tree_accept(Tensor tokens, Tensor next_tokens, Tensor hidden, Tensor depths, Tensor paths, Tensor eos, "
+    "Tensor max_new, Tensor step, *, Tensor(a!) lengths, Tensor(b!) root, Tensor(c!) state_hidden, Tensor(d!) output, "
+    "Tensor(e!) count, Tensor(f!) finished, Tensor(g!) log) -> (Tensor, Tensor, Tensor)",
+    _fake,
+)
+_CPU = "PyTorch, operation by operation"
+
+
+def _choose(device_type: str) -> Implementation:
+    return triton_or("tree_accept", "reference", reference.tree_accept, _CPU, device_type=device_type)
+
+
+serve("tree_accept", "cpu", lambda: _choose("cpu"))
+serve("tree_accept", "cuda", lambda: _choose("cuda"))

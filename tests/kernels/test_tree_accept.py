@@ -1,0 +1,358 @@
+"""tree_accept against a walk over one row at a time, in lists and loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modes import DTYPES
+from torch import Tensor
+
+from medusa_kernels import reference, tree_accept
+from medusa_kernels._registry import interpreted
+
+Case = dict[str, Any]
+MUTATED = ("lengths", "root", "state_hidden", "output", "count", "finished", "log")
+RETURNED = ("path", "kept", "old_lengths")
+NARROW = ("depths", "max_new", "lengths", "count", "log")
+"""What is int32; other integers are int64."""
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that an op asks for is filled with a large number until the op writes it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def lineage(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root to a node."""
+    nodes = [node]
+    while parents[nodes[0]] >= 0:
+        nodes.insert(0, parents[nodes[0]])
+    return nodes
+
+
+def make(
+    parents: list[int],
+    tokens: list[list[int]],
+    next_tokens: list[list[int]],
+    *,
+    eos: list[int] | None = None,
+    max_new: list[int] | None = None,
+    count: list[int] | None = None,
+    finished: list[bool] | None = None,
+    step: int = 1,
+    size: int = 5,
+) -> Case:
+    """A case in lists. Unless given: no EOS, a budget of 40, 3 tokens emitted, no row has ended."""
+    batch, nodes = len(tokens), len(parents)
+    lineages = [lineage(parents, node) for node in range(nodes)]
+    places = max(len(nodes) for nodes in lineages)
+    numbers = iter(range(10**9))
+    return {
+        "tokens": tokens,
+        "next_tokens": next_tokens,
+        "hidden": [[[float(next(numbers) % 251) for _ in range(size)] for _ in range(nodes)] for _ in range(batch)],
+        "depths": [len(nodes) - 1 for nodes in lineages],
+        "paths": [nodes + nodes[-1:] * (places - len(nodes)) for nodes in lineages],
+        "eos": eos or [],
+        "max_new": max_new or [40] * batch,
+        "step": [step],
+        "lengths": [10 + 7 * b for b in range(batch)],
+        "root": [-1] * batch,
+        "state_hidden": [[-1.0] * size for _ in range(batch)],
+        "output": [[-2 - column for column in range(50)] for _ in range(batch)],
+        "count": count or [3] * batch,
+        "finished": finished or [False] * batch,
+        "log": [[-3] * 4 for _ in range(batch)],
+    }
+
+
+def on(case: Case, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    def tensor(name: str, value: Any) -> Tensor:
+        kind = {"finished": torch.bool, "hidden": dtype, "state_hidden": dtype}.get(name)
+        return torch.tensor(value, dtype=kind or (torch.int32 if name in NARROW else torch.int64)).to(device)
+
+    return {name: tensor(name, value) for name, value in case.items()}
+
+
+def walked(case: Case, parents: list[int]) -> Case:
+    """What the op is to return and to leave behind, row by row."""
+    after: Case = {name: [list(v) if isinstance(v, list) else v for v in case[name]] for name in MUTATED}
+    after |= {name: [] for name in RETURNED}
+    for b, (tokens, wanted) in enumerate(zip(case["tokens"], case["next_tokens"], strict=True)):
+        best = [0]
+        for node in range(len(parents)):
+            nodes = lineage(parents, node)
+            if len(nodes) > len(best) and all(tokens[n] == wanted[parents[n]] for n in nodes[1:]):
+                best = nodes
+        ended = case["finished"][b]
+        after["path"].append(best + best[-1:] * (len(case["paths"][0]) - len(best)))
+        after["kept"].append(-1 if ended else len(best) - 1)
+        after["old_lengths"].append(case["lengths"][b])
+        after["lengths"][b] += 0 if ended else len(best)
+        after["root"][b] = wanted[best[-1]]
+        after["state_hidden"][b] = case["hidden"][b][best[-1]]
+        emitted = 0
+        for node in best:
+            if after["finished"][b]:
+                break
+            after["output"][b][after["count"][b]] = wanted[node]
+            after["count"][b] += 1
+            emitted += 1
+            after["finished"][b] = wanted[node] in case["eos"] or after["count"][b] == case["max_new"][b]
+        after["log"][b][case["step"][0]] = emitted
+    return after
+
+
+def run(tensors: dict[str, Tensor], function: Any = tree_accept) -> dict[str, Tensor]:
+    given_tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    returned = function(**given_tensors)
+    for name, tensor in tensors.items():
+        if name not in MUTATED:
+            assert torch.equal(given_tensors[name], tensor)
+    return {name: given_tensors[name] for name in MUTATED} | dict(zip(RETURNED, returned, strict=True))
+
+
+def check(case: Case, parents: list[int], device: str, dtype: torch.dtype = torch.float32) -> None:
+    wanted = walked(case, parents)
+    got = run(on(case, device, dtype))
+    for name, tensor in got.items():
+        assert tensor.tolist() == wanted[name], name
+    assert all(got[name].dtype == torch.int32 and got[name].is_contiguous() for name in RETURNED)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> list[int]:
+    """Parents of up to 40 nodes, each after its parent."""
+    nodes = draw(st.integers(1, 40))
+    far = draw(st.sampled_from([1, 3, 40]))
+    return [-1, *(draw(st.integers(max(0, node - far), node - 1)) for node in range(1, nodes))]
+
+
+@given(data=st.data())
+@settings(max_examples=25 if interpreted() else 100)
+def test_matches_a_walk(device: str, data: st.DataObject) -> None:
+    """Few token ids, so that many nodes are right, siblings may be the same token, and EOS tokens turn up."""
+    parents = data.draw(trees(), label="parents")
+    batch, nodes = data.draw(st.integers(1, 4), label="batch"), len(parents)
+    ids = st.integers(0, data.draw(st.sampled_from([0, 1, 3]), label="largest id"))
+    rows = st.lists(st.lists(ids, min_size=nodes, max_size=nodes), min_size=batch, max_size=batch)
+    counts = data.draw(st.lists(st.integers(1, 8), min_size=batch, max_size=batch), label="count")
+    left = data.draw(st.lists(st.integers(1, 38), min_size=batch, max_size=batch), label="left")
+    case = make(
+        parents,
+        data.draw(rows, label="tokens"),
+        data.draw(rows, label="next_tokens"),
+        eos=data.draw(st.lists(st.integers(1, 50), max_size=33), label="eos"),
+        max_new=[c + room for c, room in zip(counts, left, strict=True)],
+        count=counts,
+        finished=data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch), label="finished"),
+        step=data.draw(st.integers(0, 3), label="step"),
+        size=data.draw(st.sampled_from([1, 5, 33]), label="size"),
+    )
+    check(case, parents, device)
+
+
+TREE = [-1, 0, 0, 1, 1, 2, 5]
+
+
+def test_by_hand(device: str) -> None:
+    """Row 0 accepts 0-2-5-6, row 1 the root alone, row 2 accepts 0-1-4 but had ended."""
+    tokens = [[1, 20, 30, 0, 0, 40, 50], [1, 20, 30, 40, 50, 60, 70], [1, 20, 30, 0, 40, 0, 0]]
+    wanted = [[30, 9, 40, 9, 9, 50, 60], [80, 40, 60, 9, 9, 70, 9], [20, 40, 9, 9, 50, 9, 9]]
+    tensors = on(make(TREE, tokens, wanted, finished=[False, False, True]), device)
+    got = {name: tensor.tolist() for name, tensor in run(tensors).items()}
+    assert got["path"] == [[0, 2, 5, 6], [0, 0, 0, 0], [0, 1, 4, 4]]
+    assert got["kept"] == [3, 0, -1]
+    assert got["old_lengths"] == [10, 17, 24]
+    assert got["lengths"] == [14, 18, 24]
+    assert got["root"] == [60, 80, 50]
+    assert got["state_hidden"][0] == [30.0, 31.0, 32.0, 33.0, 34.0]
+    assert [row[2:8] for row in got["output"]] == [
+        [-4, 30, 40, 50, 60, -9],
+        [-4, 80, -6, -7, -8, -9],
+        [*range(-4, -10, -1)],
+    ]
+    assert got["count"] == [7, 4, 3]
+    assert got["finished"] == [False, False, True]
+    assert got["log"] == [[-3, 4, -3, -3], [-3, 1, -3, -3], [-3, 0, -3, -3]]
+
+
+@pytest.mark.parametrize(
+    ("eos", "room", "emitted", "ended"),
+    [
+        ([], 9, 4, False),
+        ([], 4, 4, True),
+        ([], 2, 2, True),
+        ([60], 9, 4, True),
+        ([7, 40, 60], 9, 2, True),
+        ([40], 2, 2, True),
+        ([40], 1, 1, True),
+        ([30], 9, 1, True),
+        ([99], 9, 4, False),
+        ([*range(100, 132), 50], 9, 3, True),
+    ],
+)
+def test_where_a_row_ends(device: str, eos: list[int], room: int, emitted: int, ended: bool) -> None:
+    """The step emits 30, 40, 50, 60. A token of a node not accepted (9) or a padded place never ends it."""
+    case = make(TREE, [[1, 20, 30, 0, 0, 40, 50]], [[30, 9, 40, 9, 9, 50, 60]], eos=eos, max_new=[3 + room])
+    got = run(on(case, device))
+    assert got["output"][0, 3 : 3 + emitted].tolist() == [30, 40, 50, 60][:emitted]
+    assert got["output"][0, 3 + emitted :].tolist() == case["output"][0][3 + emitted :]
+    assert got["log"][0, 1].item() == emitted
+    assert got["finished"].item() is ended
+    # The cache keeps the whole path, whatever is emitted.
+    assert got["lengths"].item() == 14
+
+
+def test_among_equals_the_earliest_node_wins(device: str) -> None:
+    """Siblings with one token, and two paths of one length; a longer path still beats an earlier one."""
+    parents = [-1, 0, 0, 0, 1, 2, 3, 5]
+    short = make(parents, [[1, 5, 5, 5, 6, 6, 6, 9]], [[5, 6, 6, 6, 0, 0, 0, 0]])
+    assert run(on(short, device))["path"].tolist() == [[0, 1, 4, 4]]
+    long = make(parents, [[1, 5, 5, 5, 6, 6, 6, 0]], [[5, 6, 6, 6, 0, 0, 0, 0]])
+    assert run(on(long, device))["path"].tolist() == [[0, 2, 5, 7]]
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 4096, 5000])
+def test_hidden_states_are_copied_whole(device: str, size: int, dtype: torch.dtype) -> None:
+    case = make([-1, 0], [[1, 5], [1, 5], [1, 5]], [[5, 0], [4, 0], [5, 1]], size=size)
+    check(case, [-1, 0], device, dtype)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("right", [0, 1, 100, 255])
+def test_a_chain_of_256_nodes(device: str, right: int) -> None:
+    """A path as long as the tree; the token behind `right` nodes is wrong."""
+    parents = list(range(-1, 255))
+    tokens = [[*range(1000, 1256)], [*range(1000, 1256)]]
+    wanted = [[*range(1001, 1257)] for _ in tokens]
+    wanted[0][right] = 7
+    case = make(parents, tokens, wanted, eos=[1040], max_new=[300, 20], step=0)
+    case["output"] = [[-2 - column for column in range(310)] for _ in tokens]
+    check(case, parents, device)
+
+
+def test_plain_decoding_and_many_rows(device: str) -> None:
+    """The tree that is only a root, whose token nobody reads: it may be the very memory that the op writes."""
+    batch = 67 if not interpreted() else 9
+    case = make([-1], [[-1]] * batch, [[b] for b in range(batch)], eos=[3], finished=[b % 4 == 0 for b in range(batch)])
+    tensors = on(case, device)
+    tensors["tokens"] = tensors["root"][:, None]
+    returned = tree_accept(**tensors)
+    wanted = walked(case, [-1])
+    for name, tensor in [*zip(RETURNED, returned, strict=True), *((name, tensors[name]) for name in MUTATED)]:
+        assert tensor.tolist() == wanted[name], name
+
+
+def tree_case(device: str) -> dict[str, Tensor]:
+    tokens = [[1, 20, 30, 0, 0, 40, 50], [1, 20, 30, 40, 50, 60, 70]]
+    wanted = [[30, 9, 40, 9, 9, 50, 60], [80, 40, 60, 9, 9, 70, 9]]
+    return on(make(TREE, tokens, wanted, eos=[50]), device)
+
+
+def test_views_and_no_rows(device: str) -> None:
+    tensors = tree_case(device)
+    wanted = run(tensors)
+    spread = {**tensors, "hidden": tensors["hidden"].mT.contiguous().mT, "paths": tensors["paths"].T.contiguous().T}
+    spread["tokens"] = torch.stack([tensors["tokens"], tensors["tokens"] + 1], -1)[..., 0]
+    for name, tensor in run(spread).items():
+        assert torch.equal(tensor, wanted[name])
+    shared = ("depths", "paths", "eos", "step")
+    none = run({name: tensor if name in shared else tensor[:0] for name, tensor in tensors.items()})
+    assert none["path"].shape == (0, 4)
+
+
+@pytest.mark.gpu
+def test_captured_and_replayed() -> None:
+    """Every replay is a further step over what the one before left behind; 67 rows read one step number."""
+    case = make(TREE, [[1, 20, 30, 0, 0, 40, 50]] * 67, [[30, 9, 40, 9, 9, 50, 60]] * 67, max_new=[12] * 67, step=0)
+    tensors, wanted = on(case, "cuda"), on(case, "cpu")
+    tree_accept(**{name: tensor.clone() for name, tensor in tensors.items()})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tree_accept(**tensors)
+        tensors["step"].add_(1)
+    for _ in range(4):
+        graph.replay()
+        tree_accept(**wanted)
+        wanted["step"] += 1
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor.cpu(), wanted[name]), name
+
+
+@pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
+def test_all_of_a_program_has_read_before_any_writes() -> None:
+    """A row's numbers are read by all threads and replaced by one: a barrier stands between, whatever the tile."""
+    module = pytest.importorskip("medusa_kernels._triton.tree_accept")
+    inspection = pytest.importorskip("medusa_kernels.inspection")
+    spec = next(iter(module.specialisations((9, 0))))
+    kernel = inspection.compiled(spec, "90", {})
+    barrier = re.search(r"bar\.sync|barrier\.sync", kernel.asm["ptx"])
+    assert barrier
+    before, behind = kernel.asm["ptx"][: barrier.start()], kernel.asm["ptx"][barrier.end() :]
+    assert len(re.findall(r"\bld\.global", before)) == 5
+    assert "st.global" not in before
+    assert "st.global" in behind
+
+
+GOOD = tree_case("cpu")
+BAD = {
+    "tokens-axes": ({"tokens": torch.zeros(7).long()}, "tokens: expected shape"),
+    "tokens-dtype": ({"tokens": torch.zeros(2, 7)}, "tokens: expected dtype int64"),
+    "no-nodes": ({"tokens": torch.zeros(2, 0).long()}, "tokens: expected at least 1 node"),
+    "next_tokens": ({"next_tokens": torch.zeros(2, 6).long()}, r"next_tokens: expected shape \[2, 7\], got \[2, 6\]"),
+    "hidden": ({"hidden": torch.zeros(2, 6, 5)}, r"hidden: expected shape \[2, 7, 5\]"),
+    "depths": ({"depths": torch.zeros(7).long()}, "depths: expected dtype int32"),
+    "paths": ({"paths": torch.zeros(6, 4).long()}, r"paths: expected shape \[7, 4\]"),
+    "no-paths": ({"paths": torch.zeros(7, 0).long()}, "paths: expected at least 1 step"),
+    "eos": ({"eos": torch.zeros(1, 1).long()}, "eos: expected shape"),
+    "max_new": ({"max_new": torch.zeros(3).int()}, r"max_new: expected shape \[2\]"),
+    "step": ({"step": torch.zeros(2).long()}, r"step: expected shape \[1\]"),
+    "lengths": ({"lengths": torch.zeros(2).long()}, "lengths: expected dtype int32"),
+    "root": ({"root": torch.zeros(2).int()}, "root: expected dtype int64"),
+    "state-dtype": ({"state_hidden": torch.zeros(2, 5).half()}, "state_hidden: expected dtype float32"),
+    "finished": ({"finished": torch.zeros(2)}, "finished: expected dtype bool"),
+    "strides": ({"count": torch.zeros(4).int()[::2]}, "count: expected a contiguous tensor"),
+    "log": ({"log": torch.zeros(1, 4).int()}, r"log: expected shape \[2, W2\]"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments(change: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tree_accept(**(GOOD | change))
+
+
+def test_the_reference_agrees_and_repeats(device: str) -> None:
+    tensors = tree_case(device)
+    wanted = run(tensors, reference.tree_accept)
+    for _ in range(2):
+        for name, tensor in run(tensors).items():
+            assert torch.equal(tensor, wanted[name])
+
+
+def test_opcheck(device: str) -> None:
+    tensors = tree_case(device)
+    positional = [tensor for name, tensor in tensors.items() if name not in MUTATED]
+    mutated = {name: tensors[name] for name in MUTATED}
+    torch.library.opcheck(torch.ops.medusa_kernels.tree_accept.default, tuple(positional), mutated)
+
+
+def test_compiles_into_one_graph(device: str) -> None:
+    tensors = tree_case(device)
+    wanted = run(tensors)
+    torch._dynamo.reset()
+    compiled = torch.compile(tree_accept, fullgraph=True, dynamic=False, backend="aot_eager")
+    for name, tensor in run(tensors, compiled).items():
+        assert torch.equal(tensor, wanted[name])
