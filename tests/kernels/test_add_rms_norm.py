@@ -117,6 +117,17 @@ def test_leading_axes_and_strides(device: str, delta: bool) -> None:
             assert torch.equal(mine, theirs)
 
 
+@pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
+def test_fp32_divides_and_takes_roots_correctly_rounded() -> None:
+    module = pytest.importorskip("medusa_kernels._triton.add_rms_norm")
+    inspection = pytest.importorskip("medusa_kernels.inspection")
+    spec = next(s for s in module.specialisations((9, 0)) if "fp32" in s.name)
+    ptx = inspection.compiled(spec, "90", {}).asm["ptx"]
+    assert "sqrt.rn.f32" in ptx
+    assert "div.rn.f32" in ptx
+    assert not any(approximate in ptx for approximate in ("div.full", "approx"))
+
+
 def test_the_same_bits_again(device: str) -> None:
     case = make(9, 3000, device=device)
     for first, second in zip(add_rms_norm(*case, 1e-5), add_rms_norm(*case, 1e-5), strict=True):
