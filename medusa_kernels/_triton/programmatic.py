@@ -15,7 +15,7 @@ import triton.language as tl
 
 from medusa_kernels._registry import interpreted
 
-PROGRAMMATIC_LAUNCH = False
+PROGRAMMATIC_LAUNCH = True
 """Whether kernels are launched so where the device and Triton can."""
 
 LOWEST_CAPABILITY = (9, 0)

@@ -19,7 +19,11 @@ from torch import Tensor
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
+from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
+
+LONG = 16384
+"""Cache rows from which on many rows a KV head are worth larger tiles."""
 
 MERGE_CHUNK, MERGE_STAGES = 8, 2
 """Parts that the merge loads at once, and the depth of its pipeline."""
@@ -46,9 +50,10 @@ class Config:
     min_keys: int = 256
 
 
-def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, rows: int) -> Config:
-    """Return the configuration for `rows` rows a KV head.
+def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG) -> Config:
+    """Return the configuration for `rows` rows a KV head and a cache of `keys` rows.
 
+    What serves 9.0 at head sizes up to 128 is what measured best on an H200 at the heads of Llama-2-7B and Llama-3-8B.
     On 9.0 tiles of 64 rows and more use the asynchronous tensor-core operations, whose pipeline keeps one buffer more
     than that of the others: three stages are three blocks in shared memory there, two elsewhere.
     """
@@ -58,14 +63,18 @@ def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, row
     if dtype == torch.float32:
         # No tensor cores at full precision: operands are in registers, of which larger tiles need too many.
         return Config(32, 64, 8, 2, 2, 128) if head_dim <= 64 else Config(16, 32, 8, 2, 2, 128)
+    if capability >= (9, 0) and head_dim <= 128 and not 16 < rows <= 32:
+        if rows <= 16:
+            return Config(16, 128, 4, 3, 1, 128)
+        if rows <= 64:
+            return Config(64, 64, 4, 4, 1)
+        return Config(128, 64, 8, 3, 1) if keys >= LONG else Config(64, 64, 4, 3, 2)
     wide, large = head_dim > 128, capability in ((8, 0), (9, 0))
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32
         return Config(block_m, 32 if wide else 64, 4, 4 if capability >= (9, 0) and rows <= 16 else 3, 1 + large, 128)
     if capability >= (9, 0):
-        if wide:
-            return Config(64 if rows <= 64 else 128, 64, 8, 2, 1)
-        return Config(64, 64, 4, 3, 2) if rows <= 64 else Config(128, 128, 8, 2, 1)
+        return Config(64 if rows <= 64 else 128, 64, 8, 2, 1)
     if wide:
         return Config(64, 32, 8, 2, 1)
     if rows <= 64:
@@ -73,9 +82,11 @@ def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, row
     return Config(128, 64 if large else 32, 8, 3, 1)
 
 
-def candidates(capability: Capability, dtype: torch.dtype, head_dim: int, rows: int) -> list[Config]:
+def candidates(
+    capability: Capability, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG
+) -> list[Config]:
     """Return the configurations worth measuring, the chosen one first; alternatives for 16 bits and D <= 128 on 9.0."""
-    chosen = configuration(capability, dtype, head_dim, rows)
+    chosen = configuration(capability, dtype, head_dim, rows, keys=keys)
     if dtype == torch.float32 or head_dim > 128 or capability < (9, 0):
         return [chosen]
     of_64 = [
@@ -170,7 +181,8 @@ def tree_attention(
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
-    config = configuration(capability(q.device), q.dtype, head_dim, rows)
+    config = configuration(capability(q.device), q.dtype, head_dim, rows, keys=capacity)
+    pdl = programmatic(q.device)
     tiles = -(-rows // config.block_m)
     slots = multiprocessors(q.device) * config.programs
     splits = _splits(config, batch * kv_heads * tiles, slots, capacity)
@@ -190,8 +202,10 @@ def tree_attention(
             *sizes,
             *(*q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride()),
             **_attend_constants(config, head_dim, nodes, window, capped=softcap is not None, negative=scale < 0),
+            PDL=pdl,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **launch_options(pdl),
         )
         if splits > 1:
             merge_kernel[(rows, kv_heads, batch)](
@@ -200,14 +214,16 @@ def tree_attention(
                 *sizes,
                 **_constants(config, head_dim, nodes, window),
                 CHUNK=MERGE_CHUNK,
+                PDL=pdl,
                 num_warps=1,
                 num_stages=MERGE_STAGES,
+                **launch_options(pdl),
             )
     return out
 
 
-_FORMS = [
-    # dtype, head size, nodes, rows, window, softcap
+_FORMS: list[tuple[Any, ...]] = [
+    # dtype, head size, nodes, rows, window, softcap, and the cache's rows where they matter
     *(
         (torch.bfloat16, 128, nodes, rows, None, False)
         for nodes, rows in ((1, 1), (16, 16), (8, 32), (64, 64), (64, 256))
@@ -217,6 +233,7 @@ _FORMS = [
     *((torch.bfloat16, dim, 64, 64, None, False) for dim in (64, 80, 96, 256)),
     *((torch.bfloat16, dim, 1, 1, None, False) for dim in (64, 80, 256)),
     *((torch.bfloat16, 256, 64, rows, 4096, True) for rows in (128, 512)),
+    (torch.bfloat16, 128, 64, 256, None, False, 1024),
     (torch.float16, 128, 64, 64, None, False),
     *((torch.float32, dim, 64, 64, None, False) for dim in (64, 128, 256)),
     (torch.float32, 128, 64, 256, 40, True),
@@ -241,11 +258,18 @@ _TYPES = {
 
 def specialisations(capability: Capability) -> Iterator[Specialisation]:
     """Return the forms that launches of the usual head sizes ask for."""
-    for dtype, head_dim, nodes, rows, window, cap in _FORMS:
-        config = configuration(capability, dtype, head_dim, rows)
+    pdl = {"PDL": capability >= LOWEST_CAPABILITY}
+    for dtype, head_dim, nodes, rows, window, cap, *keys in _FORMS:
+        config = configuration(capability, dtype, head_dim, rows, keys=keys[0] if keys else LONG)
         strides = {f"stride_{tensor}d": 1 for tensor in "qkv"}
-        constants = strides | _attend_constants(config, head_dim, nodes, window, capped=cap, negative=False)
-        marks = [f"N{nodes}", f"M{rows}", *(["window"] if window else []), *(["softcap"] if cap else [])]
+        constants = strides | _attend_constants(config, head_dim, nodes, window, capped=cap, negative=False) | pdl
+        marks = [
+            f"N{nodes}",
+            f"M{rows}",
+            *(["short"] if keys else []),
+            *(["window"] if window else []),
+            *(["softcap"] if cap else []),
+        ]
         if _deep(nodes, window):
             marks.append("deep")
         signature = _signature(attend_kernel, constants, dtype)
@@ -260,7 +284,7 @@ def specialisations(capability: Capability) -> Iterator[Specialisation]:
         )
     for dtype, head_dim in _MERGED:
         config = configuration(capability, dtype, head_dim, 64)
-        constants = _constants(config, head_dim, 64, None) | {"CHUNK": MERGE_CHUNK}
+        constants = _constants(config, head_dim, 64, None) | {"CHUNK": MERGE_CHUNK} | pdl
         yield Specialisation(
             name=f"tree_attention merge {TRITON_TYPES[dtype]} D{head_dim}",
             kernel=merge_kernel,

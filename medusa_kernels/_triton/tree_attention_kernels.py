@@ -67,6 +67,32 @@ def _depths(anc_ptr, stride_an, stride_aw, node, end, nodes):
 
 
 @triton.jit
+def _power(x, EXACT: tl.constexpr):
+    """Two to the power of x <= 0; exact to fp32 rounding on request, where the hardware's own is off by some units.
+
+    The coefficients are the Taylor series' about 0, good to 1e-9 within half a unit of it. -inf gives 0.
+    """
+    if EXACT:
+        whole = tl.floor(x + 0.5)
+        f = x - whole
+        value = 1.5252733804059841e-05
+        value = value * f + 1.5403530393381608e-04
+        value = value * f + 1.3333558146428443e-03
+        value = value * f + 9.6181291076284772e-03
+        value = value * f + 5.5504108664821580e-02
+        value = value * f + 2.4022650695910071e-01
+        value = value * f + 6.9314718055994531e-01
+        value = value * f + 1.0
+        # The power of two is made of its exponent's bits. Below the normal numbers there is only 0.
+        tiny = x < -126.0
+        bits = (tl.where(tiny, 0.0, whole).to(tl.int32) + 127) << 23
+        power = tl.where(tiny, 0.0, value * bits.to(tl.float32, bitcast=True))
+    else:
+        power = tl.exp2(x)
+    return power
+
+
+@triton.jit
 def _tanh(x):
     """Hyperbolic tangent to fp32 rounding: an odd polynomial where 1 - 2 / (exp(2x) + 1) would cancel.
 
@@ -102,11 +128,11 @@ def _accumulate(scores, values, acc, high, total, factor, MASKED: tl.constexpr):
     # Until a row has seen a key its largest score is -inf, and -inf less -inf would be NaN.
     base = tl.where(new_high == float("-inf"), 0.0, new_high) if MASKED else new_high
     if values.dtype == tl.float32:
-        probs = tl.exp2((scores - base[:, None]) * factor)
+        probs = _power((scores - base[:, None]) * factor, True)
     else:
         # One operation instead of two; its rounding is far below that of the probabilities to 16 bits.
-        probs = tl.exp2(scores * factor - (base * factor)[:, None])
-    shrink = tl.exp2((high - base) * factor)
+        probs = _power(scores * factor - (base * factor)[:, None], False)
+    shrink = _power((high - base) * factor, values.dtype == tl.float32)
     total = total * shrink + tl.sum(probs, 1)
     acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     return acc, new_high, total
@@ -155,8 +181,11 @@ def attend_kernel(
     HAS_SOFTCAP: tl.constexpr,
     NEGATIVE: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of rows of one KV head against one share of its keys."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     rows = nodes * groups
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
     # The tiles of one share run side by side: the first brings its keys into the L2 cache, the others find them there.
@@ -251,6 +280,9 @@ def attend_kernel(
         values = tl.load(v_base + row.to(tl.int64) * stride_vs + o_v, mask=m_kv, other=0.0)
         acc, high, total = _accumulate(scores, values, acc, high, total, factor, True)
 
+    if PDL:
+        # Not before: programs of the merge would take room from those that have yet to begin.
+        tl.extra.cuda.gdc_launch_dependents()
     # Indices are made anew from a zero that the compiler cannot see, or it would keep those of q over both loops.
     zero = (tl.max(total, 0) < 0).to(tl.int32)
     o_r = (tile + zero) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -260,7 +292,7 @@ def attend_kernel(
     m_out = m_r[:, None] & m_d[None, :]
     if used == 1:
         o_out = (batch.to(tl.int64) * nodes + node) * (tl.num_programs(1) * groups) + head
-        result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        result = tl.div_rn(acc, tl.zeros_like(acc) + total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + o_out[:, None] * D + o_d[None, :], result, mask=m_out)
     else:
         # A row that saw no key of this share has a total of 0 and a largest score of -inf.
@@ -289,8 +321,12 @@ def merge_kernel(
     SINGLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Merge the parts of one row, in order; parts that no program wrote are not read."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     batch = tl.program_id(2)
@@ -314,11 +350,12 @@ def merge_kernel(
         parts = tl.load(part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
         new_high = tl.maximum(high, tl.max(highs, 0))
         base_score = tl.where(new_high == float("-inf"), 0.0, new_high)
-        weights = tl.exp2((highs - base_score) * factor)
-        shrink = tl.exp2((high - base_score) * factor)
+        weights = _power((highs - base_score) * factor, out_ptr.dtype.element_ty == tl.float32)
+        shrink = _power((high - base_score) * factor, out_ptr.dtype.element_ty == tl.float32)
         total = total * shrink + tl.sum(weights * totals, 0)
         acc = acc * shrink + tl.sum(weights[:, None] * parts, 0)
         high = new_high
     node = row // groups
     o_out = (batch.to(tl.int64) * nodes + node) * (tl.num_programs(1) * groups) + kv_head * groups + row % groups
-    tl.store(out_ptr + o_out * D + o_d, (acc / total).to(out_ptr.dtype.element_ty), mask=m_d)
+    result = tl.div_rn(acc, tl.zeros_like(acc) + total)
+    tl.store(out_ptr + o_out * D + o_d, result.to(out_ptr.dtype.element_ty), mask=m_d)

@@ -216,7 +216,7 @@ def test_trees_without_edges_and_with_all(device: str, nodes: int, density: floa
 def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernels, where they serve, use small tiles and as many shares of the keys as there are blocks."""
     kernels = pytest.importorskip("medusa_kernels._triton.tree_attention")
-    monkeypatch.setattr(kernels, "configuration", lambda *_: kernels.Config(64, 16, 4, 2, 64, 16))
+    monkeypatch.setattr(kernels, "configuration", lambda *_, **__: kernels.Config(64, 16, 4, 2, 64, 16))
 
 
 @pytest.mark.parametrize("window", [None, 3, 50])
