@@ -169,7 +169,8 @@ def configuration(
         return interpreted_config(rows)
     m = block_m(rows)
     if dtype == torch.float32 or not vectors:
-        return Config(16, 32, 32, 4, 4, 2)
+        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
+        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
     if not roomy(target):
         return Config(m, 32, 64, 4, 4, 3)
     if target == (9, 0) and stage == "vocabulary" and m == 16:

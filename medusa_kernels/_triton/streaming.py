@@ -121,6 +121,7 @@ def product(
     """
     o_k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    comp = acc
     for k in range(0, size, BLOCK_K):
         if EVEN:
             m_at, m_wt = m_a[:, None], m_w[:, None]
@@ -132,7 +133,11 @@ def product(
         b_w = tl.load(p_w[:, None] + (k + o_k)[None, :], mask=m_wt, other=0.0)
         if E4M3:
             b_w = decode_e4m3(b_w)
-        acc = tl.dot(b_a, tl.trans(b_w.to(b_a.dtype)), acc, input_precision="ieee")
+        b_b = tl.trans(b_w.to(b_a.dtype))
+        if b_a.dtype == tl.float32:
+            acc, comp = dot_accumulate(b_a, b_b, acc, comp)
+        else:
+            acc = tl.dot(b_a, b_b, acc)
     return acc
 
 

@@ -62,7 +62,9 @@ def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, row
         return Config(64, 64, 4, 2, 2, 64)
     if dtype == torch.float32:
         # No tensor cores at full precision: operands are in registers, of which larger tiles need too many.
-        return Config(32, 64, 8, 2, 2, 128) if head_dim <= 64 else Config(16, 32, 8, 2, 2, 128)
+        if head_dim <= 64:
+            return Config(32, 64, 8, 2, 2, 128)
+        return Config(16, 32 if capability >= (9, 0) else 16, 8, 2, 2, 128)
     if capability >= (9, 0) and head_dim <= 128 and not 16 < rows <= 32:
         if rows <= 16:
             return Config(16, 128, 4, 3, 1, 128)

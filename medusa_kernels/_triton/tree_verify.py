@@ -178,7 +178,8 @@ def configuration(
         return interpreted_config(rows)
     m = block_m(rows)
     if dtype == torch.float32 or not vectors:
-        return Config(16, 32, 32, 4, 4, 2)
+        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
+        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
     if m <= 32:
         return Config(m, 64, 128 if roomy(target) else 64, 4, 4, 2)
     if target == (9, 0):
