@@ -76,7 +76,7 @@ def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, row
         block_m = 16 if rows <= 16 else 32
         return Config(block_m, 32 if wide else 64, 4, 4 if capability >= (9, 0) and rows <= 16 else 3, 1 + large, 128)
     if capability >= (9, 0):
-        return Config(64 if rows <= 64 else 128, 64, 8, 2, 1)
+        return Config(64 if rows <= 64 else 128, 32, 8, 3, 1)
     if wide:
         return Config(64, 32, 8, 2, 1)
     if rows <= 64:
