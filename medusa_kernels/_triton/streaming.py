@@ -155,6 +155,33 @@ def dot_accumulate(b_a, b_b, acc, comp):
 
 
 @triton.jit
+def exponential(b_x, EXACT: tl.constexpr):
+    """Return e to the power of numbers that are 0 or less; on request exact to fp32 rounding.
+
+    The hardware computes powers of two, of arguments that have then been rounded: an error that grows with the
+    argument. Exact: Cody and Waite's reduction by a ln 2 in two parts, then the Taylor series within half of it.
+    """
+    if EXACT:
+        b_n = tl.floor(b_x * 1.4426950408889634 + 0.5)
+        b_r = (b_x - b_n * 0.693359375) + b_n * 2.12194440054690583e-4
+        b_e = 1.0 / 5040
+        b_e = b_e * b_r + 1.0 / 720
+        b_e = b_e * b_r + 1.0 / 120
+        b_e = b_e * b_r + 1.0 / 24
+        b_e = b_e * b_r + 1.0 / 6
+        b_e = b_e * b_r + 0.5
+        b_e = b_e * b_r + 1.0
+        b_e = b_e * b_r + 1.0
+        # Below the normal numbers there is only 0, and no exponent to make the power of two of.
+        m_tiny = b_x < -87.0
+        b_bits = (tl.where(m_tiny, 0.0, b_n).to(tl.int32) + 127) << 23
+        b_exp = tl.where(m_tiny, 0.0, b_e * b_bits.to(tl.float32, bitcast=True))
+    else:
+        b_exp = tl.exp(b_x)
+    return b_exp
+
+
+@triton.jit
 def ordered(b_x):
     """Return int32 numbers in the order of the fp32 ones. Zeros of both signs are equal."""
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)

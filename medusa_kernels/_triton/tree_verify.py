@@ -19,6 +19,7 @@ from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisati
 from medusa_kernels._triton.streaming import (
     OPTIONS,
     Config,
+    exponential,
     index_of,
     interpreted_config,
     on_device,
@@ -79,9 +80,10 @@ def project_kernel(
             b_below = b_x - b_high[:, None]
             # exp(-200) is 0, and so is the product below then, for masked columns too.
             b_below = tl.where(b_below < -200.0, -200.0, b_below)
-            b_exp = tl.exp(b_below)
-            b_moment = tl.exp(b_fall) * (b_moment + b_fall * b_sum) + tl.sum(b_exp * b_below, 1)
-            b_sum = tl.exp(b_fall) * b_sum + tl.sum(b_exp, 1)
+            b_exp = exponential(b_below, hidden.dtype.element_ty == tl.float32)
+            b_shrink = exponential(b_fall, hidden.dtype.element_ty == tl.float32)
+            b_moment = b_shrink * (b_moment + b_fall * b_sum) + tl.sum(b_exp * b_below, 1)
+            b_sum = b_shrink * b_sum + tl.sum(b_exp, 1)
             b_peak = b_high
     o_part = o_m.to(tl.int64) * programs + i_p
     tl.store(keys + o_part, b_best, mask=m_m)
@@ -92,7 +94,7 @@ def project_kernel(
 
 
 @triton.jit
-def combined(peaks, sums, o_row, m_row, programs, BLOCK_P: tl.constexpr):
+def combined(peaks, sums, o_row, m_row, programs, BLOCK_P: tl.constexpr, EXACT: tl.constexpr):
     """Return the largest logit of some rows, each program's distance from it, its rescaled sum, and the total."""
     o_p = tl.arange(0, BLOCK_P)
     m_part = m_row[:, None] & (o_p < programs)[None, :]
@@ -100,7 +102,7 @@ def combined(peaks, sums, o_row, m_row, programs, BLOCK_P: tl.constexpr):
     b_peaks = tl.load(peaks + o_part, mask=m_part, other=-float("inf"))
     b_peak = tl.where(m_row, tl.max(b_peaks, 1), 0.0)
     b_fall = tl.where(m_part, b_peaks - b_peak[:, None], 0.0)
-    b_sums = tl.load(sums + o_part, mask=m_part, other=0.0) * tl.exp(b_fall)
+    b_sums = tl.load(sums + o_part, mask=m_part, other=0.0) * exponential(b_fall, EXACT)
     return b_peak, b_fall, b_sums, tl.where(m_row, tl.sum(b_sums, 1), 1.0)
 
 
@@ -121,14 +123,15 @@ def merge_kernel(
     tl.store(next_tokens + o_row, index_of(b_best), mask=m_row)
     if STATS:
         size = size * UNIT
-        b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_row, m_row, programs, BLOCK_P)
+        EXACT: tl.constexpr = hidden.dtype.element_ty == tl.float32
+        b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_row, m_row, programs, BLOCK_P, EXACT)
         # A program's moment is taken from its own peak: sum exp(x - m) (x - m) moves by (its peak - m) times its sum.
-        b_moments = tl.load(moments + o_part, mask=m_part, other=0.0) * tl.exp(b_fall)
+        b_moments = tl.load(moments + o_part, mask=m_part, other=0.0) * exponential(b_fall, EXACT)
         b_moment = tl.sum(b_moments + b_fall * b_sums, 1)
         b_log = tl.log(b_sum)
         tl.store(logsumexp + o_row, b_peak + b_log, mask=m_row)
         # Without the peak, which cancels: exact also where one token has almost all of the probability.
-        tl.store(entropy + o_row, b_log - b_moment / b_sum, mask=m_row)
+        tl.store(entropy + o_row, b_log - tl.math.div_rn(b_moment, b_sum), mask=m_row)
 
         i_node, i_b = o_row % nodes, o_row // nodes
         b_parent = i_node - 1
@@ -151,7 +154,7 @@ def merge_kernel(
         b_logit = b_logit.to(hidden.dtype.element_ty).to(tl.float32)
         if SCALED:
             b_logit = tl.math.div_rn(b_logit, tl.zeros_like(b_logit) + temperature)
-        b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_parent, m_child, programs, BLOCK_P)
+        b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_parent, m_child, programs, BLOCK_P, EXACT)
         b_logprob = b_logit - (b_peak + tl.log(b_sum))
         b_logprob = tl.where(m_valid, b_logprob, float("nan"))
         tl.store(child_logprobs + o_row, tl.where(b_parent < 0, 0.0, b_logprob), mask=m_row)
