@@ -40,7 +40,7 @@ SAY_CUDA = @$(BIN)/python -I -c "from medusa_kernels import _native; print(_nati
 PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_STAGES := gpu-test gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-step
-COMMIT = $(shell git rev-parse --short=12 HEAD 2>/dev/null || echo $${MEDUSA_COMMIT:-unknown})
+COMMIT = $(or $(MEDUSA_COMMIT),$(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown))
 STAMPS = benchmarks/results/.stages/$(COMMIT)
 # The sources of this checkout, whether or not the interpreter has the package installed.
 ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)

@@ -32,6 +32,8 @@ from medusa_decoding.tree import Tree
 
 NUM_HEADS = 4
 REPLAYS = 16
+LAST_CLOCKS: dict[str, int] = {}
+"""Clock and power when the last steps of the latest measurement were running."""
 
 
 def shape(cls: type[PretrainedConfig], vocab: int, width: int, layers: int, heads: int, kv: int, hidden: int) -> Any:
@@ -137,6 +139,16 @@ def step_bytes(base: Any, heads: MedusaHeads | None, prefix: int, nodes: int, ba
     return total
 
 
+def clocks(device: torch.device) -> dict[str, int]:
+    """Return the clock in MHz and the power in watts of the moment, where the driver's Python binding is there."""
+    if device.type != "cuda":
+        return {}
+    try:
+        return {"sm_mhz": torch.cuda.clock_rate(device), "watts": torch.cuda.power_draw(device) // 1000}
+    except (ImportError, RuntimeError):
+        return {}
+
+
 def timed_steps(run: Callable[[], object], reset: Callable[[], object], device: torch.device, seconds: float) -> Any:
     """Return microseconds of single steps, `REPLAYS` at a time between resets."""
     times: list[float] = []
@@ -151,6 +163,8 @@ def timed_steps(run: Callable[[], object], reset: Callable[[], object], device: 
             for mark in marks[1:]:
                 run()
                 mark.record()
+            if not times or time.perf_counter() > end:
+                LAST_CLOCKS.update(clocks(device))  # the steps just launched are still running
             torch.cuda.synchronize(device)
             times += [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(marks)]
         else:
@@ -200,7 +214,7 @@ class Runner:
             "dtype": str(self.dtype).removeprefix("torch."), "median_us": median,
             "p10_us": times[len(times) // 10], "p90_us": times[len(times) * 9 // 10], "bytes": moved,
             "gb_s": moved / median / 1e3, "fraction": moved / median * 1e6 / self.copy, "copy_gb_s": self.copy / 1e9,
-            "ratio_to_plain": None, **more,
+            "ratio_to_plain": None, **(LAST_CLOCKS if "graph" in way else {}), **more,
         }  # fmt: skip
         self.records.append(record)
         harness.write_record("step", record)
@@ -208,7 +222,7 @@ class Runner:
         label = f"{way} {more.get('nodes', 1)} nodes {more.get('heads') or ''}"
         print(
             f"{point.model} {point.prefix} b{point.batch} {label}: {median:.0f} us "
-            f"{record['fraction'] * 100:.1f} % of copy{ratio}",
+            f"{record['fraction'] * 100:.1f} % of copy{ratio} {LAST_CLOCKS or ''}",
             flush=True,
         )
         return median

@@ -63,9 +63,11 @@ def provenance() -> dict[str, Any]:
 def commit() -> str:
     """Return the checkout's commit, marked if tracked files differ from it.
 
-    Where git or the repository is missing (a copy of the sources on a machine lent for measuring), the environment
-    variable MEDUSA_COMMIT says it.
+    The environment variable MEDUSA_COMMIT goes first, for copies of a checkout whose repository is missing or is not
+    the checkout's own.
     """
+    if os.environ.get("MEDUSA_COMMIT"):
+        return os.environ["MEDUSA_COMMIT"]
     try:
         folder = Path(__file__).parent
         head = subprocess.run(
@@ -76,7 +78,7 @@ def commit() -> str:
             cwd=folder, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("MEDUSA_COMMIT") or "unknown"
+        return "unknown"
     return head + ("+changes" if changed else "")
 
 

@@ -99,8 +99,6 @@ def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisa
         yield _form(capability, dtype, 4096)
         yield _form(capability, dtype, 8192)
     yield _form(capability, torch.bfloat16, 4095, aligned=False)
-    if capability >= LOWEST_CAPABILITY:
-        yield _form(capability, torch.bfloat16, 4096, delta=False, pdl=True)
 
 
 def _form(
@@ -109,11 +107,10 @@ def _form(
     size: int,
     *,
     delta: bool = True,
-    pdl: bool = False,
     aligned: bool = True,
 ) -> launch.Specialisation:
     config = configuration(capability, dtype, size)
-    kind = launch.TRITON_TYPES[dtype]
+    kind, pdl = launch.TRITON_TYPES[dtype], capability >= LOWEST_CAPABILITY
     integers = ("size", "stride_x_m", "stride_d_m")
     return launch.Specialisation(
         name=f"add_rms_norm {kind} H{size}" + " sum" * delta + " pdl" * pdl + (" unit1" if not aligned else ""),

@@ -192,8 +192,15 @@ def _decode_linear_kernel(
     p_u = w1 + o_row[:, None] * stride_w1_n + o_k[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
+    if SWAP:
+        o_r, o_c, m_out = o_m[None, :], o_n[:, None], m_m[None, :] & m_n[:, None]
+    else:
+        o_r, o_c, m_out = o_m[:, None], o_n[None, :], m_m[:, None] & m_n[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     acc_u, comp, comp_u = acc, acc, acc
+    if HAS_RESIDUAL:
+        # Begun with, not added in the end: nothing waits for it then.
+        acc = tl.load(residual + o_r.to(tl.int64) * stride_r_m + o_c, mask=m_out, other=0.0).to(tl.float32)
     for k in range(0, size, BLOCK_K):
         # [BLOCK_M, BLOCK_K], [BLOCK_N, BLOCK_K]
         if EVEN_K:
@@ -217,12 +224,6 @@ def _decode_linear_kernel(
             acc_u = _add_bias(acc_u, b1, o_n, m_n, SWAP)
     if GATE:
         acc = acc * tl.sigmoid(acc) * acc_u
-    if SWAP:
-        o_r, o_c, m_out = o_m[None, :], o_n[:, None], m_m[None, :] & m_n[:, None]
-    else:
-        o_r, o_c, m_out = o_m[:, None], o_n[None, :], m_m[:, None] & m_n[None, :]
-    if HAS_RESIDUAL:
-        acc += tl.load(residual + o_r.to(tl.int64) * stride_r_m + o_c, mask=m_out, other=0.0).to(tl.float32)
     tl.store(out + o_r.to(tl.int64) * width + first + o_c, acc.to(out.dtype.element_ty), mask=m_out)
 
 
@@ -300,10 +301,6 @@ def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisa
     for rows in (1, 64):
         yield _form(capability, fp32, rows, (4096,), residual=True)
         yield _form(capability, fp32, rows, (11008, 11008), gate=True)
-    if capability >= LOWEST_CAPABILITY:
-        yield _form(capability, bf16, 1, (4096, 4096, 4096), pdl=True)
-        yield _form(capability, bf16, 1, (4096,), residual=True, pdl=True)
-        yield _form(capability, bf16, 64, (11008, 11008), gate=True, pdl=True)
 
 
 def _form(
@@ -315,13 +312,12 @@ def _form(
     gate: bool = False,
     bias: bool = False,
     residual: bool = False,
-    pdl: bool = False,
     size: int = 4096,
     elements: int = VECTOR,
 ) -> launch.Specialisation:
     """Describe one compiled form; `elements` is what all strides are multiples of."""
     config = configuration(capability, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR)
-    kind = launch.TRITON_TYPES[dtype]
+    kind, pdl = launch.TRITON_TYPES[dtype], capability >= LOWEST_CAPABILITY
     names = _decode_linear_kernel.arg_names
     integers = tuple(n for n in names if n.islower() and n.startswith(("rows", "size", "features", "stride")))
     even = size % config.block_k == 0
