@@ -192,15 +192,8 @@ def _decode_linear_kernel(
     p_u = w1 + o_row[:, None] * stride_w1_n + o_k[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if SWAP:
-        o_r, o_c, m_out = o_m[None, :], o_n[:, None], m_m[None, :] & m_n[:, None]
-    else:
-        o_r, o_c, m_out = o_m[:, None], o_n[None, :], m_m[:, None] & m_n[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     acc_u, comp, comp_u = acc, acc, acc
-    if HAS_RESIDUAL:
-        # Begun with, not added in the end: nothing waits for it then.
-        acc = tl.load(residual + o_r.to(tl.int64) * stride_r_m + o_c, mask=m_out, other=0.0).to(tl.float32)
     for k in range(0, size, BLOCK_K):
         # [BLOCK_M, BLOCK_K], [BLOCK_N, BLOCK_K]
         if EVEN_K:
@@ -224,6 +217,12 @@ def _decode_linear_kernel(
             acc_u = _add_bias(acc_u, b1, o_n, m_n, SWAP)
     if GATE:
         acc = acc * tl.sigmoid(acc) * acc_u
+    if SWAP:
+        o_r, o_c, m_out = o_m[None, :], o_n[:, None], m_m[None, :] & m_n[:, None]
+    else:
+        o_r, o_c, m_out = o_m[:, None], o_n[None, :], m_m[:, None] & m_n[None, :]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual + o_r.to(tl.int64) * stride_r_m + o_c, mask=m_out, other=0.0).to(tl.float32)
     tl.store(out + o_r.to(tl.int64) * width + first + o_c, acc.to(out.dtype.element_ty), mask=m_out)
 
 

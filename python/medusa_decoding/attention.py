@@ -92,6 +92,8 @@ class TreeAttention(nn.Module):
         q = self.q_proj(hidden_states).view(heads)
         k = self.k_proj(hidden_states).view(heads)
         v = self.v_proj(hidden_states).view(heads)
+        if "q_norm" in self._modules:
+            q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attend(q, k, v, medusa_context)), None
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,10 +105,10 @@ class TreeAttention(nn.Module):
         return q, k, v
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-        """Norm q and k where the family does, append k and v to the cache and attend.
+        """Rotate q and k, append k and v to the cache and attend.
 
         Args:
-            q: [B, N, Hq, D] projected queries, not yet rotated.
+            q: [B, N, Hq, D] queries, normed where the family does, not yet rotated.
             k: [B, N, Hkv, D].
             v: [B, N, Hkv, D].
             context: the decode pass.
@@ -114,10 +116,7 @@ class TreeAttention(nn.Module):
         Returns:
             [B, N, Hq * D], what the output projection takes.
         """
-        original = self.original
-        if "q_norm" in self._modules:
-            q, k = self.q_norm(q), self.k_norm(k)
-        cache = context.cache
+        original, cache = self.original, context.cache
         k_cache, v_cache = cache.layer(original.layer_idx)
         q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths)
         if context.ancestors is None:

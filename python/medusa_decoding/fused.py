@@ -42,6 +42,7 @@ def obstacle(decoder: Any) -> str | None:
         linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         for module in (*linears, *norms, layer, mlp):
             if is_hooked(module):
                 return f"layer {index} has forward hooks on its {type(module).__name__}"
@@ -68,7 +69,12 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
         attention, mlp = layer.self_attn, layer.mlp
         normed = _normed(hidden, layer.input_layernorm)
         qkv = _linear(normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        attended = attention.attend(*attention.split(qkv), context)
+        q, k, v = attention.split(qkv)
+        if hasattr(attention, "q_norm"):
+            # All heads are normed with either weight, v for nothing: two launches over whole rows, and no copies.
+            q = attention.split(_heads_normed(qkv, attention.q_norm))[0]
+            k = attention.split(_heads_normed(qkv, attention.k_norm))[1]
+        attended = attention.attend(q, k, v, context)
         hidden = _linear(attended, attention.o_proj, residual=hidden)
         normed = _normed(hidden, layer.post_attention_layernorm)
         gated = _linear(normed, mlp.gate_proj, mlp.up_proj, gate=True)
@@ -78,6 +84,10 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
 
 def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
     return add_rms_norm(hidden, None, norm.weight, norm.variance_epsilon)[1]
+
+
+def _heads_normed(qkv: torch.Tensor, norm: Any) -> torch.Tensor:
+    return _normed(qkv.view(*qkv.shape[:2], -1, norm.weight.shape[0]), norm).view_as(qkv)
 
 
 def _linear(x: torch.Tensor, *modules: Any, gate: bool = False, residual: torch.Tensor | None = None) -> torch.Tensor:
