@@ -95,7 +95,7 @@ def _on_hopper(m: int, out_features: int, gate: bool) -> Config:
         return Config(False, m, 32, 128, 4, 3) if m < 64 else Config(False, m, 64, 64, 4, 4)
     if m < 64:
         return Config(True, m, 64, 128, 4, 6 if out_features <= 8192 else 4)
-    if out_features <= 5120:
+    if out_features <= 132 * 32:  # a multiprocessor holds one program of six stages, and 132 must do for all tiles
         return Config(False, m, 32, 128, 4, 6)
     if out_features <= 8192:
         return Config(True, m, 64, 128, 4, 6)
