@@ -16,23 +16,19 @@ class TreeOnDevice:
     Attributes:
         tree: the shape itself.
         parents: int32 [N]; -1 for the root.
-        parent_index: int64 [N], as `parents` but 0 for the root, ready for indexing.
         depths: int32 [N].
         ancestors: int64 [N, W] bit words.
         paths: int64 [N, depth + 1].
         slots: int64 [N - 1], where node i + 1's token stands in the flattened guesses [K * top_k].
-        order: int32 [N], grows with depth and falls with the node's number: ranks accepted nodes.
         top_k: guesses a head.
     """
 
     tree: Tree
     parents: torch.Tensor
-    parent_index: torch.Tensor
     depths: torch.Tensor
     ancestors: torch.Tensor
     paths: torch.Tensor
     slots: torch.Tensor
-    order: torch.Tensor
     top_k: int
 
     @classmethod
@@ -40,16 +36,13 @@ class TreeOnDevice:
         """Copy a tree to a device."""
         top_k = max(tree.top_k, 1)
         slots = (tree.depths[1:] - 1) * top_k + tree.ranks[1:]
-        order = tree.depths * (tree.num_nodes + 1) - torch.arange(tree.num_nodes, dtype=torch.int32)
         return cls(
             tree,
             tree.parents.to(device),
-            tree.parents.clamp(min=0).long().to(device),
             tree.depths.to(device),
             tree.ancestors.to(device),
             tree.paths.long().to(device),
             slots.long().to(device),
-            order.to(device),
             top_k,
         )
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 
 from medusa_decoding.attention import DecodeContext
-from medusa_decoding.decode.state import DecodeState, StopRules, commit
+from medusa_decoding.decode.accept import accept
+from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.state import DecodeState, StopRules
 from medusa_decoding.decode.verify import verify
+from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
 
@@ -29,9 +32,9 @@ def prefill(trunk: Trunk, prompts: list[torch.Tensor], state: DecodeState, rules
     positions = torch.arange(width, dtype=torch.int32, device=device)
     hidden = trunk.forward(tokens, DecodeContext(state.cache, positions, ancestors=None))
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
-    state.hidden.copy_(hidden[torch.arange(batch, device=device), filled.long() - 1])
-    state.cache.lengths.copy_(filled)
-    zero = torch.zeros(1, dtype=torch.int32, device=device)
-    root = verify(state.hidden[:, None], tokens[:, :1], zero, zero - 1, trunk.lm_head, state, rules)
-    state.root.copy_(root[:, 0])
-    commit(state, rules, root, zero.expand(batch))
+    last = hidden[torch.arange(batch, device=device), filled.long() - 1][:, None]
+    root_only = TreeOnDevice.make(Tree([]), device)
+    root = verify(last, tokens[:, :1], root_only.depths, root_only.parents, trunk.lm_head, state, rules)
+    # The last token of the prompt stands as a root that has just been accepted: its row follows the ones before it.
+    state.cache.lengths.copy_(filled - 1)
+    accept(tokens[:, :1], root, last, root_only, state, rules)

@@ -115,32 +115,3 @@ class DecodeState:
         rows = other.cache.capacity
         self.cache.kv[..., :rows, :].copy_(other.cache.kv)
         self.restore(other._running())
-
-
-def commit(state: DecodeState, rules: StopRules, emitted: torch.Tensor, accepted: torch.Tensor) -> None:
-    """Append what a step found to the output, cut at the first EOS and at the budget, and mark finished rows.
-
-    Args:
-        state: changed in place: output, count, finished, log, step.
-        rules: when a row ends.
-        emitted: int64 [B, P], the tokens of the step in order; the first `accepted + 1` of a row count.
-        accepted: int32 [B], accepted nodes below the root.
-    """
-    places = torch.arange(emitted.shape[1], device=emitted.device, dtype=torch.int32)
-    length = accepted + 1
-    if rules.eos.numel():
-        ends = torch.isin(emitted, rules.eos) & (places < length[:, None])
-        first_end = torch.where(ends, places, emitted.shape[1]).amin(1).to(torch.int32)
-        length = torch.minimum(length, first_end + 1)
-        ended = first_end < length
-    else:
-        ended = torch.zeros_like(state.finished)
-    room = rules.max_new - state.count
-    ended = (ended & (length <= room)) | (length >= room)
-    length = torch.minimum(length, room).masked_fill(state.finished, 0)
-    columns = torch.where(places < length[:, None], state.count[:, None] + places, state.output.shape[1] - 1)
-    state.output.scatter_(1, columns.long(), emitted)
-    state.log.scatter_(1, state.step.expand(len(length), 1), length[:, None])
-    state.count += length
-    state.finished |= ended
-    state.step += 1
