@@ -116,10 +116,17 @@ def bars(
     name: Callable[[Record], str],
     path: Path,
 ) -> None:
-    """Draw times as horizontal bars, grouped by case; a black tick shows what a copy of the same bytes takes."""
+    """Draw times as horizontal bars, grouped by case; a black tick shows what a copy of the same bytes takes.
+
+    More ways than colours are named beside their bars, and bars far beyond the others are cut off at the edge.
+    """
     groups = list(dict.fromkeys(group(record) for record in records))
     names = list(dict.fromkeys(name(record) for record in records))
-    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    crowded = len(names) > len(COLOURS)
+    kinds = list(dict.fromkeys(name.split(",")[0] for name in names)) if crowded else names
+    colours = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    times = sorted(record["median_us"] for record in records)
+    edge = min(1.25 * times[-1], 3 * times[len(times) // 2]) if crowded else 1.25 * times[-1]
     rows: list[tuple[float, Record]] = []
     ticks, at = [], 0.0
     for label in groups:
@@ -130,20 +137,24 @@ def bars(
     figure, panel = plt.subplots(figsize=(9, 0.24 * at + 1.6), layout="constrained")
     for place, record in rows:
         shown = name(record)
-        panel.barh(place, record["median_us"], color=colours[shown], height=0.85)
+        colour = colours[shown.split(",")[0] if crowded else shown]
+        panel.barh(place, min(record["median_us"], edge), color=colour, height=0.85)
         more = f"  ({record['ratio_to_plain']:.2f} x plain)" if record.get("ratio_to_plain") else ""
         value = f"{record['median_us']:.{0 if record['median_us'] >= 1000 else 1}f}"
-        panel.text(record["median_us"], place, f" {value}{more}", va="center", fontsize=7)
+        beyond = record["median_us"] > 0.6 * edge
+        text = f" {shown}: {value}{more} " if crowded else f" {value}{more}"
+        style = {"ha": "right", "color": "white"} if crowded and beyond else {"ha": "left", "color": "black"}
+        panel.text(min(record["median_us"], edge), place, text, va="center", fontsize=7, **style)
         ideal = copy_us(record)
         if ideal:
             panel.plot([ideal, ideal], [place - 0.45, place + 0.45], color="black", linewidth=1.6)
-    panel.set_xlim(0, 1.25 * max(record["median_us"] for record in records))
+    panel.set_xlim(0, edge)
     panel.set_yticks([place for place, _ in ticks], [label for _, label in ticks], fontsize=7)
     panel.set_ylim(at - 0.8 + 0.3, -1.1)
     panel.set_xlabel("microseconds (black: the same bytes at copy bandwidth)", fontsize=9)
     panel.grid(axis="x", alpha=0.3)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names]
-    figure.legend(handles, names, loc="outside upper center", ncols=4, fontsize=8)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colours[kind]) for kind in kinds]
+    figure.legend(handles, kinds, loc="outside upper center", ncols=3 if crowded else 4, fontsize=8)
     _save(plt, figure, f"{title}. {conditions(records)}", path)
 
 

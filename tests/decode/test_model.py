@@ -343,9 +343,9 @@ def test_the_cache_grows_with_the_text(medusa, monkeypatch, tree):
     assert capacities == sorted(set(capacities))
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
     # More graphs than dynamo keeps for one function (8): each must still be compiled, and be right.
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
     [row] = prompts(1, [9])
     for tree in (Tree([]), Tree.chain(1), Tree.chain(2)):
