@@ -345,7 +345,8 @@ def main() -> None:
         parser.exit(2, "bench_step: needs a CUDA device, and torch sees none\n")
     points = tuple(p for p in POINTS if not args.only or any(text in p.model for text in args.only))
     if args.ways:
-        points = tuple(dataclasses.replace(p, ways=tuple(args.ways)) for p in points)
+        ways = ("graph", *(way for way in args.ways if way != "graph"))  # what ratios are taken against comes first
+        points = tuple(dataclasses.replace(p, ways=ways) for p in points)
     measure(points, torch.device("cuda"), torch.bfloat16, args.budget, args.seconds)
 
 

@@ -114,7 +114,5 @@ def triton_or(op: str, name: str, function: Callable[..., Any], why: str, *, dev
         module = importlib.import_module(f"medusa_kernels._triton.{op}")
     except ImportError as error:
         return Implementation(name, function, f"the Triton kernel cannot be imported: {error}")
-    reason = (
-        "Triton kernel in Triton's interpreter: TRITON_INTERPRET=1 is set" if device_type == "cpu" else "Triton kernel"
-    )
+    reason = "Triton kernel in Triton's interpreter: TRITON_INTERPRET=1 is set" if interpreted() else "Triton kernel"
     return Implementation("triton", getattr(module, op), reason)

@@ -48,11 +48,10 @@ def _add_rms_norm_kernel(
     i_m = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)
     m_h = o_h < size
-    # No kernel writes the weight, so it need not wait for the one before.
-    b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
     b_x = tl.load(x + i_m * stride_x_m + o_h, mask=m_h, other=0.0)
     if HAS_DELTA:
         b_delta = tl.load(delta + i_m * stride_d_m + o_h, mask=m_h, other=0.0)

@@ -13,7 +13,7 @@ import torch
 SMALLEST_BUCKET = 64
 
 
-@dataclass
+@dataclass(eq=False)
 class TreeCache:
     """Keys, values and lengths of a batch of sequences.
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_hooks
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralMLP, MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
@@ -26,13 +28,14 @@ from medusa_kernels import add_rms_norm, decode_linear
 
 _LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
 def obstacle(decoder: Any) -> str | None:
     """Return what keeps a decoder (`LlamaModel` and its like) from being run fused, or None."""
-    if decoder.config.hidden_act != "silu":
-        return f"the activation is {decoder.config.hidden_act}, not silu"
+    if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
+        return "there are global forward hooks"
     if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
         return f"the final norm is not a plain RMSNorm: {type(decoder.norm).__name__}"
     for index, layer in enumerate(decoder.layers):
@@ -41,14 +44,18 @@ def obstacle(decoder: Any) -> str | None:
             return f"layer {index} is a {type(layer).__name__} with a {type(mlp).__name__}"
         linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if type(mlp.act_fn) not in _SILU:
+            return f"layer {index} has the activation {type(mlp.act_fn).__name__}, not SiLU"
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        for module in (*linears, *norms, layer, mlp):
+        for module in (*linears, *norms, layer, mlp, mlp.act_fn, attention):
             if is_hooked(module):
                 return f"layer {index} has forward hooks on its {type(module).__name__}"
         for module, plain in (*((m, (nn.Linear,)) for m in linears), *((m, _NORMS) for m in norms)):
             if type(module) not in plain:
                 return f"layer {index} has a {type(module).__module__}.{type(module).__name__}"
+            if type(module.weight) not in (nn.Parameter, torch.Tensor):
+                return f"layer {index} has a weight of {type(module.weight).__module__}.{type(module.weight).__name__}"
             if module.weight.dtype != decoder.norm.weight.dtype or not module.weight.is_contiguous():
                 return f"layer {index} has a weight of another dtype or layout than the norms'"
     return None

@@ -155,7 +155,8 @@ class MedusaHeads(nn.Module):
 def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
     """Return the weight of a plain bias-free `nn.Linear` without hooks, else None (call the module instead)."""
     if type(linear) is nn.Linear and linear.bias is None and not is_hooked(linear):
-        return linear.weight
+        # A tensor subclass (a quantised weight) is for its own module's product.
+        return linear.weight if type(linear.weight) in (nn.Parameter, torch.Tensor) else None
     return None
 
 

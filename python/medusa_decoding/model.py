@@ -6,6 +6,7 @@ This is the public face: it checks what it is given, then runs the loop. It does
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,17 +185,24 @@ class MedusaModel:
         prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
         if streamer is not None and len(prompts) > 1:
             raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
-        rules = self._stop_rules(prompts, input_ids.shape[1], max_new_tokens, min_new_tokens, eos_token_id)
-        pad = self._pad_token(pad_token_id, rules)
-        watch = _Streaming(streamer, prompts[0]) if streamer is not None else None
-        step = self._steps.get(chosen, self.backend)
-        on_device = [prompt.to(self.trunk.device) for prompt in prompts]
-        state = run(self.trunk, on_device, rules, chosen, step, self._steps.arena, watch)
-        if watch:
-            watch.end()
-        output = _collect(state, input_ids, pad)
-        self._steps.arena.give_back(state)
+        # States outlive this call, so they are not inference tensors, which nothing outside of that mode may change.
+        with torch.inference_mode(False), torch.no_grad(), self._current_device():
+            rules = self._stop_rules(prompts, input_ids.shape[1], max_new_tokens, min_new_tokens, eos_token_id)
+            pad = self._pad_token(pad_token_id, rules)
+            watch = _Streaming(streamer, prompts[0]) if streamer is not None else None
+            step = self._steps.get(chosen, self.backend)
+            on_device = [prompt.to(self.trunk.device) for prompt in prompts]
+            state = run(self.trunk, on_device, rules, chosen, step, self._steps.arena, watch)
+            if watch:
+                watch.end()
+            output = _collect(state, input_ids, pad)
+            self._steps.arena.give_back(state)
         return output if return_dict_in_generate else output.sequences
+
+    def _current_device(self) -> contextlib.AbstractContextManager[object]:
+        """Make the model's device the current one, on which streams and captures are made."""
+        device = self.trunk.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     @property
     def heads(self) -> MedusaHeads | None:

@@ -84,11 +84,34 @@ def gelu(model):
     return tiny(hidden_act="gelu")
 
 
+def replaced_activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+    return model
+
+
+def hooked_activation(model):
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+    return model
+
+
+class Wrapped(torch.nn.Parameter):
+    """Stands for a quantised weight."""
+
+
+def wrapped_weight(model):
+    linear = model.model.layers[0].mlp.down_proj
+    linear._parameters["weight"] = linear.weight.as_subclass(Wrapped)
+    return model
+
+
 OBSTACLES = {
     "lora": (lora, r"layer 0 has a peft\..*\.Linear$"),
     "hook": (hooked, "layer 1 has forward hooks on its LlamaMLP"),
     "subclass": (subclassed, "layer 0 has a test_fused.Linear"),
-    "activation": (gelu, "the activation is gelu"),
+    "activation": (gelu, "layer 0 has the activation GELUActivation, not SiLU"),
+    "replaced activation": (replaced_activation, "layer 1 has the activation GELU, not SiLU"),
+    "hooked activation": (hooked_activation, "layer 1 has forward hooks on its SiLU"),
+    "wrapped weight": (wrapped_weight, "layer 0 has a weight of test_fused.Wrapped"),
 }
 
 
@@ -104,3 +127,12 @@ def test_obstacles_are_named_and_modules_run(change, why, caplog):
             Steps._choose_layers(medusa._steps, "graph")
         assert not medusa.trunk.fuse
     assert [record.getMessage() for record in caplog.records] == [f"layers: module by module ({found})"]
+
+
+def test_a_hook_on_the_swapped_module_is_an_obstacle():
+    model = tiny()
+    with MedusaModel(model) as medusa:
+        model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+        assert obstacle(medusa.trunk.decoder) == "layer 1 has forward hooks on its TreeAttention"
+        with torch.nn.modules.module.register_module_forward_hook(lambda *_: None):
+            assert obstacle(medusa.trunk.decoder) == "there are global forward hooks"

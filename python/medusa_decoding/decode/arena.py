@@ -38,11 +38,11 @@ class Arena:
         capacity = bucket(rows)
         cos, sin = self.trunk.rope(prompt_lengths, capacity)
         shapes = (self.trunk.kv_shape(len(prompt_lengths), capacity), cos.shape, bucket(budget + 1))
-        for state in self._idle:
+        for index, state in enumerate(self._idle):
             cache = state.cache
             same_kind = (cache.kv.dtype, cache.kv.device) == (cos.dtype, cos.device)
             if same_kind and shapes == (tuple(cache.kv.shape), cache.cos.shape, state.output.shape[1]):
-                self._idle.remove(state)
+                del self._idle[index]
                 state.clear()
                 # Dynamic RoPE scaling depends on the prompt.
                 cache.cos.copy_(cos)
@@ -50,13 +50,24 @@ class Arena:
                 return state
         # What is kept makes room before something new is allocated.
         del self._idle[: max(0, len(self._idle) - self.keep + 1)]
-        cache = TreeCache.allocate(shape=shapes[0], rope=(cos, sin))
+        try:
+            cache = TreeCache.allocate(shape=shapes[0], rope=(cos, sin))
+        except MemoryError:
+            if not self._idle:
+                raise
+            self._idle.clear()
+            cache = TreeCache.allocate(shape=shapes[0], rope=(cos, sin))
         return DecodeState.allocate(cache, self.trunk.config.hidden_size, budget)
 
     def give_back(self, state: DecodeState) -> None:
         """Take a state back that nobody uses any more."""
         self._idle.append(state)
         del self._idle[: max(0, len(self._idle) - self.keep)]
+
+    def forget(self, step: object) -> None:
+        """Drop what has been captured of one step."""
+        for state in self._idle:
+            state.captured = {key: value for key, value in state.captured.items() if key[0] is not step}
 
     def clear(self) -> None:
         """Free everything kept, captured steps included."""

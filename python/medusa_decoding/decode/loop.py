@@ -69,25 +69,32 @@ def run(
     # A step writes a row a node, and may accept a whole path past the budget before it is cut.
     spare = tree.num_nodes + tree.depth
     state = arena.lend(lengths, max(lengths) + min(rules.longest, HEADROOM) + spare, rules.longest)
-    prefill(trunk, prompts, state, rules)
-    watch = Watch(state, tokens=on_progress is not None)
-    watch.record(state)
-    counts = [0] * len(prompts)
-    while True:
-        while watch.pending > watch.late:
-            progress = watch.read()
-            counts = progress.counts
-            if on_progress:
-                on_progress(progress)
-            if progress.done:
-                return state
-        # Steps not seen yet may each have committed a whole path.
-        reached = max(map(sum, zip(lengths, counts, strict=True))) + watch.pending * (tree.depth + 1)
-        if reached + spare > state.cache.capacity:
-            rows = min(reached + HEADROOM, max(lengths) + rules.longest + watch.pending * (tree.depth + 1))
-            state = _grown(state, arena, lengths, rows + spare, rules)
-        step(state, rules)
+    try:
+        prefill(trunk, prompts, state, rules)
+        watch = Watch(state, tokens=on_progress is not None)
         watch.record(state)
+        counts = [0] * len(prompts)
+        while True:
+            while watch.pending > watch.late:
+                progress = watch.read()
+                counts = progress.counts
+                if on_progress:
+                    on_progress(progress)
+                if progress.done:
+                    return state
+            # Steps not seen yet may each have committed a whole path, up to the budget.
+            ahead = watch.pending * (tree.depth + 1)
+            rows = zip(lengths, counts, strict=True)
+            reached = max(length + min(count + ahead, rules.longest) for length, count in rows)
+            if reached + spare > state.cache.capacity:
+                wanted = min(reached + HEADROOM, max(lengths) + rules.longest)
+                state = _grown(state, arena, lengths, wanted + spare, rules)
+            step(state, rules)
+            watch.record(state)
+    except BaseException:
+        # Whatever stopped it (a streamer, an interrupt): what was lent can serve the next generation.
+        arena.give_back(state)
+        raise
 
 
 HEADROOM = 1024

@@ -44,7 +44,7 @@ class StopRules:
         self.longest = other.longest
 
 
-@dataclass
+@dataclass(eq=False)
 class DecodeState:
     """The running state of a batch.
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "eager", "compiled", "graph"]
 BACKENDS = ("auto", "eager", "compiled", "graph")
+KEPT_STEPS = 16
+"""Steps (a tree each) that a model keeps, the most recently used ones."""
 KEPT_STATES = 2
 """States, and with them captured steps, that a model keeps between generations: a small and a grown cache, say."""
 
@@ -59,7 +61,7 @@ class Steps:
         self.heads = heads
         self.arena = Arena(trunk, KEPT_STATES)
         self._made: dict[tuple[Tree, str, torch.device], Step] = {}
-        self._made_for: tuple[tuple[int, int], ...] = ()
+        self._made_for: tuple[object, ...] = ()
         self._why_not_fused: str | None = None
 
     def get(self, tree: Tree, backend: Backend) -> Step:
@@ -70,16 +72,18 @@ class Steps:
         """
         backend = resolve_backend(backend, self.trunk.device)
         if backend != "eager":
-            weights = self._weights()
-            if weights != self._made_for:
+            model = self._fingerprint()
+            if model != self._made_for:
                 self.clear()
-                self._made_for = weights
+                self._made_for = model
         self._choose_layers(backend)
         self.arena.keep = KEPT_STATES if backend != "eager" and self.trunk.device.type == "cuda" else 0
         key = (tree, backend, self.trunk.device)
-        if key not in self._made:
-            self._made[key] = self._make(tree, backend)
-        return self._made[key]
+        step = self._made.pop(key, None) or self._make(tree, backend)
+        self._made[key] = step
+        if len(self._made) > KEPT_STEPS:
+            self._drop(next(iter(self._made)))
+        return step
 
     def _choose_layers(self, backend: Backend) -> None:
         """Have captured steps run fused layers wherever the model allows it; whether and why not is logged once."""
@@ -92,18 +96,30 @@ class Steps:
         fuse = backend == "graph" and why_not is None
         if fuse != self.trunk.fuse:
             self.trunk.fuse = fuse
-            self._made = {key: step for key, step in self._made.items() if key[1] != "graph"}
+            for key in [key for key in self._made if key[1] == "graph"]:
+                self._drop(key)
+
+    def _drop(self, key: tuple[Tree, str, torch.device]) -> None:
+        self.arena.forget(self._made.pop(key))
 
     def clear(self) -> None:
         """Free what is kept between generations: caches, compiled and captured steps."""
         self._made.clear()
         self.arena.clear()
 
-    def _weights(self) -> tuple[tuple[int, int], ...]:
-        """Tell states of the weights apart, by address and version (writes through `.data` leave no trace)."""
-        modules = [self.trunk.causal] + ([self.heads] if self.heads is not None else [])
-        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+    def _fingerprint(self) -> tuple[object, ...]:
+        """Tell states of the model apart that a compiled or captured step would differ by.
+
+        Weights by address and version (writes through `.data` leave no trace); modules by identity, mode, hooks, and
+        which of peft's adapters they apply.
+        """
+        roots = [self.trunk.causal] + ([self.heads] if self.heads is not None else [])
+        modules = [module for root in roots for module in root.modules()]
+        tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
+        return (
+            *((id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors),
+            *(_module_state(module) for module in modules),
+        )
 
     def _make(self, tree: Tree, backend: Backend) -> Step:
         shape = TreeOnDevice.make(tree, self.trunk.device)
@@ -117,6 +133,20 @@ class Steps:
         if backend == "compiled":
             step = CompiledStep(step, freeze=not on_gpu)
         return CapturedStep(step) if on_gpu and backend != "eager" else step
+
+
+def _module_state(module: torch.nn.Module) -> tuple[object, ...]:
+    own = vars(module)
+    return (
+        id(module),
+        module.training,
+        tuple(module._forward_hooks),
+        tuple(module._forward_pre_hooks),
+        id(own.get("forward")),
+        own.get("_disable_adapters"),
+        str(own.get("_active_adapter")),
+        str(own.get("merged_adapters")),
+    )
 
 
 @dataclass
@@ -143,7 +173,7 @@ class CapturedStep:
         """Replay the step in place; the first time over a state, capture it.
 
         Raises:
-            RuntimeError: the model does something that cannot be captured; the state is as it was.
+            RuntimeError: the model does something that cannot be captured; the generation cannot go on.
         """
         key = (self, rules.eos.shape, rules.min_new is None)
         captured = state.captured.get(key)
@@ -170,6 +200,8 @@ class CapturedStep:
             torch.cuda.current_stream().wait_stream(side)
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 self.step(state, own_rules)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise RuntimeError(
                 "backend 'graph': expected a model whose step can be captured as a CUDA graph (no reads of device data "

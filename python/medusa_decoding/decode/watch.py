@@ -61,7 +61,7 @@ class Watch:
             for host, device in zip(slot, tensors, strict=True):
                 host.copy_(device, non_blocking=True)
             tensors, event = slot, torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(state.root.device))
         self._records.append((tensors, event))
         self._recorded += 1
         self.pending += 1

@@ -1,0 +1,165 @@
+"""What outlives a generation: lent states, made steps, and what they are made anew for."""
+
+import pytest
+import torch
+from models import heads_for, prompts, tiny, transformers_greedy
+from peft import LoraConfig, get_peft_model
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode import loop, step_graph
+from medusa_decoding.decode.arena import Arena
+
+
+@pytest.fixture
+def medusa():
+    model = tiny()
+    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
+        yield medusa
+
+
+def test_kept_states_are_found_by_shape_and_cleared(medusa):
+    arena = Arena(medusa.trunk, keep=2)
+    small, large = arena.lend([5], 60, 10), arena.lend([5], 200, 10)
+    wide = arena.lend([5], 60, 500)
+    assert wide is not small
+    for state in (small, large):
+        state.count.fill_(7)
+        state.captured["step", "key"] = "graph"
+        arena.give_back(state)
+    assert arena.lend([9], 250, 10) is large
+    assert int(large.count) == 0
+    arena.give_back(large)
+    assert arena.lend([9], 250, 10) is large
+    arena.give_back(large)
+    arena.forget("step")
+    assert small.captured == large.captured == {}
+    arena.give_back(wide)  # two are kept: the most recent ones
+    assert arena.lend([5], 60, 10) is not small
+    assert arena.lend([5], 60, 500) is wide
+
+
+def test_what_is_kept_makes_room(medusa, monkeypatch):
+    arena = Arena(medusa.trunk, keep=2)
+    arena.give_back(arena.lend([5], 60, 10))
+    allocate = step_graph.Arena.lend.__globals__["TreeCache"].allocate
+    idle = []
+
+    def full_once(shape, rope):
+        idle.append(len(arena._idle))
+        if arena._idle:
+            raise MemoryError("full")
+        return allocate(shape, rope)
+
+    monkeypatch.setattr("medusa_decoding.decode.arena.TreeCache.allocate", full_once)
+    assert arena.lend([5], 200, 10).cache.capacity == 256
+    assert idle == [1, 0]
+    monkeypatch.setattr("medusa_decoding.decode.arena.TreeCache.allocate", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        arena.lend([5], 999, 10)
+
+
+class Broken:
+    """A streamer whose client goes away."""
+
+    def put(self, value):
+        if value.numel() == 1:
+            raise ConnectionError("gone")
+
+    def end(self):
+        raise AssertionError
+
+
+def test_an_interrupted_generation_gives_its_state_back_once(medusa, monkeypatch):
+    back = []
+    monkeypatch.setattr(medusa._steps.arena, "give_back", back.append)
+    [row] = prompts(1, [9])
+    with pytest.raises(ConnectionError):
+        medusa.generate(row[None], max_new_tokens=5, streamer=Broken())
+    assert len(back) == 1
+    expected = transformers_greedy(medusa.base, row, 12)
+    assert medusa.generate(row[None], max_new_tokens=12).sequences[0, 9:].tolist() == expected
+    assert len(back) == 2
+
+
+def changes(model):
+    linear = model.base_model.model.model.layers[0].self_attn.q_proj
+    handle = []
+    yield "adapter off", model.base_model.disable_adapter_layers
+    yield "adapter on", model.base_model.enable_adapter_layers
+    yield "other adapter", lambda: model.set_adapter("other")
+    yield "merged", model.merge_adapter
+    yield "hook", lambda: handle.append(linear.register_forward_hook(lambda *_: None))
+    yield "hook removed", lambda: handle.pop().remove()
+    yield "training", model.train
+    yield "weight in place", lambda: linear.base_layer.weight.data.__class__ and linear.base_layer.weight.mul_(2)
+    yield "weight replaced", lambda: setattr(linear.base_layer, "weight", torch.nn.Parameter(torch.ones(32, 32)))
+
+
+def test_steps_are_made_anew_when_the_model_would_compute_something_else():
+    model = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj"], r=2, lora_dropout=0.1))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=2))
+    with MedusaModel(model.eval()) as medusa, torch.no_grad():
+        before = medusa._steps._fingerprint()
+        assert medusa._steps._fingerprint() == before
+        for name, change in changes(model):
+            change()
+            after = medusa._steps._fingerprint()
+            assert after != before, name
+            before = after
+
+
+def test_models_and_calls_of_inference_mode(medusa):
+    [row] = prompts(1, [9])
+    expected = transformers_greedy(medusa.base, row, 12)
+    medusa._steps.arena.keep = 2
+    for backend in ("eager", "compiled"):
+        assert medusa._steps._fingerprint()
+        with torch.inference_mode():
+            inside = medusa.generate(row[None].clone(), max_new_tokens=12).sequences[0, 9:].tolist()
+        assert inside == expected, backend
+        assert medusa.generate(row[None], max_new_tokens=12).sequences[0, 9:].tolist() == expected
+    with torch.inference_mode():
+        model = tiny()
+        with MedusaModel(model, heads_for(model), Tree.chain(2)) as loaded:
+            assert loaded._steps._fingerprint()
+            assert loaded.generate(row[None].clone(), max_new_tokens=12).sequences[0, 9:].tolist() == expected
+
+
+def test_only_recent_steps_are_kept(medusa, monkeypatch):
+    monkeypatch.setattr(step_graph, "KEPT_STEPS", 2)
+    trees = [Tree([]), Tree.chain(1), Tree.chain(2)]
+    steps = [medusa._steps.get(tree, "eager") for tree in trees[:2]]
+    assert medusa._steps.get(trees[0], "eager") is steps[0]
+    medusa._steps.get(trees[2], "eager")
+    assert medusa._steps.get(trees[0], "eager") is steps[0]
+    assert medusa._steps.get(trees[1], "eager") is not steps[1]
+
+
+@pytest.mark.parametrize(("length", "new"), [(27, 1), (40, 20), (20, 40)])
+def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length, new):
+    """Also with progress read one step late, as on a GPU."""
+    model = tiny(max_position_embeddings=256)
+    tree = Tree.optimal([[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1], [0.2, 0.1]], 64)
+    watch = loop.Watch
+
+    class Late(watch):
+        def __init__(self, state, tokens):
+            super().__init__(state, tokens)
+            self.late = 1
+            self.slots = []
+
+        def record(self, state):
+            tensors = tuple(tensor.clone() for tensor in self._tensors(state))
+            self._records.append((tensors, None))
+            self.pending += 1
+
+    monkeypatch.setattr(loop, "Watch", Late)
+    monkeypatch.setattr("medusa_decoding.decode.arena.bucket", lambda rows: rows)
+    [row] = prompts(1, [length])
+    lent = []
+    with MedusaModel(model, heads_for(model), tree) as late:
+        lend = late._steps.arena.lend
+        monkeypatch.setattr(late._steps.arena, "lend", lambda *args: lent.append(args) or lend(*args))
+        got = late.generate(row[None], max_new_tokens=new).sequences[0, length:].tolist()
+    assert got == transformers_greedy(model, row, new)
+    assert len(lent) == 1
