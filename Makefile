@@ -110,7 +110,7 @@ gpu-compact: gpu-build
 		$(ON_GPU) -m benchmarks.bench_rope_append --budget 120)
 
 gpu-step: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 480)
+	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 400 && $(ON_GPU) -m benchmarks.bench_decode_linear)
 
 gpu-tune: gpu-build
 	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)

@@ -1,0 +1,144 @@
+"""A model's projections alone: all layers with weights of their own in one graph, by rows of activations.
+
+    python -m benchmarks.bench_decode_linear
+
+What a decoding step cannot be faster than with these kernels, and what more rows (a tree's nodes) cost by themselves.
+Beside `decode_linear`: PyTorch's linear for each weight, and for q, k, v and gate, up packed into one weight each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from benchmarks import gpu, harness
+from medusa_kernels import decode_linear
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's projections: hidden size, width of q, width of k and of v, intermediate size, layers."""
+
+    name: str
+    hidden: int
+    q: int
+    kv: int
+    width: int
+    layers: int
+
+
+SHAPES = (
+    Shape("Llama-2-7B", 4096, 4096, 4096, 11008, 32),
+    Shape("Llama-3-8B", 4096, 4096, 1024, 14336, 32),
+    Shape("Llama-2-13B", 5120, 5120, 5120, 13824, 40),
+)
+ROWS = (1, 16, 64)
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of one layer: q, k, v packed; o; gate, up packed; down."""
+
+
+def layer_weights(shape: Shape, device: torch.device, dtype: torch.dtype) -> Weights:
+    def random(rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, device=device, dtype=dtype).normal_(0, 0.02)
+
+    qkv, gate_up = random(shape.q + 2 * shape.kv, shape.hidden), random(2 * shape.width, shape.hidden)
+    return qkv, random(shape.hidden, shape.q), gate_up, random(shape.hidden, shape.width)
+
+
+def ours(shape: Shape, x: Tensor, weights: Weights) -> Tensor:
+    qkv, o, gate_up, down = weights
+    q = decode_linear(x, list(qkv.split([shape.q, shape.kv, shape.kv])))[:, : shape.q]
+    x = decode_linear(q, [o], residual=x)
+    return decode_linear(decode_linear(x, list(gate_up.chunk(2)), gate=True), [down], residual=x)
+
+
+def separate(shape: Shape, x: Tensor, weights: Weights) -> Tensor:
+    qkv, o, gate_up, down = weights
+    q, _, _ = (linear(x, weight) for weight in qkv.split([shape.q, shape.kv, shape.kv]))
+    x = x + linear(q, o)
+    gate, up = (linear(x, weight) for weight in gate_up.chunk(2))
+    return x + linear(silu(gate) * up, down)
+
+
+def packed(shape: Shape, x: Tensor, weights: Weights) -> Tensor:
+    qkv, o, gate_up, down = weights
+    x = x + linear(linear(x, qkv)[:, : shape.q], o)
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return x + linear(silu(gate) * up, down)
+
+
+WAYS: dict[str, Callable[[Shape, Tensor, Weights], Tensor]] = {
+    "decode_linear": ours, "torch, a linear each": separate, "torch, packed": packed,
+}  # fmt: skip
+
+
+def measure(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype, copy: float) -> list[dict[str, Any]]:
+    """Time every way at one shape and number of rows; one record each."""
+    layers = [layer_weights(shape, device, dtype) for _ in range(shape.layers)]
+    x = torch.randn(rows, shape.hidden, device=device, dtype=dtype)
+    moved = sum(weight.nbytes for weights in layers for weight in weights)
+    wanted = packed(shape, x, layers[0]).float()
+    records = []
+    for name, way in WAYS.items():
+        error = ((way(shape, x, layers[0]).float() - wanted).norm() / wanted.norm()).item()
+
+        def all_layers(way: Callable[[Shape, Tensor, Weights], Tensor] = way) -> None:
+            for weights in layers:
+                way(shape, x, weights)
+
+        timing = gpu.cold_replay(lambda _, run=all_layers: run, 1, device)
+        median = timing.median_us
+        records.append(
+            {"op": "decode_linear", "shapes": dataclasses.asdict(shape) | {"rows": rows}, "implementation": name,
+             "dtype": str(dtype).removeprefix("torch."), **dataclasses.asdict(timing), "bytes": moved, "error": error,
+             "gb_per_s": moved / median / 1e3, "fraction": moved / median * 1e6 / copy}
+        )  # fmt: skip
+        print(
+            f"{shape.name} {rows} rows, {name}: {median:.0f} us, {moved / median * 1e8 / copy:.1f} % of copy",
+            flush=True,
+        )
+    return records
+
+
+def test_projections_of_a_small_model(benchmark: Any) -> None:
+    """On a CPU only the way through the benchmark is shown, and that the ways agree; nothing is recorded."""
+    shape = Shape("small", 64, 64, 32, 96, 2)
+    device = torch.device("cpu")
+    records = benchmark.pedantic(lambda: measure(shape, 3, device, torch.float32, 1e9), rounds=1)
+    assert [record["implementation"] for record in records] == list(WAYS)
+    assert all(record["error"] < 1e-5 for record in records)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none")
+def test_projections_on_a_gpu(benchmark: Any) -> None:
+    device = torch.device("cuda")
+    copy = gpu.copy_bandwidth(device)
+    records = benchmark.pedantic(lambda: measure(SHAPES[0], 64, device, torch.bfloat16, copy), rounds=1)
+    assert all(record["error"] < 1e-2 for record in records)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(2, "bench_decode_linear: needs a CUDA device, and torch sees none\n")
+    device = torch.device("cuda")
+    copy = gpu.copy_bandwidth(device)
+    for shape in SHAPES:
+        for rows in ROWS:
+            for record in measure(shape, rows, device, torch.bfloat16, copy):
+                harness.write_record("decode_linear", record)
+            gpu.release(device)
+
+
+if __name__ == "__main__":
+    main()
