@@ -279,7 +279,7 @@ class Runner:
 
 
 def _rules(batch: int, device: torch.device) -> StopRules:
-    eos = torch.tensor([2], dtype=torch.int64, device=device) * 0 - 1
+    eos = torch.tensor([-1], dtype=torch.int64, device=device)  # a token that never comes
     return StopRules(eos, torch.full((batch,), 1000, dtype=torch.int32, device=device), None, 1000)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.decode_linear import as_rows
 from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
-from medusa_kernels._triton.streaming import on_device
 
 SIZES = (2048, 4096, 5120, 8192)
 """Row lengths that are compiled ahead for inspection; any length runs."""
@@ -79,7 +78,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     added = rows if delta is None else as_rows(delta)
     config = configuration(launch.capability(x.device), x.dtype, size)
     pdl = programmatic(x.device)
-    with on_device(x):
+    with launch.on_device(x):
         _add_rms_norm_kernel[(rows.shape[0],)](
             rows, added, weight.contiguous(), total, normed,
             size, rows.stride(0), added.stride(0), eps,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
-from medusa_kernels._triton.streaming import dot_accumulate, on_device
+from medusa_kernels._triton.streaming import dot_accumulate
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
 
 VECTOR = 16
@@ -250,7 +250,7 @@ def decode_linear(
     has_bias = biases is not None and any(bias is not None for bias in biases)
     unused = MOST_WEIGHTS - len(weights)
     pdl = programmatic(x.device)
-    with on_device(x):
+    with launch.on_device(x):
         tiles = [triton.cdiv(n, config.block_n) for n in features]
         _decode_linear_kernel[(tiles[0] if gate else sum(tiles),)](
             flat, *weights, *[weights[0]] * unused,

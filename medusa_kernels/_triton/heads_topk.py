@@ -19,14 +19,20 @@ from torch import Tensor
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.best import NO_KEY, NO_ORDER, keep_best, keep_best_of_tile, no_keys
-from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
+from medusa_kernels._triton.launch import (
+    TRITON_TYPES,
+    Capability,
+    Specialisation,
+    capability,
+    multiprocessors,
+    on_device,
+)
 from medusa_kernels._triton.streaming import (
     OPTIONS,
     Config,
     index_of,
     interpreted_config,
     number_of,
-    on_device,
     ordered,
     product,
     roomy,

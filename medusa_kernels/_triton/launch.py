@@ -7,6 +7,7 @@ file lists, through `specialisations(capability)`, every configuration that its 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -68,3 +69,8 @@ def capability(device: torch.device) -> Capability:
 def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors there are to fill; few in the interpreter, where a program is slow."""
     return 4 if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make the tensor's device the current one, which is where Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 
 from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.launch import capability
 
 PROGRAMMATIC_LAUNCH = True
 """Whether kernels are launched so where the device and Triton can."""
@@ -25,7 +26,7 @@ def programmatic(device: torch.device) -> bool:
     """Return whether to launch kernels programmatically on a device."""
     if not PROGRAMMATIC_LAUNCH or device.type != "cuda" or interpreted() or not _in_triton():
         return False
-    return torch.cuda.get_device_capability(device) >= LOWEST_CAPABILITY
+    return capability(device) >= LOWEST_CAPABILITY
 
 
 @functools.cache

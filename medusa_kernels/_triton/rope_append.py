@@ -8,7 +8,6 @@ which lie on the device. A cache row outside the cache is not written, and a pos
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -209,7 +208,7 @@ def rope_append(
     depth_strides = depths.stride() if depths.dim() == 2 else (0, depths.stride(0))
     last = (*(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),)
     pdl = programmatic(q.device)
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    with launch.on_device(q):
         _rope_append_kernel[(tiles, batch)](
             q,
             k,

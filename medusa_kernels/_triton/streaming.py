@@ -6,9 +6,7 @@ the weight, tile by tile, keeping what it needs of its products in registers. Th
 
 from __future__ import annotations
 
-import contextlib
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -75,11 +73,6 @@ def unit(*elements: int) -> int:
     Kernels get those in this unit, from which the compiler knows how many elements it may load at once.
     """
     return math.gcd(16, *elements)
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device the current one, which is where Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def wide(elements: int, *dtypes: torch.dtype) -> bool:

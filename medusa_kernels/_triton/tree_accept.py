@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.streaming import on_device
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def tree_accept(
     path, kept, old_lengths = depths.new_empty(batch, places), depths.new_empty(batch), depths.new_empty(batch)
     if batch:
         config = configuration(launch.capability(tokens.device), hidden.dtype, nodes, places, size)
-        with on_device(tokens):
+        with launch.on_device(tokens):
             _tree_accept_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, next_tokens, hidden, depths, paths, eos, max_new)), step,
                 lengths, root, state_hidden, output, count, finished.view(torch.int8), log, path, kept, old_lengths,

@@ -7,7 +7,6 @@ order that could change, and no value is read on the host.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +17,14 @@ import triton
 from torch import Tensor
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
+from medusa_kernels._triton.launch import (
+    TRITON_TYPES,
+    Capability,
+    Specialisation,
+    capability,
+    multiprocessors,
+    on_device,
+)
 from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
@@ -196,7 +202,7 @@ def tree_attention(
     size = max(abs(scale), 1e-30)
     sizes = (nodes, groups, splits, 0 if window is None else window)
     words = ancestors if ancestors.dim() == 3 else ancestors.expand(batch, -1, -1)
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    with on_device(q):
         attend_kernel[(tiles * splits, kv_heads, batch)](
             *(q, k_cache, v_cache, cache_lens, words, out, parts, stats),
             size,

@@ -15,14 +15,20 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import TRITON_TYPES, Capability, Specialisation, capability, multiprocessors
+from medusa_kernels._triton.launch import (
+    TRITON_TYPES,
+    Capability,
+    Specialisation,
+    capability,
+    multiprocessors,
+    on_device,
+)
 from medusa_kernels._triton.streaming import (
     OPTIONS,
     Config,
     exponential,
     index_of,
     interpreted_config,
-    on_device,
     ordered,
     packed,
     product,

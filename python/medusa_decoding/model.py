@@ -131,7 +131,6 @@ class MedusaModel:
         norm = base.model.norm.weight
         return cls(base.eval(), checkpoint.heads.to(device=norm.device, dtype=norm.dtype), tree, backend)
 
-    @torch.no_grad()
     def generate(
         self,
         input_ids: torch.Tensor,

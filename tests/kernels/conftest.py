@@ -30,3 +30,11 @@ def _one_seed() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
         yield
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that an op asks for is NaN, or the largest integer, until the op writes it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ from medusa_kernels import add_rms_norm, reference
 from medusa_kernels._registry import interpreted
 
 Case = tuple[Tensor, Tensor | None, Tensor]
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Memory that an op asks for is NaN until the op writes it."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make(

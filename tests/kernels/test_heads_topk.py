@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +16,6 @@ from torch import Tensor
 from medusa_kernels import heads_topk, reference
 
 Case = dict[str, Any]
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Memory that an op asks for is NaN, or the largest integer, until the op writes it."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make(

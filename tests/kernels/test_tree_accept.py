@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,14 +20,6 @@ MUTATED = ("lengths", "root", "state_hidden", "output", "count", "finished", "lo
 RETURNED = ("path", "kept", "old_lengths")
 NARROW = ("depths", "max_new", "lengths", "count", "log")
 """What is int32; other integers are int64."""
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Memory that an op asks for is filled with a large number until the op writes it."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def lineage(parents: list[int], node: int) -> list[int]:

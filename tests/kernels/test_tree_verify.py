@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,6 @@ from medusa_kernels._registry import served_by
 
 Case = dict[str, Any]
 Statistics = tuple[Tensor, Tensor, Tensor]
-
-
-@pytest.fixture
-def poisoned_memory() -> Iterator[None]:
-    """Memory that an op asks for is NaN, or the largest integer, until the op writes it."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make(
