@@ -1,9 +1,8 @@
-"""What a caller hands to `generate`, checked: prompts split a row, and what the generation config asks for."""
+"""What a caller hands to `generate`, checked: prompts split a row, counts, token ids."""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,45 +43,6 @@ def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
             raise ValueError(f"input_ids: expected ids in [0, {vocab_size}) in row {row}, got {low} to {high}")
         prompts.append(prompt)
     return prompts
-
-
-# Fields of a generation config that change greedy text, with the value that changes nothing besides None.
-_CHANGING = {
-    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "force_words_ids": None, "sequence_bias": None,
-    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None, "remove_invalid_values": False, "renormalize_logits": False,
-    "guidance_scale": 1.0, "watermarking_config": None, "constraints": None, "num_beams": 1, "max_time": None,
-    "stop_strings": None, "min_length": 0, "penalty_alpha": 0.0, "dola_layers": None,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class GreedySettings:
-    """What greedy decoding takes from a model's generation config."""
-
-    max_new_tokens: int | None
-    max_length: int | None
-    min_new_tokens: int | None
-    eos_token_id: int | list[int] | None
-
-    @classmethod
-    def of(cls, config: Any) -> GreedySettings:
-        """Read a transformers GenerationConfig.
-
-        Raises:
-            ValueError: a field that would change greedy text in a way that is not done here; it names the field.
-        """
-        for name, neutral in _CHANGING.items():
-            value = getattr(config, name, None)
-            if value is not None and value != neutral:
-                raise ValueError(
-                    f"generation_config.{name}: expected {neutral!r}, got {value!r}; it would change the text and is "
-                    f"not supported (set it to {neutral!r} to decode without it)"
-                )
-        # 20 is transformers' own default and stands for "not set".
-        max_length = None if config.max_length == 20 else config.max_length
-        return cls(config.max_new_tokens, max_length, config.min_new_tokens, config.eos_token_id)
 
 
 def whole(name: str, value: Any) -> int | None:

@@ -1,51 +1,65 @@
 """MedusaModel: a base model and its heads, generating.
 
 This is the public face: it checks what it is given, then runs the loop. It does not know checkpoint formats (see
-`checkpoints`) or how a step is made (see `decode`).
+`checkpoints`), how settings become rules (see `settings`) or how a step is made (see `decode`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
+from transformers import GenerationConfig
+from transformers.utils.generic import ModelOutput
 
+from medusa_decoding import settings
 from medusa_decoding.checkpoints import load_base_model, read_heads
 from medusa_decoding.checkpoints.base import stated_vocab_size
-from medusa_decoding.decode.loop import run
-from medusa_decoding.decode.state import DecodeState, StopRules
+from medusa_decoding.decode.follow import Follower
+from medusa_decoding.decode.loop import Hooks, Run, run
+from medusa_decoding.decode.policy import Fixed, Policy
+from medusa_decoding.decode.processed import Processed
+from medusa_decoding.decode.state import Rules
 from medusa_decoding.decode.step_graph import Backend, Steps
-from medusa_decoding.decode.watch import Progress
+from medusa_decoding.decode.verify import Choice
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.inputs import GreedySettings, split_prompts, token_list, whole
+from medusa_decoding.inputs import split_prompts, whole
+from medusa_decoding.metrics import GenerationMetrics
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
-DEFAULT_NEW_TOKENS = 256
 DEFAULT_TREE_FILE = "medusa_tree.json"
-logger = logging.getLogger(__name__)
 
 
 @dataclass
-class MedusaOutput:
-    """What `MedusaModel.generate` returns.
+class MedusaOutput(ModelOutput):
+    """What `MedusaModel.generate` returns; a transformers ModelOutput, so fields are found by name and by key.
 
     Attributes:
         sequences: int64 [B, prompt + new]: the prompt as given (padding included), then the new tokens, padded on the
             right with the pad token; a row ends at its EOS token, as in transformers.
         accept_lengths: one list a row: accepted tokens below the root, a number a step (prefill is not a step). A last
-            step cut short by EOS or the budget counts what was kept.
+            step cut short by EOS, a stopping criterion or the budget counts what was kept.
         new_tokens: new tokens of each row.
+        scores: with `output_scores`: processed scores fp32 [B, V] of each new token, as in transformers; zeros in rows
+            that had ended.
+        logits: with `output_logits`: the model's logits likewise.
+        metrics: with `metrics=True`.
     """
 
-    sequences: torch.Tensor
-    accept_lengths: list[list[int]]
-    new_tokens: list[int]
+    sequences: torch.Tensor = None  # type: ignore[assignment]  # ModelOutput asks for defaults
+    accept_lengths: list[list[int]] = None  # type: ignore[assignment]
+    new_tokens: list[int] = None  # type: ignore[assignment]
+    scores: tuple[torch.Tensor, ...] | None = None
+    logits: tuple[torch.Tensor, ...] | None = None
+    metrics: GenerationMetrics | None = None
 
     @property
     def steps(self) -> int:
@@ -57,6 +71,33 @@ class MedusaOutput:
         """Committed tokens / steps, the acceleration rate; the prefill's token is not counted. NaN without a step."""
         committed = sum(sum(row) + len(row) for row in self.accept_lengths)
         return committed / self.steps if self.steps else float("nan")
+
+
+@dataclass
+class Request:
+    """One call of `generate`, checked.
+
+    Attributes:
+        input_ids: int64 [B, T] as given, rows repeated for `num_return_sequences`.
+        prompts: int64 [T_b] a row, without padding, on the host.
+        config: the generation config in force.
+        rule: how tokens are chosen.
+        limits: how long rows get.
+        criteria: stopping criteria that the host evaluates.
+        streamer: a transformers streamer or None.
+        generator: draws the seed of sampling; None for torch's own on the CPU.
+        metrics: whether metrics are wanted.
+    """
+
+    input_ids: torch.Tensor
+    prompts: list[torch.Tensor]
+    config: GenerationConfig
+    rule: settings.Rule
+    limits: settings.Limits
+    criteria: Sequence[Any] = ()
+    streamer: Any = None
+    generator: torch.Generator | None = None
+    metrics: bool = False
 
 
 class MedusaModel:
@@ -138,65 +179,166 @@ class MedusaModel:
         max_new_tokens: int | None = None,
         tree: Tree | None = None,
         acceptance: Literal["lossless", "typical"] = "lossless",
-        do_sample: bool = False,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        posterior_threshold: float = 0.09,
+        posterior_alpha: float = 0.3,
         *,
         streamer: Any = None,
+        stopping_criteria: Sequence[Any] | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        stop_strings: str | list[str] | None = None,
+        tokenizer: Any = None,
+        seed: int | None = None,
         return_dict_in_generate: bool = True,
-        min_new_tokens: int | None = None,
-        eos_token_id: int | list[int] | torch.Tensor | None = None,
-        pad_token_id: int | None = None,
-        **later: Any,
+        metrics: bool = False,
+        generation_config: GenerationConfig | None = None,
+        **generation: Any,
     ) -> MedusaOutput | torch.Tensor:
-        """Continue each prompt greedily, token for token as the base model alone would.
+        """Continue each prompt: the text the base model alone would write, or with `do_sample` would draw.
+
+        Settings come from the arguments, then from `generation_config`, then from the base model's own generation
+        config; only `do_sample` is never taken from the latter, so that greedy decoding is the default.
 
         Args:
             input_ids: int64 [B, T] prompts, left- or right-padded where lengths differ.
             attention_mask: [B, T], 1 for tokens and 0 for padding; None if nothing is padded.
             max_new_tokens: new tokens a row, at least 1; obeyed as transformers does, even past the declared context.
-                None for the base model's generation config's, else 256 or what the context leaves.
+                None without one in the configs either: 256, or what the context leaves.
             tree: verified each step; `Tree([])` decodes plainly. None for the model's own.
-            acceptance: "lossless"; "typical" is not available yet.
-            do_sample: False; sampling is not available yet.
+            acceptance: "lossless": the model's own next token is found or drawn at every node, and the child that
+                carries it is followed. "typical": the paper's typical acceptance (section 2.3.1), which keeps guesses
+                that are likely enough; LOSSY, the text is not the model's own.
+            do_sample: draw from the model's processed distribution instead of taking the likeliest token.
+            temperature: of sampling, or of typical acceptance.
+            top_p: nucleus of sampling.
+            top_k: likeliest tokens to sample from; 0 for all.
+            posterior_threshold: epsilon of typical acceptance.
+            posterior_alpha: delta of typical acceptance.
             streamer: a transformers streamer (batch of 1), given the prompt, then each new token in order.
+            stopping_criteria: transformers criteria, called with each prefix of each row, (int64 [1, length], scores).
+            logits_processor: transformers processors, called once for each emitted token of each row in order, with
+                (int64 [1, length], fp32 [1, V]): the node's own path, without padding.
+            prefix_allowed_tokens_fn: (row, int64 [length]) to the tokens allowed next.
+            stop_strings: a row ends behind the token with which one of these appears; needs `tokenizer`.
+            tokenizer: the model's.
+            seed: of sampling; None draws one from torch's CPU generator, which `torch.manual_seed` sets. A row's
+                numbers depend on the seed and its index only, so all trees write the same text.
             return_dict_in_generate: False returns only the sequences.
-            min_new_tokens: new tokens before which an EOS token is never chosen; None for the generation config's.
-            eos_token_id: token or tokens that end a row; None for those of the base model's generation config.
-            pad_token_id: fills rows that ended early; None for the generation config's, else the first EOS token.
-            **later: other arguments of transformers' generate are refused by name, unless they ask for what greedy
-                decoding does anyway (temperature 1, no processors, ..).
+            metrics: keep counts and times, see `MedusaOutput.metrics`.
+            generation_config: transformers' settings.
+            **generation: fields of a GenerationConfig, as in transformers' generate (`repetition_penalty`,
+                `eos_token_id`, `max_time`, `num_return_sequences`, `output_scores`, ..).
 
         Raises:
-            ValueError: bad arguments; a prompt that leaves no room in the context; a generation config that asks for
-                what greedy decoding here does not do (a repetition penalty, say); autocast; forward hooks on modules
-                that decoding passes by. Raised before any work.
+            ValueError: bad arguments; a prompt that leaves no room in the context; something that cannot work here
+                (beam search, say); autocast; forward hooks on modules that decoding passes by. Raised before any
+                work.
+            FloatingPointError: the model's output is not finite; names the step.
+            MemoryError: keys and values do not fit.
         """
+        changes = generation | {
+            "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
+            "top_k": top_k, "stop_strings": stop_strings,
+        }  # fmt: skip
+        own = self.trunk.causal.generation_config
+        if do_sample is None and (generation_config is None or generation_config.do_sample is None):
+            changes["do_sample"] = False
+        config = settings.merged(own, generation_config, changes)
+        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            value, lossy = changes.get(name), acceptance == "typical" and name == "temperature"
+            if value is not None and value != neutral and not config.do_sample and not lossy:
+                raise ValueError(f"{name}: expected {neutral} without do_sample=True, got {value}")
+        request = self._request(
+            input_ids,
+            attention_mask,
+            config,
+            settings.Rule(
+                acceptance,
+                posterior_threshold,
+                posterior_alpha,
+                settings.callables("logits_processor", logits_processor),
+                prefix_allowed_tokens_fn,
+            ),
+            criteria=settings.criteria(config, settings.callables("stopping_criteria", stopping_criteria), tokenizer),
+            streamer=streamer,
+            generator=None if seed is None else torch.Generator().manual_seed(whole("seed", seed) or 0),
+            metrics=metrics,
+        )
+        output = self.run(request, tree)
+        return output if return_dict_in_generate else output.sequences
+
+    def _request(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        config: GenerationConfig,
+        rule: settings.Rule,
+        **wanted: Any,
+    ) -> Request:
+        """Check the prompts and find out how long their continuations may get."""
+        prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
+        if wanted.get("streamer") is not None and len(prompts) > 1:
+            raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
+        count = settings.sampled_rows(config)
+        prompts = [prompt for prompt in prompts for _ in range(count)]
+        lengths = [len(prompt) for prompt in prompts]
+        limits = settings.Limits.of(config, lengths, input_ids.shape[1], self.trunk.context_limit)
+        return Request(input_ids.repeat_interleave(count, 0), prompts, config, rule, limits, **wanted)
+
+    def run(self, request: Request, tree: Tree | None = None) -> MedusaOutput:
+        """Decode a checked request."""
         if not self.trunk.swap.active:
             raise ValueError("MedusaModel: expected attention modules still swapped, got a model after undo()")
         self.trunk.check_unhooked()
         if torch.is_autocast_enabled(self.trunk.device.type):
             raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
-        _refuse("acceptance", acceptance, "lossless")
-        _refuse("do_sample", do_sample, False)
-        for name, value in later.items():
-            _refuse(name, value, _NEUTRAL.get(name))
-        chosen = self.tree if tree is None else tree
-        self._check_tree(chosen)
-        prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
-        if streamer is not None and len(prompts) > 1:
-            raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
+        policy = self._policy(tree)
         # States outlive this call, so they are not inference tensors, which nothing outside of that mode may change.
         with torch.inference_mode(False), torch.no_grad(), self._current_device():
-            rules = self._stop_rules(prompts, input_ids.shape[1], max_new_tokens, min_new_tokens, eos_token_id)
-            pad = self._pad_token(pad_token_id, rules)
-            watch = _Streaming(streamer, prompts[0]) if streamer is not None else None
-            step = self._steps.get(chosen, self.backend)
-            on_device = [prompt.to(self.trunk.device) for prompt in prompts]
-            state = run(self.trunk, on_device, rules, chosen, step, self._steps.arena, watch)
-            if watch:
-                watch.end()
-            output = _collect(state, input_ids, pad)
-            self._steps.arena.give_back(state)
-        return output if return_dict_in_generate else output.sequences
+            prompts = [prompt.to(self.trunk.device) for prompt in request.prompts]
+            choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, request.rule)
+            hooks = Hooks(_draws(request), self._follower(request, prompts, choice), request.metrics)
+            if request.streamer is not None:
+                request.streamer.put(request.prompts[0][None])
+            step_of = functools.partial(self._steps.get, backend=self.backend)
+            rules = self._rules(request.limits, choice)
+            done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
+            if request.streamer is not None:
+                request.streamer.end()
+            output = _collect(done, request, choice)
+            self._steps.arena.give_back(done.state)
+        return output
+
+    def _policy(self, tree: Tree | None) -> Policy:
+        chosen = self.tree if tree is None else tree
+        self._check_tree(chosen)
+        return Fixed(chosen)
+
+    def _follower(self, request: Request, prompts: list[torch.Tensor], choice: Choice) -> Follower | None:
+        if not request.criteria and request.streamer is None:
+            return None
+
+        def scores(row: int, count: int) -> tuple[torch.Tensor, ...] | None:
+            if not request.config.output_scores or not isinstance(choice, Processed):
+                return None
+            return tuple(score[None] for score in choice.rows[row].scores[:count])
+
+        return Follower(prompts, max(request.limits.budgets), request.criteria, request.streamer, scores)
+
+    def _rules(self, limits: settings.Limits, choice: Choice) -> Rules:
+        device = self.trunk.device
+        suppressed = any(limits.min_new) and bool(limits.eos)
+        return Rules(
+            torch.tensor(limits.eos, dtype=torch.int64, device=device),
+            torch.tensor(limits.budgets, dtype=torch.int32, device=device),
+            torch.tensor(limits.min_new, dtype=torch.int32, device=device) if suppressed else None,
+            max(limits.budgets),
+            choice,
+        )
 
     def _current_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the model's device the current one, on which streams and captures are made."""
@@ -246,56 +388,6 @@ class MedusaModel:
             return
         tree.check_fits(self.heads.num_heads, min(MAX_TOP_K, self.heads.num_candidates))
 
-    def _stop_rules(
-        self,
-        prompts: list[torch.Tensor],
-        width: int,
-        max_new_tokens: int | None,
-        min_new_tokens: int | None,
-        eos_token_id: int | list[int] | torch.Tensor | None,
-    ) -> StopRules:
-        settings = GreedySettings.of(self.trunk.causal.generation_config)
-        limit = self.trunk.context_limit
-        longest = max(len(prompt) for prompt in prompts)
-        if longest >= limit:
-            raise ValueError(f"input_ids: expected fewer than {limit} tokens (the model's context), got {longest}")
-        max_new_tokens = whole("max_new_tokens", settings.max_new_tokens if max_new_tokens is None else max_new_tokens)
-        min_new_tokens = whole("min_new_tokens", settings.min_new_tokens if min_new_tokens is None else min_new_tokens)
-        if max_new_tokens is None and settings.max_length is not None:
-            max_new_tokens = settings.max_length - width
-            if max_new_tokens < 1:
-                raise ValueError(
-                    f"input_ids: expected fewer than max_length = {settings.max_length} tokens, got {width}"
-                )
-        if max_new_tokens is None:
-            budgets = [min(DEFAULT_NEW_TOKENS, limit - len(prompt)) for prompt in prompts]
-        elif max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-        else:
-            budgets = [max_new_tokens] * len(prompts)
-            if longest + max_new_tokens > limit:
-                logger.warning(
-                    "max_new_tokens: %d prompt and %d new tokens go past the model's context of %d",
-                    longest, max_new_tokens, limit,
-                )  # fmt: skip
-        if min_new_tokens is not None and not 0 <= min_new_tokens <= max(budgets):
-            raise ValueError(f"min_new_tokens: expected 0 to {max(budgets)} (max_new_tokens), got {min_new_tokens}")
-        eos = token_list(settings.eos_token_id if eos_token_id is None else eos_token_id)
-        device = self.trunk.device
-        return StopRules(
-            torch.tensor(eos, dtype=torch.int64, device=device),
-            torch.tensor(budgets, dtype=torch.int32, device=device),
-            torch.tensor([min_new_tokens], dtype=torch.int32, device=device) if min_new_tokens and eos else None,
-            max(budgets),
-        )
-
-    def _pad_token(self, pad_token_id: int | None, rules: StopRules) -> int:
-        if pad_token_id is None:
-            pad_token_id = self.trunk.causal.generation_config.pad_token_id
-        if pad_token_id is None:
-            pad_token_id = int(rules.eos[0]) if rules.eos.numel() else 0
-        return pad_token_id
-
 
 def default_tree(heads: MedusaHeads | None) -> Tree:
     """The tree used when neither caller nor checkpoint names one.
@@ -321,49 +413,55 @@ _VICUNA_7B = [
 ]
 
 
-class _Streaming:
-    """Hands tokens to a transformers streamer one by one, in order."""
-
-    def __init__(self, streamer: Any, prompt: torch.Tensor) -> None:
-        self.streamer = streamer
-        self.seen = 0
-        streamer.put(prompt.cpu()[None])
-
-    def __call__(self, progress: Progress) -> None:
-        assert progress.output is not None
-        count = progress.counts[0]
-        for token in progress.output[0, self.seen : count].clone():
-            self.streamer.put(token[None])
-        self.seen = count
-
-    def end(self) -> None:
-        self.streamer.end()
+def _draws(request: Request) -> torch.Tensor | None:
+    """Return the uniform numbers of each row, fp64 [B, the largest budget], or None where nothing is drawn."""
+    if not request.config.do_sample:
+        return None
+    seed = int(torch.randint(2**63 - 1, (), generator=request.generator))
+    budgets = request.limits.budgets
+    # A stream a row: neither the batch nor the budget changes a row's numbers.
+    streams = [
+        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, row]))) for row in range(len(budgets))
+    ]
+    return torch.from_numpy(np.stack([stream.random(max(budgets)) for stream in streams]))
 
 
-def _collect(state: DecodeState, input_ids: torch.Tensor, pad: int) -> MedusaOutput:
+def _collect(done: Run, request: Request, choice: Choice) -> MedusaOutput:
+    """Bring a generation's result to where its prompts came from."""
+    state, ids = done.state, request.input_ids
     counts = state.count.tolist()
-    new = state.output[:, : max(counts)].to(input_ids.device)
+    new = state.output[:, : max(counts)].to(ids.device)
     kept = torch.arange(new.shape[1], device=new.device) < torch.tensor(counts, device=new.device)[:, None]
-    sequences = torch.cat([input_ids, new.masked_fill(~kept, pad)], dim=1)
-    steps = state.log[:, 1 : int(state.step)].tolist()  # column 0 is the prefill's token
-    return MedusaOutput(sequences, [[length - 1 for length in row if length > 0] for row in steps], counts)
+    sequences = torch.cat([ids, new.masked_fill(~kept, request.limits.pad)], dim=1)
+    committed = state.log[:, 1 : int(state.step)].tolist()  # column 0 is the prefill's token
+    accepted = [_accepted(row, count - 1) for row, count in zip(committed, counts, strict=True)]
+    scores = logits = metrics = None
+    if isinstance(choice, Processed):
+        scores = _stacked([row.scores for row in choice.rows], counts) if choice.keep_scores else None
+        logits = _stacked([row.logits for row in choice.rows], counts) if choice.keep_logits else None
+    if request.metrics:
+        prompts = [len(prompt) for prompt in request.prompts]
+        metrics = GenerationMetrics.of(prompts, counts, accepted, done.trees, done.seconds)
+    return MedusaOutput(sequences, accepted, counts, scores, logits, metrics)
 
 
-# What arguments of later versions are allowed to say: nothing that changes greedy decoding.
-_NEUTRAL = {
-    "num_beams": 1,
-    "use_cache": True,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "posterior_threshold": 0.09,
-    "posterior_alpha": 0.3,
-}
+def _accepted(committed: list[int], total: int) -> list[int]:
+    """Accepted tokens below the root in each step of a row that kept `total` tokens of its steps."""
+    accepted = []
+    for tokens in committed:
+        tokens = min(tokens, total)
+        total -= tokens
+        if tokens > 0:
+            accepted.append(tokens - 1)
+    return accepted
 
 
-def _refuse(name: str, value: Any, supported: Any) -> None:
-    if value is not None and value != supported:
-        raise ValueError(f"{name}: expected {supported!r} (the only choice so far), got {value!r}")
+def _stacked(rows: list[list[torch.Tensor]], counts: list[int]) -> tuple[torch.Tensor, ...]:
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(
+        torch.stack([row[place] if place < count else nothing for row, count in zip(rows, counts, strict=True)])
+        for place in range(max(counts))
+    )
 
 
 __all__ = ["MedusaModel", "MedusaOutput", "default_tree"]

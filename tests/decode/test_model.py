@@ -57,15 +57,38 @@ IDS = torch.tensor([[1, 2, 3]])
         (IDS, {"tree": Tree.chain(5)}, r"path \[0, 0, 0, 0, 0\] has depth 5, expected at most 4"),
         (IDS, {"tree": Tree([[VOCAB]])}, rf"path \[{VOCAB}\] has rank {VOCAB}, expected below {VOCAB}"),
         (IDS, {"tree": [[0]]}, "tree: expected a Tree, got list"),
-        (IDS, {"acceptance": "typical"}, "acceptance: expected 'lossless'"),
-        (IDS, {"do_sample": True}, "do_sample: expected False"),
-        (IDS, {"num_beams": 4}, "num_beams"),
+        (IDS, {"acceptance": "loose"}, "acceptance: expected 'lossless' or 'typical', got 'loose'"),
+        (IDS, {"acceptance": "typical", "do_sample": True}, "do_sample: expected False with acceptance='typical'"),
+        (IDS, {"acceptance": "typical", "repetition_penalty": 1.5}, "'lossless' with RepetitionPenaltyLogitsProcessor"),
+        (IDS, {"acceptance": "typical", "output_scores": True}, "'lossless' with output_scores or output_logits"),
+        (IDS, {"acceptance": "typical", "posterior_threshold": 0.0}, "posterior_threshold: expected above 0"),
+        (IDS, {"acceptance": "typical", "posterior_alpha": 1.0}, "posterior_alpha: expected above 0 and below 1"),
+        (IDS, {"acceptance": "typical", "temperature": 0.0}, "temperature: expected above 0"),
+        (IDS, {"num_beams": 4}, "^num_beams: expected 1, got 4; .*no beam search"),
+        (IDS, {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: .*no contrastive search"),
+        (IDS, {"guidance_scale": 1.5}, "guidance_scale"),
+        (IDS, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: .*another way of speculation"),
+        (IDS, {"output_attentions": True}, "output_attentions: expected False"),
+        (IDS, {"max_new_token": 4}, "max_new_token: expected an argument of generate .*, got an unknown one"),
+        (IDS, {"num_return_sequences": 2}, "num_return_sequences: expected 1 without do_sample=True"),
+        (IDS, {"do_sample": True, "num_return_sequences": 0}, "num_return_sequences: expected at least 1, got 0"),
+        (IDS, {"do_sample": True, "temperature": 0.0}, "temperature: expected above 0"),
+        (IDS, {"do_sample": True, "temperature": -1.0}, "temperature: expected above 0"),
+        (IDS, {"do_sample": True, "top_p": 1.5}, "top_p: expected above 0 and at most 1, got 1.5"),
+        (IDS, {"do_sample": True, "top_k": -1}, "top_k: expected at least 0, got -1"),
+        (IDS, {"do_sample": True, "top_k": 1.5}, "top_k: expected a whole number, got 1.5"),
+        (IDS, {"do_sample": True, "min_p": 2.0}, "min_p: expected 0 to 1, got 2.0"),
+        (IDS, {"top_p": 0.5}, "top_p: expected 1.0 without do_sample=True, got 0.5"),
+        (IDS, {"stop_strings": "a"}, "tokenizer: expected the model's tokenizer with stop_strings"),
+        (IDS, {"stop_strings": [""], "tokenizer": object()}, "stop_strings: expected one or more non-empty"),
         (IDS, {"max_new_tokens": 4.5}, "max_new_tokens: expected a whole number, got 4.5"),
         (IDS, {"max_new_tokens": 2**31}, "max_new_tokens: expected below"),
         (IDS, {"eos_token_id": 1.5}, "eos_token_id: expected whole numbers"),
         (IDS, {"eos_token_id": "a"}, "eos_token_id: expected token ids"),
         (IDS, {"temperature": 0.7}, "temperature: expected 1.0"),
-        (IDS, {"logits_processor": [print]}, "logits_processor: expected None"),
+        (IDS, {"logits_processor": [None]}, "logits_processor: expected callables, got None"),
+        (IDS, {"stopping_criteria": [3]}, "stopping_criteria: expected callables, got 3"),
+        (IDS, {"seed": 1.5}, "seed: expected a whole number"),
         (IDS.repeat(2, 1), {"streamer": object()}, "streamer: expected a batch of 1, got 2"),
     ],
 )
@@ -76,17 +99,9 @@ def test_bad_arguments_are_refused_before_any_work(no_work, ids, kwargs, words):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("repetition_penalty", 1.2),
-        ("no_repeat_ngram_size", 2),
-        ("bad_words_ids", [[3]]),
-        ("suppress_tokens", [1]),
-        ("forced_eos_token_id", 0),
-        ("max_time", 1.0),
-        ("num_beams", 2),
-    ],
+    [("num_beams", 2), ("penalty_alpha", 0.6), ("guidance_scale", 2.0), ("token_healing", True), ("use_cache", False)],
 )
-def test_a_generation_config_that_changes_greedy_text_is_refused(no_work, name, value):
+def test_a_generation_config_that_asks_for_the_impossible_is_refused(no_work, name, value):
     setattr(no_work.base.generation_config, name, value)
     with pytest.raises(ValueError, match=rf"generation_config\.{name}: expected .*, got"):
         no_work.generate(IDS)

@@ -143,14 +143,14 @@ def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length,
     watch = loop.Watch
 
     class Late(watch):
-        def __init__(self, state, tokens):
-            super().__init__(state, tokens)
+        def __init__(self, state, **wanted):
+            super().__init__(state, **wanted)
             self.late = 1
             self.slots = []
 
         def record(self, state):
             tensors = tuple(tensor.clone() for tensor in self._tensors(state))
-            self._records.append((tensors, None))
+            self._records.append((tensors, 0.0))
             self.pending += 1
 
     monkeypatch.setattr(loop, "Watch", Late)

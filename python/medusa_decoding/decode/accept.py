@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from medusa_decoding.decode.arrange import TreeOnDevice
-from medusa_decoding.decode.state import DecodeState, StopRules
+from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_kernels import tree_accept
 
 
@@ -19,7 +19,7 @@ def accept(
     hidden: torch.Tensor,
     shape: TreeOnDevice,
     state: DecodeState,
-    rules: StopRules,
+    rules: Rules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find each row's longest path on which every node's token is the model's choice at its parent, and commit it.
 

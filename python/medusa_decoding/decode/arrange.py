@@ -21,6 +21,7 @@ class TreeOnDevice:
         paths: int64 [N, depth + 1].
         slots: int64 [N - 1], where node i + 1's token stands in the flattened guesses [K * top_k].
         top_k: guesses a head.
+        children: the nodes below each node, on the host.
     """
 
     tree: Tree
@@ -30,12 +31,17 @@ class TreeOnDevice:
     paths: torch.Tensor
     slots: torch.Tensor
     top_k: int
+    children: list[list[int]]
 
     @classmethod
     def make(cls, tree: Tree, device: torch.device) -> TreeOnDevice:
         """Copy a tree to a device."""
         top_k = max(tree.top_k, 1)
         slots = (tree.depths[1:] - 1) * top_k + tree.ranks[1:]
+        children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
+        for node, parent in enumerate(tree.parents.tolist()):
+            if parent >= 0:
+                children[parent].append(node)
         return cls(
             tree,
             tree.parents.to(device),
@@ -44,6 +50,7 @@ class TreeOnDevice:
             tree.paths.long().to(device),
             slots.long().to(device),
             top_k,
+            children,
         )
 
 

@@ -1,12 +1,14 @@
 """The decode loop: prefill, then steps until every row has ended.
 
 `decode_step` is the paper's step, one line a stage. The loop does not know how a node's token is accepted, how the
-cache is laid out, or whether the step it calls is run eagerly, compiled or captured.
+cache is laid out, which tree is best, or whether the step it calls is run eagerly, compiled or captured.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -15,82 +17,113 @@ from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arena import Arena
 from medusa_decoding.decode.arrange import TreeOnDevice, arrange
 from medusa_decoding.decode.compact import compact
+from medusa_decoding.decode.follow import Follower
+from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import propose
-from medusa_decoding.decode.state import DecodeState, StopRules
-from medusa_decoding.decode.verify import verify
+from medusa_decoding.decode.state import DecodeState, Rules
+from medusa_decoding.decode.verify import Nodes, verify
 from medusa_decoding.decode.watch import Progress, Watch
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
-Step = Callable[[DecodeState, StopRules], None]
+Step = Callable[[DecodeState, Rules], None]
 
 
-def decode_step(trunk: Trunk, heads: MedusaHeads, shape: TreeOnDevice, state: DecodeState, rules: StopRules) -> None:
+def decode_step(trunk: Trunk, heads: MedusaHeads, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
     """One step of Medusa decoding; changes `state` in place and reads nothing back to the host."""
     _, guesses = propose(state, heads, trunk.lm_head, shape.top_k)
     tokens = arrange(state.root, guesses, shape)
     hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = verify(hidden, tokens, shape.depths, shape.parents, trunk.lm_head, state, rules)
+    next_tokens = verify(Nodes(hidden, tokens, shape), trunk.lm_head, state, rules)
     path, kept, lengths = accept(tokens, next_tokens, hidden, shape, state, rules)
     compact(state.cache, path, kept, lengths)
 
 
-def plain_step(trunk: Trunk, shape: TreeOnDevice, state: DecodeState, rules: StopRules) -> None:
+def plain_step(trunk: Trunk, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
     """The same step for the tree that is only a root: plain decoding, with nothing to propose or move."""
     tokens = state.root[:, None]
     hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = verify(hidden, tokens, shape.depths, shape.parents, trunk.lm_head, state, rules)
+    next_tokens = verify(Nodes(hidden, tokens, shape), trunk.lm_head, state, rules)
     accept(tokens, next_tokens, hidden, shape, state, rules)
+
+
+@dataclass
+class Run:
+    """What a generation left behind.
+
+    Attributes:
+        state: its last state; whoever holds it gives it back to the arena.
+        trees: the tree of each step launched (on a GPU one step more than was needed).
+        seconds: of the prefill and of each step read back, if asked for.
+    """
+
+    state: DecodeState
+    trees: list[Tree]
+    seconds: list[float]
+
+
+@dataclass
+class Hooks:
+    """What a generation is told to do besides writing tokens.
+
+    Attributes:
+        draws: fp64 [B, the largest budget], the uniform numbers of sampling; None where nothing is drawn.
+        follower: is shown each token, and may end rows.
+        timed: measure the prefill and each step.
+    """
+
+    draws: torch.Tensor | None = None
+    follower: Follower | None = None
+    timed: bool = False
 
 
 def run(
     trunk: Trunk,
     prompts: list[torch.Tensor],
-    rules: StopRules,
-    tree: Tree,
-    step: Step,
+    rules: Rules,
+    policy: Policy,
+    step_of: Callable[[Tree], Step],
     arena: Arena,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> DecodeState:
+    hooks: Hooks | None = None,
+) -> Run:
     """Generate until every row has ended.
 
     Args:
         trunk: the swapped model.
         prompts: one int64 [T_b] a row.
-        rules: when rows end.
-        tree: what each step verifies.
-        step: one decode step, in place.
-        arena: lends the state; the caller gives it back.
-        on_progress: told what has been reached behind the prefill and behind each step (a streamer).
+        rules: how tokens are chosen, when rows end.
+        policy: the tree of each step.
+        step_of: a tree to its decode step, in place.
+        arena: lends the state.
+        hooks: what else is wanted.
+
+    Raises:
+        FloatingPointError: the model's output was not finite; names the step (0 is the prefill) and the row.
+        MemoryError: the cache does not fit.
     """
+    hooks = hooks or Hooks()
     lengths = [len(prompt) for prompt in prompts]
     # A step writes a row a node, and may accept a whole path past the budget before it is cut.
-    spare = tree.num_nodes + tree.depth
+    spare = max(tree.num_nodes + tree.depth for tree in policy.trees)
     state = arena.lend(lengths, max(lengths) + min(rules.longest, HEADROOM) + spare, rules.longest)
     try:
+        if hooks.draws is not None:
+            state.draws[:, : hooks.draws.shape[1]].copy_(hooks.draws)
+        reader = _Reader(Watch(state, tokens=hooks.follower is not None, timed=hooks.timed or policy.timed), policy)
         prefill(trunk, prompts, state, rules)
-        watch = Watch(state, tokens=on_progress is not None)
-        watch.record(state)
-        counts = [0] * len(prompts)
-        while True:
-            while watch.pending > watch.late:
-                progress = watch.read()
-                counts = progress.counts
-                if on_progress:
-                    on_progress(progress)
-                if progress.done:
-                    return state
-            # Steps not seen yet may each have committed a whole path, up to the budget.
-            ahead = watch.pending * (tree.depth + 1)
-            rows = zip(lengths, counts, strict=True)
-            reached = max(length + min(count + ahead, rules.longest) for length, count in rows)
+        reader.record(state)
+        while not reader.catch_up(state, hooks.follower):
+            tree = policy.choose()
+            rows = zip(lengths, reader.counts, strict=True)
+            reached = max(length + min(count + reader.ahead, rules.longest) for length, count in rows)
             if reached + spare > state.cache.capacity:
                 wanted = min(reached + HEADROOM, max(lengths) + rules.longest)
                 state = _grown(state, arena, lengths, wanted + spare, rules)
-            step(state, rules)
-            watch.record(state)
+            step_of(tree)(state, rules)
+            reader.record(state, tree)
+        return Run(state, reader.trees, reader.seconds)
     except BaseException:
         # Whatever stopped it (a streamer, an interrupt): what was lent can serve the next generation.
         arena.give_back(state)
@@ -101,7 +134,66 @@ HEADROOM = 1024
 """Cache rows beyond the prompt that a generation starts with, and that each growth adds at least."""
 
 
-def _grown(state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: StopRules) -> DecodeState:
+class _Reader:
+    """Reads records in order, and tells policy and follower of them."""
+
+    def __init__(self, watch: Watch, policy: Policy) -> None:
+        self.watch, self.policy = watch, policy
+        self.trees: list[Tree] = []
+        self.unseen: deque[Tree] = deque()
+        self.seconds: list[float] = []
+        self.counts: list[int] = []
+        self._ended: list[bool] = []
+        self._cut: dict[int, int] = {}
+        self._read = 0
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that a row may have got in what is not read yet: a whole path a step, one in the prefill."""
+        return sum(tree.depth + 1 for tree in self.unseen) + (self._read == 0)
+
+    def record(self, state: DecodeState, tree: Tree | None = None) -> None:
+        """Have what was just launched recorded: a step, or the prefill."""
+        self.watch.record(state)
+        if tree is None:
+            self.counts = [0] * len(state.root)
+            self._ended = [False] * len(state.root)
+        else:
+            self.trees.append(tree)
+            self.unseen.append(tree)
+
+    def catch_up(self, state: DecodeState, follower: Follower | None) -> bool:
+        """Read all records but those the device is still at; return whether every row has ended."""
+        while self.watch.pending > self.watch.late:
+            progress = self.watch.read()
+            self._refuse_broken(progress)
+            before, live = self.counts, [not ended for ended in self._ended]
+            self.counts = [self._cut.get(row, count) for row, count in enumerate(progress.counts)]
+            self._ended = [row in self._cut or ended for row, ended in enumerate(progress.finished)]
+            if progress.seconds is not None:
+                self.seconds.append(progress.seconds)
+            if self._read > 0:
+                committed = [now - was for now, was, alive in zip(self.counts, before, live, strict=True) if alive]
+                self.policy.observe(self.unseen.popleft(), progress.seconds, committed)
+            self._read += 1
+            for row, count in follower(progress) if follower else ():
+                state.cut(row, count)
+                self._cut[row] = self.counts[row] = count
+                self._ended[row] = True
+            if all(self._ended):
+                return True
+        return False
+
+    def _refuse_broken(self, progress: Progress) -> None:
+        for row, (broken, ended) in enumerate(zip(progress.broken, self._ended, strict=True)):
+            if broken and not ended:
+                raise FloatingPointError(
+                    f"model: expected finite logits, got NaN or infinity at step {self._read} (0 is the prefill) in "
+                    f"row {row}"
+                )
+
+
+def _grown(state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: Rules) -> DecodeState:
     """Move a generation to a larger cache."""
     larger = arena.lend(lengths, rows, rules.longest)
     larger.continue_from(state)

@@ -7,13 +7,13 @@ import torch
 from medusa_decoding.attention import DecodeContext
 from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arrange import TreeOnDevice
-from medusa_decoding.decode.state import DecodeState, StopRules
-from medusa_decoding.decode.verify import verify
+from medusa_decoding.decode.state import DecodeState, Rules
+from medusa_decoding.decode.verify import Nodes, verify
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
 
-def prefill(trunk: Trunk, prompts: list[torch.Tensor], state: DecodeState, rules: StopRules) -> None:
+def prefill(trunk: Trunk, prompts: list[torch.Tensor], state: DecodeState, rules: Rules) -> None:
     """Run a batch of prompts and leave `state` as the first step needs it.
 
     Args:
@@ -34,7 +34,7 @@ def prefill(trunk: Trunk, prompts: list[torch.Tensor], state: DecodeState, rules
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
     last = hidden[torch.arange(batch, device=device), filled.long() - 1][:, None]
     root_only = TreeOnDevice.make(Tree([]), device)
-    root = verify(last, tokens[:, :1], root_only.depths, root_only.parents, trunk.lm_head, state, rules)
+    root = verify(Nodes(last, tokens[:, :1], root_only), trunk.lm_head, state, rules)
     # The last token of the prompt stands as a root that has just been accepted: its row follows the ones before it.
     state.cache.lengths.copy_(filled - 1)
     accept(tokens[:, :1], root, last, root_only, state, rules)

@@ -6,42 +6,47 @@ length and end are its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from medusa_decoding.cache import TreeCache, bucket
+from medusa_decoding.decode.verify import Choice, Greedy
 
 
 @dataclass
-class StopRules:
-    """When a row ends: the same rules as transformers' EosTokenCriteria, MaxLengthCriteria and MinNewTokens processor.
+class Rules:
+    """How tokens are chosen, and when a row ends.
+
+    The ends are those of transformers' EosTokenCriteria, MaxLengthCriteria and MinNewTokens processor.
 
     Attributes:
         eos: int64 [E], token ids that end a row; may be empty.
         max_new: int32 [B], new tokens a row may get.
-        min_new: int32 [1], new tokens before which an EOS token is never chosen; None where nothing is suppressed.
+        min_new: int32 [B], new tokens before which an EOS token is never chosen; None where nothing is suppressed.
         longest: the largest of `max_new`, known to the host.
+        choice: how the model's next token is chosen at a node.
     """
 
     eos: torch.Tensor
     max_new: torch.Tensor
     min_new: torch.Tensor | None
     longest: int
+    choice: Choice = field(default_factory=Greedy)
 
-    def clone(self) -> StopRules:
+    def clone(self) -> Rules:
         """Copy the tensors."""
         min_new = None if self.min_new is None else self.min_new.clone()
-        return StopRules(self.eos.clone(), self.max_new.clone(), min_new, self.longest)
+        return replace(self, eos=self.eos.clone(), max_new=self.max_new.clone(), min_new=min_new)
 
-    def copy_(self, other: StopRules) -> None:
+    def copy_(self, other: Rules) -> None:
         """Take over rules of the same shapes, in place."""
         self.eos.copy_(other.eos)
         self.max_new.copy_(other.max_new)
         if self.min_new is not None and other.min_new is not None:
             self.min_new.copy_(other.min_new)
-        self.longest = other.longest
+        self.longest, self.choice = other.longest, other.choice
 
 
 @dataclass(eq=False)
@@ -57,6 +62,8 @@ class DecodeState:
         finished: bool [B].
         log: int32 [B, more than max_new], tokens each step committed; column s is step s, 0 once a row has finished.
         step: int64 [1], steps so far.
+        draws: fp64 [B, as output], the uniform number of each position, which sampling draws with.
+        check: fp32 [B], made by each step's verification: not finite where the model's output is not.
         captured: steps captured over these very tensors (see `step_graph`); they live as long as the tensors do.
     """
 
@@ -68,6 +75,8 @@ class DecodeState:
     finished: torch.Tensor
     log: torch.Tensor
     step: torch.Tensor
+    draws: torch.Tensor
+    check: torch.Tensor
     captured: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -89,11 +98,23 @@ class DecodeState:
             finished=zeros(batch, dtype=torch.bool),
             log=zeros(batch, width, dtype=torch.int32),
             step=zeros(1, dtype=torch.int64),
+            draws=zeros(batch, width, dtype=torch.float64),
+            check=zeros(batch, dtype=torch.float32),
         )
+
+    def uniform(self, depth: int) -> torch.Tensor:
+        """Return each row's uniform number for the token behind a node of this depth, fp64 [B]."""
+        place = (self.count + depth).clamp(max=self.draws.shape[1] - 1).long()
+        return self.draws.gather(1, place[:, None])[:, 0]
+
+    def cut(self, row: int, count: int) -> None:
+        """End a row behind its first `count` new tokens."""
+        self.count[row] = count
+        self.finished[row] = True
 
     def _running(self) -> tuple[torch.Tensor, ...]:
         """Everything that steps change, but for keys and values."""
-        own = (self.root, self.hidden, self.output, self.count, self.finished, self.log, self.step)
+        own = (self.root, self.hidden, self.output, self.count, self.finished, self.log, self.step, self.check)
         return (*own, self.cache.lengths)
 
     def clear(self) -> None:
@@ -114,4 +135,5 @@ class DecodeState:
         """Take over a generation from a state with a smaller cache."""
         rows = other.cache.capacity
         self.cache.kv[..., :rows, :].copy_(other.cache.kv)
+        self.draws.copy_(other.draws)
         self.restore(other._running())

@@ -4,8 +4,9 @@ All run the same Python (`loop.decode_step`). A captured step (CUDA) is that Pyt
 replayed, so that the host launches one thing a step. A compiled step goes through torch.compile, which fuses the
 model's small operations; on a CPU, freezing also packs the weights for the step's own row count; on CUDA the compiled
 step is captured as well. Compilation takes seconds to minutes, so it is asked for, never assumed. Each tree and each
-set of shapes (batch, cache bucket, output bucket, EOS tokens) gets a graph of its own, made when first met; graphs are
-thrown away when weights have moved or changed.
+set of shapes (batch, cache bucket, output bucket, EOS tokens), and each way of choosing tokens, gets a graph of its
+own, made when first met; graphs are thrown away when weights have moved or changed. Where the host chooses tokens
+(logits processors), a step is two graphs with the host's choice between them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,7 +24,9 @@ from torch import _inductor as inductor
 from medusa_decoding.decode.arena import Arena
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
-from medusa_decoding.decode.state import DecodeState, StopRules
+from medusa_decoding.decode.processed import Processed
+from medusa_decoding.decode.state import DecodeState, Rules
+from medusa_decoding.decode.verify import Choice, Greedy, Nodes
 from medusa_decoding.fused import obstacle
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.tree import Tree
@@ -132,7 +136,7 @@ class Steps:
         on_gpu = self.trunk.device.type == "cuda"
         if backend == "compiled":
             step = CompiledStep(step, freeze=not on_gpu)
-        return CapturedStep(step) if on_gpu and backend != "eager" else step
+        return CapturedStep(step, tree.num_nodes) if on_gpu and backend != "eager" else step
 
 
 def _module_state(module: torch.nn.Module) -> tuple[object, ...]:
@@ -151,11 +155,61 @@ def _module_state(module: torch.nn.Module) -> tuple[object, ...]:
 
 @dataclass
 class Captured:
-    """One captured graph and the rules that it reads."""
+    """One captured step and the rules that it reads.
 
-    graph: torch.cuda.CUDAGraph
-    rules: StopRules
-    source: StopRules
+    Attributes:
+        graphs: one, or two where the host chooses tokens in between.
+        rules: the tensors that the graphs read.
+        source: the rules last copied into them.
+        pause: what the host's choice is given and fills in, between two graphs.
+    """
+
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
+    rules: Rules
+    source: Rules
+    pause: Pause | None
+
+
+class Pause:
+    """Stands in for a choice made on the host while a step is captured: ends one graph there and begins the next.
+
+    Args:
+        first: the graph being captured.
+        second: captures what follows.
+        begin: begins the capture of a graph.
+        choice: the host's choice, whose key it takes.
+        next_tokens: int64 [B, N], where the choice is read from; allocated outside of the capture.
+    """
+
+    on_host = False
+
+    def __init__(
+        self,
+        first: torch.cuda.CUDAGraph,
+        second: torch.cuda.CUDAGraph,
+        begin: Callable[[torch.cuda.CUDAGraph], None],
+        choice: Choice,
+        next_tokens: torch.Tensor,
+    ) -> None:
+        self.first, self.second, self.begin = first, second, begin
+        self.key = choice.key
+        self.next_tokens = next_tokens
+        self.logits: torch.Tensor | None = None
+        self.nodes: Nodes | None = None
+
+    def __call__(self, nodes: Nodes, lm_head: torch.nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
+        """Capture the logits, end the first graph, begin the second."""
+        self.nodes, self.logits = nodes, lm_head(nodes.hidden)
+        self.first.capture_end()
+        self.begin(self.second)
+        return self.next_tokens
+
+    def choose(self, state: DecodeState, rules: Rules) -> None:
+        """Between two replays: let the host choose."""
+        assert isinstance(rules.choice, Processed)
+        assert self.nodes is not None
+        assert self.logits is not None
+        self.next_tokens.copy_(rules.choice.walk(self.logits, self.nodes.tokens, self.nodes.shape, state))
 
 
 class CapturedStep:
@@ -163,43 +217,59 @@ class CapturedStep:
 
     Args:
         step: the step to capture. It reads nothing back to the host and its shapes depend on no data.
+        nodes: the tree's nodes.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, nodes: int) -> None:
         self.step = step
+        self.nodes = nodes
         self._pool: Any = None
 
-    def __call__(self, state: DecodeState, rules: StopRules) -> None:
+    def __call__(self, state: DecodeState, rules: Rules) -> None:
         """Replay the step in place; the first time over a state, capture it.
 
         Raises:
             RuntimeError: the model does something that cannot be captured; the generation cannot go on.
         """
-        key = (self, rules.eos.shape, rules.min_new is None)
+        if rules.choice.on_host and isinstance(self.step, CompiledStep):
+            # Compiled code is left and entered again at the host's choice, which cannot be captured.
+            self.step(state, rules)
+            return
+        key = (self, rules.eos.shape, rules.min_new is None, rules.choice.key)
         captured = state.captured.get(key)
         if captured is None:
             captured = state.captured[key] = self._capture(state, rules)
         elif captured.source is not rules:
             captured.rules.copy_(rules)
             captured.source = rules
-        captured.graph.replay()
+        captured.graphs[0].replay()
+        if captured.pause is not None:
+            captured.pause.choose(state, rules)
+            captured.graphs[1].replay()
 
-    def _capture(self, state: DecodeState, rules: StopRules) -> Captured:
+    def _capture(self, state: DecodeState, rules: Rules) -> Captured:
         own_rules = rules.clone()
         before = state.snapshot()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
+        pause = None
         try:
-            # A first run outside of the capture loads kernels and makes workspaces; then everything is put back.
+            # A first run outside of the capture loads kernels and makes workspaces; then everything is put back. The
+            # host's own choice may remember what it is shown: this run gets another.
+            trial = replace(own_rules, choice=Greedy()) if rules.choice.on_host else own_rules
             with torch.cuda.stream(side):
-                self.step(state, own_rules)
+                self.step(state, trial)
                 state.restore(before)
             torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                self.step(state, own_rules)
+            if rules.choice.on_host:
+                graphs, pause = self._capture_in_two(state, own_rules, side)
+            else:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                    self.step(state, own_rules)
+                graphs = (graph,)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -207,7 +277,29 @@ class CapturedStep:
                 "backend 'graph': expected a model whose step can be captured as a CUDA graph (no reads of device data "
                 f"on the host); use backend='eager' for this one. The step failed with: {error}"
             ) from error
-        return Captured(graph, own_rules, rules)
+        return Captured(graphs, own_rules, rules, pause)
+
+    def _capture_in_two(
+        self, state: DecodeState, rules: Rules, side: torch.cuda.Stream
+    ) -> tuple[tuple[torch.cuda.CUDAGraph, ...], Pause]:
+        """Capture a step up to the host's choice, and from there on."""
+        graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+        open_ones: list[torch.cuda.CUDAGraph] = []
+
+        def begin(graph: torch.cuda.CUDAGraph) -> None:
+            open_ones[:] = [graph]
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        next_tokens = torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device)
+        pause = Pause(*graphs, begin, rules.choice, next_tokens)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            begin(graphs[0])
+            try:
+                self.step(state, replace(rules, choice=pause))
+            finally:
+                open_ones[0].capture_end()
+        return graphs, pause
 
 
 class CompiledStep:
@@ -223,26 +315,27 @@ class CompiledStep:
         self.freeze = freeze
         self._graphs: dict[tuple[object, ...], Step] = {}
 
-    def __call__(self, state: DecodeState, rules: StopRules) -> None:
+    def __call__(self, state: DecodeState, rules: Rules) -> None:
         """Run the step in place."""
         cache = state.cache
-        key = (cache.kv.shape, cache.cos.shape, state.output.shape, rules.eos.shape, rules.min_new is None)
+        shapes = (cache.kv.shape, cache.cos.shape, state.output.shape, rules.eos.shape)
+        key = (*shapes, rules.min_new is None, rules.choice.key)
         if key in self._graphs:
             self._graphs[key](state, rules)
             return
-        graph = self._compile()
+        graph = self._compile(whole=not rules.choice.on_host)
         # Whether weights are constants is decided while the function is traced, which is now.
         with inductor.config.patch(freezing=self.freeze):
             graph(state, rules)
         self._graphs[key] = graph
 
-    def _compile(self) -> Step:
+    def _compile(self, whole: bool) -> Step:
         step = self.step
 
-        def call(state: DecodeState, rules: StopRules) -> None:
+        def call(state: DecodeState, rules: Rules) -> None:
             step(state, rules)
 
         # Dynamo keeps its graphs with the code object and gives up behind a few of them: each graph gets its own.
         code = call.__code__.replace(co_name=f"compiled_step_{id(self)}_{len(self._graphs)}")
         fresh = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
-        return torch.compile(fresh, fullgraph=True, dynamic=False)
+        return torch.compile(fresh, fullgraph=whole, dynamic=False)

@@ -7,6 +7,8 @@ changes nothing. On a CPU there is nothing to wait for, and nothing is late.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -21,13 +23,20 @@ class Progress:
 
     Attributes:
         counts: tokens emitted so far, a number a row.
-        done: whether every row had ended.
+        finished: whether each row had ended.
+        broken: whether the model's output was not finite, a word a row.
         output: int64 [B, ..] tokens on the host, `counts[b]` of row b; None unless asked for.
+        seconds: since the record before, or since the watch was made; None unless asked for.
     """
 
     counts: list[int]
-    done: bool
+    finished: list[bool]
+    broken: list[bool]
     output: torch.Tensor | None
+    seconds: float | None
+
+
+Stamp = torch.cuda.Event | float
 
 
 class Watch:
@@ -35,42 +44,60 @@ class Watch:
 
     Args:
         state: any state of the generation (for shapes and device).
-        tokens: whether the tokens themselves are wanted (a streamer).
+        tokens: whether the tokens themselves are wanted (a streamer, stopping criteria).
+        timed: whether durations are wanted.
     """
 
-    def __init__(self, state: DecodeState, tokens: bool) -> None:
-        self.tokens = tokens
+    def __init__(self, state: DecodeState, tokens: bool = False, timed: bool = False) -> None:
+        self.tokens, self.timed = tokens, timed
         self.late = 1 if state.root.is_cuda else 0
         self.pending = 0
         self._slots = [self._pinned(state) for _ in range(self.late + 1)] if self.late else []
-        self._records: deque[tuple[tuple[torch.Tensor, ...], torch.cuda.Event | None]] = deque()
+        self._records: deque[tuple[tuple[torch.Tensor, ...], Stamp]] = deque()
         self._recorded = 0
+        self._before = self._stamp(state)
 
     def _tensors(self, state: DecodeState) -> tuple[torch.Tensor, ...]:
-        seen = (state.count, state.finished)
+        seen = (state.count, state.finished, state.check)
         return (*seen, state.output) if self.tokens else seen
 
     def _pinned(self, state: DecodeState) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in self._tensors(state))
 
+    def _stamp(self, state: DecodeState) -> Stamp:
+        if not self.late:
+            return time.perf_counter() if self.timed else 0.0
+        event = torch.cuda.Event(enable_timing=self.timed)
+        event.record(torch.cuda.current_stream(state.root.device))
+        return event
+
     def record(self, state: DecodeState) -> None:
         """Have the state of now copied, behind the work already launched."""
-        tensors, event = self._tensors(state), None
+        tensors = self._tensors(state)
         if self.late:
             slot = self._slots[self._recorded % len(self._slots)]
             for host, device in zip(slot, tensors, strict=True):
                 host.copy_(device, non_blocking=True)
-            tensors, event = slot, torch.cuda.Event()
-            event.record(torch.cuda.current_stream(state.root.device))
-        self._records.append((tensors, event))
+            tensors = slot
+        self._records.append((tensors, self._stamp(state)))
         self._recorded += 1
         self.pending += 1
 
     def read(self) -> Progress:
         """Wait for the oldest record and return it."""
-        tensors, event = self._records.popleft()
-        if event is not None:
-            event.synchronize()
+        tensors, stamp = self._records.popleft()
+        if isinstance(stamp, torch.cuda.Event):
+            stamp.synchronize()
         self.pending -= 1
-        count, finished, *output = tensors
-        return Progress(count.tolist(), bool(finished.all()), output[0] if output else None)
+        count, finished, check, *output = tensors
+        broken = [not math.isfinite(value) for value in check.tolist()]
+        seconds = self._since(stamp) if self.timed else None
+        return Progress(count.tolist(), finished.tolist(), broken, output[0] if output else None, seconds)
+
+    def _since(self, stamp: Stamp) -> float:
+        before, self._before = self._before, stamp
+        if isinstance(stamp, torch.cuda.Event):
+            assert isinstance(before, torch.cuda.Event)
+            return before.elapsed_time(stamp) / 1000
+        assert not isinstance(before, torch.cuda.Event)
+        return stamp - before

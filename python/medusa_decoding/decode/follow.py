@@ -1,0 +1,74 @@
+"""Follow: a generation's tokens told to stopping criteria and a streamer, one by one and in order.
+
+A step commits several tokens at once, and transformers' criteria and streamers expect one: each is shown every
+prefix, as in plain decoding, and a row ends behind the very token that a criterion stops at, also within an accepted
+path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from medusa_decoding.decode.watch import Progress
+
+Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
+
+
+class Follower:
+    """Follows the rows of one generation.
+
+    Args:
+        prompts: int64 [T_b] a row, on the device on which criteria shall see them.
+        longest: new tokens that a row may get at most.
+        criteria: called with (int64 [1, length], scores) behind each new token of each row, as transformers calls them.
+        streamer: a transformers streamer, given new tokens one by one (batch of 1), or None.
+        scores: (row, count) to what criteria are given as scores: a tuple of [1, V] for each new token, or None.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[torch.Tensor],
+        longest: int,
+        criteria: Sequence[Any] = (),
+        streamer: Any = None,
+        scores: Scores = lambda row, count: None,
+    ) -> None:
+        self.criteria, self.streamer, self.scores = list(criteria), streamer, scores
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._texts = [torch.cat([prompt, prompt.new_zeros(longest)]) for prompt in prompts] if self.criteria else []
+        self._seen = [0] * len(prompts)
+        self._ended = [False] * len(prompts)
+
+    def __call__(self, progress: Progress) -> list[tuple[int, int]]:
+        """Show what is new; return (row, new tokens to keep) of each row that a criterion has just ended."""
+        assert progress.output is not None
+        cuts = []
+        for row, count in enumerate(progress.counts):
+            if self._ended[row]:
+                continue
+            first, self._seen[row] = self._seen[row], count
+            new = progress.output[row, first:count].clone()
+            stop = self._stop(row, first, new)
+            if stop is not None:
+                cuts.append((row, stop))
+                self._ended[row], new = True, new[: stop - first]
+            if self.streamer is not None:
+                for token in new:
+                    self.streamer.put(token[None])
+        return cuts
+
+    def _stop(self, row: int, first: int, new: torch.Tensor) -> int | None:
+        """Return how many new tokens of a row a criterion leaves, or None where none stops."""
+        if not self.criteria:
+            return None
+        text, prompt = self._texts[row], self._lengths[row]
+        text[prompt + first : prompt + first + len(new)] = new
+        for count in range(first + 1, first + len(new) + 1):
+            prefix, scores = text[None, : prompt + count], self.scores(row, count)
+            # Every criterion is asked, as in transformers: one of them may count.
+            if any([bool(torch.as_tensor(criterion(prefix, scores)).all()) for criterion in self.criteria]):
+                return count
+        return None

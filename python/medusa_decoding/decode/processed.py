@@ -1,0 +1,130 @@
+"""Choice through any transformers logits processor, each node seen behind its own prefix.
+
+Processors are called as plain decoding would call them: once for each emitted token, in order, with the prompt and
+all tokens before it. Only the nodes that the model's own tokens lead to are visited, so a processor with a memory (a
+grammar) sees one growing text and nothing that is thrown away. The price is that the host follows the path.
+
+Rows are processed one by one, without the padding that a batch puts before shorter prompts: a row's text is the one it
+would have alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from medusa_decoding.decode.sampling import draw
+from medusa_decoding.decode.verify import Nodes
+
+if TYPE_CHECKING:
+    from medusa_decoding.decode.state import DecodeState, Rules
+
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Row:
+    """One sequence and what shapes it.
+
+    Attributes:
+        text: int64 [length so far, room], prompt and tokens so far in front.
+        prompt: tokens of the prompt.
+        length: tokens so far.
+        processors: called in order with (int64 [1, length], scores fp32 [1, V]).
+        budget: new tokens it may get.
+        logits: the model's logits fp32 [V] at each emitted token, if kept.
+        scores: the processed scores fp32 [V] at each emitted token, if kept.
+    """
+
+    text: torch.Tensor
+    prompt: int
+    length: int
+    processors: Sequence[Processor]
+    budget: int
+    logits: list[torch.Tensor] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+
+
+class Processed:
+    """Follows the path of each row on the host, through the row's own processors.
+
+    Args:
+        prompts: int64 [T_b] a row, on the model's device.
+        processors: a sequence of processors a row.
+        budgets: new tokens a row may get.
+        eos: tokens that end a row.
+        sample: draw from the processed distribution; False takes its likeliest token.
+        keep_logits: keep the model's logits of every emitted token.
+        keep_scores: keep the processed scores of every emitted token.
+    """
+
+    key = "processed"
+    on_host = True
+
+    def __init__(
+        self,
+        prompts: Sequence[torch.Tensor],
+        processors: Sequence[Sequence[Processor]],
+        budgets: Sequence[int],
+        eos: Sequence[int],
+        sample: bool = False,
+        keep_logits: bool = False,
+        keep_scores: bool = False,
+    ) -> None:
+        self.rows = [
+            Row(torch.cat([prompt, prompt.new_zeros(budget)]), len(prompt), len(prompt), list(own), budget)
+            for prompt, own, budget in zip(prompts, processors, budgets, strict=True)
+        ]
+        self.eos = set(eos)
+        self.sample = sample
+        self.keep_logits, self.keep_scores = keep_logits, keep_scores
+
+    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
+        """Return the token behind every visited node, [B, N]; 0 behind the others, which no path reaches."""
+        return self.walk(lm_head(nodes.hidden), nodes.tokens, nodes.shape, state)
+
+    @torch.compiler.disable
+    def walk(self, logits: torch.Tensor, tokens: torch.Tensor, shape: Any, state: DecodeState) -> torch.Tensor:
+        """Follow every row that has not ended: logits [B, N, V], tokens int64 [B, N] -> next tokens int64 [B, N]."""
+        state.check.copy_(logits.amax((1, 2)))
+        chosen = torch.zeros_like(tokens, device="cpu")
+        tokens, finished = tokens.cpu(), state.finished.tolist()
+        children = shape.children
+        for index, row in enumerate(self.rows):
+            visited = [] if finished[index] else [0]
+            while visited and not self._ended(row):
+                token = self._next(row, logits[index, visited[0]], state.draws[index])
+                chosen[index, visited] = token
+                below = [child for node in visited for child in children[node]]
+                visited = [child for child in below if int(tokens[index, child]) == token]
+        return chosen.to(logits.device)
+
+    def _ended(self, row: Row) -> bool:
+        new = row.length - row.prompt
+        return new >= row.budget or (new > 0 and int(row.text[row.length - 1]) in self.eos)
+
+    def _next(self, row: Row, logits: torch.Tensor, draws: torch.Tensor) -> int:
+        text = row.text[None, : row.length]
+        scores = raw = logits[None].to(torch.float32, copy=True)
+        if self.keep_logits:
+            row.logits.append(raw[0].clone())
+        for processor in row.processors:
+            scores = processor(text, scores)
+        if self.keep_scores:
+            row.scores.append(scores[0].clone())
+        place = row.length - row.prompt
+        if not self.sample:
+            token = int(scores.argmax(-1))
+        elif bool(scores.isnan().any()) or not bool((scores > float("-inf")).any()):
+            raise ValueError(
+                f"logits_processor: expected scores to draw from at new token {place + 1}, got NaN or no token allowed"
+            )
+        else:
+            token = int(draw(scores, draws[place : place + 1]))
+        row.text[row.length] = token
+        row.length += 1
+        return token

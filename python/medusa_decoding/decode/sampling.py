@@ -1,0 +1,117 @@
+"""Lossless sampling on a tree: the model's own draw is followed down the tree.
+
+The token behind a node is drawn from the model's processed distribution there, and the child that carries it, if
+there is one, is visited next. Nothing is compared with the heads' probabilities, so no correction is needed: whatever
+the heads guessed, the text has the model's own distribution (the rejection-free special case of speculative sampling
+for guesses that are fixed before the draw; the Medusa paper's section 2.3.1 uses typical acceptance instead).
+
+Each position of a row has one uniform number of its own, and the draw is the inverse of the distribution function
+there. A position's number does not depend on the tree, so with one seed every tree, plain decoding included, writes
+the same text (up to rounding). This module does not know where distributions and numbers come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.generation import logits_process as lp
+
+from medusa_decoding.decode.verify import Nodes, allowed_logits
+
+if TYPE_CHECKING:
+    from medusa_decoding.decode.state import DecodeState, Rules
+
+# Processors of transformers that look at the scores alone and read nothing on the host: they run on the device, within
+# a captured step. All others are given each node's own prefix (`processed`).
+CONTEXT_FREE = (
+    lp.TemperatureLogitsWarper,
+    lp.TopKLogitsWarper,
+    lp.TopPLogitsWarper,
+    lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper,
+    lp.EtaLogitsWarper,
+    lp.SuppressTokensLogitsProcessor,
+    lp.LogitNormalization,
+)
+
+
+def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the token at which the distribution function of softmax(scores) first exceeds the uniform number.
+
+    Args:
+        scores: fp32 [R, V].
+        uniform: fp64 [R] in [0, 1).
+
+    Returns:
+        int64 [R]; never a token of probability 0. Sums are taken in fp64.
+    """
+    cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+    # Scaled to the sum, which rounding keeps off 1.
+    found = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
+    return found.clamp(max=scores.shape[-1] - 1)
+
+
+def follow(tokens: torch.Tensor, shape: Any, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Walk down the tree with the model's own tokens, every row at once and without a word to the host.
+
+    Args:
+        tokens: int64 [B, N], the nodes' tokens.
+        shape: the tree on the device (`TreeOnDevice`).
+        choose: (depth, node int64 [B]) -> the model's token int64 [B] behind these nodes. Nodes that carry the same
+            token behind the same prefix are asked for once.
+
+    Returns:
+        int64 [B, N]: the token behind every node visited, 0 behind the others, which no path reaches.
+    """
+    batch, nodes = tokens.shape
+    parents = shape.parents.clamp(min=0)
+    next_tokens = torch.zeros_like(tokens)
+    visited = (shape.depths == 0).expand(batch, nodes)
+    for depth in range(shape.tree.depth + 1):
+        # The first visited node; in rows that have left the tree any node, whose token is then written nowhere.
+        token = choose(depth, visited.int().argmax(1))
+        next_tokens = torch.where(visited, token[:, None], next_tokens)
+        visited = visited[:, parents] & (tokens == token[:, None]) & (shape.depths == depth + 1)
+    return next_tokens
+
+
+class Sampled:
+    """Draws from the distribution that context-free processors leave, on the device.
+
+    Args:
+        processors: instances of `CONTEXT_FREE`, in order.
+        sample: False takes the likeliest token of the processed scores.
+    """
+
+    on_host = False
+
+    def __init__(self, processors: Sequence[Any], sample: bool = True) -> None:
+        self.processors = list(processors)
+        self.sample = sample
+        self.key: Hashable = ("sampled", sample, *(_settings(processor) for processor in self.processors))
+
+    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
+        """Return the drawn token behind every visited node, [B, N]."""
+        logits = allowed_logits(nodes, lm_head, state, rules)
+        rows = torch.arange(len(logits), device=logits.device)
+
+        def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
+            scores = logits[rows, node].float()
+            for processor in self.processors:
+                scores = processor(None, scores)
+            return draw(scores, state.uniform(depth)) if self.sample else scores.argmax(-1)
+
+        return follow(nodes.tokens, nodes.shape, choose)
+
+
+def _settings(processor: Any) -> Hashable:
+    values = ((name, _plain(value)) for name, value in sorted(vars(processor).items()))
+    return type(processor).__name__, tuple(values)
+
+
+def _plain(value: Any) -> Hashable:
+    return tuple(value.flatten().tolist()) if isinstance(value, torch.Tensor) else value
