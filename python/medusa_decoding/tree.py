@@ -27,14 +27,17 @@ class Tree:
     Args:
         choices: paths of child ranks in any order, at most 255 (with the root, 256 nodes). No path is the root alone:
             `Tree([])` is plain decoding.
+        lookup: length of one more branch, a chain below the root whose tokens are copied from the text instead of
+            guessed by heads (see `decode.lookup`). Its nodes come last.
 
     Attributes:
         choices: list of paths (lists of int), ordered by (length, path); node i + 1 is choices[i].
+        lookup: nodes of the copied branch.
         num_nodes: N, root included.
-        depth: the longest path's length.
+        depth: the longest path's length, the copied branch's included.
         parents: int32 [N], parent node of each node; -1 for the root.
         depths: int32 [N], path length of each node; 0 for the root.
-        ranks: int32 [N], rank of each node among its head's predictions; -1 for the root.
+        ranks: int32 [N], rank of each node among its head's predictions; -1 for the root and the copied branch.
         ancestors: int64 [N, W], W = ceil(N / 64): bit j % 64 of word j // 64 is set iff node j is an ancestor of the
             node or the node itself.
         paths: int32 [N, depth + 1], the nodes from the root to each node, padded with the node itself.
@@ -44,11 +47,21 @@ class Tree:
             the path.
     """
 
-    def __init__(self, choices: Iterable[Sequence[int]]) -> None:
+    def __init__(self, choices: Iterable[Sequence[int]], lookup: int = 0) -> None:
         self.choices = _ordered(choices)
-        index = {(): 0} | {tuple(path): i + 1 for i, path in enumerate(self.choices)}
+        if (
+            isinstance(lookup, bool)
+            or not isinstance(lookup, int)
+            or not 0 <= lookup <= MAX_CHOICES - len(self.choices)
+        ):
+            most = MAX_CHOICES - len(self.choices)
+            raise ValueError(f"lookup: expected 0 to {most} with {len(self.choices)} choices, got {lookup!r}")
+        self.lookup = lookup
+        index: dict[tuple[int, ...], int] = {(): 0} | {tuple(path): i + 1 for i, path in enumerate(self.choices)}
+        # Copied tokens have no rank: their paths are made of -1.
+        index |= {(-1,) * (i + 1): len(self.choices) + 1 + i for i in range(lookup)}
         self.num_nodes = len(index)
-        self.depth = max((len(path) for path in self.choices), default=0)
+        self.depth = max((len(path) for path in index), default=0)
         lineage = [[index[path[:d]] for d in range(len(path) + 1)] for path in index]
         self.parents = torch.tensor([line[-2] if len(line) > 1 else -1 for line in lineage], dtype=torch.int32)
         self.depths = torch.tensor([len(line) - 1 for line in lineage], dtype=torch.int32)
@@ -120,7 +133,7 @@ class Tree:
 
     @classmethod
     def load(cls, path: str | Path) -> Tree:
-        """Read a tree from JSON: either `{"choices": [[0], ..]}` or the bare list of paths."""
+        """Read a tree from JSON: either `{"choices": [[0], ..], "lookup": 0}` or the bare list of paths."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
@@ -128,17 +141,27 @@ class Tree:
         choices = data.get("choices") if isinstance(data, dict) else data
         if not isinstance(choices, list):
             raise ValueError(f'{path}: expected {{"choices": [[0], ..]}} or a list of paths, got {type(data).__name__}')
-        return cls(choices)
+        return cls(choices, data.get("lookup", 0) if isinstance(data, dict) else 0)
+
+    def with_lookup(self, length: int) -> Tree:
+        """The same tree with a copied branch of another length; 0 for none."""
+        return Tree(self.choices, length)
 
     def save(self, path: str | Path) -> None:
         """Write the tree as JSON; the file appears whole or not at all."""
         path = Path(path)
         scratch = path.with_name(path.name + ".partial")
-        scratch.write_text(json.dumps({"choices": self.choices}) + "\n", encoding="utf-8")
+        scratch.write_text(
+            json.dumps({"choices": self.choices} | ({"lookup": self.lookup} if self.lookup else {})) + "\n",
+            encoding="utf-8",
+        )
         scratch.replace(path)
 
     def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
-        """Expected tokens a step, root included, if heads are right independently (Medusa paper, section 2.3.3)."""
+        """Expected tokens a step, root included, if heads are right independently (Medusa paper, section 2.3.3).
+
+        A copied branch is not counted.
+        """
         rows = _checked_accuracies(accuracies)
         self.check_fits(len(rows), max((len(row) for row in rows), default=0))
         for path in self.choices:
@@ -162,16 +185,17 @@ class Tree:
         return max((max(path) for path in self.choices), default=-1) + 1
 
     def __eq__(self, other: object) -> bool:
-        """Trees are equal when their choices are."""
-        return isinstance(other, Tree) and self.choices == other.choices
+        """Trees are equal when their choices and copied branches are."""
+        return isinstance(other, Tree) and (self.choices, self.lookup) == (other.choices, other.lookup)
 
     def __hash__(self) -> int:
         """Hash by choices."""
-        return hash(tuple(map(tuple, self.choices)))
+        return hash((tuple(map(tuple, self.choices)), self.lookup))
 
     def __repr__(self) -> str:
         """Say size and depth."""
-        return f"Tree(num_nodes={self.num_nodes}, depth={self.depth})"
+        lookup = f", lookup={self.lookup}" if self.lookup else ""
+        return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup})"
 
 
 def _ordered(choices: Iterable[Sequence[int]]) -> list[list[int]]:

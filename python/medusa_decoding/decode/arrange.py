@@ -1,4 +1,4 @@
-"""Arrange: root and guesses laid out as the tree's tokens (Medusa paper, section 2.1.2)."""
+"""Arrange: root, guesses and copied tokens laid out as the tree's tokens (Medusa paper, section 2.1.2)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from medusa_decoding.decode.lookup import look_up
+from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.tree import Tree
 
 
@@ -19,7 +21,7 @@ class TreeOnDevice:
         depths: int32 [N].
         ancestors: int64 [N, W] bit words.
         paths: int64 [N, depth + 1].
-        slots: int64 [N - 1], where node i + 1's token stands in the flattened guesses [K * top_k].
+        slots: int64 [choices], where node i + 1's token stands in the flattened guesses [K * top_k].
         top_k: guesses a head.
         children: the nodes below each node, on the host.
     """
@@ -37,7 +39,8 @@ class TreeOnDevice:
     def make(cls, tree: Tree, device: torch.device) -> TreeOnDevice:
         """Copy a tree to a device."""
         top_k = max(tree.top_k, 1)
-        slots = (tree.depths[1:] - 1) * top_k + tree.ranks[1:]
+        guessed = slice(1, 1 + len(tree.choices))
+        slots = (tree.depths[guessed] - 1) * top_k + tree.ranks[guessed]
         children: list[list[int]] = [[] for _ in range(tree.num_nodes)]
         for node, parent in enumerate(tree.parents.tolist()):
             if parent >= 0:
@@ -54,6 +57,12 @@ class TreeOnDevice:
         )
 
 
-def arrange(root: torch.Tensor, guesses: torch.Tensor, shape: TreeOnDevice) -> torch.Tensor:
-    """Lay tokens out in node order: root [B], guesses int64 [B, K, top_k] -> [B, N]."""
-    return torch.cat([root[:, None], guesses.flatten(1)[:, shape.slots]], dim=1)
+def arrange(state: DecodeState, guesses: torch.Tensor | None, shape: TreeOnDevice) -> torch.Tensor:
+    """Lay tokens out in node order: the root, guesses int64 [B, K, top_k], what is copied from the text -> [B, N]."""
+    parts = [state.root[:, None]]
+    if guesses is not None:
+        parts.append(guesses.flatten(1)[:, shape.slots])
+    if shape.tree.lookup:
+        assert state.text is not None, "the loop gives a state its text where a tree copies from it"
+        parts.append(look_up(state.text, state.output, state.count, shape.tree.lookup))
+    return torch.cat(parts, dim=1)

@@ -31,10 +31,10 @@ from medusa_decoding.trunk import Trunk
 Step = Callable[[DecodeState, Rules], None]
 
 
-def decode_step(trunk: Trunk, heads: MedusaHeads, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
+def decode_step(trunk: Trunk, heads: MedusaHeads | None, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
     """One step of Medusa decoding; changes `state` in place and reads nothing back to the host."""
-    _, guesses = propose(state, heads, trunk.lm_head, shape.top_k)
-    tokens = arrange(state.root, guesses, shape)
+    guesses = propose(state, heads, trunk.lm_head, shape)
+    tokens = arrange(state, guesses, shape)
     hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
     next_tokens = verify(Nodes(hidden, tokens, shape), trunk.lm_head, state, rules)
     path, kept, lengths = accept(tokens, next_tokens, hidden, shape, state, rules)
@@ -109,6 +109,8 @@ def run(
     spare = max(tree.num_nodes + tree.depth for tree in policy.trees)
     state = arena.lend(lengths, max(lengths) + min(rules.longest, HEADROOM) + spare, rules.longest)
     try:
+        if any(tree.lookup for tree in policy.trees):
+            state.hold_text(prompts)
         if hooks.draws is not None:
             state.draws[:, : hooks.draws.shape[1]].copy_(hooks.draws)
         reader = _Reader(Watch(state, tokens=hooks.follower is not None, timed=hooks.timed or policy.timed), policy)

@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.heads import MedusaHeads
 
 
 def propose(
-    state: DecodeState, heads: MedusaHeads, lm_head: nn.Module, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the heads on one row a sequence, never on the tree's nodes: logprobs and tokens, each [B, K, top_k]."""
-    return heads.propose(state.hidden, top_k, lm_head)
+    state: DecodeState, heads: MedusaHeads | None, lm_head: nn.Module, shape: TreeOnDevice
+) -> torch.Tensor | None:
+    """Run the heads on one row a sequence, never on the tree's nodes: tokens int64 [B, K, top_k], best first.
+
+    None where the tree asks for no guesses.
+    """
+    if not shape.tree.choices:
+        return None
+    assert heads is not None, "trees are checked against the heads before steps are made"
+    return heads.propose(state.hidden, shape.top_k, lm_head)[1]

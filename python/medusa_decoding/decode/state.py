@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.cache import TreeCache, bucket
+from medusa_decoding.decode.lookup import Text
 from medusa_decoding.decode.verify import Choice, Greedy
 
 
@@ -64,6 +65,7 @@ class DecodeState:
         step: int64 [1], steps so far.
         draws: fp64 [B, as output], the uniform number of each position, which sampling draws with.
         check: fp32 [B], made by each step's verification: not finite where the model's output is not.
+        text: prompts and new tokens where a tree copies from them, else None.
         captured: steps captured over these very tensors (see `step_graph`); they live as long as the tensors do.
     """
 
@@ -77,6 +79,7 @@ class DecodeState:
     step: torch.Tensor
     draws: torch.Tensor
     check: torch.Tensor
+    text: Text | None = None
     captured: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -101,6 +104,16 @@ class DecodeState:
             draws=zeros(batch, width, dtype=torch.float64),
             check=zeros(batch, dtype=torch.float32),
         )
+
+    def hold_text(self, prompts: list[torch.Tensor]) -> None:
+        """Keep the text, so that a tree may copy from it."""
+        batch, room = self.output.shape
+        width = max(map(len, prompts)) + room
+        if self.text is None or self.text.tokens.shape[1] < width:
+            self.text = Text.allocate(batch, bucket(width), room, self.output.device)
+            # They are bound to the tensors that were there before.
+            self.captured.clear()
+        self.text.begin(prompts)
 
     def uniform(self, depth: int) -> torch.Tensor:
         """Return each row's uniform number for the token behind a node of this depth, fp64 [B]."""
@@ -136,4 +149,8 @@ class DecodeState:
         rows = other.cache.capacity
         self.cache.kv[..., :rows, :].copy_(other.cache.kv)
         self.draws.copy_(other.draws)
+        if other.text is not None:
+            self.text, other.text = other.text, None
+            self.captured.clear()
+            other.captured.clear()
         self.restore(other._running())

@@ -131,7 +131,6 @@ class Steps:
         if tree.num_nodes == 1:
             step = functools.partial(plain_step, self.trunk, shape)
         else:
-            assert self.heads is not None, "trees beyond the root are checked against the heads before steps are made"
             step = functools.partial(decode_step, self.trunk, self.heads, shape)
         on_gpu = self.trunk.device.type == "cuda"
         if backend == "compiled":
@@ -319,7 +318,8 @@ class CompiledStep:
         """Run the step in place."""
         cache = state.cache
         shapes = (cache.kv.shape, cache.cos.shape, state.output.shape, rules.eos.shape)
-        key = (*shapes, rules.min_new is None, rules.choice.key)
+        text = None if state.text is None else state.text.tokens.shape
+        key = (*shapes, text, rules.min_new is None, rules.choice.key)
         if key in self._graphs:
             self._graphs[key](state, rules)
             return

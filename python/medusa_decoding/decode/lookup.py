@@ -1,0 +1,82 @@
+"""Look up: guesses copied from the text itself, for tree nodes that are to spare.
+
+Where text repeats (code being edited, a document being summarised), what followed the last tokens when they stood
+there before is a good guess at what follows now. No training, no second model; verification is as for any other
+guess, so the text does not change. (The idea is transformers' prompt lookup decoding; here it is one branch of the
+tree beside the heads' guesses, found on the device within the step.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LONGEST_MATCH = 4
+"""How many tokens at the end of the text are compared."""
+
+
+@dataclass(eq=False)
+class Text:
+    """Prompts and new tokens of a batch, where a captured step finds them.
+
+    Attributes:
+        tokens: int64 [B, S], a row's prompt in front, its new tokens behind as far as they have been copied.
+        places: int64 [B, W], the column of each new token.
+        prompts: int64 [B], tokens of each prompt.
+    """
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    prompts: torch.Tensor
+
+    @classmethod
+    def allocate(cls, batch: int, width: int, output: int, device: torch.device) -> Text:
+        """Make room for rows of `width` tokens, of which `output` are new ones."""
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        return cls(zeros(batch, width), zeros(batch, output), zeros(batch))
+
+    def begin(self, prompts: list[torch.Tensor]) -> None:
+        """Take over the prompts, int64 [T_b] each."""
+        self.tokens.zero_()
+        for row, prompt in enumerate(prompts):
+            self.tokens[row, : len(prompt)] = prompt
+        self.prompts.copy_(torch.tensor([len(prompt) for prompt in prompts]))
+        columns = self.prompts[:, None] + torch.arange(self.places.shape[1], device=self.places.device)
+        # What does not fit is thrown away, and not kept by the columns of what does.
+        self.places.copy_(columns.clamp(max=self.tokens.shape[1] - 1))
+
+
+def look_up(text: Text, output: torch.Tensor, count: torch.Tensor, length: int) -> torch.Tensor:
+    """Return what followed the text's end where it stood before.
+
+    The longest match of up to `LONGEST_MATCH` tokens counts, the latest among equals. What is copied past the text's
+    end goes on with the copy itself, as in text that repeats.
+
+    Args:
+        text: of the batch; brought up to date.
+        output: int64 [B, W], new tokens.
+        count: int32 [B], how many there are, at least 1.
+        length: how many tokens to copy.
+
+    Returns:
+        int64 [B, length]; any tokens of the text where nothing matches.
+    """
+    tokens = text.tokens.scatter_(1, text.places, output)
+    end = (text.prompts + count - 1)[:, None]
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    matched = (places < end).expand_as(tokens)
+    matches = torch.zeros_like(tokens)
+    for back in range(LONGEST_MATCH):
+        last = tokens.gather(1, (end - back).clamp(min=0))
+        # Column i of the shifted text is token i - back.
+        shifted = tokens.roll(back, 1)
+        matched = matched & (shifted == last) & (places >= back) & (end >= back)
+        matches = matches + matched
+    found = torch.where(places < end, matches * tokens.shape[1] + places, -1).argmax(1, keepdim=True)
+    period = (end - found).clamp(min=1)
+    steps = torch.arange(length, device=tokens.device)
+    return tokens.gather(1, (found + 1 + steps % period).clamp(max=tokens.shape[1] - 1))
