@@ -97,11 +97,14 @@ class TreeAttention(nn.Module):
         return self.o_proj(self.attend(q, k, v, medusa_context)), None
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """View the three projections' joint output [B, N, (Hq + 2 Hkv) D] as q, k and v, each [B, N, heads, D]."""
-        config, head_dim = self.original.config, self.original.head_dim
-        heads = qkv.view(*qkv.shape[:2], -1, head_dim)
-        kv_heads = config.num_key_value_heads
-        q, k, v = heads.split([config.num_attention_heads, kv_heads, kv_heads], dim=2)
+        """View the three projections' joint output [B, N, (Hq + 2 Hkv) D] as q, k and v, each [B, N, heads, D].
+
+        The heads are those of the output, which in a tensor parallel model are fewer than the config's.
+        """
+        heads = qkv.view(*qkv.shape[:2], -1, self.original.head_dim)
+        groups = self.original.num_key_value_groups
+        kv_heads = heads.shape[2] // (groups + 2)
+        q, k, v = heads.split([groups * kv_heads, kv_heads, kv_heads], dim=2)
         return q, k, v
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext) -> torch.Tensor:

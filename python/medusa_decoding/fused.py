@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
 
 from medusa_decoding.attention import DecodeContext, TreeAttention
 from medusa_decoding.heads import is_hooked
+from medusa_decoding.parallel import is_sharded
 from medusa_kernels import add_rms_norm, decode_linear
 
 _LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -36,6 +37,8 @@ def obstacle(decoder: Any) -> str | None:
     """Return what keeps a decoder (`LlamaModel` and its like) from being run fused, or None."""
     if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
         return "there are global forward hooks"
+    if any(is_sharded(parameter) for parameter in decoder.parameters()):
+        return "the model is tensor parallel: its projections exchange with other processes"
     if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
         return f"the final norm is not a plain RMSNorm: {type(decoder.norm).__name__}"
     for index, layer in enumerate(decoder.layers):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +27,12 @@ from medusa_decoding.decode.loop import Hooks, Run, run
 from medusa_decoding.decode.policy import Fixed, Policy
 from medusa_decoding.decode.processed import Processed
 from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.step_graph import Backend, Steps
+from medusa_decoding.decode.step_graph import Backend, Steps, resolve_backend
 from medusa_decoding.decode.verify import Choice
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.inputs import split_prompts, whole
 from medusa_decoding.metrics import GenerationMetrics
+from medusa_decoding.parallel import Peers
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
@@ -297,18 +298,18 @@ class MedusaModel:
         if torch.is_autocast_enabled(self.trunk.device.type):
             raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
         policy = self._policy(tree)
+        backend = resolve_backend(self.backend, self.trunk.device, self.trunk.peers.size)
         # States outlive this call, so they are not inference tensors, which nothing outside of that mode may change.
         with torch.inference_mode(False), torch.no_grad(), self._current_device():
             prompts = [prompt.to(self.trunk.device) for prompt in request.prompts]
             choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, request.rule)
-            hooks = Hooks(_draws(request), self._follower(request, prompts, choice), request.metrics)
+            hooks = Hooks(_draws(request, self.trunk.peers), self._follower(request, prompts, choice), request.metrics)
             if request.streamer is not None:
                 request.streamer.put(request.prompts[0][None])
-            step_of = functools.partial(self._steps.get, backend=self.backend)
+            step_of = functools.partial(self._steps.get, backend=backend)
             rules = self._rules(request.limits, choice)
-            done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
-            if request.streamer is not None:
-                request.streamer.end()
+            with _ending(request.streamer):
+                done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
             output = _collect(done, request, choice)
             self._steps.arena.give_back(done.state)
         return output
@@ -327,7 +328,9 @@ class MedusaModel:
                 return None
             return tuple(score[None] for score in choice.rows[row].scores[:count])
 
-        return Follower(prompts, max(request.limits.budgets), request.criteria, request.streamer, scores)
+        return Follower(
+            prompts, max(request.limits.budgets), request.criteria, request.streamer, scores, self.trunk.peers.agree
+        )
 
     def _rules(self, limits: settings.Limits, choice: Choice) -> Rules:
         device = self.trunk.device
@@ -413,11 +416,25 @@ _VICUNA_7B = [
 ]
 
 
-def _draws(request: Request) -> torch.Tensor | None:
+@contextlib.contextmanager
+def _ending(streamer: Any) -> Iterator[None]:
+    """End a streamer, also where the generation fails: a thread may be waiting for its end."""
+    try:
+        yield
+    except BaseException:
+        if streamer is not None:
+            with contextlib.suppress(Exception):
+                streamer.end()
+        raise
+    if streamer is not None:
+        streamer.end()
+
+
+def _draws(request: Request, peers: Peers) -> torch.Tensor | None:
     """Return the uniform numbers of each row, fp64 [B, the largest budget], or None where nothing is drawn."""
     if not request.config.do_sample:
         return None
-    seed = int(torch.randint(2**63 - 1, (), generator=request.generator))
+    seed = peers.agree(int(torch.randint(2**63 - 1, (), generator=request.generator)))
     budgets = request.limits.budgets
     # A stream a row: neither the batch nor the budget changes a row's numbers.
     streams = [

@@ -15,6 +15,7 @@ from torch import nn
 from medusa_decoding import fused
 from medusa_decoding.attention import AttentionSwap, DecodeContext
 from medusa_decoding.heads import is_hooked
+from medusa_decoding.parallel import Peers, local_kv_heads
 from medusa_decoding.rope import rope_tables
 
 
@@ -22,14 +23,16 @@ class Trunk:
     """A causal language model of the Llama family with its attention modules swapped.
 
     Args:
-        base: the model as loaded by transformers, or wrapped by peft.
+        base: the model as loaded by transformers (tensor parallel or not), or wrapped by peft.
 
     Attributes:
+        peers: the processes that the model is sharded over.
+        kv_heads: KV heads of each layer that this process holds; all of them, unless the model is tensor parallel.
         fuse: whether layers are run by `fused`, in a few launches each, instead of module by module.
 
     Raises:
-        ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, or one spread over several devices.
-            The model is left as it was.
+        ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, one that a single process spreads over
+            several devices, or one sharded otherwise than by whole heads. The model is left as it was.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -49,6 +52,8 @@ class Trunk:
         self.decoder = decoder
         self.config: Any = causal.config
         self.check_unhooked()
+        self.peers = Peers.of(causal)
+        self.kv_heads = local_kv_heads(causal, self.peers.size)
         self.swap = AttentionSwap(decoder.layers)
         self.fuse = False
 
@@ -95,9 +100,9 @@ class Trunk:
         return max(declared, int(rope.get("factor", 1.0) * trained))
 
     def kv_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
-        """Shape of the block of keys and values, [L, 2, B, Hkv, S, D]."""
+        """Shape of the block of keys and values, [L, 2, B, Hkv, S, D], with the KV heads of this process."""
         head_dim = self.decoder.layers[0].self_attn.head_dim
-        return (len(self.decoder.layers), 2, batch, self.config.num_key_value_heads, capacity, head_dim)
+        return (len(self.decoder.layers), 2, batch, self.kv_heads, capacity, head_dim)
 
     def rope(self, prompt_lengths: list[int], capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotary tables by position for prompts of these lengths, see `rope_tables`."""

@@ -26,6 +26,7 @@ class Follower:
         criteria: called with (int64 [1, length], scores) behind each new token of each row, as transformers calls them.
         streamer: a transformers streamer, given new tokens one by one (batch of 1), or None.
         scores: (row, count) to what criteria are given as scores: a tuple of [1, V] for each new token, or None.
+        agree: makes several processes end a row at the same token, though criteria may look at the clock.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Follower:
         criteria: Sequence[Any] = (),
         streamer: Any = None,
         scores: Scores = lambda row, count: None,
+        agree: Callable[[int], int] = lambda value: value,
     ) -> None:
-        self.criteria, self.streamer, self.scores = list(criteria), streamer, scores
+        self.criteria, self.streamer, self.scores, self.agree = list(criteria), streamer, scores, agree
         self._lengths = [len(prompt) for prompt in prompts]
         self._texts = [torch.cat([prompt, prompt.new_zeros(longest)]) for prompt in prompts] if self.criteria else []
         self._seen = [0] * len(prompts)
@@ -64,6 +66,11 @@ class Follower:
         """Return how many new tokens of a row a criterion leaves, or None where none stops."""
         if not self.criteria:
             return None
+        stop = self.agree(self._stop_here(row, first, new))
+        return stop if stop >= 0 else None
+
+    def _stop_here(self, row: int, first: int, new: torch.Tensor) -> int:
+        """Return the same as this process sees it; -1 where no criterion stops."""
         text, prompt = self._texts[row], self._lengths[row]
         text[prompt + first : prompt + first + len(new)] = new
         for count in range(first + 1, first + len(new) + 1):
@@ -71,4 +78,4 @@ class Follower:
             # Every criterion is asked, as in transformers: one of them may count.
             if any([bool(torch.as_tensor(criterion(prefix, scores)).all()) for criterion in self.criteria]):
                 return count
-        return None
+        return -1

@@ -33,8 +33,6 @@ CONTEXT_FREE = (
     lp.MinPLogitsWarper,
     lp.TypicalLogitsWarper,
     lp.EpsilonLogitsWarper,
-    lp.EtaLogitsWarper,
-    lp.SuppressTokensLogitsProcessor,
     lp.LogitNormalization,
 )
 
@@ -47,12 +45,14 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         uniform: fp64 [R] in [0, 1).
 
     Returns:
-        int64 [R]; never a token of probability 0. Sums are taken in fp64.
+        int64 [R]; never a token of probability 0, unless the scores have no distribution (NaN, infinity, or -infinity
+        throughout). Sums are taken in fp64.
     """
-    cumulative = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
-    # Scaled to the sum, which rounding keeps off 1.
-    found = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    return found.clamp(max=scores.shape[-1] - 1)
+    probabilities = scores.softmax(-1)
+    # Where sums are taken in parallel, rounding may let them rise at a token of probability 0, or fall: such a token is
+    # left out, and the largest sum stands for the whole.
+    cumulative = torch.where(probabilities > 0, probabilities.cumsum(-1, dtype=torch.float64), 0.0)
+    return (cumulative > uniform[:, None] * cumulative.amax(-1, keepdim=True)).int().argmax(-1)
 
 
 def follow(tokens: torch.Tensor, shape: Any, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -95,7 +95,10 @@ class Sampled:
         self.key: Hashable = ("sampled", sample, *(_settings(processor) for processor in self.processors))
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
-        """Return the drawn token behind every visited node, [B, N]."""
+        """Return the drawn token behind every visited node, [B, N].
+
+        `state.check` is set: not finite where the model's output or the scores to draw from are not.
+        """
         logits = allowed_logits(nodes, lm_head, state, rules)
         rows = torch.arange(len(logits), device=logits.device)
 
@@ -103,7 +106,11 @@ class Sampled:
             scores = logits[rows, node].float()
             for processor in self.processors:
                 scores = processor(None, scores)
-            return draw(scores, state.uniform(depth)) if self.sample else scores.argmax(-1)
+            if not self.sample:
+                return scores.argmax(-1)
+            # Nothing can be drawn from infinity (a tiny temperature), or where no token is left: 0 times it is NaN.
+            state.check.add_(0.0 * scores.amax(-1))
+            return draw(scores, state.uniform(depth))
 
         return follow(nodes.tokens, nodes.shape, choose)
 

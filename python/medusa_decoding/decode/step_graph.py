@@ -37,19 +37,26 @@ logger = logging.getLogger(__name__)
 Backend = Literal["auto", "eager", "compiled", "graph"]
 BACKENDS = ("auto", "eager", "compiled", "graph")
 KEPT_STEPS = 16
-"""Steps (a tree each) that a model keeps, the most recently used ones."""
+"""Steps (a tree each) that a model keeps, and graphs that a state or a compiled step keeps: the most recent ones."""
 KEPT_STATES = 2
 """States, and with them captured steps, that a model keeps between generations: a small and a grown cache, say."""
 
 
-def resolve_backend(backend: Backend, device: torch.device) -> Backend:
+def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) -> Backend:
     """Return what a backend means on a device: "auto" is "graph" on CUDA and "eager" elsewhere.
 
+    A tensor parallel model's steps run eagerly: they hold collectives, launched by transformers' Python around every
+    sharded module, which have never been captured or compiled here.
+
     Raises:
-        ValueError: an unknown backend, or "graph" on a device without CUDA graphs.
+        ValueError: an unknown backend, or one that the device, or a model sharded over several processes, cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected 'auto', 'eager', 'compiled' or 'graph', got {backend!r}")
+    if processes > 1:
+        if backend not in ("auto", "eager"):
+            raise ValueError(f"backend: expected 'auto' or 'eager' for a tensor parallel model, got {backend!r}")
+        return "eager"
     if backend == "auto":
         return "graph" if device.type == "cuda" else "eager"
     if backend == "graph" and device.type != "cuda":
@@ -74,7 +81,11 @@ class Steps:
         Raises:
             ValueError: an unknown backend, or one that the device cannot run.
         """
-        backend = resolve_backend(backend, self.trunk.device)
+        processes = self.trunk.peers.size
+        backend = resolve_backend(backend, self.trunk.device, processes)
+        if processes > 1 and self._why_not_fused is None:
+            self._why_not_fused = f"tensor parallel over {processes} processes"
+            logger.info("steps: eager, layers module by module (%s)", self._why_not_fused)
         if backend != "eager":
             model = self._fingerprint()
             if model != self._made_for:
@@ -235,12 +246,15 @@ class CapturedStep:
             self.step(state, rules)
             return
         key = (self, rules.eos.shape, rules.min_new is None, rules.choice.key)
-        captured = state.captured.get(key)
+        captured = state.captured.pop(key, None)
         if captured is None:
-            captured = state.captured[key] = self._capture(state, rules)
+            captured = self._capture(state, rules)
+            if len(state.captured) == KEPT_STEPS:
+                del state.captured[next(iter(state.captured))]
         elif captured.source is not rules:
             captured.rules.copy_(rules)
             captured.source = rules
+        state.captured[key] = captured  # behind all others: the most recent
         captured.graphs[0].replay()
         if captured.pause is not None:
             captured.pause.choose(state, rules)
@@ -327,6 +341,8 @@ class CompiledStep:
         # Whether weights are constants is decided while the function is traced, which is now.
         with inductor.config.patch(freezing=self.freeze):
             graph(state, rules)
+        if len(self._graphs) == KEPT_STEPS:
+            del self._graphs[next(iter(self._graphs))]
         self._graphs[key] = graph
 
     def _compile(self, whole: bool) -> Step:

@@ -1,0 +1,162 @@
+"""Tensor parallel: the processes that share one model's weights, and how they stay of one mind.
+
+transformers shards a model over the processes that `torchrun` started (`tp_plan="auto"`): each holds a part of every
+projection's rows or columns, and the sharded modules exchange what the next module needs, so that hidden states and
+logits are whole everywhere. Every process runs the same decode loop over its own attention heads' keys and values.
+What is decided from something else than the model (random numbers, the clock) has to be decided once: process 0's word
+counts, through `Peers`. This module does not know decoding; how a module is sharded is transformers' affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+# Styles of transformers' plans under which a module called from outside takes and gives whole tensors, but for the
+# attention's own projections, which work on one process's heads.
+_STYLES = {
+    "colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",
+    "embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate",
+}  # fmt: skip
+_BY_HEADS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, eq=False)
+class Peers:
+    """The processes that run one model together; a model that is not sharded has one, and nothing here costs then.
+
+    Attributes:
+        size: how many; 1 for a model that is not sharded.
+        rank: this process's number among them, from 0.
+        group: their process group; None for a model that is not sharded.
+        device: where the group's tensors live.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+    device: torch.device | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Peers:
+        """Return the processes that a loaded model is sharded over.
+
+        Raises:
+            ValueError: weights sharded by something else than transformers' tensor parallel plan (FSDP, say).
+        """
+        size = getattr(model, "tp_size", None) or 1
+        shards: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
+        meshes = {shard.device_mesh for shard in shards}
+        sizes = {mesh.size() for mesh in meshes if mesh.ndim == 1}
+        if len(meshes) != (size > 1) or (meshes and sizes != {size}):
+            raise ValueError(
+                "base_model: expected whole weights, or weights sharded by transformers' tensor parallel plan alone, "
+                f"got {len(shards)} sharded parameters and a tensor parallel size of {size}"
+            )
+        if size == 1:
+            return cls()
+        mesh = meshes.pop()
+        return cls(size, mesh.get_local_rank(), mesh.get_group(), shards[0].device)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return process 0's tensor everywhere, on the given tensor's device; shape and dtype must be the same.
+
+        The given tensor is left as it is (and returned, where there is one process). Every process must call this.
+        """
+        if self.group is None:
+            return tensor
+        # NCCL takes no tensors of the host: what lives there travels through the group's own device.
+        sent = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        torch.distributed.broadcast(sent, group=self.group, group_src=0)
+        return sent.to(tensor.device)
+
+    def agree(self, value: Number) -> Number:
+        """Return process 0's number (a float, a whole number, a bool) everywhere. Every process must call this.
+
+        With several processes the host waits for the device here; not for use inside a step.
+        """
+        if self.group is None:
+            return value
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        return type(value)(self.broadcast(torch.tensor(value, dtype=dtype)).item())
+
+
+def world_size(model: nn.Module) -> int:
+    """Return how many processes a loaded model is sharded over; 1 for a model that is not."""
+    return Peers.of(model).size
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a part of a tensor that several processes hold."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
+def local_kv_heads(causal: Any, size: int) -> int:
+    """Return how many KV heads of each layer this process holds.
+
+    Args:
+        causal: the causal language model, sharded over `size` processes.
+        size: how many.
+
+    Raises:
+        ValueError: head counts that the processes cannot share equally, or a plan that shards modules in another way
+            than by heads, rows and columns.
+    """
+    config = causal.config
+    if size == 1:
+        return config.num_key_value_heads
+    plan: dict[str, str] = causal.tp_plan
+    unknown = sorted(set(plan.values()) - _STYLES)
+    if unknown:
+        raise ValueError(f"tp_plan: expected styles out of {', '.join(sorted(_STYLES))}, got {', '.join(unknown)}")
+    styles = {name: plan.get(f"model.layers.*.self_attn.{name}") for name in _BY_HEADS}
+    if set(styles.values()) <= {None, "replicate"}:  # whole attention in every process
+        return config.num_key_value_heads
+    if styles != _BY_HEADS:
+        raise ValueError(f"tp_plan: expected attention sharded as {_BY_HEADS}, or not at all, got {styles}")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name)
+        if count % size:
+            raise ValueError(f"base_model: expected {name} divisible by {size} processes, got {count}")
+    return config.num_key_value_heads // size
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[int]:
+    """Join the processes that `torchrun` started, for the time of a `with` block; yields this one's rank.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a process).
+
+    Raises:
+        ValueError: not started by torchrun, or alone.
+    """
+    missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+    if missing:
+        raise ValueError(
+            "tensor parallel: expected a start by torchrun (torchrun --nproc-per-node 2 -m medusa_decoding ..), got no "
+            f"{', '.join(missing)} in the environment"
+        )
+    if int(os.environ["WORLD_SIZE"]) < 2:
+        raise ValueError("tensor parallel: expected at least 2 processes (torchrun --nproc-per-node 2), got 1")
+    on_gpu = device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    own = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=own)
+    try:
+        yield torch.distributed.get_rank()
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,328 @@
+"""Tensor parallel: two real processes (torchrun, gloo) write what one process writes.
+
+Run by torchrun, this file is the program of those processes: it decodes the models that a test has saved in a folder
+and writes there what each process saw. Nothing waits for a process that is gone: gloo gives up after a minute, torchrun
+ends the others when one fails, and the tests end torchrun.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from models import heads_for, padded, prompts, tiny, transformers_greedy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.attention import TreeAttention
+from medusa_decoding.checkpoints import write_heads
+from medusa_decoding.cli import main
+from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.fused import obstacle
+from medusa_decoding.parallel import Peers, is_sharded, world_size
+
+PROCESSES = 2
+NEW_TOKENS = 24
+# Even vocabularies: transformers 5.17 shards no others.
+MODELS = {
+    "llama": ("llama", {"vocab_size": 12, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"vocab_size": 12, "attention_bias": True}),
+}
+# 24 columns of keys would be torn apart in the middle of the second of three heads.
+ODD = {
+    "odd KV heads": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "odd heads": {"num_attention_heads": 3, "num_key_value_heads": 1},
+}
+TREE = Tree.cartesian([3, 2, 1])
+
+
+def build(name):
+    family, settings = MODELS.get(name) or ("llama", {"vocab_size": 12, "hidden_size": 48} | ODD[name])
+    return tiny(family, **settings)
+
+
+def rows():
+    return prompts(2, [5, 9], vocab=12)
+
+
+# --- what each process does
+
+
+def decode(folder, name):
+    """Decode one model in every way; called by all processes together."""
+    whole = build(name)
+    base = load(folder / name)
+    originals = [layer.self_attn for layer in base.model.layers]
+    ids, mask = padded(rows())
+    seen = {"world_size": world_size(base), "sharded": sum(map(is_sharded, base.parameters()))}
+    for shared in (False, True):
+        with MedusaModel(base, heads_for(whole, 3, shared=shared), TREE) as model:
+            seen["kv_heads"] = model.trunk.kv_shape(1, 64)[3]
+            seen["obstacle"] = obstacle(base.model)
+            for kind, tree in (("tree", TREE), ("plain", Tree([]))):
+                out = model.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=tree)
+                seen[f"{kind}, shared lm_head" if shared else kind] = out.sequences[:, ids.shape[1] :].tolist()
+                seen[f"steps, {kind}"] = out.steps
+            seen["base, swapped"] = transformers_greedy(base, rows()[0], 4)
+    seen["undone"] = [layer.self_attn for layer in base.model.layers] == originals
+    seen["base, undone"] = transformers_greedy(base, rows()[0], 4)
+    return seen
+
+
+def load(folder, plan="auto"):
+    return AutoModelForCausalLM.from_pretrained(folder, tp_plan=plan).eval()
+
+
+def refusals(folder):
+    seen = {}
+    for name in ODD:
+        base = load(folder / name)
+        seen[name] = refusal(base)
+    for style in ("colwise_rep", "sequence_parallel"):
+        base.tp_plan = base.tp_plan | {"model.layers.*.self_attn.k_proj": style}
+        seen[style] = refusal(base)
+    base._tp_size = None  # as if something else had sharded it
+    seen["sharded otherwise"] = refusal(base)
+    seen["left alone"] = not any(isinstance(layer.self_attn, TreeAttention) for layer in base.model.layers)
+    return seen
+
+
+def refusal(base):
+    try:
+        MedusaModel(base)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def whole_attention(folder):
+    """Decode a model whose heads cannot be shared with a plan that leaves attention whole."""
+    name = "odd KV heads"
+    plan = dict(load(folder / name).tp_plan)
+    for key in [key for key in plan if "self_attn" in key]:
+        plan[key] = "replicate"
+        if "replicate" not in ALL_PARALLEL_STYLES:  # transformers 5.17, whose plans are not merged with the model's own
+            del plan[key]
+    with MedusaModel(load(folder / name, plan), heads_for(build(name), 3), TREE) as model:
+        ids, mask = padded(rows())
+        sequences = model.generate(ids, mask, max_new_tokens=NEW_TOKENS).sequences
+        return {"kv_heads": model.trunk.kv_heads, "text": sequences[:, ids.shape[1] :].tolist()}
+
+
+def from_pretrained(folder):
+    with MedusaModel.from_pretrained(folder / "heads", folder / "llama", tp_plan="auto", tree=TREE) as model:
+        ids, mask = padded(rows())
+        sequences = model.generate(ids, mask, max_new_tokens=NEW_TOKENS).sequences
+        return {"size": model.trunk.peers.size, "text": sequences[:, ids.shape[1] :].tolist()}
+
+
+def disagree(folder):
+    """Give every process another random state and another idea of when to stop."""
+    rank = torch.distributed.get_rank()
+    ids, mask = padded(rows())
+    prompt = rows()[1][None]
+    seen = {}
+    with MedusaModel(load(folder / "llama"), heads_for(build("llama"), 3), TREE) as model:
+        for kind, tree in (("tree", TREE), ("plain", Tree([]))):
+            torch.manual_seed(5 + rank)
+            out = model.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=tree, do_sample=True)
+            seen[f"sampled, {kind}"] = out.sequences[:, ids.shape[1] :].tolist()
+
+        def stop(prefix, scores, **kwargs):
+            return torch.tensor([prefix.shape[1] >= prompt.shape[1] + 5 + 6 * rank])
+
+        stopped = model.generate(prompt, max_new_tokens=NEW_TOKENS, stopping_criteria=[stop])
+        seen["stopped"] = stopped.sequences[0, prompt.shape[1] :].tolist()
+        for backend in ("compiled", "graph"):
+            model.backend = backend
+            try:
+                model.generate(ids, mask, max_new_tokens=2)
+            except ValueError as error:
+                seen[backend] = str(error)
+    return seen
+
+
+def talk(folder):
+    """Say something else in every process and see who is heard."""
+    peers = Peers.of(load(folder / "llama"))
+    rank = torch.distributed.get_rank()
+    mine = torch.arange(6.0).view(2, 3).T + 10 * rank
+    heard = peers.broadcast(mine)
+    return {
+        "rank": [peers.rank, rank],
+        "heard": heard.tolist(),
+        "mine": mine.tolist(),
+        "heard bool": peers.broadcast(torch.tensor([rank == 0, rank == 1])).tolist(),
+        "agreed": [peers.agree(7 + rank), peers.agree(0.1 + rank), peers.agree(rank == 0), peers.agree(2**62 + rank)],
+    }
+
+
+def work(folder):
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    seen = {name: decode(folder, name) for name in MODELS}
+    for task in (refusals, whole_attention, from_pretrained, talk, disagree):
+        seen[task.__name__] = task(folder)
+    (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
+    torch.distributed.destroy_process_group()
+
+
+# --- what is expected of them
+
+
+def torchrun(*argv):
+    """Run two processes; return the finished run, or fail when they are stuck."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES), *argv]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = run.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        run.send_signal(signal.SIGTERM)  # torchrun ends its processes on this
+        out, err = run.communicate(timeout=60)
+        pytest.fail(f"stuck: {err[-2000:]}")
+    finally:
+        run.kill()
+    assert run.returncode == 0, err[-4000:]
+    return out, err
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    for name in (*MODELS, *ODD):
+        build(name).save_pretrained(folder / name)
+    write_heads(heads_for(build("llama"), 3), folder / "heads", base_model="../llama")
+    torchrun(__file__, str(folder))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_processes_write_the_text_of_one(reports, name):
+    model = build(name)
+    texts = [transformers_greedy(model, row, NEW_TOKENS) for row in rows()]
+    for report in reports:
+        seen = report[name]
+        assert seen["world_size"] == PROCESSES
+        assert seen["sharded"] > 0
+        assert seen["kv_heads"] == model.config.num_key_value_heads // PROCESSES
+        assert "tensor parallel" in seen["obstacle"]
+        for kind in ("tree", "plain", "tree, shared lm_head", "plain, shared lm_head"):
+            assert seen[kind] == texts, kind
+        assert seen["steps, tree"] < seen["steps, plain"], "the tree has never helped"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_undo_restores_a_sharded_model(reports, name):
+    text = transformers_greedy(build(name), rows()[0], 4)
+    for report in reports:
+        assert report[name]["undone"]
+        assert report[name]["base, swapped"] == report[name]["base, undone"] == text
+
+
+def test_heads_that_processes_cannot_share_are_refused_by_name(reports):
+    for report in reports:
+        seen = report["refusals"]
+        assert seen["odd KV heads"] == "base_model: expected num_key_value_heads divisible by 2 processes, got 3"
+        assert seen["odd heads"] == "base_model: expected num_attention_heads divisible by 2 processes, got 3"
+        assert seen["left alone"]
+
+
+def test_plans_that_shard_otherwise_are_refused(reports):
+    for report in reports:
+        assert re.search("attention sharded as .*got .*'k_proj': 'colwise_rep'", report["refusals"]["colwise_rep"])
+        assert re.search("tp_plan: .*, got sequence_parallel$", report["refusals"]["sequence_parallel"])
+        assert "transformers' tensor parallel plan alone, got " in report["refusals"]["sharded otherwise"]
+
+
+def test_attention_may_stay_whole(reports):
+    model = build("odd KV heads")
+    for report in reports:
+        assert report["whole_attention"]["kv_heads"] == 3
+        assert report["whole_attention"]["text"] == [transformers_greedy(model, row, NEW_TOKENS) for row in rows()]
+
+
+def test_from_pretrained_takes_a_plan(reports):
+    model = build("llama")
+    for report in reports:
+        assert report["from_pretrained"]["size"] == PROCESSES
+        assert report["from_pretrained"]["text"] == [transformers_greedy(model, row, NEW_TOKENS) for row in rows()]
+
+
+def test_the_first_process_decides(reports):
+    for rank, report in enumerate(reports):
+        talk = report["talk"]
+        assert talk["rank"] == [rank, rank]
+        assert talk["heard"] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+        assert talk["mine"] == [[value + 10 * rank for value in row] for row in talk["heard"]]
+        assert talk["heard bool"] == [True, False]
+        assert talk["agreed"] == [7, 0.1, True, 2**62]
+
+
+def test_processes_sample_and_stop_together(reports):
+    first, other = (report["disagree"] for report in reports)
+    assert first == other
+    assert first["sampled, tree"] == first["sampled, plain"]
+    assert first["sampled, tree"] != reports[0]["llama"]["tree"], "drawn, not greedy"
+    assert first["stopped"] == transformers_greedy(build("llama"), rows()[1], 5)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "graph"])
+def test_steps_of_sharded_models_are_eager_or_refused(reports, backend):
+    words = f"backend: expected 'auto' or 'eager' for a tensor parallel model, got '{backend}'"
+    assert all(report["disagree"][backend] == words for report in reports)
+
+
+def test_one_process_has_no_peers():
+    model = tiny()
+    tensor, peers = torch.ones(3), Peers.of(model)
+    assert world_size(model) == peers.size == 1
+    assert peers.broadcast(tensor) is tensor
+    assert peers.agree(5) == 5
+    assert not torch.distributed.is_initialized()
+
+
+def test_command_prints_once_what_transformers_writes():
+    prompt = "def main("
+    out, err = torchrun(
+        "-m", "medusa_decoding", "generate", "--tensor-parallel", "--prompt", prompt, "--max-new-tokens", "24"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
+    assert out.strip("\n") == tokenizer.decode(transformers_greedy(base, ids, 24)).strip("\n")
+    assert err.count("24 tokens in") == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "argv", "words"),
+    [
+        ({}, ["--prompt", "a"], "expected a start by torchrun .*got no RANK, LOCAL_RANK"),
+        ({"WORLD_SIZE": "1"}, ["--prompt", "a"], "expected at least 2 processes .*got 1"),
+        ({"WORLD_SIZE": "2"}, [], "expected --prompt or --file"),
+        ({"WORLD_SIZE": "2"}, ["--file", "-"], "expected --prompt or --file"),
+        ({"WORLD_SIZE": "2"}, ["--prompt", "a", "--device", "cuda"], "--device: expected cpu with --tensor-parallel"),
+    ],
+)
+def test_command_refuses_what_processes_cannot_do(capsys, monkeypatch, environment, argv, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    if environment:
+        environment = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"} | environment
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["generate", "--tensor-parallel", *argv]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("medusa: ")]
+    assert len(lines) == 1
+    assert re.search(words, lines[0])
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))
