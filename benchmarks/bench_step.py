@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from benchmarks import gpu, harness
-from medusa_decoding.decode.state import DecodeState, StopRules
+from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_decoding.decode.step_graph import Backend
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, default_tree
@@ -278,9 +278,9 @@ class Runner:
             return timed_steps(lambda: step(state, rules), reset, self.device, self.seconds)
 
 
-def _rules(batch: int, device: torch.device) -> StopRules:
+def _rules(batch: int, device: torch.device) -> Rules:
     eos = torch.tensor([-1], dtype=torch.int64, device=device)  # a token that never comes
-    return StopRules(eos, torch.full((batch,), 1000, dtype=torch.int32, device=device), None, 1000)
+    return Rules(eos, torch.full((batch,), 1000, dtype=torch.int32, device=device), None, 1000)
 
 
 def _reset(state: DecodeState, prefix: int) -> None:

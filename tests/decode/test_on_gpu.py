@@ -3,9 +3,14 @@
 import pytest
 import torch
 from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode import loop
+from medusa_decoding.decode.sampling import Sampled
+from medusa_decoding.decode.state import Rules
+from medusa_decoding.decode.typical import Typical
+from medusa_decoding.decode.verify import Greedy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,6 +25,12 @@ def on_gpu(family="llama", **overrides):
     model = tiny(family, **overrides)
     heads = heads_for(model)
     return model.cuda(), heads.cuda()
+
+
+def rules_of(budget, eos, choice=None):
+    """Rules of a single row on the GPU."""
+    tensors = torch.tensor(eos, dtype=torch.int64).cuda(), torch.tensor([budget], dtype=torch.int32).cuda()
+    return Rules(*tensors, None, budget, choice or Greedy())
 
 
 def batch(rows):
@@ -47,7 +58,7 @@ def test_equals_transformers(family, tree, backend):
 def state_after(medusa, tree, backend, steps, prompt):
     """The tensors of a generation after some steps, driven by hand."""
     step = medusa._steps.get(tree, backend)
-    rules = medusa._stop_rules([prompt], len(prompt), 200, None, [])
+    rules = rules_of(200, [])
     state = medusa._steps.arena.lend([len(prompt)], 400, 200)
     with torch.no_grad():
         loop.prefill(medusa.trunk, [prompt], state, rules)
@@ -102,7 +113,7 @@ def test_graphs_are_reused_and_follow_new_rules():
             expected = transformers_greedy(model, row, 40, eos_token_id=eos)
             assert output.sequences[0, len(row) :].tolist() == expected
             [state] = medusa._steps.arena._idle
-            seen.append([captured.graph for captured in state.captured.values()])
+            seen.append([captured.graphs[0] for captured in state.captured.values()])
         assert all(len(graphs) == 1 and graphs[0] is seen[0][0] for graphs in seen)
         medusa.free()
         assert medusa._steps.arena._idle == []
@@ -161,7 +172,7 @@ def test_a_captured_step_neither_allocates_nor_synchronises():
     [prompt] = [row.cuda() for row in prompts(1, [9])]
     with MedusaModel(model, heads, NODES_64) as medusa, torch.no_grad():
         step = medusa._steps.get(NODES_64, "graph")
-        rules = medusa._stop_rules([prompt], 9, 200, None, [VOCAB])
+        rules = rules_of(200, [VOCAB])
         state = medusa._steps.arena.lend([9], 400, 200)
         loop.prefill(medusa.trunk, [prompt], state, rules)
         step(state, rules)
@@ -183,12 +194,23 @@ def test_a_captured_step_neither_allocates_nor_synchronises():
         assert all(event.time_range.start >= last for event in waits)
 
 
-def test_no_host_reads_within_an_eager_step():
+WARPERS = [lp.TemperatureLogitsWarper(0.8), lp.TopKLogitsWarper(6), lp.TopPLogitsWarper(0.9), lp.MinPLogitsWarper(0.01)]
+WARPERS += [lp.TypicalLogitsWarper(0.9), lp.EpsilonLogitsWarper(1e-4), lp.LogitNormalization()]
+CHOICES = {
+    "greedy": Greedy(),
+    "sampled": Sampled(WARPERS),
+    "typical": Typical(),
+    "typical hot": Typical(temperature=2.0),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_no_host_reads_within_an_eager_step(choice):
     model, heads = on_gpu()
     [prompt] = [row.cuda() for row in prompts(1, [9])]
     with MedusaModel(model, heads, NODES_64) as medusa, torch.no_grad():
         step = medusa._steps.get(NODES_64, "eager")
-        rules = medusa._stop_rules([prompt], 9, 200, None, [VOCAB])
+        rules = rules_of(200, [VOCAB], choice)
         state = medusa._steps.arena.lend([9], 400, 200)
         loop.prefill(medusa.trunk, [prompt], state, rules)
         step(state, rules)
@@ -238,3 +260,72 @@ def test_compiled_backend_is_captured_too(tmp_path, monkeypatch):
         [state] = medusa._steps.arena._idle
         assert len(state.captured) == 1
     assert output.sequences[:, ids.shape[1] :].tolist() == [transformers_greedy(model, row, 20) for row in rows]
+
+
+SETTINGS = {
+    "sampling": {"do_sample": True, "seed": 1},
+    "warpers": {"do_sample": True, "seed": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 6, "min_p": 0.02},
+    "processors": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+    "sampling with processors": {"do_sample": True, "seed": 2, "repetition_penalty": 1.2, "top_p": 0.9},
+    "scores": {"output_scores": True, "output_logits": True},
+    "typical": {"acceptance": "typical"},
+    "typical hot": {"acceptance": "typical", "temperature": 1.5, "min_new_tokens": 5, "eos_token_id": 3},
+    "late end": {"min_new_tokens": 9, "eos_token_id": [3, 5]},
+}
+
+
+@pytest.mark.parametrize("tree", [Tree([]), Tree.cartesian([3, 2, 2]), Tree.chain(2).with_lookup(5)], ids=repr)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_every_way_of_choosing_is_captured(settings, tree):
+    """Replayed text equals eager text; twice, so that a second generation replays what the first one captured."""
+    model, heads = on_gpu(max_position_embeddings=256)
+    ids, mask = batch([row.cuda() for row in prompts(3, [7, 1, 19])])
+    with MedusaModel(model, heads, tree) as medusa:
+        captured = [medusa.generate(ids, mask, max_new_tokens=40, **settings) for _ in range(2)]
+        [state] = medusa._steps.arena._idle
+        graphs = [len(kept.graphs) for kept in state.captured.values()]
+        medusa.backend = "eager"
+        eager = medusa.generate(ids, mask, max_new_tokens=40, **settings)
+    on_host = "repetition_penalty" in settings or "output_scores" in settings
+    assert graphs == [2 if on_host else 1]
+    for output in captured:
+        assert output.sequences.tolist() == eager.sequences.tolist()
+        assert output.accept_lengths == eager.accept_lengths
+    if "output_scores" in settings:
+        for ours, theirs in zip(captured[1].scores, eager.scores, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_stopping_criteria_cut_what_has_already_run_ahead():
+    """Progress is read one step late: the row has gone on by then."""
+    model, heads = on_gpu()
+    rows = [row.cuda() for row in prompts(2, [9, 4])]
+    ids, mask = batch(rows)
+
+    def long_enough(text, scores):
+        return torch.tensor([text.shape[1] >= 17], device=text.device)
+
+    with MedusaModel(model, heads, Tree.cartesian([4, 3])) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=40, stopping_criteria=[long_enough], metrics=True)
+    assert output.new_tokens == [8, 13]
+    for row, prompt, count in zip(output.sequences, rows, output.new_tokens, strict=True):
+        assert row[9 : 9 + count].tolist() == transformers_greedy(model, prompt, count)
+    assert [sum(a) + len(a) + 1 for a in output.accept_lengths] == [8, 13]
+    assert output.metrics.prefill_seconds > 0
+    assert len(output.metrics.step_seconds) == max(map(len, output.accept_lengths))
+
+
+def test_logits_that_are_not_finite_are_named():
+    model, heads = on_gpu()
+    [row] = [row.cuda() for row in prompts(1, [9])]
+    with MedusaModel(model, heads, Tree.chain(2)) as medusa:
+        expected = medusa.generate(row[None], max_new_tokens=12).sequences.tolist()
+        weight = model.model.layers[1].mlp.down_proj.weight
+        kept = weight.detach().clone()
+        with torch.no_grad():
+            weight[0, 0] = float("nan")
+        with pytest.raises(FloatingPointError, match="step 0"):
+            medusa.generate(row[None], max_new_tokens=12)
+        with torch.no_grad():
+            weight.copy_(kept)
+        assert medusa.generate(row[None], max_new_tokens=12).sequences.tolist() == expected

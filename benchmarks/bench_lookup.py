@@ -1,0 +1,197 @@
+"""What a branch copied from the text is worth: on real answers by category, and in generation where text repeats.
+
+    python -m benchmarks.bench_lookup --prompts 60                       # generation on the demo model
+    python -m benchmarks.bench_lookup --replay dev.jsonl.gz --tokenizer-text train.jsonl.gz
+
+Generation: the demo model continues held-out code ("ordinary"), and the beginning of a second version of a held-out
+    piece
+of code with one name changed ("editing"); every tree with and without copied branches, in turn within this process.
+
+Replay: the answers of chat models (ShareGPT form) are taken as the text to be written, and only lookup guesses:
+    tokens a
+step with a copied branch alone, where plain decoding has 1. Tokens are those of a byte-pair encoding trained on the
+second file. Prompts that ask for a summary, for an edit and for code are told apart by words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from benchmarks import bench_generate, harness
+from medusa_decoding.decode.lookup import Text, look_up
+from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.tree import Tree
+
+LENGTHS = (2, 4, 8, 16)
+NEW = 128
+CATEGORIES = {
+    "summarise": r"summar|tl;dr",
+    "edit": r"\b(rewrite|re-write|edit|proofread|correct the|fix|rephrase|paraphrase)\b",
+    "code": r"\b(code|function|python|javascript|sql|html|java)\b",
+}
+
+
+def editing_prompts(count: int, seed: int) -> list[torch.Tensor]:
+    """Pieces of held-out code, each followed by the beginning of a second version with one name changed."""
+    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
+    chooser = random.Random(seed)
+    found: list[torch.Tensor] = []
+    for ids in bench_generate.prompts(held_out=True, count=4 * count, seed=seed):
+        piece = tokenizer.decode(ids[0].tolist())
+        names = [name for name in re.findall(r"\b[a-z_]{4,}\b", piece) if piece.count(name) > 1]
+        if not names or len(found) == count:
+            continue
+        name = chooser.choice(sorted(set(names)))
+        changed = re.sub(rf"\b{name}\b", f"new_{name}", piece)
+        prompt = tokenizer.encode(f"{piece}\n\n\n{changed}").ids
+        found.append(torch.tensor([prompt[: len(ids[0]) + 40]]))
+    return found
+
+
+def generation(count: int) -> dict[str, Any]:
+    """Run the demo model on both kinds of prompt, with and without copied branches."""
+    accuracies = json.loads((CHECKPOINT / "measured.json").read_text())["calibration"]
+    bases = {"plain": Tree([]), "4 nodes": Tree.optimal(accuracies, 4), "8 nodes": Tree.optimal(accuracies, 8)}
+    trees = {
+        f"{name}, copied {length}" if length else name: tree.with_lookup(length)
+        for name, tree in bases.items()
+        for length in (0, *LENGTHS)
+    }
+    model = MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32)
+    steps: dict[str, list[int]] = {}
+    texts: dict[str, list[list[int]]] = {}
+
+    def way(name: str, tree: Tree) -> Any:
+        def run(ids: torch.Tensor) -> int:
+            output = model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=tree)
+            assert isinstance(output, MedusaOutput)
+            committed = steps.setdefault(name, [0, 0])
+            committed[0] += output.new_tokens[0] - 1
+            committed[1] += output.steps
+            texts.setdefault(name, []).append(output.sequences[0].tolist())
+            return output.new_tokens[0]
+
+        return run
+
+    figures: dict[str, Any] = {"prompts": count, "new_tokens": NEW, "batch": 1, "dtype": "float32", "backend": "eager"}
+    kinds = {
+        "ordinary": bench_generate.prompts(held_out=True, count=count, seed=21),
+        "editing": editing_prompts(count, seed=22),
+    }
+    for kind, inputs in kinds.items():
+        ways = {name: way(name, tree) for name, tree in trees.items()}
+        for run in ways.values():
+            run(inputs[0])
+        steps.clear()
+        texts.clear()
+        samples = harness.interleaved(ways, inputs)
+        same = all(texts[name] == texts["plain"] for name in trees)
+        figures[kind] = {
+            name: {
+                "tokens_per_step": committed / taken,
+                "over_plain": harness.ratio(samples[name], samples["plain"]),
+                "over_same_tree_without": harness.ratio(samples[name], samples[name.split(",")[0]]),
+            }
+            for name, (committed, taken) in steps.items()
+        } | {"same_text_as_plain": same, "prompts": len(inputs)}
+    return figures
+
+
+def conversations(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the first question and answer of each conversation of a ShareGPT file."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            turns = json.loads(line)["conversations"]
+            yield turns[0]["value"], turns[1]["value"]
+
+
+def byte_pairs(path: Path, vocab_size: int, texts: int) -> Tokenizer:
+    """Train a byte-level byte-pair encoding on the first texts of a file."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    both = (text for _, pair in zip(range(texts), conversations(path), strict=False) for text in pair)
+    tokenizer.train_from_iterator(both, trainer)
+    return tokenizer
+
+
+def replayed(question: list[int], answer: list[int], length: int) -> int:
+    """Return the steps that writing an answer takes when only a copied branch guesses."""
+    held = Text.allocate(1, len(question) + len(answer), len(answer), torch.device("cpu"))
+    held.begin([torch.tensor(question)])
+    output = torch.tensor([answer])
+    written, steps = 1, 0
+    while written < len(answer):
+        copied = look_up(held, output, torch.tensor([written]), length)[0].tolist()
+        accepted = 0
+        while accepted < length and written + accepted < len(answer) and copied[accepted] == answer[written + accepted]:
+            accepted += 1
+        written += accepted + 1
+        steps += 1
+    return steps
+
+
+def replay(chat: Path, text: Path, limit: int) -> dict[str, Any]:
+    """Replay up to `limit` answers a category."""
+    tokenizer = byte_pairs(text, 16384, 15000)
+    groups: dict[str, list[tuple[list[int], list[int]]]] = {name: [] for name in (*CATEGORIES, "other")}
+    for question, answer in conversations(chat):
+        asked = [name for name, words in CATEGORIES.items() if re.search(words, question.lower())] or ["other"]
+        ids = tokenizer.encode(question).ids, tokenizer.encode(answer).ids
+        if len(ids[1]) > 1:
+            for name in asked:
+                groups[name].append(ids)
+    chooser = random.Random(0)
+    figures: dict[str, Any] = {"tokenizer": "byte pairs, 16384", "text": "answers as given"}
+    for name, pairs in groups.items():
+        chosen = chooser.sample(pairs, min(limit, len(pairs)))
+        tokens = sum(len(answer) - 1 for _, answer in chosen)
+        figures[name] = {"answers": len(chosen), "tokens": tokens} | {
+            f"tokens_per_step, copied {length}": tokens / sum(replayed(q, a, length) for q, a in chosen)
+            for length in LENGTHS
+        }
+    return figures
+
+
+def test_lookup(benchmark: Any) -> None:
+    """One look-up in 4,096 tokens of text."""
+    held = Text.allocate(1, 4096, 256, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    held.begin([torch.randint(0, 50, (3840,), generator=generator)])
+    output = torch.randint(0, 50, (1, 256), generator=generator)
+    copied = benchmark(look_up, held, output, torch.tensor([256]), 8)
+    assert copied.shape == (1, 8)
+
+
+def main() -> None:
+    """Run one of the two, print it and append it to the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=60, help="of each kind in generation (default: 60)")
+    parser.add_argument("--replay", type=Path, help="chats whose answers are replayed, .jsonl.gz")
+    parser.add_argument("--tokenizer-text", type=Path, help="chats that the tokenizer is trained on, .jsonl.gz")
+    parser.add_argument("--answers", type=int, default=200, help="answers a category in the replay (default: 200)")
+    args = parser.parse_args()
+    if args.replay:
+        figures = replay(args.replay, args.tokenizer_text or args.replay, args.answers)
+        name = "lookup-replay"
+    else:
+        figures, name = generation(args.prompts), "lookup-demo"
+    print(json.dumps(figures, indent=1))
+    print(harness.write_record(name, figures))
+
+
+if __name__ == "__main__":
+    main()
