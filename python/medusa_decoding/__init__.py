@@ -5,8 +5,10 @@ with is kept: the text the model alone would write, in fewer steps.
 """
 
 from medusa_decoding.cache import TreeCache
+from medusa_decoding.generate import medusa_generate
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.session import Session
 from medusa_decoding.tree import Tree
 
-__all__ = ["MedusaHeads", "MedusaModel", "MedusaOutput", "Tree", "TreeCache"]
+__all__ = ["MedusaHeads", "MedusaModel", "MedusaOutput", "Session", "Tree", "TreeCache", "medusa_generate"]

@@ -8,6 +8,8 @@ original module, so the model behaves as before. This module does not know token
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_decoding.cache import TreeCache
-from medusa_kernels import rope_append, tree_attention
+from medusa_kernels import ancestor_words, rope_append, tree_attention
+from medusa_kernels.reference import WORD
+from medusa_kernels.tree_attention import MAX_NODES
 
 SUPPORTED = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 
@@ -33,12 +37,14 @@ class DecodeContext:
     Attributes:
         cache: where keys and values are appended, behind `cache.lengths` rows.
         depths: int32 [N], each token's position behind `cache.lengths`.
-        ancestors: int64 [N, W] bit words of a tree pass; None for a prefill (causal, cache empty).
+        ancestors: int64 [N, W] bit words of a tree pass; None for a prefill (causal).
+        offset: of a prefill, the cache rows before it, known to the host; `cache.lengths` says the same of every row.
     """
 
     cache: TreeCache
     depths: torch.Tensor
     ancestors: torch.Tensor | None
+    offset: int = 0
 
 
 class TreeAttention(nn.Module):
@@ -123,7 +129,9 @@ class TreeAttention(nn.Module):
         k_cache, v_cache = cache.layer(original.layer_idx)
         q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths)
         if context.ancestors is None:
-            out = prefill_attention(q, k_cache, v_cache, original.scaling, self.window)
+            out = prefill_attention(
+                q, k_cache, v_cache, cache.lengths, context.offset, scale=original.scaling, window=self.window
+            )
         else:
             out = tree_attention(
                 q, k_cache, v_cache, cache.lengths, context.ancestors, scale=original.scaling, window=self.window
@@ -136,12 +144,35 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 def prefill_attention(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, window: int | None
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_lens: torch.Tensor,
+    offset: int,
+    *,
+    scale: float,
+    window: int | None,
 ) -> torch.Tensor:
-    """Attend causally over the prompt just written: q [B, T, Hq, D], cache rows [0, T) -> [B, T, Hq, D].
+    """Attend causally from a chunk of the prompts over the rows before it and itself, just written.
 
-    Prompts stand at the start of their rows and padding behind them, so that causality alone hides the padding.
+    Prompts stand at the start of their rows and padding behind them, so that causality alone hides the padding. No
+    mask of the chunk times the rows before it is made on any device.
+
+    Args:
+        q: [B, T, Hq, D] rotated queries of positions `offset` to `offset + T`.
+        k_cache: [B, Hkv, S, D], of which rows [0, offset + T) hold keys.
+        v_cache: like `k_cache`.
+        cache_lens: int32 [B], `offset` in every row.
+        offset: rows before the chunk.
+        scale: factor of the scores.
+        window: sliding window in positions, or None.
+
+    Returns:
+        [B, T, Hq, D].
     """
+    if offset > 0:
+        behind = _chains if q.is_cuda else _shifted_mask
+        return behind(q, k_cache, v_cache, cache_lens, offset, scale, window)
     length = q.shape[1]
     keys, values = k_cache[:, :, :length], v_cache[:, :, :length]
     mask = None
@@ -152,6 +183,64 @@ def prefill_attention(
         q.transpose(1, 2), keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
     return out.transpose(1, 2)
+
+
+def _chains(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_lens: torch.Tensor,
+    offset: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend by `tree_attention`, a piece of the chunk after the other: each is a tree whose nodes form one chain.
+
+    PyTorch's flash kernels take neither a mask nor, through the public function, a causal diagonal at the lower right;
+    its other ones want the mask in memory, and with grouped heads the scores too.
+    """
+    out = torch.empty_like(q)
+    chain = _chain(q.device)
+    for first in range(0, q.shape[1], MAX_NODES):
+        piece = q[:, first : first + MAX_NODES]
+        nodes = piece.shape[1]
+        ancestors = chain[:nodes, : -(-nodes // WORD)]
+        out[:, first : first + nodes] = tree_attention(
+            piece, k_cache, v_cache, cache_lens + first, ancestors, scale=scale, window=window
+        )
+    return out
+
+
+@functools.lru_cache(maxsize=16)
+def _chain(device: torch.device) -> torch.Tensor:
+    """Return the ancestor words of the longest chain, [256, 4]; those of a shorter one are its corner."""
+    return ancestor_words(torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()).to(device)
+
+
+def _shifted_mask(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_lens: torch.Tensor,
+    offset: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend by PyTorch's function with a mask whose rows are one line of memory, each a place further along it.
+
+    What a query sees of a key depends on how far behind it the key stands. With the queries in reverse, that distance
+    is constant where row + column is, and strides of (1, 1) over one line are the whole mask.
+    """
+    length = q.shape[1]
+    start = 0 if window is None else max(0, offset + 1 - window)
+    keys, values = k_cache[:, :, start : offset + length], v_cache[:, :, start : offset + length]
+    columns = offset - start + length
+    age = columns - 1 - torch.arange(columns + length - 1, device=q.device)
+    hidden = age < 0 if window is None else (age < 0) | (age >= window)
+    line = torch.zeros(age.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    mask = line.as_strided((length, columns), (1, 1))
+    out = F.scaled_dot_product_attention(q.transpose(1, 2).flip(2), keys, values, mask, scale=scale, enable_gqa=True)
+    return out.flip(2).transpose(1, 2)
 
 
 def sliding_window(attention: nn.Module) -> int | None:
@@ -165,33 +254,61 @@ class AttentionSwap:
     """The swap of one model's attention modules; `undo` (or leaving the `with` block) restores them exactly.
 
     Several swaps of one model share the swapped modules; the last `undo` restores. A swap that is garbage-collected is
-    undone, so that no model stays swapped for an owner that is gone.
+    undone, so that no model stays swapped for an owner that is gone. In between, `suspend` gives the model its own
+    modules back and `resume` puts the very same stand-ins in again, so that what was captured over them stays valid.
 
     Args:
         layers: the model's decoder layers, each with a `self_attn`.
 
+    Attributes:
+        layers: the same as a list.
+
     Raises:
-        ValueError: an attention module of a family that is not supported; nothing is swapped then.
+        ValueError: an attention module of a family that is not supported, or a layer within another module that answers
+            for it; nothing is swapped then.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
-        found: list[Any] = [layer.self_attn for layer in layers]
-        for index, attention in enumerate(found):
-            if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
-                names = ", ".join(cls.__name__ for cls in SUPPORTED)
-                raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
-        swapped: list[Any] = list(layers)
-        for layer in swapped:
-            if not isinstance(layer.self_attn, TreeAttention):
-                layer.self_attn = TreeAttention(layer.self_attn)
-            layer.self_attn.users += 1
-        self._restore = weakref.finalize(self, _restore, swapped)
+        self.layers: list[Any] = list(layers)
+        self._stand_ins: list[TreeAttention] = []
+        self._held: list[Any] = []
+        self._restore = weakref.finalize(self, _restore, self._held)
         self._restore.atexit = False
+        self._suspended = True
+        self.resume()
 
     @property
     def active(self) -> bool:
-        """Whether the swap is still in force."""
-        return self._restore.alive
+        """Whether the swap is in force: neither undone nor suspended."""
+        return self._restore.alive and not self._suspended
+
+    def suspend(self) -> None:
+        """Put the original modules back until `resume`; a second call does nothing."""
+        self._suspended = True
+        _restore(self._held)
+
+    def resume(self) -> None:
+        """Swap again, with the same stand-ins wherever a layer still has the module they stand for.
+
+        Raises:
+            ValueError: the swap was undone, or a layer has got an attention that is not supported; nothing is swapped
+                then.
+        """
+        if not self._restore.alive:
+            raise ValueError("AttentionSwap: expected a swap that was not undone, got one after undo()")
+        if not self._suspended:
+            return
+        _check_layers(self.layers)
+        nothing: list[TreeAttention | None] = [None] * len(self.layers)
+        try:
+            for layer, before in zip(self.layers, self._stand_ins or nothing, strict=True):
+                with _SWAPPING:
+                    self._held.append(_swapped(layer, before))
+        except BaseException:
+            _restore(self._held)
+            raise
+        self._stand_ins = [layer.self_attn for layer in self.layers]
+        self._suspended = False
 
     def undo(self) -> None:
         """Put the original modules back; a second call does nothing."""
@@ -206,8 +323,37 @@ class AttentionSwap:
         self.undo()
 
 
-def _restore(layers: list[Any]) -> None:
-    for layer in layers:
-        layer.self_attn.users -= 1
-        if layer.self_attn.users == 0:
-            layer.self_attn = layer.self_attn.original
+def _check_layers(layers: list[Any]) -> None:
+    for index, layer in enumerate(layers):
+        if "self_attn" not in getattr(layer, "_orig_mod", layer)._modules:  # _orig_mod: what torch.compile has wrapped
+            raise ValueError(f"layer {index}: expected a decoder layer itself, got one within {type(layer).__name__}")
+        attention = layer.self_attn
+        if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
+            names = ", ".join(cls.__name__ for cls in SUPPORTED)
+            raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
+
+
+# Swaps of one model share its stand-ins and count their users. The lock is taken a layer at a time and may be taken
+# again within, since a garbage-collected swap is undone wherever that happens.
+_SWAPPING = threading.RLock()
+
+
+def _swapped(layer: Any, before: TreeAttention | None) -> Any:
+    """Have one more user of a layer's stand-in, which is put in if it is not there, and return the layer."""
+    if not isinstance(layer.self_attn, TreeAttention):
+        if before is None or before.original is not layer.self_attn:
+            before = TreeAttention(layer.self_attn)
+        before.training = layer.self_attn.training
+        layer.self_attn = before
+    layer.self_attn.users += 1
+    return layer
+
+
+def _restore(held: list[Any]) -> None:
+    """Empty a list of layers that are held swapped; those that nobody else holds get their own attention back."""
+    while held:
+        with _SWAPPING:
+            layer = held.pop()
+            layer.self_attn.users -= 1
+            if layer.self_attn.users == 0:
+                layer.self_attn = layer.self_attn.original

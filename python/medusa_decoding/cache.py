@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 SMALLEST_BUCKET = 64
+FINE_BUCKETS = 4096
+Tables = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -29,7 +31,7 @@ class TreeCache:
     sin: torch.Tensor
 
     @classmethod
-    def allocate(cls, shape: tuple[int, ...], rope: tuple[torch.Tensor, torch.Tensor]) -> TreeCache:
+    def allocate(cls, shape: tuple[int, ...], rope: Tables) -> TreeCache:
         """Make an empty cache.
 
         Args:
@@ -52,16 +54,61 @@ class TreeCache:
         """S, the rows a sequence can hold."""
         return self.kv.shape[4]
 
+    @property
+    def tables(self) -> Tables:
+        """The rotary tables, cosines and sines."""
+        return self.cos, self.sin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block and the tables."""
+        return self.kv.nbytes + self.cos.nbytes + self.sin.nbytes
+
+    def set_tables(self, tables: Tables) -> bool:
+        """Take other rotary tables; return whether they could be copied in place, which keeps addresses."""
+        in_place = self.cos.shape == tables[0].shape
+        if in_place:
+            self.cos.copy_(tables[0])
+            self.sin.copy_(tables[1])
+        else:
+            self.cos, self.sin = tables
+        return in_place
+
+    def release(self) -> None:
+        """Let go of the memory, whoever still holds the cache; it cannot be used any more."""
+        self.kv, self.cos, self.sin = (tensor.new_empty(0) for tensor in (self.kv, self.cos, self.sin))
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one layer's keys and values, each [B, Hkv, S, D], as views."""
         return self.kv[index, 0], self.kv[index, 1]
 
 
 def bucket(size: int) -> int:
-    """Round a size up to 64, 96, 128, 192, 256, 384, ..: few shapes for compiled steps, at most half again in waste."""
-    power = SMALLEST_BUCKET
-    while power < size:
-        if power * 3 // 2 >= size:
-            return power * 3 // 2
-        power *= 2
-    return power
+    """Round a size up to 64, 96, 128, 192, .. 4096, 4608, 5120, ..: few shapes for compiled steps, little waste.
+
+    Two sizes a doubling up to 4096, at most half again in waste; eight above it, at most an eighth.
+    """
+    if size <= SMALLEST_BUCKET:
+        return SMALLEST_BUCKET
+    power = 1 << (size - 1).bit_length() - 1
+    step = power // (2 if power < FINE_BUCKETS else 8)
+    return -(-size // step) * step
+
+
+def reusable_rows(old: Tables, new: Tables) -> int:
+    """Return up to which position two pairs of rotary tables agree exactly.
+
+    Keys that were cached with one pair serve the other up to there. Tables differ where the frequencies depend on the
+    length of the sequence (dynamic scaling). The device is waited for.
+
+    Args:
+        old: cosines and sines, each [P, D] or [B, P, D].
+        new: the same; P may be another.
+    """
+    rows = min(old[0].shape[-2], new[0].shape[-2])
+    differ = torch.zeros(rows, dtype=torch.bool, device=old[0].device)
+    for before, after in zip(old, new, strict=True):
+        unequal = (before[..., :rows, :] != after[..., :rows, :]).any(-1)
+        differ |= unequal.view(-1, rows).any(0)
+    places = differ.nonzero()
+    return int(places[0]) if len(places) else rows

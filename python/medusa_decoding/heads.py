@@ -162,7 +162,16 @@ def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
 
 def is_hooked(module: nn.Module) -> bool:
     """Return whether calling the module does more than its class's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+    return bool(module._forward_hooks or module._forward_pre_hooks) or _has_another_forward(module)
+
+
+def _has_another_forward(module: nn.Module) -> bool:
+    own = vars(module)
+    if "forward" not in own:
+        return False
+    # accelerate, taking its hooks off again, leaves the class's forward behind, bound to the module.
+    forward = own["forward"]
+    return getattr(forward, "__self__", None) is not module or forward.__func__ is not type(module).forward
 
 
 def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +24,19 @@ from medusa_decoding import settings
 from medusa_decoding.checkpoints import load_base_model, read_heads
 from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.decode.follow import Follower
+from medusa_decoding.decode.ladder import VICUNA_7B, Belief, Ladder
 from medusa_decoding.decode.loop import Hooks, Run, run
-from medusa_decoding.decode.policy import Fixed, Policy
+from medusa_decoding.decode.policy import Adaptive, Fixed, Policy
 from medusa_decoding.decode.processed import Processed
 from medusa_decoding.decode.state import Rules
 from medusa_decoding.decode.step_graph import Backend, Steps, resolve_backend
+from medusa_decoding.decode.step_times import StepTimes
 from medusa_decoding.decode.verify import Choice
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.inputs import split_prompts, whole
 from medusa_decoding.metrics import GenerationMetrics
 from medusa_decoding.parallel import Peers
+from medusa_decoding.session import Session
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
@@ -88,6 +92,7 @@ class Request:
         streamer: a transformers streamer or None.
         generator: draws the seed of sampling; None for torch's own on the CPU.
         metrics: whether metrics are wanted.
+        session: holds the cache between calls, or None.
     """
 
     input_ids: torch.Tensor
@@ -99,6 +104,7 @@ class Request:
     streamer: Any = None
     generator: torch.Generator | None = None
     metrics: bool = False
+    session: Session | None = None
 
 
 class MedusaModel:
@@ -109,7 +115,7 @@ class MedusaModel:
             modules are swapped until `undo` (or the end of a `with` block); its own forward and `generate` keep
             working meanwhile.
         heads: its heads; None for plain decoding only.
-        tree: what `generate` verifies by default; None for the 64-node tree of `default_tree`.
+        tree: what `generate` verifies by default, a Tree or "auto"; None for the 64-node tree of `default_tree`.
         backend: how steps run. "eager"; "compiled": through torch.compile, at the first use of each tree; "graph":
             captured as a CUDA graph at the first use of each tree and cache size; "auto": "graph" on CUDA, else
             "eager". Captured steps keep their caches between generations, see `free`.
@@ -120,9 +126,14 @@ class MedusaModel:
     """
 
     def __init__(
-        self, base: nn.Module, heads: MedusaHeads | None = None, tree: Tree | None = None, backend: Backend = "auto"
+        self,
+        base: nn.Module,
+        heads: MedusaHeads | None = None,
+        tree: Tree | Literal["auto"] | None = None,
+        backend: Backend = "auto",
     ) -> None:
         self.base: Any = base
+        self._suspended: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
         self.trunk = Trunk(base)
         try:
             if heads is not None:
@@ -132,6 +143,7 @@ class MedusaModel:
             self._check_tree(self.tree)
             self.backend = backend
             self._steps = Steps(self.trunk, heads)
+            self._adaptive: Adaptive | None = None
         except BaseException:
             self.trunk.swap.undo()
             raise
@@ -143,7 +155,7 @@ class MedusaModel:
         base_model: str | Path | None = None,
         dtype: str | torch.dtype = "auto",
         device_map: Any = None,
-        tree: Tree | None = None,
+        tree: Tree | Literal["auto"] | None = None,
         backend: Backend = "auto",
         **hf_kwargs: Any,
     ) -> MedusaModel:
@@ -178,7 +190,7 @@ class MedusaModel:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         max_new_tokens: int | None = None,
-        tree: Tree | None = None,
+        tree: Tree | Literal["auto"] | None = None,
         acceptance: Literal["lossless", "typical"] = "lossless",
         do_sample: bool | None = None,
         temperature: float | None = None,
@@ -196,6 +208,7 @@ class MedusaModel:
         seed: int | None = None,
         return_dict_in_generate: bool = True,
         metrics: bool = False,
+        session: Session | None = None,
         generation_config: GenerationConfig | None = None,
         **generation: Any,
     ) -> MedusaOutput | torch.Tensor:
@@ -209,7 +222,9 @@ class MedusaModel:
             attention_mask: [B, T], 1 for tokens and 0 for padding; None if nothing is padded.
             max_new_tokens: new tokens a row, at least 1; obeyed as transformers does, even past the declared context.
                 None without one in the configs either: 256, or what the context leaves.
-            tree: verified each step; `Tree([])` decodes plainly. None for the model's own.
+            tree: verified each step; `Tree([])` decodes plainly; "auto" chooses anew before each step, among plain
+                decoding and trees of several sizes, from measured step times and the acceptance seen so far. None for
+                the model's own.
             acceptance: "lossless": the model's own next token is found or drawn at every node, and the child that
                 carries it is followed. "typical": the paper's typical acceptance (section 2.3.1), which keeps guesses
                 that are likely enough; LOSSY, the text is not the model's own.
@@ -230,6 +245,7 @@ class MedusaModel:
                 numbers depend on the seed and its index only, so all trees write the same text.
             return_dict_in_generate: False returns only the sequences.
             metrics: keep counts and times, see `MedusaOutput.metrics`.
+            session: keeps this call's cache for the next one, which then prefills only what is new; see `Session`.
             generation_config: transformers' settings.
             **generation: fields of a GenerationConfig, as in transformers' generate (`repetition_penalty`,
                 `eos_token_id`, `max_time`, `num_return_sequences`, `output_scores`, ..).
@@ -241,6 +257,7 @@ class MedusaModel:
             FloatingPointError: the model's output is not finite; names the step.
             MemoryError: keys and values do not fit.
         """
+        self._check_swapped()
         changes = generation | {
             "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
             "top_k": top_k, "stop_strings": stop_strings,
@@ -268,6 +285,7 @@ class MedusaModel:
             streamer=streamer,
             generator=None if seed is None else torch.Generator().manual_seed(whole("seed", seed) or 0),
             metrics=metrics,
+            session=session,
         )
         output = self.run(request, tree)
         return output if return_dict_in_generate else output.sequences
@@ -282,18 +300,17 @@ class MedusaModel:
     ) -> Request:
         """Check the prompts and find out how long their continuations may get."""
         prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
-        if wanted.get("streamer") is not None and len(prompts) > 1:
-            raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
         count = settings.sampled_rows(config)
         prompts = [prompt for prompt in prompts for _ in range(count)]
+        if wanted.get("streamer") is not None and len(prompts) > 1:
+            raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
         lengths = [len(prompt) for prompt in prompts]
         limits = settings.Limits.of(config, lengths, input_ids.shape[1], self.trunk.context_limit)
         return Request(input_ids.repeat_interleave(count, 0), prompts, config, rule, limits, **wanted)
 
-    def run(self, request: Request, tree: Tree | None = None) -> MedusaOutput:
+    def run(self, request: Request, tree: Tree | Literal["auto"] | None = None) -> MedusaOutput:
         """Decode a checked request."""
-        if not self.trunk.swap.active:
-            raise ValueError("MedusaModel: expected attention modules still swapped, got a model after undo()")
+        self._check_swapped()
         self.trunk.check_unhooked()
         if torch.is_autocast_enabled(self.trunk.device.type):
             raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
@@ -303,7 +320,10 @@ class MedusaModel:
         with torch.inference_mode(False), torch.no_grad(), self._current_device():
             prompts = [prompt.to(self.trunk.device) for prompt in request.prompts]
             choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, request.rule)
+            model = self._steps.fingerprint() if request.session else None
             hooks = Hooks(_draws(request, self.trunk.peers), self._follower(request, prompts, choice), request.metrics)
+            if request.session is not None:
+                hooks.earlier = request.session.take(self.trunk, model, request.prompts)
             if request.streamer is not None:
                 request.streamer.put(request.prompts[0][None])
             step_of = functools.partial(self._steps.get, backend=backend)
@@ -311,13 +331,22 @@ class MedusaModel:
             with _ending(request.streamer):
                 done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
             output = _collect(done, request, choice)
-            self._steps.arena.give_back(done.state)
+            if request.session is not None:
+                request.session.keep(self.trunk, model, done.state, _cached(output, request), done.reused)
+            else:
+                self._steps.arena.give_back(done.state)
         return output
 
-    def _policy(self, tree: Tree | None) -> Policy:
+    def _policy(self, tree: Tree | Literal["auto"] | None) -> Policy:
         chosen = self.tree if tree is None else tree
         self._check_tree(chosen)
-        return Fixed(chosen)
+        if isinstance(chosen, Tree):
+            return Fixed(chosen)
+        if self._adaptive is None:
+            # What it learns of step times and heads serves the generations that follow.
+            ladder = Ladder(_published_accuracies(self.heads) if self.heads is not None else [])
+            self._adaptive = Adaptive(ladder, StepTimes(), Belief(ladder))
+        return self._adaptive
 
     def _follower(self, request: Request, prompts: list[torch.Tensor], choice: Choice) -> Follower | None:
         if not request.criteria and request.streamer is None:
@@ -354,8 +383,37 @@ class MedusaModel:
         return self._heads
 
     def free(self) -> None:
-        """Free what is kept between generations (caches, compiled and captured steps); they are made again on use."""
+        """Free what is kept between generations (caches, compiled and captured steps, measured step times).
+
+        All of it is made again on use.
+        """
         self._steps.clear()
+        self._adaptive = None
+
+    def suspend(self) -> None:
+        """Give the base model its own attention modules back until `resume`; nothing else that is kept is freed.
+
+        Meanwhile this object refers to the base model weakly, to its layers strongly.
+        """
+        if self.trunk.swap.active:
+            self.trunk.swap.suspend()
+            self._suspended = weakref.ref(self.base), weakref.ref(self.trunk.causal)
+            self.base = self.trunk.causal = None
+
+    def resume(self) -> None:
+        """Swap the attention modules again after `suspend`.
+
+        Raises:
+            ValueError: the base model is gone, or a layer has got an attention that is not supported.
+        """
+        if self._suspended is None:
+            return
+        base, causal = (reference() for reference in self._suspended)
+        if base is None or causal is None:
+            raise ValueError("MedusaModel: expected the base model still in use, got one that was deleted")
+        self.trunk.swap.resume()
+        self.base, self.trunk.causal = base, causal
+        self._suspended = None
 
     def undo(self) -> None:
         """Give the base model its own attention modules back; this object cannot generate any more."""
@@ -370,6 +428,11 @@ class MedusaModel:
         """Undo the swap."""
         self.undo()
 
+    def _check_swapped(self) -> None:
+        if not self.trunk.swap.active:
+            what = "undo" if self._suspended is None else "suspend"
+            raise ValueError(f"MedusaModel: expected attention modules still swapped, got a model after {what}()")
+
     def _check_heads(self, heads: MedusaHeads) -> None:
         for name, wanted, got in (
             ("hidden_size", self.trunk.config.hidden_size, heads.hidden_size),
@@ -383,9 +446,11 @@ class MedusaModel:
                 f"got {heads.w1.dtype} on {heads.w1.device}"
             )
 
-    def _check_tree(self, tree: Tree) -> None:
+    def _check_tree(self, tree: Tree | Literal["auto"]) -> None:
+        if isinstance(tree, str) and tree == "auto":
+            return
         if not isinstance(tree, Tree):
-            raise ValueError(f"tree: expected a Tree, got {type(tree).__name__}")
+            raise ValueError(f"tree: expected a Tree or 'auto', got {tree!r}")
         if self.heads is None:
             tree.check_fits(0, 0)
             return
@@ -400,20 +465,15 @@ def default_tree(heads: MedusaHeads | None) -> Tree:
     """
     if heads is None:
         return Tree([])
-    ranks = min(5, heads.num_candidates)
-    accuracies = [row[:ranks] for row in _VICUNA_7B[: heads.num_heads]]
-    possible = sum(ranks**depth for depth in range(len(accuracies) + 1))
+    accuracies = _published_accuracies(heads)
+    possible = sum(len(accuracies[0]) ** depth for depth in range(len(accuracies) + 1))
     return Tree.optimal(accuracies, min(64, possible))
 
 
-# Accuracy of each rank alone, from the cumulative figures of the original project's training logs for vicuna-7b-v1.3.
-_VICUNA_7B = [
-    [0.560, 0.112, 0.055, 0.033, 0.020],
-    [0.316, 0.108, 0.061, 0.043, 0.035],
-    [0.201, 0.087, 0.060, 0.035, 0.034],
-    [0.147, 0.078, 0.049, 0.037, 0.029],
-    [0.118, 0.069, 0.048, 0.037, 0.028],
-]
+def _published_accuracies(heads: MedusaHeads) -> list[list[float]]:
+    """What is assumed of heads that nobody has calibrated: accuracy of each rank alone, as far as they reach."""
+    ranks = min(len(VICUNA_7B[0]), heads.num_candidates)
+    return [row[:ranks] for row in VICUNA_7B[: heads.num_heads]]
 
 
 @contextlib.contextmanager
@@ -460,6 +520,15 @@ def _collect(done: Run, request: Request, choice: Choice) -> MedusaOutput:
         prompts = [len(prompt) for prompt in request.prompts]
         metrics = GenerationMetrics.of(prompts, counts, accepted, done.trees, done.seconds)
     return MedusaOutput(sequences, accepted, counts, scores, logits, metrics)
+
+
+def _cached(output: MedusaOutput, request: Request) -> list[list[int]]:
+    """Return the tokens of each row whose keys and values are cached: all but the last new one."""
+    width = request.input_ids.shape[1]
+    new = (
+        row[width : width + count - 1].tolist() for row, count in zip(output.sequences, output.new_tokens, strict=True)
+    )
+    return [prompt.tolist() + tokens for prompt, tokens in zip(request.prompts, new, strict=True)]
 
 
 def _accepted(committed: list[int], total: int) -> list[int]:

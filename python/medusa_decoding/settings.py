@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,9 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
             raise ValueError(f"{name}: expected an argument of generate or of a GenerationConfig, got an unknown one")
     for name, value in changes.items():
         setattr(config, name, value)
+    if config.max_length == 20 and "max_length" not in changes and (given is None or given.max_length is None):
+        # Old checkpoints state transformers' own default, which stands for "not set"; a caller means it.
+        config.max_length = None
     _check_sampling(config)
     for name, (neutral, why) in _CANNOT.items():
         value = getattr(config, name, None)
@@ -108,8 +111,10 @@ def callables(name: str, given: Sequence[Any] | None) -> list[Any]:
     """Return an optional list of callables.
 
     Raises:
-        ValueError: something else in it.
+        ValueError: no list, or something else in it.
     """
+    if given is not None and not isinstance(given, Iterable):
+        raise ValueError(f"{name}: expected a list of callables, got {given!r}")
     listed = list(given or ())
     for one in listed:
         if not callable(one):
@@ -150,8 +155,7 @@ class Limits:
         if longest >= context:
             raise ValueError(f"input_ids: expected fewer than {context} tokens (the model's context), got {longest}")
         new = whole("max_new_tokens", config.max_new_tokens)
-        # 20 is transformers' own default and stands for "not set".
-        max_length = None if config.max_length == 20 else whole("max_length", config.max_length)
+        max_length = whole("max_length", config.max_length)
         if new is None and max_length is not None:
             new = max_length - width
             if new < 1:
@@ -221,7 +225,9 @@ def choice(
     sample = bool(config.do_sample)
     keep = bool(config.output_scores), bool(config.output_logits)
     own = [_processors(causal, config, prompt, row, limits, rule) for row, prompt in enumerate(prompts)]
-    listed = [processor for processor in own[0] if type(processor) not in _MINIMUM]
+    # The minimum of the limits is kept by the rules; one that the caller has made is a processor like any other.
+    callers = {id(processor) for processor in rule.processors}
+    listed = [processor for processor in own[0] if type(processor) not in _MINIMUM or id(processor) in callers]
     if rule.acceptance == "typical":
         if sample:
             raise ValueError("do_sample: expected False with acceptance='typical', which draws nothing, got True")
@@ -265,10 +271,12 @@ def criteria(config: GenerationConfig, given: Sequence[Any], tokenizer: Any) -> 
     """Return the stopping criteria that the host evaluates: the caller's own, a time limit, stop strings.
 
     Raises:
-        ValueError: stop strings without a tokenizer.
+        ValueError: stop strings without a tokenizer, or a time that is none.
     """
     found = list(given)
     if config.max_time is not None:
+        if not isinstance(config.max_time, (int, float)) or not config.max_time >= 0:
+            raise ValueError(f"max_time: expected seconds, at least 0, got {config.max_time!r}")
         found.append(MaxTimeCriteria(max_time=config.max_time))
     if config.stop_strings is not None:
         if tokenizer is None:

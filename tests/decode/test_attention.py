@@ -1,4 +1,4 @@
-"""The swap: exact undo, the model unchanged for everyone else, adapters and quantised layers kept."""
+"""The swap: exact undo, the model unchanged for everyone else. See test_lora.py and test_quantised.py as well."""
 
 import copy
 import gc
@@ -166,82 +166,3 @@ def test_a_foreign_layer_is_named_and_nothing_is_swapped():
     with pytest.raises(ValueError, match=r"layer 1: expected an attention of LlamaAttention.*got Identity"):
         MedusaModel(model)
     assert not isinstance(model.model.layers[0].self_attn, TreeAttention)
-
-
-def test_lora_wrapped_projections_are_used():
-    peft = pytest.importorskip("peft")
-    model = tiny()
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"])
-    adapted = peft.get_peft_model(model, config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-    [row] = prompts(1, [7])
-    ids = row[None]
-    expected = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
-    heads = heads_for(adapted.get_base_model())
-    with MedusaModel(adapted, heads, TREE) as medusa:
-        got = medusa.generate(ids, max_new_tokens=NEW).sequences
-    assert torch.equal(got, expected)
-    with adapted.disable_adapter():
-        without = transformers_greedy(adapted.get_base_model(), row, NEW)
-    assert without != expected[0, len(row) :].tolist(), "the adapter changes nothing: the test shows nothing"
-
-
-def test_prompt_learning_is_refused():
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    with pytest.raises(ValueError, match="no prompt learning"):
-        MedusaModel(peft.get_peft_model(tiny(), config))
-
-
-def test_an_adapter_put_around_lm_head_while_swapped_is_used():
-    peft = pytest.importorskip("peft")
-    model = tiny()
-    [row] = prompts(1, [7])
-    with MedusaModel(model, heads_for(model), TREE) as medusa:
-        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False), model)
-        expected = transformers_greedy(model, row, NEW)
-        assert medusa.generate(row[None], max_new_tokens=NEW).sequences[0, 7:].tolist() == expected
-
-
-def test_an_adapter_added_while_swapped_stays_after_undo():
-    peft = pytest.importorskip("peft")
-    model = tiny()
-    swap = AttentionSwap(model.model.layers)
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), model)
-    swap.undo()
-    assert "lora" in type(model.model.layers[0].self_attn.q_proj).__module__
-
-
-class QuantisedLinear(torch.nn.Module):
-    """A weight-only quantised layer: 4-bit weights (held as int8) with one scale a row, as quantising loaders make."""
-
-    def __init__(self, linear):
-        super().__init__()
-        scale = linear.weight.abs().amax(1, keepdim=True) / 7
-        self.register_buffer("scale", scale.detach())
-        self.register_buffer("weight", (linear.weight / scale).round().to(torch.int8).detach())
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_quantised_projections_and_lm_head_are_called_as_modules(shared):
-    model = tiny("qwen2")
-    [row] = prompts(1, [8])
-    heads = heads_for(model, shared=shared)
-    unquantised = transformers_greedy(model, row, 40)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear):
-            model.set_submodule(name, QuantisedLinear(module))
-    expected = transformers_greedy(model, row, 40)
-    assert expected != unquantised, "quantising changes nothing: the test shows nothing"
-    with MedusaModel(model, heads, TREE) as medusa:
-        output = medusa.generate(row[None], max_new_tokens=40)
-    assert output.sequences[0, len(row) :].tolist() == expected
-    assert sum(output.accept_lengths[0]) > 0

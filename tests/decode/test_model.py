@@ -56,7 +56,7 @@ IDS = torch.tensor([[1, 2, 3]])
         (torch.ones(1, 97, dtype=torch.int64), {"max_new_tokens": 1}, "fewer than 96 tokens .*, got 97"),
         (IDS, {"tree": Tree.chain(5)}, r"path \[0, 0, 0, 0, 0\] has depth 5, expected at most 4"),
         (IDS, {"tree": Tree([[VOCAB]])}, rf"path \[{VOCAB}\] has rank {VOCAB}, expected below {VOCAB}"),
-        (IDS, {"tree": [[0]]}, "tree: expected a Tree, got list"),
+        (IDS, {"tree": [[0]]}, r"tree: expected a Tree or 'auto', got \[\[0\]\]"),
         (IDS, {"acceptance": "loose"}, "acceptance: expected 'lossless' or 'typical', got 'loose'"),
         (IDS, {"acceptance": "typical", "do_sample": True}, "do_sample: expected False with acceptance='typical'"),
         (IDS, {"acceptance": "typical", "repetition_penalty": 1.5}, "'lossless' with RepetitionPenaltyLogitsProcessor"),

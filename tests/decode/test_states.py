@@ -99,11 +99,11 @@ def test_steps_are_made_anew_when_the_model_would_compute_something_else():
     model = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj"], r=2, lora_dropout=0.1))
     model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=2))
     with MedusaModel(model.eval()) as medusa, torch.no_grad():
-        before = medusa._steps._fingerprint()
-        assert medusa._steps._fingerprint() == before
+        before = medusa._steps.fingerprint()
+        assert medusa._steps.fingerprint() == before
         for name, change in changes(model):
             change()
-            after = medusa._steps._fingerprint()
+            after = medusa._steps.fingerprint()
             assert after != before, name
             before = after
 
@@ -113,7 +113,7 @@ def test_models_and_calls_of_inference_mode(medusa):
     expected = transformers_greedy(medusa.base, row, 12)
     medusa._steps.arena.keep = 2
     for backend in ("eager", "compiled"):
-        assert medusa._steps._fingerprint()
+        assert medusa._steps.fingerprint()
         with torch.inference_mode():
             inside = medusa.generate(row[None].clone(), max_new_tokens=12).sequences[0, 9:].tolist()
         assert inside == expected, backend
@@ -121,7 +121,7 @@ def test_models_and_calls_of_inference_mode(medusa):
     with torch.inference_mode():
         model = tiny()
         with MedusaModel(model, heads_for(model), Tree.chain(2)) as loaded:
-            assert loaded._steps._fingerprint()
+            assert loaded._steps.fingerprint()
             assert loaded.generate(row[None].clone(), max_new_tokens=12).sequences[0, 9:].tolist() == expected
 
 

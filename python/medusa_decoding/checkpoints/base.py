@@ -32,20 +32,25 @@ def load_base_model(
     Args:
         checkpoint: what `read_heads` returned.
         base_model: folder or hub id; overrides the checkpoint's own.
-        kwargs: for transformers' `from_pretrained`.
+        kwargs: for transformers' `from_pretrained`, such as a `quantization_config` (which a model saved quantised does
+            not need).
 
     Returns:
         The model, an instance of transformers' own class.
 
     Raises:
         ValueError: no base model known, a `model_type` that transformers does not have as a causal language model, a
-            hidden size or vocabulary other than the heads', weights that the files lack, or `trust_remote_code=True`.
+            hidden size or vocabulary other than the heads', weights that the files lack, `trust_remote_code=True`, or
+            `load_in_4bit` and `load_in_8bit`, which transformers 5 takes in a `quantization_config` alone.
     """
     path = checkpoint.base_model if base_model is None else base_model
     if path is None:
         raise ValueError(f"base_model: expected a folder or hub id, because {checkpoint.path} names none, got None")
     if kwargs.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code: expected False, got True: code that comes with a checkpoint is never run")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if kwargs.pop(name, False):
+            raise ValueError(f"{name}: expected quantization_config=BitsAndBytesConfig({name}=True), got {name}=True")
     config, kwargs = _config(path, kwargs)
     heads = checkpoint.heads
     for name, wanted in (("hidden_size", heads.hidden_size), ("vocab_size", heads.vocab_size)):

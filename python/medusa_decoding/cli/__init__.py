@@ -9,9 +9,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from medusa_decoding.cli import demo, doctor, generate
+from medusa_decoding.cli import chat, demo, doctor, generate
 
-COMMANDS = (demo, generate, doctor)
+COMMANDS = (demo, generate, chat, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
         print(f"medusa: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -122,7 +122,7 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
         "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
         "tokens_per_step": (sum(accept_lengths) + steps) / steps if steps else None,
         "accepted_length_histogram": {str(n): histogram[n] for n in sorted(histogram)},
-        "tree_nodes": model.tree.num_nodes,
+        "tree_nodes": model.tree.num_nodes if isinstance(model.tree, Tree) else None,
         "prompts": len(prompts),
         "new_tokens": sum(map(len, texts["medusa"])),
         "rounds": rounds,
@@ -136,7 +136,7 @@ def print_table(result: dict[str, Any]) -> None:
     names = {
         "transformers": "transformers generate",
         "plain": "our plain loop",
-        "medusa": f"Medusa, {result['tree_nodes']} nodes",
+        "medusa": f"Medusa, {result['tree_nodes']} nodes" if result["tree_nodes"] else "Medusa, adaptive tree",
     }
     print(f"{'':24}{'tokens/s':>10}{'x generate':>12}{'x plain loop':>14}")
     for name, label in names.items():

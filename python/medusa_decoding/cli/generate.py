@@ -1,9 +1,10 @@
 """Continue a prompt with a model and its Medusa heads.
 
 The prompt comes from --prompt, --file or standard input; heads and base model from --model and --base-model (default:
-the embedded demo checkpoint). The text is the base model's own greedy text.
+the embedded demo checkpoint). The text is the base model's own greedy text unless tokens are drawn (--temperature).
 
     medusa generate --prompt "def main(" --max-new-tokens 64
+    medusa generate --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 7 --tree chain:4+lookup:8 --metrics
     medusa generate --model FasterDecoding/medusa-vicuna-7b-v1.3 --dtype float16 --device cuda --file prompt.txt
     torchrun --nproc-per-node 2 -m medusa_decoding generate --tensor-parallel --prompt "def main("
 """
@@ -19,14 +20,14 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from medusa_decoding.checkpoints import find_base_model
-from medusa_decoding.cli._arguments import DTYPES, add_decoding
-from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.cli import _arguments, _figures
+from medusa_decoding.cli._template import ChatTemplate, Transcript
+from medusa_decoding.inputs import token_list
+from medusa_decoding.model import MedusaOutput
 from medusa_decoding.parallel import joined
 
 
@@ -35,26 +36,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the prompt itself")
     source.add_argument("--file", type=Path, help="a UTF-8 file with the prompt; - for standard input")
-    parser.add_argument("--model", help="folder or hub id of the heads (default: the embedded demo checkpoint)")
-    parser.add_argument("--base-model", help="folder or hub id of the base model (default: the one the heads name)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's; float32 on a CPU)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    _arguments.add_model(parser)
     parser.add_argument(
         "--tensor-parallel",
         action="store_true",
         help="shard the base model over the processes that torchrun started (with --device cuda: a GPU each); every "
         "process keeps whole heads, the first one prints",
     )
-    add_decoding(parser, new_tokens=256)
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message: the chat template wraps it"
+    )
+    _arguments.add_template(parser)
+    _arguments.add_decoding(parser, new_tokens=256)
+    _arguments.add_sampling(parser)
+    parser.add_argument("--metrics", action="store_true", help="also print what steps accepted and how long they took")
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, generate, print the text as it comes, and the figures behind it."""
     if args.tensor_parallel:
         check_shareable(args)
+    if args.template is not None and not args.chat:
+        raise ValueError(f"--template: expected --chat with it, got {args.template} alone")
+    _arguments.sampling(args)
     text = read_prompt(args)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected cpu, because torch sees no CUDA device, got {args.device}")
+    _arguments.check_device(args)
     with joined(args.device) if args.tensor_parallel else contextlib.nullcontext(0) as rank:
         if rank > 0:  # it does what the first process does, and would say the same
             logging.disable(logging.WARNING)
@@ -65,41 +71,56 @@ def run(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace, text: str, speak: bool) -> None:
     """Load the model and continue a text; print if this process is the one to speak."""
-    heads = args.model or str(CHECKPOINT / "heads")
-    dtype = DTYPES[args.dtype] if args.dtype else "auto" if args.device != "cpu" else DTYPES["float32"]
-    base = args.base_model or find_base_model(heads)
-    if base is None:
-        raise ValueError(f"--base-model: expected a folder or hub id, because {heads} names none, got none")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    placed: dict[str, object] = {"device_map": None if args.device == "cpu" else args.device}
-    if args.tensor_parallel:
-        placed = {"distributed_config": DistributedConfig(tp_plan="auto")}
-    with MedusaModel.from_pretrained(heads, base, dtype=dtype, tree=args.tree, backend=args.backend, **placed) as model:
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    tokenizer = _arguments.load_tokenizer(args)
+    template = ChatTemplate(tokenizer, args.template) if args.chat else None
+    placed = {"distributed_config": DistributedConfig(tp_plan="auto")} if args.tensor_parallel else {}
+    with _arguments.load_model(args, **placed) as model:
+        stops, ends = args.stop, token_list(model.trunk.causal.generation_config.eos_token_id)
+        if template is None:
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        else:
+            ids = torch.tensor([template.encode([{"role": "user", "content": text}], Transcript()).tokens])
+            streamer = template.streamer()
+            stops, ends = template.stop_strings(stops), template.ends(ends)
         start = time.perf_counter()
         output = model.generate(
-            ids, max_new_tokens=args.max_new_tokens, streamer=streamer if speak and not args.json else None
+            ids,
+            max_new_tokens=args.max_new_tokens,
+            eos_token_id=ends or None,
+            stop_strings=stops,
+            tokenizer=tokenizer,
+            streamer=streamer if speak and not args.json else None,
+            metrics=args.metrics,
+            **_arguments.sampling(args),
         )
         seconds = time.perf_counter() - start
     assert isinstance(output, MedusaOutput)
     if not speak:
         return
-    figures = {
-        "new_tokens": output.new_tokens[0],
-        "steps": output.steps,
-        "tokens_per_step": output.tokens_per_step,
-        "seconds": seconds,
-    }
     if args.json:
         new = output.sequences[0, ids.shape[1] :]
-        print(json.dumps({"text": tokenizer.decode(new, skip_special_tokens=True), **figures}))
-    else:
-        print(
-            f"[{figures['new_tokens']} tokens in {figures['steps']} steps, {output.tokens_per_step:.2f} a step, "
-            f"{seconds:.2f} s with the prefill]",
-            file=sys.stderr,
-        )
+        written = tokenizer.decode(new, skip_special_tokens=True) if template is None else template.answer(new.tolist())
+        print(json.dumps({"text": written, **figures(output, seconds)}))
+        return
+    print(
+        f"[{output.new_tokens[0]} tokens in {output.steps} steps, {output.tokens_per_step:.2f} a step, "
+        f"{seconds:.2f} s with the prefill]",
+        file=sys.stderr,
+    )
+    if output.metrics is not None:
+        print(_figures.as_text(output.metrics), file=sys.stderr)
+
+
+def figures(output: MedusaOutput, seconds: float) -> dict[str, object]:
+    """Return an output's figures as JSON has them."""
+    found: dict[str, object] = {
+        "new_tokens": output.new_tokens[0],
+        "steps": output.steps,
+        "tokens_per_step": _figures.number_or_null(output.tokens_per_step),
+        "seconds": seconds,
+    }
+    return found if output.metrics is None else found | {"metrics": _figures.as_json(output.metrics)}
 
 
 def check_shareable(args: argparse.Namespace) -> None:

@@ -1,11 +1,11 @@
-"""Ladder and Belief: the trees that `tree="auto"` chooses among, and how many tokens a step of each is believed to
-commit.
+"""Ladder and Belief: the trees that `tree="auto"` chooses among, and the tokens a step of each is believed to commit.
 
 Both know acceptance only. What a step costs is in `step_times`, the choice itself in `policy`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -56,7 +56,7 @@ def _odds_against(tree: Tree, accuracies: Sequence[Sequence[float]]) -> tuple[fl
     for path in tree.choices:
         reached[len(path)] += math.prod(accuracies[head][rank] for head, rank in enumerate(path))
     odds = []
-    for above, here in zip(reached, reached[1:], strict=False):
+    for above, here in itertools.pairwise(reached):
         # A calibration table is an estimate: nothing in it is taken for impossible or certain.
         goes_on = min(max(here / above if above else 0.0, 0.001), 0.999)
         odds.append((1.0 - goes_on) / goes_on)
@@ -93,7 +93,7 @@ class Belief:
         tokens: expected tokens a step and row for each tree of the ladder, the root's included. Changed in place.
     """
 
-    def __init__(self, ladder: Ladder, memory: float = 24.0, prior: float = 1.0) -> None:
+    def __init__(self, ladder: Ladder, memory: float = 16.0, prior: float = 1.0) -> None:
         if memory < 1:
             raise ValueError(f"memory: expected at least 1 step, got {memory}")
         if prior <= 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,9 +23,10 @@ from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import propose
 from medusa_decoding.decode.state import DecodeState, Rules
-from medusa_decoding.decode.verify import Nodes, verify
+from medusa_decoding.decode.verify import Greedy, Nodes, verify
 from medusa_decoding.decode.watch import Progress, Watch
 from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.parallel import Peers
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
@@ -55,11 +57,13 @@ class Run:
 
     Attributes:
         state: its last state; whoever holds it gives it back to the arena.
+        reused: tokens of each prompt that were in the cache before.
         trees: the tree of each step launched (on a GPU one step more than was needed).
         seconds: of the prefill and of each step read back, if asked for.
     """
 
     state: DecodeState
+    reused: int
     trees: list[Tree]
     seconds: list[float]
 
@@ -72,11 +76,13 @@ class Hooks:
         draws: fp64 [B, the largest budget], the uniform numbers of sampling; None where nothing is drawn.
         follower: is shown each token, and may end rows.
         timed: measure the prefill and each step.
+        earlier: the state of a generation whose text the prompts begin with, and how many of its tokens they share.
     """
 
     draws: torch.Tensor | None = None
     follower: Follower | None = None
     timed: bool = False
+    earlier: tuple[DecodeState | None, int] = (None, 0)
 
 
 def run(
@@ -107,25 +113,33 @@ def run(
     lengths = [len(prompt) for prompt in prompts]
     # A step writes a row a node, and may accept a whole path past the budget before it is cut.
     spare = max(tree.num_nodes + tree.depth for tree in policy.trees)
-    state = arena.lend(lengths, max(lengths) + min(rules.longest, HEADROOM) + spare, rules.longest)
+    nodes, logits = max(tree.num_nodes for tree in policy.trees), not isinstance(rules.choice, Greedy)
+    rows = arena.first_capacity(lengths, rules.longest, spare, HEADROOM, nodes, logits)
+    state, reused = _first_state(arena, hooks.earlier, lengths, rows, rules.longest, nodes, logits)
     try:
         if any(tree.lookup for tree in policy.trees):
             state.hold_text(prompts)
         if hooks.draws is not None:
             state.draws[:, : hooks.draws.shape[1]].copy_(hooks.draws)
-        reader = _Reader(Watch(state, tokens=hooks.follower is not None, timed=hooks.timed or policy.timed), policy)
-        prefill(trunk, prompts, state, rules)
+        watch = Watch(state, tokens=hooks.follower is not None, timed=hooks.timed or policy.timed)
+        reader = _Reader(watch, policy, trunk.peers)
+        prefill(trunk, prompts, state, rules, reuse=reused)
         reader.record(state)
-        while not reader.catch_up(state, hooks.follower):
+        # A policy that goes by the clock is told what the prefill took before it chooses anything.
+        done = reader.catch_up(state, hooks.follower, all_of_it=policy.timed)
+        policy.begin(sum(reader.seconds), batch=len(prompts), rows=state.cache.capacity)
+        while not done:
             tree = policy.choose()
-            rows = zip(lengths, reader.counts, strict=True)
-            reached = max(length + min(count + reader.ahead, rules.longest) for length, count in rows)
+            counts = zip(lengths, reader.counts, strict=True)
+            reached = max(length + min(count + reader.ahead, rules.longest) for length, count in counts)
             if reached + spare > state.cache.capacity:
                 wanted = min(reached + HEADROOM, max(lengths) + rules.longest)
-                state = _grown(state, arena, lengths, wanted + spare, rules)
+                state = _grown(state, arena, lengths, wanted + spare, rules, nodes, logits)
+                policy.grown(state.cache.capacity)
             step_of(tree)(state, rules)
             reader.record(state, tree)
-        return Run(state, reader.trees, reader.seconds)
+            done = reader.catch_up(state, hooks.follower)
+        return Run(state, reused, reader.trees, reader.seconds)
     except BaseException:
         # Whatever stopped it (a streamer, an interrupt): what was lent can serve the next generation.
         arena.give_back(state)
@@ -139,8 +153,8 @@ HEADROOM = 1024
 class _Reader:
     """Reads records in order, and tells policy and follower of them."""
 
-    def __init__(self, watch: Watch, policy: Policy) -> None:
-        self.watch, self.policy = watch, policy
+    def __init__(self, watch: Watch, policy: Policy, peers: Peers) -> None:
+        self.watch, self.policy, self.peers = watch, policy, peers
         self.trees: list[Tree] = []
         self.unseen: deque[Tree] = deque()
         self.seconds: list[float] = []
@@ -164,19 +178,22 @@ class _Reader:
             self.trees.append(tree)
             self.unseen.append(tree)
 
-    def catch_up(self, state: DecodeState, follower: Follower | None) -> bool:
-        """Read all records but those the device is still at; return whether every row has ended."""
-        while self.watch.pending > self.watch.late:
+    def catch_up(self, state: DecodeState, follower: Follower | None, all_of_it: bool = False) -> bool:
+        """Read all records but those the device may still be at; return whether every row has ended."""
+        while self.watch.pending > (0 if all_of_it else self.watch.late):
             progress = self.watch.read()
             self._refuse_broken(progress)
             before, live = self.counts, [not ended for ended in self._ended]
             self.counts = [self._cut.get(row, count) for row, count in enumerate(progress.counts)]
             self._ended = [row in self._cut or ended for row, ended in enumerate(progress.finished)]
-            if progress.seconds is not None:
-                self.seconds.append(progress.seconds)
+            seconds = progress.seconds
+            if seconds is not None:
+                # Processes that share the model choose alike only if they see alike.
+                seconds = self.peers.agree(seconds) if self.policy.timed else seconds
+                self.seconds.append(seconds)
             if self._read > 0:
                 committed = [now - was for now, was, alive in zip(self.counts, before, live, strict=True) if alive]
-                self.policy.observe(self.unseen.popleft(), progress.seconds, committed)
+                self.policy.observe(self.unseen.popleft(), seconds, committed)
             self._read += 1
             for row, count in follower(progress) if follower else ():
                 state.cut(row, count)
@@ -195,9 +212,27 @@ class _Reader:
                 )
 
 
-def _grown(state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: Rules) -> DecodeState:
+def _first_state(
+    arena: Arena, earlier: tuple[DecodeState | None, int], lengths: list[int], rows: int, budget: int, *memory: Any
+) -> tuple[DecodeState, int]:
+    """Return the state to begin with, and how many tokens of the prompts stand in its cache."""
+    state, common = earlier
+    if state is None:
+        return arena.lend(lengths, rows, budget, *memory), 0
+    try:
+        state, cached = arena.enlarge(state, lengths, rows, budget, *memory)
+    except MemoryError:
+        # There is no room for old and new beside each other: the prompts run whole.
+        del state
+        return arena.lend(lengths, rows, budget, *memory), 0
+    return state, min(common, cached)
+
+
+def _grown(
+    state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: Rules, nodes: int, logits: bool
+) -> DecodeState:
     """Move a generation to a larger cache."""
-    larger = arena.lend(lengths, rows, rules.longest)
+    larger = arena.lend(lengths, rows, rules.longest, nodes, logits)
     larger.continue_from(state)
     arena.give_back(state)
     return larger

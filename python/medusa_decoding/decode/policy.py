@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from medusa_decoding.decode.ladder import Belief, Ladder
-from medusa_decoding.decode.step_times import StepTimes
+from medusa_decoding.decode.step_times import TRUSTED, StepTimes
 from medusa_decoding.tree import Tree
 
 
@@ -89,11 +89,11 @@ PROBE_SHARE = 0.015
 PLAIN_MARGIN = 1.01
 UNTRIED_MARGIN = 1.03
 """How much faster than plain decoding a tree has to be believed to be, and a size never timed here than the best."""
+LEAST_COST = 0.1
+"""Part of a plain step that a tree is charged at least, so that noise in the times makes none look free."""
 REACH = 4
 """How many times larger than the largest known size a size that was never timed may be."""
-FIRST_PLAIN_STEPS = 2
-"""Timed plain steps before the first tree, on a batch size never met before."""
-CHECK_FIRST, CHECK_LAST = 8, 256
+CHECK_FIRST, CHECK_LAST = 4, 256
 """Steps with trees behind which one plain step is timed again; doubled from check to check."""
 
 
@@ -101,11 +101,11 @@ class Adaptive:
     """The tree that commits most tokens a second, plain decoding included, as far as known at each step.
 
     One such object serves one model's generations, one after the other: `begin` before each. What a step commits is the
-    belief's business, what it takes the step times'; predicted tokens over predicted seconds is what is maximised. In a
-    batch that is tokens of all running rows; the time until the last row ends is another aim, which it does not know.
+    belief's business, what it takes the step times'; predicted tokens over predicted seconds is what is maximised (in a
+    batch, tokens of all running rows).
 
     Never slower: two accounts, in seconds, hold what steps with trees lose, that is their time less what plain steps
-    would have taken for the same tokens.
+    would have taken to come as far. A batch is as far as its slowest running row, on which its end waits.
 
     - The generation's. A tree is only taken if, should it commit nothing but its root, all losses less all gains of the
       generation stay below `LOSS_SHARE` of its time so far (prefill included), or of `HORIZON` plain steps where that
@@ -117,7 +117,8 @@ class Adaptive:
       of the time since the last one pays for it. A probe that gained pays for the next at once.
 
     Times are checked as well: while trees are used, a plain step is taken now and then. The size that is tried first is
-    at most `REACH` nodes, each later one at most `REACH` times the largest known.
+    at most `REACH` nodes, each later one at most `REACH` times the largest known. A step whose `seconds` are None (it
+    was compiled or captured) is booked with what it is believed to take: making steps is no loss, and is not bounded.
 
     Args:
         ladder: what to choose from.
@@ -127,6 +128,8 @@ class Adaptive:
     Raises:
         ValueError: a belief about another ladder.
     """
+
+    timed = True
 
     def __init__(self, ladder: Ladder, times: StepTimes, belief: Belief) -> None:
         if belief.ladder is not ladder:
@@ -144,6 +147,8 @@ class Adaptive:
     def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
         """Start a generation; see `Policy`."""
         self._lost = max(0.0, self._lost - LOSS_SHARE * self._elapsed)
+        self._before, self._spent = self._lost, 0.0
+        self._earned: list[float] = []
         self._elapsed = prefill_seconds
         self._batch = batch
         self._chosen: deque[tuple[int, float, bool]] = deque()  # index, seconds at risk, whether it is a probe
@@ -184,33 +189,47 @@ class Adaptive:
         self._reserved = self._reserved - risk if self._chosen else 0.0
         if not committed:
             return
-        believed = self._seconds[index] or seconds or 0.0
-        if seconds is None:
-            charge = believed
-        else:
-            # A step that takes much longer than believed was disturbed; were it the rule, the belief would follow.
-            charge = min(seconds, 3.0 * max(believed, self._seconds[0] or 0.0))
-            self._profile.add(self._nodes[index], seconds, index not in self._met)
+        nodes = self._nodes[index]
+        charge = self._seconds[index] or seconds or 0.0
+        if seconds is not None:
+            if probe or self._profile.samples(nodes) < TRUSTED:
+                # A step that takes much longer than believed was disturbed; were it the rule, the belief would follow.
+                charge = min(seconds, 3.0 * max(charge, self._seconds[0] or 0.0))
+            self._profile.add(nodes, seconds, index not in self._met)
         self._met.add(index)
         self._elapsed += charge
         self._probes += PROBE_SHARE * charge
         if index:
-            loss = charge - (self._seconds[0] or 0.0) * sum(committed) / len(committed)
-            self._lost += loss
-            self._probes = self._probes - loss if probe else 0.0
+            plain = self._seconds[0] or 0.0
+            charge = max(charge, (1.0 + LEAST_COST) * plain)
+            self._charge(charge, plain, committed)
+            mean = sum(committed) / len(committed)
+            self._probes = self._probes - charge + plain * mean if probe else 0.0
             self.belief.observe(index, committed)
         behind = self._profile.version - self._version
-        if behind and (behind >= REFRESHED_EVERY or self._profile.samples(self._nodes[index]) <= SETTLED):
+        if behind and (behind >= REFRESHED_EVERY or self._profile.samples(nodes) <= SETTLED):
             self._refresh()
+
+    def _charge(self, seconds: float, plain: float, committed: Sequence[int]) -> None:
+        """Book a step with a tree: its time, less what plain steps take to where the slowest row is now."""
+        earned = self._earned
+        if len(earned) != len(committed):
+            # Rows have ended, nobody says which: those that go on are compared from here on.
+            self._before, self._spent = self._lost, 0.0
+            self._earned = earned = [0.0] * len(committed)
+        self._spent += seconds
+        for row, count in enumerate(committed):
+            earned[row] += plain * count
+        self._lost = self._before + self._spent - min(earned)
 
     def _pick(self) -> tuple[int, bool]:
         """Return the index of the next step's tree, and whether it is a probe."""
         plain = self._seconds[0]
-        if plain is None or not self._plain_known:
+        if plain is None:
             return 0, False
         allowed = LOSS_SHARE * max(self._elapsed, HORIZON * plain) - self._lost - self._reserved
         tokens, best, best_rate = self.belief.tokens, 0, PLAIN_MARGIN / plain
-        for index in self._ready if self._first_under_way() else self._candidates:
+        for index in self._ready if self._chosen and self._first_under_way() else self._candidates:
             if self._risk[index] <= allowed:
                 rate = tokens[index] / self._margined[index]
                 if rate > best_rate:
@@ -240,7 +259,6 @@ class Adaptive:
         self._version = profile.version
         known = profile.known()
         self._seconds = [profile.seconds(nodes) for nodes in self._nodes]
-        self._plain_known = profile.samples(1) >= FIRST_PLAIN_STEPS or (1 in known and not profile.samples(1))
         self._candidates: list[int] = []
         self._ready: list[int] = []  # those of them that were timed
         self._risk: list[float] = [0.0] * len(self.trees)
@@ -257,17 +275,18 @@ class Adaptive:
             seconds = self._seconds[index]
             if seconds is None or nodes > reach:
                 break
-            risk = (profile.at_risk(nodes) or seconds) - plain
-            self._risk[index] = max(risk, 0.0)
-            self._margined[index] = seconds if nodes in known else seconds * UNTRIED_MARGIN
+            risk = max((profile.at_risk(nodes) or seconds) - plain, LEAST_COST * plain)
+            self._risk[index] = risk
+            # Nor is a step with a tree ever faster than a plain one.
+            self._margined[index] = max(seconds, plain) * (1.0 if nodes in known else UNTRIED_MARGIN)
             if nodes in known:
                 self._ready.append(index)
             self._candidates.append(index)
-            score = self._good[index] / max(risk, 0.01 * plain)
+            score = self._good[index] / risk
             if score > best_score:
                 self._probe, best_score = index, score
 
 
-REFRESHED_EVERY = 4
+REFRESHED_EVERY = 16
 SETTLED = 4
-"""Times are taken over at every sample of a size that has at most so many, else at every fourth."""
+"""Times are taken over at every sample of a size that has at most so many, else at every sixteenth."""

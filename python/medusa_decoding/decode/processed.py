@@ -5,11 +5,15 @@ all tokens before it. Only the nodes that the model's own tokens lead to are vis
 grammar) sees one growing text and nothing that is thrown away. The price is that the host follows the path.
 
 Rows are processed one by one, without the padding that a batch puts before shorter prompts: a row's text is the one it
-would have alone.
+would have alone. A processor object of the caller's serves all rows, so one with a memory is for a batch of 1.
+
+Stopping criteria are asked behind the step (see `follow`): where one cuts within an accepted path, processors have been
+called for the rest of that path too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -93,6 +97,7 @@ class Processed:
         state.check.copy_(logits.amax((1, 2)))
         chosen = torch.zeros_like(tokens, device="cpu")
         tokens, finished = tokens.cpu(), state.finished.tolist()
+        self._refuse_broken(state, finished)
         children = shape.children
         for index, row in enumerate(self.rows):
             visited = [] if finished[index] else [0]
@@ -102,6 +107,15 @@ class Processed:
                 below = [child for node in visited for child in children[node]]
                 visited = [child for child in below if int(tokens[index, child]) == token]
         return chosen.to(logits.device)
+
+    def _refuse_broken(self, state: DecodeState, finished: list[bool]) -> None:
+        """Raise what the loop would raise behind this step: processors shall not see logits that are not finite."""
+        for index, (value, ended) in enumerate(zip(state.check.tolist(), finished, strict=True)):
+            if not math.isfinite(value) and not ended:
+                raise FloatingPointError(
+                    f"model: expected finite logits, got NaN or infinity at step {int(state.step)} (0 is the prefill) "
+                    f"in row {index}"
+                )
 
     def _ended(self, row: Row) -> bool:
         new = row.length - row.prompt
@@ -119,12 +133,13 @@ class Processed:
         place = row.length - row.prompt
         if not self.sample:
             token = int(scores.argmax(-1))
-        elif bool(scores.isnan().any()) or not bool((scores > float("-inf")).any()):
-            raise ValueError(
-                f"logits_processor: expected scores to draw from at new token {place + 1}, got NaN or no token allowed"
-            )
-        else:
+        elif math.isfinite(float(scores.amax())):
             token = int(draw(scores, draws[place : place + 1]))
+        else:
+            raise ValueError(
+                f"logits_processor: expected scores to draw from at new token {place + 1}, got NaN, infinity or no "
+                "token allowed"
+            )
         row.text[row.length] = token
         row.length += 1
         return token

@@ -14,12 +14,14 @@ from __future__ import annotations
 import functools
 import logging
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import _inductor as inductor
+from torch._C._dynamo.eval_frame import reset_code
 
 from medusa_decoding.decode.arena import Arena
 from medusa_decoding.decode.arrange import TreeOnDevice
@@ -87,7 +89,7 @@ class Steps:
             self._why_not_fused = f"tensor parallel over {processes} processes"
             logger.info("steps: eager, layers module by module (%s)", self._why_not_fused)
         if backend != "eager":
-            model = self._fingerprint()
+            model = self.fingerprint()
             if model != self._made_for:
                 self.clear()
                 self._made_for = model
@@ -122,7 +124,7 @@ class Steps:
         self._made.clear()
         self.arena.clear()
 
-    def _fingerprint(self) -> tuple[object, ...]:
+    def fingerprint(self) -> tuple[object, ...]:
         """Tell states of the model apart that a compiled or captured step would differ by.
 
         Weights by address and version (writes through `.data` leave no trace); modules by identity, mode, hooks, and
@@ -354,4 +356,6 @@ class CompiledStep:
         # Dynamo keeps its graphs with the code object and gives up behind a few of them: each graph gets its own.
         code = call.__code__.replace(co_name=f"compiled_step_{id(self)}_{len(self._graphs)}")
         fresh = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+        # What dynamo compiles, weights included, and the code object keep each other alive until it is told to let go.
+        weakref.finalize(self, reset_code, code).atexit = False
         return torch.compile(fresh, fullgraph=whole, dynamic=False)

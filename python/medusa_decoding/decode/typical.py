@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 class Typical:
     """The paper's acceptance rule, as a choice of next tokens that `accept` follows.
 
+    A small epsilon keeps nearly every guess. No setting gives greedy decoding: with epsilon 1 and delta next to 1, a
+    guess is kept whose surprise -log p is below the entropy, that is, below the mean surprise; all guesses of a
+    uniform distribution are.
+
     Args:
         threshold: epsilon, above 0 and at most 1.
         alpha: delta, above 0 and below 1. (Below 1 the likeliest token is always accepted, as its probability is at
@@ -41,12 +45,12 @@ class Typical:
     on_host = False
 
     def __init__(self, threshold: float = 0.09, alpha: float = 0.3, temperature: float = 1.0) -> None:
-        if not 0.0 < threshold <= 1.0:
-            raise ValueError(f"posterior_threshold: expected above 0 and at most 1, got {threshold}")
-        if not 0.0 < alpha < 1.0:
-            raise ValueError(f"posterior_alpha: expected above 0 and below 1, got {alpha}")
-        if not 0.0 < temperature < float("inf"):
-            raise ValueError(f"temperature: expected above 0 and finite, got {temperature}")
+        if not isinstance(threshold, (int, float)) or not 0.0 < threshold <= 1.0:
+            raise ValueError(f"posterior_threshold: expected above 0 and at most 1, got {threshold!r}")
+        if not isinstance(alpha, (int, float)) or not 0.0 < alpha < 1.0:
+            raise ValueError(f"posterior_alpha: expected above 0 and below 1, got {alpha!r}")
+        if not isinstance(temperature, (int, float)) or not 0.0 < temperature < float("inf"):
+            raise ValueError(f"temperature: expected above 0 and finite, got {temperature!r}")
         self.threshold, self.alpha, self.temperature = threshold, alpha, temperature
         self.key = ("typical", threshold, alpha, temperature)
 
@@ -55,7 +59,9 @@ class Typical:
         best, entropy, logprobs = self._statistics(nodes, lm_head, state, rules)
         shape = nodes.shape
         likely = (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)[:, shape.parents.clamp(min=0)]
-        accepted = (torch.exp(logprobs) > likely) | (shape.depths == 0)
+        # The likeliest token passes by definition; with alpha next to 1, rounding must not undo that.
+        greedy = nodes.tokens == best[:, shape.parents.clamp(min=0)]
+        accepted = (torch.exp(logprobs) > likely) | greedy | (shape.depths == 0)
         along = shape.paths.long()
         whole_path = accepted[:, along].all(-1)
         # The padding of `paths` repeats the last node, whose likelihood counts once.
@@ -64,7 +70,7 @@ class Typical:
         reached = torch.where(whole_path, shape.depths, -1)
         longest = reached == reached.amax(1, keepdim=True)
         end = torch.where(longest, likelihood, float("-inf")).argmax(1)
-        return _lead_to(end, along[end], nodes.tokens, best)
+        return _lead_to(end, along[end], nodes.tokens, best, shape.depths)
 
     def _statistics(
         self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules
@@ -82,8 +88,14 @@ class Typical:
         return logits.argmax(-1), entropy, logprobs
 
 
-def _lead_to(end: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Next tokens that make `accept` take exactly this path: end int64 [B], path int64 [B, P] padded with end."""
-    next_tokens = torch.zeros_like(tokens)
+def _lead_to(
+    end: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, best: torch.Tensor, depths: torch.Tensor
+) -> torch.Tensor:
+    """Next tokens that make `accept` take exactly this path: end int64 [B], path int64 [B, P] padded with end.
+
+    Siblings may carry one token (a copied branch beside a guess). Nothing leads on from those beside the path; beside
+    its end they are as good as the end itself.
+    """
+    next_tokens = torch.where(depths == depths[end][:, None], best, -1)
     next_tokens.scatter_(1, path[:, :-1], tokens.gather(1, path[:, 1:]))
     return next_tokens.scatter_(1, end[:, None], best.gather(1, end[:, None]))

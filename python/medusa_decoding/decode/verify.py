@@ -89,5 +89,6 @@ def allowed_logits(nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: 
     if rules.min_new is None:
         return logits
     too_early = state.count[:, None] + nodes.shape.depths < rules.min_new[:, None]
-    ends = torch.isin(torch.arange(logits.shape[-1], device=logits.device), rules.eos)
+    # Not torch.isin: behind some dozens of tokens it sorts, and reads a size on the host.
+    ends = (torch.arange(logits.shape[-1], device=logits.device)[:, None] == rules.eos).any(-1)
     return logits.masked_fill(too_early[..., None] & ends, float("-inf"))

@@ -1,0 +1,83 @@
+"""Figures of generations, for people and for programs; made from what `metrics=True` keeps."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_decoding.metrics import GenerationMetrics
+
+
+def total(metrics: Sequence[GenerationMetrics]) -> GenerationMetrics:
+    """Add up generations, at least one; what is told a step or a depth is left out."""
+    accepted: Counter[int] = Counter()
+    nodes: Counter[int] = Counter()
+    for one in metrics:
+        accepted.update(one.accepted_histogram)
+        nodes.update(one.tree_nodes)
+    return GenerationMetrics(
+        prompt_tokens=sum(one.prompt_tokens for one in metrics),
+        new_tokens=sum(one.new_tokens for one in metrics),
+        steps=sum(one.steps for one in metrics),
+        accepted_histogram=dict(sorted(accepted.items())),
+        depth_acceptance=[],
+        tree_nodes=dict(sorted(nodes.items())),
+        prefill_seconds=sum(one.prefill_seconds for one in metrics),
+        decode_seconds=sum(one.decode_seconds for one in metrics),
+        step_seconds=[],
+    )
+
+
+def as_json(metrics: GenerationMetrics, reused: int | None = None) -> dict[str, Any]:
+    """Return figures as JSON has them: null where there is nothing to divide by.
+
+    Args:
+        metrics: of one generation.
+        reused: tokens of the prompt that were in the cache; None where none is kept.
+    """
+    figures: dict[str, Any] = {"prompt_tokens": metrics.prompt_tokens}
+    if reused is not None:
+        figures["reused_tokens"] = reused
+    return figures | {
+        "new_tokens": metrics.new_tokens,
+        "steps": metrics.steps,
+        "tokens_per_step": number_or_null(metrics.tokens_per_step),
+        "tokens_per_second": number_or_null(metrics.tokens_per_second),
+        "accepted_histogram": {str(length): count for length, count in metrics.accepted_histogram.items()},
+        "depth_acceptance": metrics.depth_acceptance,
+        "tree_nodes": {str(nodes): count for nodes, count in metrics.tree_nodes.items()},
+        "prefill_seconds": metrics.prefill_seconds,
+        "decode_seconds": metrics.decode_seconds,
+    }
+
+
+def number_or_null(value: float) -> float | None:
+    """Return a number, or None for NaN, which JSON does not have."""
+    return None if math.isnan(value) else value
+
+
+def as_text(metrics: GenerationMetrics, reused: int | None = None) -> str:
+    """Return the same figures for a person, in a few lines."""
+    cached = "" if reused is None else f", {reused} of them reused from the cache"
+    lines = [
+        f"{metrics.new_tokens} tokens in {metrics.steps} steps, {metrics.tokens_per_step:.2f} a step, "
+        f"{metrics.tokens_per_second:.1f} tokens/s",
+        f"prefill {metrics.prefill_seconds:.3f} s ({metrics.prompt_tokens} prompt tokens{cached}), "
+        f"decode {metrics.decode_seconds:.3f} s",
+    ]
+    if metrics.steps:
+        lines.append("accepted guesses a step: " + _shares(metrics.accepted_histogram))
+    if metrics.depth_acceptance:
+        depths = ", ".join(f"{depth}: {rate:.0%}" for depth, rate in enumerate(metrics.depth_acceptance, 1))
+        lines.append(f"steps that accepted at least so many: {depths}")
+    if len(metrics.tree_nodes) > 1:
+        lines.append("nodes of the trees: " + _shares(metrics.tree_nodes))
+    return "\n".join(lines)
+
+
+def _shares(counts: dict[int, int]) -> str:
+    """Say how often each number came up, in steps and in percent."""
+    everything = sum(counts.values())
+    return ", ".join(f"{value}: {count} ({count / everything:.0%})" for value, count in counts.items())

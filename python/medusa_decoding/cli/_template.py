@@ -1,0 +1,227 @@
+"""A chat's messages made into a prompt: text by the chat template, then tokens; and an answer's text made of tokens.
+
+A model's answer, once it stands in the history, may be tokenised in another way than the model wrote it, and then the
+cache of the generation before would be of no use from there on. Where the tokens the model wrote spell the very text
+that the template asks for, they are put in place of the tokenizer's. This module knows tokenizers; it does not know
+models or caches.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import TextStreamer
+
+Message = dict[str, Any]
+
+PLAIN = """\
+{% for message in messages %}
+{{ message['role'] | capitalize }}: {{ message['content'] | trim }}
+
+{% endfor %}
+{% if add_generation_prompt %}Assistant:{% endif %}"""
+PLAIN_STOP = "\nUser:"
+ANCHOR = 8
+"""Common tokens in front that two token lists are decoded with: decoders treat a text's first token apart."""
+
+
+@dataclass
+class Transcript:
+    """Tokens of a chat: the last prompt's, then its answer's.
+
+    Attributes:
+        tokens: in order.
+        written: of each token, whether the model wrote it.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+
+    def continued(self, count: int, tokens: list[int], by_model: bool = False) -> Transcript:
+        """The first `count` tokens and others behind them."""
+        return Transcript(self.tokens[:count] + tokens, self.written[:count] + [by_model] * len(tokens))
+
+    def answered(self, tokens: list[int]) -> Transcript:
+        """All tokens and the model's answer behind them."""
+        return self.continued(len(self.tokens), tokens, True)
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, or the one to use in its place.
+
+    Args:
+        tokenizer: of the base model.
+        asked: a file with a Jinja template, "plain", or None for the tokenizer's own.
+
+    Attributes:
+        stop: the string with which an answer ends, and which is no part of it; None where a token ends it.
+        end_of_turn: the special token that the template puts behind an answer, or None where this is not certain: it
+            must be the very next token, and one of the tokenizer's special ones. Models are taught to end with it,
+            though not all generation configs name it.
+
+    Raises:
+        ValueError: no template, or one that does not render a question.
+        OSError: a file that cannot be read.
+    """
+
+    def __init__(self, tokenizer: Any, asked: str | None = None) -> None:
+        self.tokenizer, self._plain = tokenizer, asked == "plain"
+        self.stop = PLAIN_STOP if self._plain else None
+        if asked is None and not tokenizer.chat_template:
+            raise ValueError(
+                f"--template: expected a Jinja file or plain, because the tokenizer of {tokenizer.name_or_path} has no "
+                "chat template, got none"
+            )
+        self._text = PLAIN if self._plain else None if asked is None else _read(asked)
+        self.render([{"role": "user", "content": "?"}])
+        self.end_of_turn = self._end_of_turn()
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return the prompt's text, up to where the answer begins.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return self._render(messages, True)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                plain, chat_template=self._text, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"chat template: expected one that takes these messages, got {_one_line(error)}"
+            ) from error
+
+    def encode(self, messages: Sequence[Message], before: Transcript) -> Transcript:
+        """Return the prompt's tokens, those of the prompt before and its answer as far as they spell the same text.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return splice(self.tokenizer, before, self._tokens(self.render(messages)))
+
+    def answer(self, tokens: Sequence[int]) -> str:
+        """Return the text of an answer's tokens, special ones and what ends it left out."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text if self.stop is None else text.split(self.stop, 1)[0]
+
+    def ends(self, eos: list[int]) -> list[int]:
+        """Return the tokens that end an answer: the model's EOS tokens and the template's end of a turn."""
+        return eos if self.end_of_turn is None or self.end_of_turn in eos else [*eos, self.end_of_turn]
+
+    def stop_strings(self, asked: Sequence[str] | None) -> list[str] | None:
+        """Return the strings that end an answer: those asked for and the template's own."""
+        return [*(asked or ()), *([] if self.stop is None else [self.stop])] or None
+
+    def streamer(self) -> AnswerStreamer:
+        """Return a streamer that prints an answer."""
+        return AnswerStreamer(self.tokenizer, self.stop)
+
+    def _tokens(self, text: str) -> list[int]:
+        # A chat template writes special tokens itself; the plain one leaves them to the tokenizer.
+        return self.tokenizer(text, add_special_tokens=self._plain)["input_ids"]
+
+    def _end_of_turn(self) -> int | None:
+        said = "8fe31b"  # stands nowhere in a template, and has no space to lose
+        try:
+            text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], False)
+        except ValueError:
+            return None
+        behind = text.split(said)[1:]
+        tokens = self.tokenizer(behind[0], add_special_tokens=False)["input_ids"] if len(behind) == 1 else []
+        if self._plain or not tokens or tokens[0] not in self.tokenizer.all_special_ids:
+            return None
+        return tokens[0]
+
+
+class AnswerStreamer(TextStreamer):
+    """Prints an answer word by word, as transformers' streamer does, without the string that ends it.
+
+    Args:
+        tokenizer: of the base model.
+        stop: the string from which on nothing is printed, or None.
+    """
+
+    def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.stop, self._held, self._ended = stop or "", "", False
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print what cannot be the beginning of the string that ends the answer."""
+        self._held = "" if self._ended else self._held + text
+        if self.stop and self.stop in self._held:
+            self._ended, shown = True, self._held.index(self.stop)
+        else:
+            shown = len(self._held) - (0 if stream_end else self._possible())
+        super().on_finalized_text(self._held[:shown], stream_end)
+        self._held = self._held[shown:]
+
+    def _possible(self) -> int:
+        """Length of the longest end of what is held that begins the string that ends the answer."""
+        return max((n for n in range(1, len(self.stop)) if self._held.endswith(self.stop[:n])), default=0)
+
+
+def splice(tokenizer: Any, before: Transcript, fresh: list[int]) -> Transcript:
+    """Return a prompt's tokens, as many in front as before if they spell the same text.
+
+    Tokens are taken over as far as both lists agree, and beyond up to the end of a token that the model wrote, the
+    last one possible. What people wrote stays as the tokenizer divides it.
+
+    Args:
+        tokenizer: decodes.
+        before: the prompt before and its answer.
+        fresh: the new prompt as the tokenizer divides it; decoded, the result is the same text in any case.
+    """
+    known = before.tokens
+    same = _common(known, fresh)
+    start = max(0, same - ANCHOR)
+
+    def text(tokens: list[int], end: int | None = None, begin: int = start) -> str:
+        return tokenizer.decode(tokens[begin:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    # Without a common token in front, texts cannot be compared: decoders treat the first token apart.
+    if 0 < same < min(len(known), len(fresh)):
+        whole = text(fresh, begin=0)
+        shared = text(fresh)[: _common(text(known), text(fresh))]
+        ends, places = range(same + 1, len(known) + 1), range(same + 1, len(fresh) + 1)
+        most = bisect.bisect_right(ends, _size(shared), key=lambda end: _size(text(known, end)))
+        for end in (end for end in reversed(ends[:most]) if before.written[end - 1]):
+            wanted = text(known, end)
+            first = bisect.bisect_left(places, _size(wanted), key=lambda place: _size(text(fresh, place)))
+            for place in places[first : first + 4]:  # of a character of 4 bytes, up to 3 may all be shown alike
+                if text(fresh, place) == wanted and text(known[:end] + fresh[place:], begin=0) == whole:
+                    return before.continued(end, fresh[place:])
+    return before.continued(same, fresh[same:])
+
+
+def _size(text: str) -> int:
+    """Bytes of a text; it never gets smaller with more tokens.
+
+    Its characters may get fewer: bytes of characters that are not complete are shown by a mark each.
+    """
+    return len(text.encode()) - 2 * text.count("\ufffd")
+
+
+def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--template: expected UTF-8 text in {path}, got {error}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

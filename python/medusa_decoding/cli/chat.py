@@ -1,0 +1,332 @@
+"""Talk with a model: its answers as they are written, with a history, and what was said kept in the cache.
+
+Each line is a message; a line ending in a backslash goes on with the next. Lines that begin with a slash are commands,
+/help lists them. Ctrl-C ends an answer and keeps what is there of it; Ctrl-D leaves. Messages may also come from a
+pipe: then standard output has the answers (with --json, one JSON line each) and what commands print, and the exit code
+is 2 if a line could not be served.
+
+An answer ends with an EOS token of the model's generation config, or with the special token that the chat template
+puts right behind an answer, if there is one.
+
+    medusa chat --model HEADS --dtype bfloat16 --device cuda
+    medusa chat --model HEADS --system "Answer briefly." --temperature 0.7 --save talk.json
+    echo "What is a tree?" | medusa chat --model HEADS --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_decoding.cli import _arguments, _figures
+from medusa_decoding.cli._template import ChatTemplate, Message, Transcript
+from medusa_decoding.cli._terminal import LEAVE, Breaker, messages
+from medusa_decoding.inputs import token_list
+from medusa_decoding.metrics import GenerationMetrics
+from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.session import Session
+
+NEW_TOKENS = 512
+
+SETTINGS: dict[str, Callable[[str], Any]] = {
+    "temperature": _arguments.temperature,
+    "top_p": _arguments.share,
+    "top_k": _arguments.at_least_zero,
+    "max_new_tokens": _arguments.at_least_one,
+    "seed": _arguments.at_least_zero,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    _arguments.add_model(parser, default="none: the embedded demo model continues code and knows no chats")
+    parser.add_argument("--system", metavar="TEXT", help="the system message, in place of a loaded one")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="begin with the history in a JSON file")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the history in a JSON file")
+    _arguments.add_template(parser)
+    _arguments.add_decoding(parser, new_tokens=NEW_TOKENS)
+    _arguments.add_sampling(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, then talk until the input ends."""
+    _arguments.check_device(args)
+    _arguments.sampling(args)
+    if args.model is None and args.template is None:
+        raise ValueError(
+            "--model: expected the heads of a chat model, because the embedded demo model continues code and knows no "
+            "chats, got none (medusa generate --prompt TEXT continues code; --template plain talks to it all the same)"
+        )
+    history = load(args.load) if args.load else []
+    if args.system is not None:
+        history = [{"role": "system", "content": args.system}, *_exchanges(history)]
+    if args.save is not None and (args.save.is_dir() or not args.save.absolute().parent.is_dir()):
+        raise ValueError(f"--save: expected a file in a folder that exists, got {args.save}")
+    template = ChatTemplate(_arguments.load_tokenizer(args), args.template)
+    with _arguments.load_model(args) as model:
+        return Chat(model, template, args, history).talk()
+
+
+class Chat:
+    """A conversation.
+
+    Args:
+        model: answers.
+        template: makes prompts of messages.
+        args: the command's; /set changes a copy.
+        history: messages to begin with: an optional system message, then questions and answers in turn.
+    """
+
+    def __init__(
+        self, model: MedusaModel, template: ChatTemplate, args: argparse.Namespace, history: list[Message]
+    ) -> None:
+        self.model, self.template, self.args, self.history = model, template, copy.copy(args), history
+        self.session, self.transcript = Session(), Transcript()
+        self.answers: list[tuple[GenerationMetrics, int]] = []
+        self.unsent: str | None = None
+        self.failed = self.left = False
+        self.eos = template.ends(token_list(model.trunk.causal.generation_config.eos_token_id))
+        self.terminal = sys.stdin.isatty()
+        # With --json, standard output has answers alone.
+        self.out = sys.stderr if args.json else sys.stdout
+
+    def talk(self) -> int:
+        """Serve line after line; return the exit code."""
+        if self.terminal:
+            self._say(f"/help lists commands; {LEAVE}")
+        for text in messages(self.terminal):
+            saved = self.history
+            try:
+                self.serve(text)
+                if self.args.save is not None and self.history is not saved:
+                    self.save(str(self.args.save))
+            except KeyboardInterrupt:
+                if not self.terminal:
+                    raise
+                self._note("interrupted: the message was dropped, the history is as before (/retry sends it again)")
+            except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+                self.failed = True
+                self._note(" ".join(str(error).split()) or type(error).__name__)
+            if self.left:
+                break
+        return 2 if self.failed and not self.terminal else 0
+
+    def serve(self, text: str) -> None:
+        """Serve a command or a message.
+
+        Raises:
+            ValueError: an unknown command, or one that cannot be followed; a message that does not fit.
+            FloatingPointError: the model failed.
+            MemoryError: the cache does not fit.
+            OSError: a file that cannot be written.
+        """
+        if text.startswith("/") and not text.startswith("//"):
+            word, *rest = text.split(maxsplit=1)
+            if word not in COMMANDS:
+                raise ValueError(f"{word}: expected a command, see /help (//.. sends a message that begins with /)")
+            COMMANDS[word][0](self, "".join(rest).strip())
+        else:
+            self.answer(text.removeprefix("/") if text.startswith("//") else text)
+
+    def answer(self, text: str) -> None:
+        """Answer a message, and only then take both into the history."""
+        self.unsent = text
+        asked = [*self.history, {"role": "user", "content": text}]
+        prompt = self.template.encode(asked, self.transcript)
+        limit = self.model.trunk.context_limit
+        room = limit - len(prompt.tokens)
+        if room < 1:
+            raise ValueError(
+                f"context: expected fewer than {limit} tokens, got {len(prompt.tokens)} with this message, which was "
+                "not sent (/undo drops the last exchange, /clear all of them, /retry sends it then)"
+            )
+        with Breaker() as breaker:
+            output = self.model.generate(
+                torch.tensor([prompt.tokens]),
+                max_new_tokens=min(self.args.max_new_tokens, room),
+                eos_token_id=self.eos or None,
+                stop_strings=self.template.stop_strings(self.args.stop),
+                tokenizer=self.template.tokenizer,
+                streamer=None if self.args.json else self.template.streamer(),
+                stopping_criteria=[breaker],
+                session=self.session,
+                metrics=True,
+                **self._sampling(),
+            )
+        assert isinstance(output, MedusaOutput)
+        assert output.metrics is not None
+        new = output.sequences[0, len(prompt.tokens) :].tolist()
+        self.transcript = prompt.answered(new)
+        answer: Message = {"role": "assistant", "content": self.template.answer(new)}
+        ended = self._ended(new, room, breaker)
+        if ended == "interrupted":
+            answer["interrupted"] = True
+        self.history, self.unsent = [*asked, answer], None
+        self.answers.append((output.metrics, self.session.reused))
+        self._report(answer["content"], ended)
+
+    def _sampling(self) -> dict[str, Any]:
+        """Return what chooses tokens; each answer of a chat is drawn with a seed of its own."""
+        args = copy.copy(self.args)
+        if not _arguments.drawing(args):  # /set may have made it greedy: what only drawing takes waits for it
+            for name in _arguments.DRAWING:
+                setattr(args, name, None)
+        given = _arguments.sampling(args)
+        if "seed" in given:
+            given["seed"] += len(_exchanges(self.history)) // 2
+        return given
+
+    def _ended(self, new: list[int], room: int, breaker: Breaker) -> str:
+        """Say what ended an answer."""
+        if new[-1] in self.eos:
+            return "eos"
+        if breaker.stopped:
+            return "interrupted"
+        if len(new) == room:
+            return "context"
+        return "max_new_tokens" if len(new) == self.args.max_new_tokens else "stop"
+
+    def _report(self, text: str, ended: str) -> None:
+        """Print an answer as JSON, or what is to be said about its end."""
+        if self.args.json:
+            metrics, reused = self.answers[-1]
+            print(json.dumps({"text": text, "ended": ended, "metrics": _figures.as_json(metrics, reused)}), flush=True)
+        elif ended == "interrupted":
+            self._note("interrupted: the answer is kept as far as it got")
+        elif ended == "context":
+            self._note("context: the answer ends here, the model's context is full (/undo and /clear make room)")
+        elif ended == "max_new_tokens":
+            self._note(f"max_new_tokens: the answer ends here, after {self.args.max_new_tokens} (see /set)")
+
+    def help(self, rest: str) -> None:
+        """Print the commands."""
+        for word, (_, argument, words) in COMMANDS.items():
+            self._say(f"{word + ' ' + argument:18} {words}")
+        self._say("A line ending in a backslash goes on with the next one; //.. sends a message that begins with /.")
+
+    def stats(self, rest: str) -> None:
+        """Print figures of the last answer and of all."""
+        if not self.answers:
+            raise ValueError("/stats: expected an answer before it, got none so far")
+        metrics, reused = self.answers[-1]
+        everything = _figures.total([one for one, _ in self.answers])
+        self._say(f"last answer:\n{_figures.as_text(metrics, reused)}")
+        self._say(f"all {len(self.answers)}:\n{_figures.as_text(everything, sum(n for _, n in self.answers))}")
+
+    def show(self, rest: str) -> None:
+        """Print the history."""
+        for message in self.history:
+            mark = " [interrupted]" if message.get("interrupted") else ""
+            self._say(f"{message['role']}: {message['content']}{mark}")
+
+    def undo(self, rest: str) -> None:
+        """Drop the last exchange."""
+        if not _exchanges(self.history):
+            raise ValueError("/undo: expected an exchange to drop, got an empty history")
+        self.history = self.history[:-2]
+
+    def clear(self, rest: str) -> None:
+        """Drop all exchanges; the system message stays."""
+        self.history = self.history[: len(self.history) - len(_exchanges(self.history))]
+        self.session.clear()
+        self.transcript = Transcript()
+
+    def retry(self, rest: str) -> None:
+        """Send the message again that got no answer."""
+        if self.unsent is None:
+            raise ValueError("/retry: expected a message without an answer, got none")
+        self.answer(self.unsent)
+
+    def save(self, rest: str) -> None:
+        """Write the history; the file appears whole or not at all."""
+        if not rest:
+            raise ValueError("/save: expected a file, got none")
+        path = Path(rest)
+        scratch = path.with_name(path.name + ".partial")
+        scratch.write_text(json.dumps({"messages": self.history}, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        scratch.replace(path)
+
+    def system(self, rest: str) -> None:
+        """Set the system message, or drop it."""
+        history = [*([{"role": "system", "content": rest}] if rest else []), *_exchanges(self.history)]
+        self.template.render([*history, {"role": "user", "content": "?"}])
+        self.history = history
+
+    def set(self, rest: str) -> None:
+        """Change a setting."""
+        name, _, text = rest.partition(" ")
+        if name not in SETTINGS or not text:
+            now = ", ".join(f"{name} {getattr(self.args, name)}" for name in SETTINGS)
+            raise ValueError(f"/set: expected a name and a value, got {rest!r}; now: {now}")
+        try:
+            value = SETTINGS[name](text.strip())
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise ValueError(f"/set {name}: {error}") from error
+        changed = copy.copy(self.args)
+        setattr(changed, name, value)
+        if name == "temperature" and value == 0:
+            changed.do_sample = False
+        self.args = changed
+
+    def leave(self, rest: str) -> None:
+        """Let this be the last line."""
+        self.left = True
+
+    def _say(self, text: str) -> None:
+        print(text, file=self.out, flush=True)
+
+    def _note(self, text: str) -> None:
+        print(f"medusa: {text}", file=sys.stderr, flush=True)
+
+
+COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
+    "/help": (Chat.help, "", "this list"),
+    "/stats": (Chat.stats, "", "tokens a step, tokens a second, tokens reused from the cache"),
+    "/history": (Chat.show, "", "what was said"),
+    "/undo": (Chat.undo, "", "drop the last message and its answer"),
+    "/clear": (Chat.clear, "", "drop all messages but the system message"),
+    "/retry": (Chat.retry, "", "send the message again that got no answer"),
+    "/save": (Chat.save, "FILE", "write the history as JSON, for --load"),
+    "/system": (Chat.system, "TEXT", "change the system message; without TEXT, drop it"),
+    "/set": (Chat.set, "NAME VALUE", f"change one of {', '.join(SETTINGS)}"),
+    "/exit": (Chat.leave, "", "leave, as does Ctrl-D"),
+}
+
+
+def load(path: Path) -> list[Message]:
+    """Read a history: `{"messages": [{"role": .., "content": ..}, ..]}`, or the bare list.
+
+    Raises:
+        ValueError: something else, or messages that are not questions and answers in turn behind an optional system
+            message.
+        OSError: a file that cannot be read.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--load: expected JSON in {path}, got {error}") from error
+    listed = data.get("messages") if isinstance(data, dict) else data
+    if not isinstance(listed, list):
+        raise ValueError(f"--load: expected a list of messages in {path}, got {type(listed).__name__}")
+    for place, message in enumerate(listed):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f"--load: expected a role and a text in message {place} of {path}, got {message!r}")
+    roles = [message.get("role") for message in listed]
+    spoken = roles[1:] if roles[:1] == ["system"] else roles
+    if spoken != ["user", "assistant"] * (len(spoken) // 2):
+        raise ValueError(
+            f"--load: expected an optional system message, then user and assistant in turn in {path}, got {roles}"
+        )
+    return [{key: message[key] for key in ("role", "content", "interrupted") if key in message} for message in listed]
+
+
+def _exchanges(history: list[Message]) -> list[Message]:
+    """Return a history without its system message."""
+    return history[1:] if history and history[0]["role"] == "system" else history

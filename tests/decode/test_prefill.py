@@ -1,0 +1,321 @@
+"""Long prompts in chunks, and prompts that begin with what the cache holds: the same keys, values and text."""
+
+import functools
+
+import pytest
+import torch
+from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+
+from medusa_decoding import MedusaModel, Tree, attention
+from medusa_decoding.attention import DecodeContext
+from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.loop import decode_step
+from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
+from medusa_decoding.decode.state import Rules
+from medusa_kernels import ancestor_words, tree_attention
+
+NEW = 12
+# Around the boundaries of chunks of 1, 3 and 5 tokens a row, the shortest and the longest in the middle.
+LENGTHS = [5, 10, 1, 24, 6, 15, 16, 4]
+WIDTHS = (1, 3, 5)
+
+
+def window(size):
+    return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": 1, "num_hidden_layers": 3}
+
+
+def rope(kind, **more):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=8)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
+VARIANTS = {
+    **{family: (family, {}) for family in FAMILIES},
+    **{f"mistral window {size}": ("mistral", {"sliding_window": size}) for size in (2, 4, 7, 23)},
+    **{f"qwen2 window {size} in some layers": ("qwen2", window(size)) for size in (3, 9)},
+    "multi-head": ("llama", {"num_key_value_heads": 4}),
+    "multi-query": ("llama", {"num_key_value_heads": 1}),
+    "yarn rope": ("qwen3", YARN),
+    "llama3 rope": ("llama", LLAMA3),
+    "dynamic rope": ("llama", {"max_position_embeddings": 8, **rope("dynamic", factor=4.0)}),
+}
+variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
+
+
+@pytest.fixture(params=["here", "as on a GPU"])
+def way(request, monkeypatch):
+    """Either way to attend behind the first chunk, on this machine's CPU."""
+    if request.param == "as on a GPU":
+        monkeypatch.setattr(attention, "_shifted_mask", attention._chains)
+
+
+def rules_for(batch, new=NEW):
+    ends = torch.empty(0, dtype=torch.int64)
+    return Rules(ends, torch.full((batch,), new, dtype=torch.int32), None, new)
+
+
+def lend(medusa, lengths, rows=64, new=NEW):
+    """A state whose cache holds nothing but NaN: what is read without having been written shows."""
+    state = medusa._steps.arena.lend(lengths, rows, new)
+    state.cache.kv.fill_(torch.nan)
+    return state
+
+
+def forward(make, rows):
+    """Each row alone through transformers in one pass: last hidden state [H], keys and values [L, 2, Hkv, T, D]."""
+    found = []
+    for row in rows:
+        model, cache = make(), DynamicCache()  # without a config: also sliding layers keep everything
+        with torch.no_grad():
+            out = model.model(row[None], past_key_values=cache, use_cache=True)
+        kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
+        found.append((out.last_hidden_state[0, -1], kv))
+    return found
+
+
+def distance(ones, others):
+    """The largest difference of hidden states, and of keys and values."""
+    return tuple(
+        max((a[i].double() - b[i]).abs().max().item() for a, b in zip(ones, others, strict=True)) for i in (0, 1)
+    )
+
+
+def agreement(make, rows, dtype=torch.float32):
+    """A check of a state's rows: at most twice as far from fp64 as transformers' own forward, and one rounding."""
+    exact, theirs = forward(lambda: make().double(), rows), forward(make, rows)
+    bounds = distance(theirs, exact)
+    largest = [max(found[i].abs().max().item() for found in exact) for i in (0, 1)]
+
+    def check(state):
+        kv = state.cache.kv.cpu()
+        got = [(state.hidden[b].cpu(), kv[:, :, b, :, : len(row)]) for b, row in enumerate(rows)]
+        for error, bound, most in zip(distance(got, exact), bounds, largest, strict=True):
+            assert error <= 2 * bound + torch.finfo(dtype).eps * most
+
+    return check
+
+
+@variants
+def test_chunks_leave_what_one_pass_leaves(family, overrides, way):
+    rows = prompts(len(LENGTHS), LENGTHS)
+    make = functools.partial(tiny, family, **overrides)
+    agrees = agreement(make, rows)
+    with MedusaModel(make()) as medusa, torch.no_grad():
+        for width in WIDTHS:
+            state = lend(medusa, LENGTHS)
+            prefill(medusa.trunk, rows, state, rules_for(len(rows)), chunk=width * len(rows))
+            assert state.cache.lengths.tolist() == LENGTHS
+            assert state.cache.kv[..., max(LENGTHS) :, :].isnan().all()
+            agrees(state)
+
+
+@variants
+def test_text_behind_chunks_equals_transformers(family, overrides, monkeypatch):
+    rows = prompts(len(LENGTHS), LENGTHS)
+    # A fresh model a row: dynamic scaling leaves frequencies of the last text in transformers' rotary module.
+    expected = [transformers_greedy(tiny(family, **overrides), row, NEW) for row in rows]
+    model = tiny(family, **overrides)
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
+        for width in WIDTHS:
+            in_chunks = functools.partial(prefill, chunk=width * len(rows))
+            monkeypatch.setattr("medusa_decoding.decode.loop.prefill", in_chunks)
+            output = medusa.generate(ids, mask, max_new_tokens=NEW)
+            assert output.sequences[:, ids.shape[1] :].tolist() == expected, width
+
+
+@pytest.mark.parametrize(
+    ("chunk", "passes"),
+    [(100, [(3, 7, 0)]), (21, [(3, 7, 0)]), (20, [(3, 6, 0), (3, 1, 6)]), (2, [(3, 1, i) for i in range(7)])],
+)
+def test_rows_share_a_chunk(monkeypatch, chunk, passes):
+    rows, seen = prompts(3, [7, 2, 6]), []
+    with MedusaModel(tiny()) as medusa, torch.no_grad():
+        forward = medusa.trunk.forward
+
+        def recorded(tokens, context):
+            seen.append((*tokens.shape, context.offset))
+            assert context.cache.lengths.tolist() == [context.offset] * 3
+            return forward(tokens, context)
+
+        monkeypatch.setattr(medusa.trunk, "forward", recorded)
+        prefill(medusa.trunk, rows, lend(medusa, [7, 2, 6]), rules_for(3), chunk=chunk)
+    assert seen == passes
+
+
+# With dynamic scaling, keys of another length have other frequencies: see test_memory.py.
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "dynamic rope"])
+@pytest.mark.parametrize("reuse", [1, 5])
+def test_only_what_is_new_runs(name, reuse, way, monkeypatch):
+    (family, overrides), lengths, seen = VARIANTS[name], [6, 17, 9], []
+    rows = prompts(3, lengths)
+    make = functools.partial(tiny, family, **overrides)
+    with MedusaModel(make()) as medusa, torch.no_grad():
+        forward = medusa.trunk.forward
+        state = lend(medusa, lengths)
+        prefill(medusa.trunk, [row[:reuse] for row in rows], state, rules_for(3))
+        before = state.cache.kv[..., :reuse, :].clone()
+        state.cache.kv[..., reuse:, :] = torch.nan
+        state.clear()
+        monkeypatch.setattr(medusa.trunk, "forward", lambda t, c: seen.append(t.clone()) or forward(t, c))
+        prefill(medusa.trunk, rows, state, rules_for(3), reuse=reuse, chunk=15)
+    assert torch.cat(seen, 1).tolist() == padded(rows, "right")[0][:, reuse:].tolist()
+    assert torch.equal(state.cache.kv[..., :reuse, :], before)
+    agreement(make, rows)(state)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_turn_continues_in_the_cache(family, way):
+    """Steps, then a prompt that goes on behind them: keys and values of steps serve like those of a prefill."""
+    model = tiny(family)
+    rows, tree = prompts(3, [9, 4, 12]), Tree.cartesian([4, 3, 2])
+    with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
+        state = lend(medusa, [9, 4, 12], rows=90)
+        step = functools.partial(decode_step, medusa.trunk, medusa.heads, TreeOnDevice.make(tree, model.device))
+
+        def text(state, rows, **kwargs):
+            rules = rules_for(3)
+            prefill(medusa.trunk, rows, state, rules, **kwargs)
+            while not state.finished.all():
+                step(state, rules)
+            return state.output[:, :NEW].clone()
+
+        turns = [text(state, rows)]
+        more = [torch.cat(parts) for parts in zip(rows, turns[0], prompts(3, [5, 2, 7], seed=8), strict=True)]
+        # A last path may reach past the budget: its keys and values are of tokens that are not in the text.
+        known = [len(row) + NEW for row in rows]
+        common = min(min(pair) for pair in zip(known, state.cache.lengths.tolist(), strict=True))
+        assert common >= 4 + NEW - 1
+        state.clear()
+        turns.append(text(state, more, reuse=common, chunk=12))
+    for texts, prompted in zip(turns, (rows, more), strict=True):
+        assert texts.tolist() == [transformers_greedy(model, row, NEW) for row in prompted]
+
+
+@pytest.mark.parametrize("reuse", [-1, 4, 5])
+def test_reuse_leaves_a_token_of_every_row(reuse):
+    with MedusaModel(tiny()) as medusa, torch.no_grad():
+        state = lend(medusa, [4, 9])
+        with pytest.raises(ValueError, match=rf"reuse: expected 0 to 3 .*, got {reuse}"):
+            prefill(medusa.trunk, prompts(2, [4, 9]), state, rules_for(2), reuse=reuse)
+        with pytest.raises(ValueError, match="chunk: expected at least 1, got 0"):
+            prefill(medusa.trunk, prompts(2, [4, 9]), state, rules_for(2), chunk=0)
+    assert state.cache.kv.isnan().all()
+    assert int(state.step) == 0
+
+
+def brute_force(q, keys, values, offset, scale, window):
+    """Attention of a chunk with everything in memory, in fp64."""
+    q, keys, values = q.double(), keys.double(), values.double()
+    length, groups = q.shape[1], q.shape[2] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    age = offset + torch.arange(length)[:, None] - torch.arange(offset + length)
+    visible = (age >= 0) & (age < (window or torch.inf))
+    scores = torch.einsum("bthd,bhsd->bhts", q, keys[:, :, : offset + length]) * scale
+    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bhsd->bthd", probs, values[:, :, : offset + length])
+
+
+@pytest.mark.parametrize("attend", [attention._shifted_mask, attention._chains], ids=["shifted mask", "chains"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [None, 1, 40, 300, 5000])
+@pytest.mark.parametrize(("length", "offset"), [(1, 1), (600, 37), (17, 500), (256, 64), (257, 1)])
+def test_attention_behind_a_prefix(attend, dtype, size, length, offset):
+    """Windows smaller and larger than the chunk, chunks of several pieces; twice the error of PyTorch's at most."""
+    generator = torch.Generator().manual_seed(length)
+    draw = functools.partial(torch.randn, generator=generator)
+    q = draw(2, length, 6, 16).to(dtype)
+    k, v = draw(2, 2, 2, offset + length + 9, 16).to(dtype)
+    k[:, :, offset + length :] = v[:, :, offset + length :] = torch.nan
+    exact = brute_force(q, k, v, offset, 0.3, size)
+    lens = torch.full((2,), offset, dtype=torch.int32)
+    got = attend(q, k, v, lens, offset, 0.3, size)
+    age = offset + torch.arange(length)[:, None] - torch.arange(offset + length)
+    keys, values = (t[:, :, : offset + length].repeat_interleave(3, 1) for t in (k, v))
+    mask = (age >= 0) & (age < (size or torch.inf))
+    theirs = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, scale=0.3)
+    error, bound = ((out.double() - exact).abs().max() for out in (got, theirs.transpose(1, 2)))
+    assert error <= 2 * bound + torch.finfo(dtype).eps * exact.abs().max()
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest tensor made, by the elements that it really has in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.shape = 0, ()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+                if elements > self.elements:
+                    self.elements, self.shape = elements, (str(func), tuple(tensor.shape))
+        return out
+
+
+@pytest.mark.parametrize("size", [None, 3000], ids=["", "window"])
+def test_nothing_grows_with_the_square_of_the_prompt(size):
+    length = 8192
+    model = tiny("mistral", num_hidden_layers=1, max_position_embeddings=2 * length, sliding_window=size)
+    [row] = prompts(1, [length])
+    with MedusaModel(model) as medusa, torch.no_grad():
+        state = medusa._steps.arena.lend([length], length + 10, 4)
+        with Largest() as largest:
+            prefill(medusa.trunk, [row], state, rules_for(1, 4))
+        assert largest.elements < 100 * 2048, largest.shape  # 48 is the widest layer
+        assert largest.elements >= 48 * 2048, "the pass itself was not seen"
+        # The last position sees what it should: the same as one pass of that token over the cache.
+        positions = torch.zeros(1, dtype=torch.int32)
+        last, cache = state.hidden.clone(), state.cache
+        cache.lengths.fill_(length - 1)
+        words = torch.ones(1, 1, dtype=torch.int64)
+        again = medusa.trunk.forward(row[-1:][None], DecodeContext(cache, positions, words))[:, 0]
+    torch.testing.assert_close(last, again, rtol=1e-4, atol=1e-4)
+
+
+def test_a_prompt_of_several_chunks_equals_transformers():
+    """With the chunk that everyone gets, and rows that end in different ones."""
+    length = 2 * PREFILL_CHUNK + 77
+    model = tiny("qwen3", num_hidden_layers=1, max_position_embeddings=2 * length)
+    rows = prompts(3, [length, 900, PREFILL_CHUNK])
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected
+
+
+@pytest.mark.parametrize("size", [None, 300])
+def test_a_tree_behind_more_than_131_072_rows(size):
+    """A full context and the spare rows behind it, which a bucket rounds up to 147,456."""
+    rows, nodes, length = 131_072 + 400, 20, 131_072 + 311
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, nodes, 2, 16, generator=generator)
+    k, v = torch.randn(2, 1, 1, rows, 16, generator=generator)
+    chain = ancestor_words(torch.ones(nodes, nodes, dtype=torch.bool).tril())
+    lens = torch.tensor([length], dtype=torch.int32)
+    got = tree_attention(q, k, v, lens, chain, scale=0.3, window=size)
+    exact = brute_force(q, k, v, length, 0.3, size)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("family", "overrides"), [("llama", {}), ("mistral", {"sliding_window": 300})])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_on_a_gpu(family, overrides, dtype):
+    """Chunks of several pieces; the errors of transformers' forward in that dtype are those on a CPU."""
+    lengths = [1300, 900]
+    shape = {"hidden_size": 64, "num_attention_heads": 8, "max_position_embeddings": 2048}
+    make = functools.partial(tiny, family, dtype=dtype, **shape, **overrides)
+    rows = prompts(2, lengths)
+    with MedusaModel(make().cuda()) as medusa, torch.no_grad():
+        state = medusa._steps.arena.lend(lengths, 1400, NEW)
+        rules = Rules(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in vars(rules_for(2)).values()))
+        prefill(medusa.trunk, [row.cuda() for row in rows], state, rules, chunk=2 * 520)
+    agreement(make, rows, dtype)(state)
