@@ -135,8 +135,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add how tokens are chosen; `sampling` makes arguments of `generate` of it."""
     group = parser.add_argument_group(
         "choosing tokens",
-        "Greedy unless --temperature is above 0 or --do-sample is given. When drawing, what is not given\ncomes from the "
-        "base model's own generation config.",
+        "Greedy unless --temperature is above 0 or --do-sample is given.\n"
+        "When drawing, what is not given comes from the base model's own generation config.",
     )
     group.add_argument(
         "--temperature",

@@ -111,6 +111,8 @@ class Chat:
                 if not self.terminal:
                     raise
                 self._note("interrupted: the message was dropped, the history is as before (/retry sends it again)")
+            except BrokenPipeError:  # nobody reads the answers any more
+                raise
             except (ValueError, OSError, MemoryError, FloatingPointError) as error:
                 self.failed = True
                 self._note(" ".join(str(error).split()) or type(error).__name__)

@@ -91,7 +91,6 @@ class Processed:
         """Return the token behind every visited node, [B, N]; 0 behind the others, which no path reaches."""
         return self.walk(lm_head(nodes.hidden), nodes.tokens, nodes.shape, state)
 
-    @torch.compiler.disable
     def walk(self, logits: torch.Tensor, tokens: torch.Tensor, shape: Any, state: DecodeState) -> torch.Tensor:
         """Follow every row that has not ended: logits [B, N, V], tokens int64 [B, N] -> next tokens int64 [B, N]."""
         state.check.copy_(logits.amax((1, 2)))

@@ -42,12 +42,12 @@ class Rules:
         return replace(self, eos=self.eos.clone(), max_new=self.max_new.clone(), min_new=min_new)
 
     def copy_(self, other: Rules) -> None:
-        """Take over rules of the same shapes, in place."""
+        """Take over rules of the same shapes, in place; the choice stays, which a captured step no longer asks."""
         self.eos.copy_(other.eos)
         self.max_new.copy_(other.max_new)
         if self.min_new is not None and other.min_new is not None:
             self.min_new.copy_(other.min_new)
-        self.longest, self.choice = other.longest, other.choice
+        self.longest = other.longest
 
 
 @dataclass(eq=False)

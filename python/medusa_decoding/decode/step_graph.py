@@ -6,7 +6,7 @@ model's small operations; on a CPU, freezing also packs the weights for the step
 step is captured as well. Compilation takes seconds to minutes, so it is asked for, never assumed. Each tree and each
 set of shapes (batch, cache bucket, output bucket, EOS tokens), and each way of choosing tokens, gets a graph of its
 own, made when first met; graphs are thrown away when weights have moved or changed. Where the host chooses tokens
-(logits processors), a step is two graphs with the host's choice between them.
+(logits processors), a captured step is two graphs with the host's choice between them, and a compiled one runs eagerly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.processed import Processed
 from medusa_decoding.decode.state import DecodeState, Rules
-from medusa_decoding.decode.verify import Choice, Greedy, Nodes
+from medusa_decoding.decode.verify import Greedy, Nodes
 from medusa_decoding.fused import obstacle
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.tree import Tree
@@ -172,13 +172,13 @@ class Captured:
     Attributes:
         graphs: one, or two where the host chooses tokens in between.
         rules: the tensors that the graphs read.
-        source: the rules last copied into them.
+        source: the rules last copied into them. They belong to a generation, and end with it.
         pause: what the host's choice is given and fills in, between two graphs.
     """
 
     graphs: tuple[torch.cuda.CUDAGraph, ...]
     rules: Rules
-    source: Rules
+    source: weakref.ref[Rules]
     pause: Pause | None
 
 
@@ -189,10 +189,10 @@ class Pause:
         first: the graph being captured.
         second: captures what follows.
         begin: begins the capture of a graph.
-        choice: the host's choice, whose key it takes.
         next_tokens: int64 [B, N], where the choice is read from; allocated outside of the capture.
     """
 
+    key = "pause"
     on_host = False
 
     def __init__(
@@ -200,11 +200,9 @@ class Pause:
         first: torch.cuda.CUDAGraph,
         second: torch.cuda.CUDAGraph,
         begin: Callable[[torch.cuda.CUDAGraph], None],
-        choice: Choice,
         next_tokens: torch.Tensor,
     ) -> None:
         self.first, self.second, self.begin = first, second, begin
-        self.key = choice.key
         self.next_tokens = next_tokens
         self.logits: torch.Tensor | None = None
         self.nodes: Nodes | None = None
@@ -243,19 +241,15 @@ class CapturedStep:
         Raises:
             RuntimeError: the model does something that cannot be captured; the generation cannot go on.
         """
-        if rules.choice.on_host and isinstance(self.step, CompiledStep):
-            # Compiled code is left and entered again at the host's choice, which cannot be captured.
-            self.step(state, rules)
-            return
         key = (self, rules.eos.shape, rules.min_new is None, rules.choice.key)
         captured = state.captured.pop(key, None)
         if captured is None:
             captured = self._capture(state, rules)
             if len(state.captured) == KEPT_STEPS:
                 del state.captured[next(iter(state.captured))]
-        elif captured.source is not rules:
+        elif captured.source() is not rules:
             captured.rules.copy_(rules)
-            captured.source = rules
+            captured.source = weakref.ref(rules)
         state.captured[key] = captured  # behind all others: the most recent
         captured.graphs[0].replay()
         if captured.pause is not None:
@@ -263,7 +257,11 @@ class CapturedStep:
             captured.graphs[1].replay()
 
     def _capture(self, state: DecodeState, rules: Rules) -> Captured:
-        own_rules = rules.clone()
+        # The host's own choice may remember what it is shown, and belongs to one generation: no graph refers to it.
+        own_rules = replace(rules.clone(), choice=Greedy()) if rules.choice.on_host else rules.clone()
+        step = self.step
+        if rules.choice.on_host and isinstance(step, CompiledStep):
+            step = step.step  # compiled code is one piece
         before = state.snapshot()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -271,19 +269,17 @@ class CapturedStep:
         side.wait_stream(torch.cuda.current_stream())
         pause = None
         try:
-            # A first run outside of the capture loads kernels and makes workspaces; then everything is put back. The
-            # host's own choice may remember what it is shown: this run gets another.
-            trial = replace(own_rules, choice=Greedy()) if rules.choice.on_host else own_rules
+            # A first run outside of the capture loads kernels and makes workspaces; then everything is put back.
             with torch.cuda.stream(side):
-                self.step(state, trial)
+                step(state, own_rules)
                 state.restore(before)
             torch.cuda.current_stream().wait_stream(side)
             if rules.choice.on_host:
-                graphs, pause = self._capture_in_two(state, own_rules, side)
+                graphs, pause = self._capture_in_two(step, state, own_rules, side)
             else:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                    self.step(state, own_rules)
+                    step(state, own_rules)
                 graphs = (graph,)
         except torch.OutOfMemoryError:
             raise
@@ -292,10 +288,10 @@ class CapturedStep:
                 "backend 'graph': expected a model whose step can be captured as a CUDA graph (no reads of device data "
                 f"on the host); use backend='eager' for this one. The step failed with: {error}"
             ) from error
-        return Captured(graphs, own_rules, rules, pause)
+        return Captured(graphs, own_rules, weakref.ref(rules), pause)
 
     def _capture_in_two(
-        self, state: DecodeState, rules: Rules, side: torch.cuda.Stream
+        self, step: Step, state: DecodeState, rules: Rules, side: torch.cuda.Stream
     ) -> tuple[tuple[torch.cuda.CUDAGraph, ...], Pause]:
         """Capture a step up to the host's choice, and from there on."""
         graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
@@ -306,12 +302,12 @@ class CapturedStep:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
         next_tokens = torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device)
-        pause = Pause(*graphs, begin, rules.choice, next_tokens)
+        pause = Pause(*graphs, begin, next_tokens)
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             begin(graphs[0])
             try:
-                self.step(state, replace(rules, choice=pause))
+                step(state, replace(rules, choice=pause))
             finally:
                 open_ones[0].capture_end()
         return graphs, pause
@@ -331,7 +327,10 @@ class CompiledStep:
         self._graphs: dict[tuple[object, ...], Step] = {}
 
     def __call__(self, state: DecodeState, rules: Rules) -> None:
-        """Run the step in place."""
+        """Run the step in place; eagerly where the host chooses tokens, as compiled code is one piece."""
+        if rules.choice.on_host:
+            self.step(state, rules)
+            return
         cache = state.cache
         shapes = (cache.kv.shape, cache.cos.shape, state.output.shape, rules.eos.shape)
         text = None if state.text is None else state.text.tokens.shape
@@ -339,7 +338,7 @@ class CompiledStep:
         if key in self._graphs:
             self._graphs[key](state, rules)
             return
-        graph = self._compile(whole=not rules.choice.on_host)
+        graph = self._compile()
         # Whether weights are constants is decided while the function is traced, which is now.
         with inductor.config.patch(freezing=self.freeze):
             graph(state, rules)
@@ -347,7 +346,7 @@ class CompiledStep:
             del self._graphs[next(iter(self._graphs))]
         self._graphs[key] = graph
 
-    def _compile(self, whole: bool) -> Step:
+    def _compile(self) -> Step:
         step = self.step
 
         def call(state: DecodeState, rules: Rules) -> None:
@@ -358,4 +357,4 @@ class CompiledStep:
         fresh = types.FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
         # What dynamo compiles, weights included, and the code object keep each other alive until it is told to let go.
         weakref.finalize(self, reset_code, code).atexit = False
-        return torch.compile(fresh, fullgraph=whole, dynamic=False)
+        return torch.compile(fresh, fullgraph=True, dynamic=False)

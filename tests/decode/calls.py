@@ -1,0 +1,59 @@
+"""Calls of transformers' generate with and without heads, and what tests of them share."""
+
+import torch
+from models import VOCAB
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from medusa_decoding import Tree, medusa_generate
+from medusa_decoding.kept import _kept
+
+TREE = Tree.cartesian([3, 2])
+NEW = 16
+IDS = torch.tensor([[1, 2, 3]])
+
+
+def with_heads(model, heads, ids, **kwargs):
+    """transformers' generate with `custom_generate`; arguments that are None are not given."""
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, "tree": TREE} | kwargs
+    given = {name: value for name, value in given.items() if value is not None}
+    return model.generate(ids, custom_generate=medusa_generate, heads=heads, **given)
+
+
+def plain(model, ids, **kwargs):
+    """The same without heads."""
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False} | kwargs
+    return model.generate(ids, **{name: value for name, value in given.items() if value is not None})
+
+
+def attentions(model):
+    """The modules in the attention's place, as they stand now."""
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def kept(model):
+    """The MedusaModels that are kept for a model between calls."""
+    return list(_kept.get(model, {}).values())
+
+
+def one_letter_a_token():
+    """A tokenizer of as many letters as the tiny models' vocabulary has tokens."""
+    letters = Tokenizer(models.WordLevel({"abcdefghijk"[i]: i for i in range(VOCAB)}, unk_token="a"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    letters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="a", padding_side="left")
+
+
+class Recorder:
+    """A streamer that writes down what it is told; `fail_at` makes it raise at that token."""
+
+    def __init__(self, fail_at=None):
+        self.values, self.ended, self.fail_at = [], 0, fail_at
+
+    def put(self, value):
+        if len(self.values) == self.fail_at:
+            raise InterruptedError("the reader has gone")
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.ended += 1

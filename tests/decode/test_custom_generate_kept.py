@@ -1,0 +1,287 @@
+"""`custom_generate=medusa_generate` leaves the model alone and keeps what it has made; the swap that is suspended."""
+
+import functools
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from calls import IDS, NEW, TREE, Recorder, attentions, kept, plain, with_heads
+from models import heads_for, prompts, tiny, transformers_greedy
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.attention import AttentionSwap, TreeAttention
+from medusa_decoding.kept import forget
+
+
+@pytest.fixture
+def model():
+    return tiny()
+
+
+@pytest.fixture
+def heads(model):
+    return heads_for(model)
+
+
+def test_the_model_is_its_own_again_after_success_and_failure(model, heads):
+    own, hooks = attentions(model), dict(vars(model))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    [row] = prompts(1, [6])
+
+    class StopError(BaseException):
+        pass
+
+    def interrupt(input_ids, scores):
+        assert all(isinstance(attention, TreeAttention) for attention in attentions(model))
+        raise StopError
+
+    with_heads(model, heads, row[None])
+    assert attentions(model) == own
+    for processor, error in ((interrupt, StopError), (lambda ids, scores: 1 / 0, ZeroDivisionError)):
+        with pytest.raises(error):
+            with_heads(model, heads, row[None], logits_processor=[processor])
+        assert attentions(model) == own
+    assert vars(model) == hooks
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert with_heads(model, heads, row[None])[0, 6:].tolist() == transformers_greedy(model, row, NEW)
+
+
+def test_the_next_call_finds_what_was_made(model, heads, monkeypatch):
+    compiled = []
+
+    def compile_(function, **kwargs):
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr("torch.compile", compile_)
+    [row] = prompts(1, [6])
+    fingerprints, expected = [], transformers_greedy(model, row, NEW)
+    for _ in range(3):
+        assert with_heads(model, heads, row[None], backend="compiled")[0, 6:].tolist() == expected
+        [medusa] = kept(model)
+        fingerprints.append(medusa._steps._made_for)
+    assert len(compiled) == 1
+    assert len(set(fingerprints)) == 1
+    # A plain step in between does not disturb it; a changed weight is noticed.
+    plain(model, row[None])
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
+    changed = transformers_greedy(model, row, NEW)
+    assert changed != expected
+    assert with_heads(model, heads, row[None], backend="compiled")[0, 6:].tolist() == changed
+    assert len(compiled) == 2
+    assert kept(model) == [medusa]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_next_call_replays_what_was_captured(model, heads):
+    model, heads = model.cuda(), heads.cuda()
+    rows = [row.cuda() for row in prompts(2, [6])]
+    captured = []
+    for row in rows * 2:
+        expected = transformers_greedy(model, row, NEW)
+        assert with_heads(model, heads, row[None])[0, 6:].tolist() == expected
+        [medusa] = kept(model)
+        states = medusa._steps.arena._idle
+        captured.append([id(graph) for state in states for one in state.captured.values() for graph in one.graphs])
+    assert len(captured[0]) == 1
+    assert captured == captured[:1] * 4
+    assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+def test_nothing_keeps_a_model_alive(heads, monkeypatch, backend):
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
+    model = tiny()
+    [row] = prompts(1, [6])
+    for _ in range(2):
+        with_heads(model, heads, row[None], backend=backend)
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    seen = weakref.ref(model)
+    [medusa] = map(weakref.ref, kept(model))
+    del model
+    gc.collect()  # the compiler lets go of what it has made when the step goes,
+    gc.collect()  # and what it has made goes after that
+    assert seen() is None
+    assert medusa() is None
+    assert not any(weight() is not None for weight in weights)
+
+
+def test_an_eager_model_goes_without_a_garbage_collection(heads):
+    model = tiny()
+    with_heads(model, heads, IDS)
+    seen = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_two_sets_of_heads_on_one_model(model, heads):
+    other = heads_for(model, num_heads=2, seed=9)
+    third = heads_for(model, num_heads=1, seed=10)
+    [row] = prompts(1, [6])
+    expected = transformers_greedy(model, row, NEW)
+    for given in (heads, other, heads, other):
+        assert with_heads(model, given, row[None])[0, 6:].tolist() == expected
+    assert {id(medusa.heads) for medusa in kept(model)} == {id(heads), id(other)}
+    first, second = kept(model)
+    assert with_heads(model, third, row[None], tree=Tree.chain(1))[0, 6:].tolist() == expected
+    assert kept(model)[0] is second
+    assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
+    first.undo()
+    forget(model)
+    assert kept(model) == []
+    forget(model)
+    assert with_heads(model, heads, row[None])[0, 6:].tolist() == expected
+
+
+def test_a_call_within_a_call_and_a_medusa_model_besides(model, heads):
+    rows = prompts(2, [6])
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    own, inner = attentions(model), []
+
+    class Nested(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 5:
+                inner.append(with_heads(model, heads, rows[1][None])[0, 6:].tolist())
+
+    assert with_heads(model, heads, rows[0][None], streamer=Nested())[0, 6:].tolist() == expected[0]
+    assert inner == [expected[1]]
+    assert attentions(model) == own
+    with MedusaModel(model, heads, TREE) as medusa:
+        assert with_heads(model, heads, rows[0][None])[0, 6:].tolist() == expected[0]
+        assert medusa.generate(rows[1][None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected[1]
+        assert all(isinstance(attention, TreeAttention) for attention in attentions(model))
+    assert attentions(model) == own
+
+
+def test_calls_of_several_threads(model, heads):
+    rows = prompts(4, [6])
+    own, got = attentions(model), {}
+    expected = {index: transformers_greedy(model, row, NEW) for index, row in enumerate(rows)}
+
+    def write(index):
+        for _ in range(5):
+            got[index] = with_heads(model, heads, rows[index][None])[0, 6:].tolist()
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+    assert attentions(model) == own
+
+
+def test_a_model_that_has_become_another_is_taken_up_anew(model, heads):
+    [row] = prompts(1, [6])
+    with_heads(model, heads, row[None])
+    [before] = kept(model)
+    model.model.layers = model.model.layers[:1]
+    assert with_heads(model, heads, row[None])[0, 6:].tolist() == transformers_greedy(model, row, NEW)
+    [after] = kept(model)
+    assert after is not before
+    model.to(torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"heads: expected torch.bfloat16 on cpu like the base model, got torch.float32"
+    ):
+        with_heads(model, heads, row[None])
+    assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
+
+
+def test_a_swap_resumes_with_the_same_stand_ins(model):
+    own = attentions(model)
+    swap = AttentionSwap(model.model.layers)
+    stand_ins = attentions(model)
+    for _ in range(2):
+        swap.suspend()
+        swap.suspend()
+        assert (attentions(model), swap.active) == (own, False)
+        swap.resume()
+        swap.resume()
+        assert (attentions(model), swap.active) == (stand_ins, True)
+    assert [attention.users for attention in stand_ins] == [1, 1]
+    swap.suspend()
+    swap.undo()
+    assert (attentions(model), swap.active) == (own, False)
+    with pytest.raises(ValueError, match="after undo"):
+        swap.resume()
+    assert attentions(model) == own
+
+
+def test_a_suspended_swap_keeps_out_of_other_swaps(model):
+    own = attentions(model)
+    first = AttentionSwap(model.model.layers)
+    first.suspend()
+    second = AttentionSwap(model.model.layers)
+    theirs = attentions(model)
+    first.undo()
+    assert attentions(model) == theirs
+    third = AttentionSwap(model.model.layers)
+    third.suspend()
+    assert attentions(model) == theirs
+    third.resume()
+    second.undo()
+    assert attentions(model) == theirs
+    del third
+    gc.collect()
+    assert attentions(model) == own
+
+
+def test_a_mode_set_while_suspended_is_taken_over(model):
+    swap = AttentionSwap(model.model.layers)
+    swap.suspend()
+    model.train()
+    swap.resume()
+    assert all(attention.training for attention in attentions(model))
+    model.eval()
+    assert not any(attention.training or attention.original.training for attention in attentions(model))
+
+
+def test_an_attention_replaced_while_suspended_gets_a_stand_in_of_its_own_or_is_refused(model):
+    swap = AttentionSwap(model.model.layers)
+    swap.suspend()
+    model.model.layers[0].self_attn = new = tiny(seed=5).model.layers[0].self_attn
+    swap.resume()
+    assert model.model.layers[0].self_attn.original is new
+    swap.suspend()
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"layer 1: expected an attention of .* got Identity"):
+        swap.resume()
+    assert model.model.layers[0].self_attn is new
+
+
+def test_a_layer_within_a_wrapper_is_refused(model):
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    with pytest.raises(ValueError, match="layer 1: expected a decoder layer itself, got one within CheckpointWrapper"):
+        AttentionSwap(model.model.layers)
+    assert not isinstance(model.model.layers[0].self_attn, TreeAttention)
+
+
+def test_a_suspended_medusa_model_says_so_and_outlives_its_base(model, heads):
+    medusa = MedusaModel(model, heads, TREE)
+    [row] = prompts(1, [6])
+    medusa.suspend()
+    with pytest.raises(ValueError, match="got a model after suspend"):
+        medusa.generate(row[None])
+    medusa.resume()
+    expected = transformers_greedy(model, row, NEW)
+    assert medusa.generate(row[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
+    medusa.suspend()
+    seen = weakref.ref(model)
+    del model
+    # The fixture still has the model; what the MedusaModel refers to is asked of one that nobody else has.
+    assert seen() is not None
+    lonely = MedusaModel(tiny(), heads, TREE)
+    lonely.suspend()
+    with pytest.raises(ValueError, match="expected the base model still in use, got one that was deleted"):
+        lonely.resume()
