@@ -282,6 +282,24 @@ class AttentionSwap:
         """Whether the swap is in force: neither undone nor suspended."""
         return self._restore.alive and not self._suspended
 
+    def check(self, layers: nn.ModuleList) -> None:
+        """Check that the model still runs what was swapped.
+
+        Args:
+            layers: the model's decoder layers as they stand now.
+
+        Raises:
+            ValueError: other layers, or a layer with another attention in its place (a wrapper of peft's, say).
+        """
+        if list(layers) != self.layers:
+            raise ValueError("layers: expected the ones that were swapped, got others; undo, then swap again")
+        for index, (layer, stand_in) in enumerate(zip(self.layers, self._stand_ins, strict=True)):
+            if layer.self_attn is not stand_in:
+                raise ValueError(
+                    f"layer {index}: expected the attention as swapped, got {type(layer.self_attn).__name__} in its "
+                    "place; undo, then swap again"
+                )
+
     def suspend(self) -> None:
         """Put the original modules back until `resume`; a second call does nothing."""
         self._suspended = True
@@ -353,7 +371,10 @@ def _restore(held: list[Any]) -> None:
     """Empty a list of layers that are held swapped; those that nobody else holds get their own attention back."""
     while held:
         with _SWAPPING:
-            layer = held.pop()
-            layer.self_attn.users -= 1
-            if layer.self_attn.users == 0:
-                layer.self_attn = layer.self_attn.original
+            # Not always the layer's own self_attn: something may have been put around it since, and stays.
+            for parent in list(held.pop().modules()):
+                for name, module in list(parent._modules.items()):
+                    if isinstance(module, TreeAttention):
+                        module.users -= 1
+                        if module.users == 0:
+                            parent._modules[name] = module.original

@@ -7,7 +7,6 @@ This is the public face: it checks what it is given, then runs the loop. It does
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -312,8 +311,12 @@ class MedusaModel:
         """Decode a checked request."""
         self._check_swapped()
         self.trunk.check_unhooked()
+        self.trunk.check_adapters()
         if torch.is_autocast_enabled(self.trunk.device.type):
             raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
+        if request.session is not None and self.trunk.peers.size > 1:
+            # Each process would have to find the same rows in its own memory.
+            raise ValueError(f"session: expected a model in one process, got one over {self.trunk.peers.size}")
         policy = self._policy(tree)
         backend = resolve_backend(self.backend, self.trunk.device, self.trunk.peers.size)
         # States outlive this call, so they are not inference tensors, which nothing outside of that mode may change.
@@ -326,7 +329,7 @@ class MedusaModel:
                 hooks.earlier = request.session.take(self.trunk, model, request.prompts)
             if request.streamer is not None:
                 request.streamer.put(request.prompts[0][None])
-            step_of = functools.partial(self._steps.get, backend=backend)
+            step_of = self._steps.of_generation(backend)
             rules = self._rules(request.limits, choice)
             with _ending(request.streamer):
                 done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
@@ -432,6 +435,7 @@ class MedusaModel:
         if not self.trunk.swap.active:
             what = "undo" if self._suspended is None else "suspend"
             raise ValueError(f"MedusaModel: expected attention modules still swapped, got a model after {what}()")
+        self.trunk.swap.check(self.trunk.decoder.layers)
 
     def _check_heads(self, heads: MedusaHeads) -> None:
         for name, wanted, got in (

@@ -62,10 +62,28 @@ class Trunk:
         attentions = [layer.self_attn for layer in self.decoder.layers]
         for module in (self.causal, self.decoder, *(getattr(a, "original", a) for a in attentions)):
             if is_hooked(module):
+                whose = (
+                    " of accelerate's (accelerate.hooks.remove_hook_from_module)" if hasattr(module, "_hf_hook") else ""
+                )
                 raise ValueError(
                     f"base_model: expected no forward hooks on {type(module).__name__}, which decoding does not call, "
-                    "got some"
+                    f"got some{whose}"
                 )
+
+    def check_adapters(self) -> None:
+        """Raise `ValueError` if an active adapter of peft's depends on more than the hidden states it is given.
+
+        Activated LoRA applies from its invocation tokens on, which peft looks for in its own model's forward alone.
+        """
+        configs = getattr(self.causal, "peft_config", {})
+        invoked = {name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)}
+        for module in self.causal.modules() if invoked else ():
+            if isinstance(getattr(module, "lora_variant", None), dict) and not module.disable_adapters:
+                active = sorted(invoked.intersection(module.active_adapters))
+                if active:
+                    raise ValueError(
+                        f"base_model: expected no activated LoRA (invocation tokens), got adapter {active[0]}"
+                    )
 
     @property
     def lm_head(self) -> nn.Module:

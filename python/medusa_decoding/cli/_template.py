@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,6 @@ PLAIN = """\
 PLAIN_STOP = "\nUser:"
 ANCHOR = 8
 """Common tokens in front that two token lists are decoded with: decoders treat a text's first token apart."""
-
-
-@dataclass
-class Transcript:
-    """Tokens of a chat: the last prompt's, then its answer's.
-
-    Attributes:
-        tokens: in order.
-        written: of each token, whether the model wrote it.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    written: list[bool] = field(default_factory=list)
-
-    def continued(self, count: int, tokens: list[int], by_model: bool = False) -> Transcript:
-        """The first `count` tokens and others behind them."""
-        return Transcript(self.tokens[:count] + tokens, self.written[:count] + [by_model] * len(tokens))
-
-    def answered(self, tokens: list[int]) -> Transcript:
-        """All tokens and the model's answer behind them."""
-        return self.continued(len(self.tokens), tokens, True)
 
 
 class ChatTemplate:
@@ -100,13 +78,17 @@ class ChatTemplate:
                 f"chat template: expected one that takes these messages, got {_one_line(error)}"
             ) from error
 
-    def encode(self, messages: Sequence[Message], before: Transcript) -> Transcript:
-        """Return the prompt's tokens, those of the prompt before and its answer as far as they spell the same text.
+    def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
+        """Return the prompt's tokens.
+
+        Args:
+            messages: `role` and `content` each.
+            known: the tokens of the prompt before and its answer; they are used as far as they spell the same text.
 
         Raises:
             ValueError: the template refuses the messages.
         """
-        return splice(self.tokenizer, before, self._tokens(self.render(messages)))
+        return splice(self.tokenizer, list(known), self._tokens(self.render(messages)))
 
     def answer(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer's tokens, special ones and what ends it left out."""
@@ -169,18 +151,17 @@ class AnswerStreamer(TextStreamer):
         return max((n for n in range(1, len(self.stop)) if self._held.endswith(self.stop[:n])), default=0)
 
 
-def splice(tokenizer: Any, before: Transcript, fresh: list[int]) -> Transcript:
-    """Return a prompt's tokens, as many in front as before if they spell the same text.
-
-    Tokens are taken over as far as both lists agree, and beyond up to the end of a token that the model wrote, the
-    last one possible. What people wrote stays as the tokenizer divides it.
+def splice(tokenizer: Any, known: list[int], fresh: list[int]) -> list[int]:
+    """Return a prompt's tokens, as many in front as known if they spell the same text.
 
     Args:
         tokenizer: decodes.
-        before: the prompt before and its answer.
-        fresh: the new prompt as the tokenizer divides it; decoded, the result is the same text in any case.
+        known: the prompt before and the model's answer, as it wrote it.
+        fresh: the new prompt as the tokenizer divides it.
+
+    Returns:
+        `known[:n]` for the largest n possible, and behind it the rest of `fresh`; decoded, it is the text of `fresh`.
     """
-    known = before.tokens
     same = _common(known, fresh)
     start = max(0, same - ANCHOR)
 
@@ -193,13 +174,13 @@ def splice(tokenizer: Any, before: Transcript, fresh: list[int]) -> Transcript:
         shared = text(fresh)[: _common(text(known), text(fresh))]
         ends, places = range(same + 1, len(known) + 1), range(same + 1, len(fresh) + 1)
         most = bisect.bisect_right(ends, _size(shared), key=lambda end: _size(text(known, end)))
-        for end in (end for end in reversed(ends[:most]) if before.written[end - 1]):
+        for end in reversed(ends[:most]):
             wanted = text(known, end)
             first = bisect.bisect_left(places, _size(wanted), key=lambda place: _size(text(fresh, place)))
             for place in places[first : first + 4]:  # of a character of 4 bytes, up to 3 may all be shown alike
                 if text(fresh, place) == wanted and text(known[:end] + fresh[place:], begin=0) == whole:
-                    return before.continued(end, fresh[place:])
-    return before.continued(same, fresh[same:])
+                    return known[:end] + fresh[place:]
+    return fresh
 
 
 def _size(text: str) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.cli import _arguments, _figures
-from medusa_decoding.cli._template import ChatTemplate, Message, Transcript
+from medusa_decoding.cli._template import ChatTemplate, Message
 from medusa_decoding.cli._terminal import LEAVE, Breaker, messages
 from medusa_decoding.inputs import token_list
 from medusa_decoding.metrics import GenerationMetrics
@@ -88,7 +88,8 @@ class Chat:
         self, model: MedusaModel, template: ChatTemplate, args: argparse.Namespace, history: list[Message]
     ) -> None:
         self.model, self.template, self.args, self.history = model, template, copy.copy(args), history
-        self.session, self.transcript = Session(), Transcript()
+        self.session = Session()
+        self.known: list[int] = []
         self.answers: list[tuple[GenerationMetrics, int]] = []
         self.unsent: str | None = None
         self.failed = self.left = False
@@ -141,17 +142,17 @@ class Chat:
         """Answer a message, and only then take both into the history."""
         self.unsent = text
         asked = [*self.history, {"role": "user", "content": text}]
-        prompt = self.template.encode(asked, self.transcript)
+        prompt = self.template.encode(asked, self.known)
         limit = self.model.trunk.context_limit
-        room = limit - len(prompt.tokens)
+        room = limit - len(prompt)
         if room < 1:
             raise ValueError(
-                f"context: expected fewer than {limit} tokens, got {len(prompt.tokens)} with this message, which was "
+                f"context: expected fewer than {limit} tokens, got {len(prompt)} with this message, which was "
                 "not sent (/undo drops the last exchange, /clear all of them, /retry sends it then)"
             )
         with Breaker() as breaker:
             output = self.model.generate(
-                torch.tensor([prompt.tokens]),
+                torch.tensor([prompt]),
                 max_new_tokens=min(self.args.max_new_tokens, room),
                 eos_token_id=self.eos or None,
                 stop_strings=self.template.stop_strings(self.args.stop),
@@ -164,8 +165,8 @@ class Chat:
             )
         assert isinstance(output, MedusaOutput)
         assert output.metrics is not None
-        new = output.sequences[0, len(prompt.tokens) :].tolist()
-        self.transcript = prompt.answered(new)
+        self.known = output.sequences[0].tolist()
+        new = self.known[len(prompt) :]
         answer: Message = {"role": "assistant", "content": self.template.answer(new)}
         ended = self._ended(new, room, breaker)
         if ended == "interrupted":
@@ -238,7 +239,7 @@ class Chat:
         """Drop all exchanges; the system message stays."""
         self.history = self.history[: len(self.history) - len(_exchanges(self.history))]
         self.session.clear()
-        self.transcript = Transcript()
+        self.known = []
 
     def retry(self, rest: str) -> None:
         """Send the message again that got no answer."""

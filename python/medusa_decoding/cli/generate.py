@@ -25,7 +25,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.cli import _arguments, _figures
-from medusa_decoding.cli._template import ChatTemplate, Transcript
+from medusa_decoding.cli._template import ChatTemplate
 from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaOutput
 from medusa_decoding.parallel import joined
@@ -80,7 +80,7 @@ def generate(args: argparse.Namespace, text: str, speak: bool) -> None:
             ids = tokenizer(text, return_tensors="pt").input_ids
             streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         else:
-            ids = torch.tensor([template.encode([{"role": "user", "content": text}], Transcript()).tokens])
+            ids = torch.tensor([template.encode([{"role": "user", "content": text}])])
             streamer = template.streamer()
             stops, ends = template.stop_strings(stops), template.ends(ends)
         start = time.perf_counter()

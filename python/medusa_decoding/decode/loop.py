@@ -114,7 +114,7 @@ def run(
     # A step writes a row a node, and may accept a whole path past the budget before it is cut.
     spare = max(tree.num_nodes + tree.depth for tree in policy.trees)
     nodes, logits = max(tree.num_nodes for tree in policy.trees), not isinstance(rules.choice, Greedy)
-    rows = arena.first_capacity(lengths, rules.longest, spare, HEADROOM, nodes, logits)
+    rows = arena.first_capacity(lengths, rules.longest, spare, HEADROOM, nodes, logits, held=hooks.earlier[0])
     state, reused = _first_state(arena, hooks.earlier, lengths, rows, rules.longest, nodes, logits)
     try:
         if any(tree.lookup for tree in policy.trees):
@@ -219,12 +219,7 @@ def _first_state(
     state, common = earlier
     if state is None:
         return arena.lend(lengths, rows, budget, *memory), 0
-    try:
-        state, cached = arena.enlarge(state, lengths, rows, budget, *memory)
-    except MemoryError:
-        # There is no room for old and new beside each other: the prompts run whole.
-        del state
-        return arena.lend(lengths, rows, budget, *memory), 0
+    state, cached = arena.enlarge(state, lengths, rows, budget, *memory)
     return state, min(common, cached)
 
 

@@ -83,6 +83,14 @@ class Steps:
         Raises:
             ValueError: an unknown backend, or one that the device cannot run.
         """
+        return self.of_generation(backend)(tree)
+
+    def of_generation(self, backend: Backend) -> Callable[[Tree], Step]:
+        """Look at the model once, before a generation's prefill; return what gives each tree its step.
+
+        Raises:
+            ValueError: an unknown backend, or one that the device cannot run.
+        """
         processes = self.trunk.peers.size
         backend = resolve_backend(backend, self.trunk.device, processes)
         if processes > 1 and self._why_not_fused is None:
@@ -95,6 +103,16 @@ class Steps:
                 self._made_for = model
         self._choose_layers(backend)
         self.arena.keep = KEPT_STATES if backend != "eager" and self.trunk.device.type == "cuda" else 0
+        met: dict[int, tuple[Tree, Step]] = {}  # a tree's hash takes as long as some steps
+
+        def step_of(tree: Tree) -> Step:
+            if id(tree) not in met:
+                met[id(tree)] = tree, self._kept(tree, backend)
+            return met[id(tree)][1]
+
+        return step_of
+
+    def _kept(self, tree: Tree, backend: Backend) -> Step:
         key = (tree, backend, self.trunk.device)
         step = self._made.pop(key, None) or self._make(tree, backend)
         self._made[key] = step
@@ -128,7 +146,7 @@ class Steps:
         """Tell states of the model apart that a compiled or captured step would differ by.
 
         Weights by address and version (writes through `.data` leave no trace); modules by identity, mode, hooks, and
-        which of peft's adapters they apply.
+        which of peft's adapters they apply, how strongly.
         """
         roots = [self.trunk.causal] + ([self.heads] if self.heads is not None else [])
         modules = [module for root in roots for module in root.modules()]
@@ -162,6 +180,7 @@ def _module_state(module: torch.nn.Module) -> tuple[object, ...]:
         own.get("_disable_adapters"),
         str(own.get("_active_adapter")),
         str(own.get("merged_adapters")),
+        str(own.get("scaling")),
     )
 
 
@@ -224,6 +243,10 @@ class Pause:
 
 class CapturedStep:
     """A step captured once for each state it meets, as a CUDA graph over the state's own tensors.
+
+    Some quantised layers read device data on the host and cannot be captured: by their sources (never run here),
+    bitsandbytes' 8-bit layers unless `llm_int8_threshold=0.0` (are there outliers?), and dynamic int8 of torchao up to
+    0.18, which prints its input to find out whether it is traced. Its weight-only layers and 4-bit ones read nothing.
 
     Args:
         step: the step to capture. It reads nothing back to the host and its shapes depend on no data.

@@ -1,0 +1,525 @@
+"""Memory stated before it is taken, refused where it is not there, and caches that serve a second turn."""
+
+import functools
+import itertools
+import json
+import logging
+import os
+import re
+
+import pytest
+import torch
+from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_decoding import MedusaModel, Tree, memory
+from medusa_decoding.cache import TreeCache, bucket, reusable_rows
+from medusa_decoding.decode import arena as arenas
+from medusa_decoding.decode.arena import Arena
+from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.loop import decode_step
+from medusa_decoding.decode.prefill import prefill
+from medusa_decoding.decode.state import Rules
+from medusa_decoding.trunk import Trunk
+
+DYNAMIC = {
+    "max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+}
+
+
+def rules_for(batch, new):
+    ends = torch.empty(0, dtype=torch.int64)
+    return Rules(ends, torch.full((batch,), new, dtype=torch.int32), None, new)
+
+
+@pytest.fixture
+def trunk():
+    return Trunk(tiny())
+
+
+# How large a bucket is
+
+
+def test_buckets_are_few_and_waste_little():
+    sizes = [bucket(size) for size in range(1, 140_000)]
+    assert all(got >= size for size, got in enumerate(sizes, 1))
+    assert all((got - size) / size <= 1 / 8 for size, got in enumerate(sizes, 1) if size > 4096)
+    assert [got for got in sorted(set(sizes)) if got <= 4096] == [
+        *(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+    ]
+    # Eight a doubling: 4096 to 131,072 are five doublings, and 147,456 is one more size.
+    assert len(set(sizes)) == 13 + 5 * 8 + 1
+    assert all(bucket(size) == size for size in set(sizes))
+    assert all(size % 512 == 0 for size in set(sizes) if size > 4096)
+
+
+# What is stated
+
+
+def test_llama_3_8b_at_128k():
+    """Closed formulas, on a model without weights."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072,
+    )  # fmt: skip
+    with torch.device("meta"):
+        trunk = Trunk(LlamaForCausalLM(config).to(torch.bfloat16))
+    use = memory.estimate(trunk, 1, 130_000, 1000, 64, 2048, depth=4)
+    rows = 131_072  # the bucket of 131,068
+    assert use.rows == rows
+    assert use.cache == 16 * 2**30 == 32 * 2 * 8 * rows * 128 * 2
+    assert use.tables == 64 * 2**20
+    # Input, residual stream and its normed copy; gate, up and their product; cosines, sines and some indices.
+    assert use.activations == 2048 * ((3 * 4096 + 3 * 14336 + 2 * 128) * 2 + 16)
+    assert use.total == use.cache + use.tables + use.state + use.activations
+    assert str(use).startswith("16.27 GiB: cache 16.00 GiB (1 x 131,072 rows), rotary tables 64.0 MiB, state ")
+    assert str(use).endswith("activations 217.0 MiB")
+    with_logits = memory.estimate(trunk, 16, 100, 1000, 64, 2048, depth=4, logits=True)
+    without = memory.estimate(trunk, 16, 100, 1000, 64, 2048, depth=4)
+    assert with_logits.activations - without.activations > 16 * 64 * 128256 * 4
+    wider = memory.estimate(trunk, 4, 130_000, 1000, 64, 2048, depth=4)
+    assert wider.cache == 4 * use.cache
+    assert wider.activations == use.activations
+
+
+@pytest.mark.parametrize("lengths", [[5], [5, 30, 11]])
+@pytest.mark.parametrize("overrides", [{}, DYNAMIC], ids=["", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_lent_is_what_was_stated(lengths, overrides, dtype):
+    trunk = Trunk(tiny(dtype=dtype, **overrides))
+    state = Arena(trunk, keep=0).lend(lengths, 300, 70)
+    use = memory.use_of_rows(trunk, len(lengths), 300, 70, 1)
+    assert use.rows == state.cache.capacity
+    assert use.cache == state.cache.kv.nbytes
+    assert use.tables == state.cache.cos.nbytes + state.cache.sin.nbytes
+    carried = [t for t in vars(state).values() if isinstance(t, torch.Tensor)]
+    assert 0.5 * sum(t.nbytes for t in carried) < use.state < 2 * sum(t.nbytes for t in carried)
+
+
+def peak_of(run, path):
+    """The most bytes that PyTorch's CPU allocator held at once for what `run` made, from its own records."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        run()
+    profile.export_chrome_trace(str(path))
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return max(itertools.accumulate(changes))
+
+
+SHAPES = {
+    "wide MLP": {"hidden_size": 32, "intermediate_size": 512},
+    "narrow MLP": {"hidden_size": 128, "num_attention_heads": 16, "intermediate_size": 64},
+    "many KV heads": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8},
+    "window": {"hidden_size": 64, "num_attention_heads": 8, "sliding_window": 700},
+    "large vocabulary": {"hidden_size": 32, "vocab_size": 4096},
+}
+
+
+@pytest.mark.parametrize("overrides", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_activations_are_what_was_stated(overrides, dtype, batch, tmp_path):
+    """The peak of what lives beside the state, through a prefill in several chunks and a step."""
+    model, tree = tiny("mistral", dtype=dtype, **overrides), Tree.cartesian([4, 3, 2])
+    lengths, chunk = [1500] * batch, 600
+    with MedusaModel(model, heads_for(model, shared=True), tree) as medusa, torch.no_grad():
+        state = medusa._steps.arena.lend(lengths, 1600, 8)
+        shape = TreeOnDevice.make(tree, model.device)
+        rows, rules = prompts(batch, lengths), rules_for(batch, 8)
+
+        def run():
+            prefill(medusa.trunk, rows, state, rules, chunk=chunk)
+            decode_step(medusa.trunk, medusa.heads, shape, state, rules)
+
+        use = memory.estimate(medusa.trunk, batch, 1500, 8, tree.num_nodes, chunk, depth=tree.depth)
+        peak = peak_of(run, tmp_path / "trace.json")
+    # The prompts side by side are no activations.
+    peak -= 1500 * batch * 8
+    assert peak <= use.activations <= 2 * peak
+
+
+# What a device has
+
+
+def v2(folder, limit, current):
+    return {f"{folder}memory.max": limit, f"{folder}memory.current": current}
+
+
+def v1(folder, limit, usage):
+    return {f"memory/{folder}memory.limit_in_bytes": limit, f"memory/{folder}memory.usage_in_bytes": usage}
+
+
+V1_GROUPS = "3:cpuset,memory:/a\n2:cpu:/a\n0::/\n"
+STAT = "anon 1\ninactive_file 7000\nactive_file 500\ntotal_inactive_file 3000\n"
+HOSTS = {
+    # what the process is in, the groups' files, and what is left beside 80 kB that the kernel has
+    "no groups": ("", {}, 80 * 1024),
+    "version 2": ("0::/a/b\n", v2("a/b/", "50000", "20000"), 30000),
+    "version 2, files to give up": ("0::/a\n", v2("a/", "50000", "20000") | {"a/memory.stat": STAT}, 37000),
+    "version 2, a limit above": ("0::/a/b\n", v2("a/b/", "max", "20000") | v2("a/", "40000", "39000"), 1000),
+    "version 2, the host's path in a container": ("0::/host/path\n", v2("", "40000", "15000"), 25000),
+    "version 2, no limit": ("0::/a\n", v2("a/", "max", "20000"), 80 * 1024),
+    "version 2, over the limit": ("0::/\n", v2("", "4000", "5000"), 0),
+    "version 1": (V1_GROUPS, v1("a/", "60000", "20000") | {"memory/a/memory.stat": STAT}, 43000),
+    "version 1, a limit above": (V1_GROUPS, v1("a/", "60000", "2") | v1("", "700", "200"), 500),
+    "version 1, no limit": (V1_GROUPS, v1("a/", "9223372036854771712", "20000"), 80 * 1024),
+}
+
+
+@pytest.mark.parametrize(("groups", "files", "expected"), HOSTS.values(), ids=HOSTS.keys())
+def test_what_a_host_has_left(tmp_path, groups, files, expected):
+    files = {f"groups/{name}": text for name, text in files.items()}
+    files["proc/meminfo"] = "MemTotal:  999 kB\nMemFree:  1 kB\nMemAvailable:  80 kB\n"
+    files["proc/self/cgroup"] = groups
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory.host_memory(tmp_path / "proc", tmp_path / "groups") == expected
+
+
+def test_what_nobody_tells_is_not_guessed(tmp_path):
+    assert memory.host_memory(tmp_path, tmp_path) is None
+    assert memory.available(torch.device("meta")) is None
+
+
+def test_this_host_has_some_left():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < memory.available(torch.device("cpu")) <= total
+
+
+def test_a_gpu_has_what_is_free_and_what_the_allocator_holds_unused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
+    assert memory.available(torch.device("cuda")) == 540
+
+
+# What is refused, and what makes room
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """A device of as many free bytes as the test says, and asked about every allocation."""
+
+    class Room:
+        free, asked = 0, 0
+
+        def __call__(self, device):
+            self.asked += 1
+            return self.free(device) if callable(self.free) else self.free
+
+    room = Room()
+    monkeypatch.setattr(arenas, "available", room)
+    monkeypatch.setattr(arenas, "UNCHECKED", 0)
+    return room
+
+
+@pytest.fixture
+def nothing_made(monkeypatch):
+    """Fails the test where a cache or rotary tables are made."""
+
+    def made(*args, **kwargs):
+        raise AssertionError("allocated before it was refused")
+
+    monkeypatch.setattr(TreeCache, "allocate", made)
+    monkeypatch.setattr(Trunk, "rope", made)
+
+
+def figure(pattern, error):
+    """The number that a message names."""
+    return int(re.search(pattern, str(error.value)).group(1).replace(",", ""))
+
+
+def test_memory_is_stated_before_it_is_taken(trunk, monkeypatch, caplog):
+    monkeypatch.setattr(TreeCache, "allocate", lambda **_: 1 / 0)
+    with caplog.at_level(logging.INFO, "medusa_decoding"), pytest.raises(ZeroDivisionError):
+        Arena(trunk, keep=0).lend([5], 5000, 10)
+    assert caplog.messages == [f"memory: {memory.use_of_rows(trunk, 1, 5000, 10, 5)}"]
+    assert "cache 1.2 MiB (1 x 5,120 rows)" in caplog.text
+
+
+def test_what_does_not_fit_is_refused_with_what_would(trunk, room, nothing_made):
+    use = memory.use_of_rows(trunk, 2, 50_000, 100, 10)
+    room.free = use.total - 1
+    with pytest.raises(MemoryError, match=r"expected at most .* \(free on cpu\), got .* MiB: cache 26.0 MiB") as error:
+        Arena(trunk, keep=0).lend([5, 3], 50_000, 100)
+    fits = figure(r"of 50,000 tokens a row .* ([\d,]+) would fit", error)
+    assert fits == 49_152, "the largest bucket below that of 50,000"
+    room.free = 100_000
+    with pytest.raises(MemoryError) as error:
+        Arena(trunk, keep=0).lend([5, 3], 50_000, 100)
+    fits = figure(r"([\d,]+) would fit", error)
+    assert memory.use_of_rows(trunk, 2, fits, 100, 10).total <= 100_000
+    assert memory.use_of_rows(trunk, 2, fits + 1, 100, 10).total > 100_000
+    room.free = 10
+    with pytest.raises(MemoryError, match="0 would fit"):
+        Arena(trunk, keep=0).lend([5, 3], 50_000, 100)
+
+
+def test_what_just_fits_is_lent(trunk, room):
+    room.free = memory.use_of_rows(trunk, 2, 500, 100, 10).total
+    assert Arena(trunk, keep=0).lend([5, 3], 500, 100).cache.capacity == 512
+    room.free = None  # where nobody knows, nothing is refused
+    Arena(trunk, keep=0).lend([5, 3], 500, 100)
+
+
+def test_small_generations_ask_nobody(trunk, monkeypatch):
+    monkeypatch.setattr(arenas, "available", lambda device: 1 / 0)
+    arena = Arena(trunk, keep=0)
+    assert memory.use_of_rows(trunk, 1, 150_000, 10, 5).total < memory.UNCHECKED == 64 * 2**20
+    arena.lend([5], arena.first_capacity([5], 9000, 10, 100), 10)
+    with pytest.raises(ZeroDivisionError):
+        arena.lend([5], 300_000, 10)
+    with pytest.raises(ZeroDivisionError):
+        arena.first_capacity([5], 300_000, 10, 100)
+
+
+def test_what_is_kept_is_thrown_away_before_anything_is_refused(trunk, room):
+    arena = Arena(trunk, keep=3)
+    room.free = 10**9
+    states = [arena.lend([5], rows, 10) for rows in (100, 300)]
+    kept = sum(state.cache.nbytes for state in states)
+    need = memory.use_of_rows(trunk, 1, 2000, 10, 5).total
+    for state in states:
+        arena.give_back(state)
+    room.free = lambda device: need - 1 if arena._idle else need
+    assert arena.lend([5], 2000, 10).cache.capacity == 2048
+    assert arena._idle == []
+    # What would be thrown away counts as free at the start of a generation too; nothing is thrown away there.
+    for state in states:
+        arena.give_back(state)
+    whole = memory.use_of_rows(trunk, 1, 5 + 1985 + 10, 1985, 5).total
+    room.free = whole - kept
+    assert arena.first_capacity([5], 1985, 10, 20) == 2000
+    assert arena._idle == states
+    room.free -= 1
+    with pytest.raises(MemoryError):
+        arena.first_capacity([5], 1985, 10, 20)
+    # So does what a conversation holds.
+    arena.clear()
+    room.free = whole - states[1].cache.nbytes
+    with pytest.raises(MemoryError):
+        arena.first_capacity([5], 1985, 10, 20)
+    assert arena.first_capacity([5], 1985, 10, 20, held=states[1]) == 2000
+
+
+def test_a_kept_state_of_the_shape_needs_no_room(trunk, room):
+    arena = Arena(trunk, keep=1)
+    room.free = 10**9
+    state = arena.lend([5], 100, 10)
+    arena.give_back(state)
+    room.free = 0
+    assert arena.lend([7], 110, 10) is state
+
+
+def test_where_a_generation_starts(trunk, room):
+    """Small and growing where the last move fits, whole where only the last cache does, refused where neither does."""
+    arena, lengths, budget, spare = Arena(trunk, keep=0), [40, 3000], 7000, 70
+    whole = memory.use_of_rows(trunk, 2, 3000 + 7000 + 70, budget, 2048)
+    before_last = memory.use_of_rows(trunk, 2, 9216, budget, 2048)
+    assert whole.rows == 10_240
+    room.free = whole.total + before_last.lasting
+    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
+    room.free -= 1
+    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
+    room.free = whole.total
+    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
+    assert arena.first_capacity(lengths, 500, spare, 1024) == 3000 + 500 + 70
+    room.free = memory.use_of_rows(trunk, 2, 9216, 6146, 2048).total
+    with pytest.raises(MemoryError, match=r"\(2 x 10,240 rows\).*of 7,000 new tokens a row 6,146 would fit"):
+        arena.first_capacity(lengths, budget, spare, 1024)
+    room.free = memory.use_of_rows(trunk, 2, 3071, 1, 2048).total - 1
+    with pytest.raises(MemoryError, match="of 7,000 new tokens a row not one would fit behind the prompt"):
+        arena.first_capacity(lengths, budget, spare, 1024)
+    room.free = None
+    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
+
+
+def test_a_refused_generation_leaves_the_model_usable(room):
+    model = tiny()
+    [row] = prompts(1, [9])
+    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
+        with pytest.raises(MemoryError, match="would fit"):
+            medusa.generate(row[None], max_new_tokens=12)
+        assert room.asked
+        room.free = 10**9
+        output = medusa.generate(row[None], max_new_tokens=12)
+    assert output.sequences[0, 9:].tolist() == transformers_greedy(model, row, 12)
+
+
+# A cache for a second turn
+
+
+def test_tables_agree_up_to_the_first_difference():
+    generator = torch.Generator().manual_seed(0)
+    cos, sin = torch.randn(2, 3, 20, 4, generator=generator)
+    assert reusable_rows((cos, sin), (cos.clone(), sin.clone())) == 20
+    assert reusable_rows((cos, sin), (cos[:, :15], sin[:, :15])) == 15
+    other = sin.clone()
+    other[2, 7, 3] += 1
+    other[1, 9, 0] += 1
+    assert reusable_rows((cos, sin), (cos, other)) == 7
+    assert reusable_rows((cos, other), (cos, sin)) == 7
+    assert reusable_rows((cos[0], sin[0]), (cos[0].expand(3, -1, -1), sin[0].expand(3, -1, -1))) == 20
+    assert reusable_rows((cos[0], sin[0]), (cos[0].expand(3, -1, -1), torch.stack([sin[0], other[0], other[2]]))) == 0
+
+
+def filled(state, lengths):
+    """As after a generation: keys and values up to the lengths, and a step captured."""
+    state.cache.lengths.copy_(torch.tensor(lengths))
+    state.cache.kv.normal_(generator=torch.Generator().manual_seed(0))
+    state.count.fill_(7)
+    state.captured["step", "key"] = "graph"
+    return state.cache.kv.clone()
+
+
+def test_a_state_that_is_large_enough_serves_again(trunk):
+    arena = Arena(trunk, keep=1)
+    state = arena.lend([5, 9], 100, 40)
+    kv = filled(state, [30, 44])
+    again, usable = arena.enlarge(state, [60, 50], 128, 63)
+    assert again is state
+    assert usable == 30
+    assert torch.equal(state.cache.kv, kv)
+    assert int(state.count.sum()) == int(state.cache.lengths.sum()) == 0
+    assert state.captured, "what was captured over these tensors is still right"
+    assert arena._idle == []
+
+
+def test_a_larger_budget_alone_moves_no_cache(trunk):
+    arena = Arena(trunk, keep=1)
+    state = arena.lend([5, 9], 400, 40)
+    kv = filled(state, [30, 44])
+    wider, usable = arena.enlarge(state, [60, 50], 384, 300)
+    assert wider is not state
+    assert wider.cache is state.cache
+    assert wider.output.shape[1] > 300
+    assert wider.captured == {}
+    assert usable == 30
+    assert torch.equal(wider.cache.kv, kv)
+    assert arena._idle == [], "the old state shares the cache and may not be lent"
+
+
+def test_a_larger_cache_takes_over_keys_and_values(trunk):
+    arena = Arena(trunk, keep=1)
+    state = arena.lend([5, 9], 100, 40)
+    kv = filled(state, [30, 44])
+    larger, usable = arena.enlarge(state, [60, 150], 200, 40)
+    assert larger.cache.capacity == 256
+    assert usable == 30
+    assert torch.equal(larger.cache.kv[..., :30, :], kv[..., :30, :])
+    assert int(larger.count.sum()) == int(larger.cache.lengths.sum()) == 0
+    assert arena._idle == [state]
+    exact = trunk.rope([60, 150], 256)
+    assert torch.equal(larger.cache.cos, exact[0])
+    assert torch.equal(larger.cache.sin, exact[1])
+
+
+def test_a_refused_enlargement_leaves_the_state_as_it_was(trunk, room):
+    arena = Arena(trunk, keep=1)
+    room.free = 10**9
+    state = arena.lend([5, 9], 100, 40)
+    kv = filled(state, [30, 44])
+    room.free = memory.use_of_rows(trunk, 2, 200, 40, 2 * 150).total - state.cache.nbytes - 1
+    with pytest.raises(MemoryError):
+        arena.enlarge(state, [60, 150], 200, 40)
+    assert torch.equal(state.cache.kv, kv)
+    assert state.cache.lengths.tolist() == [30, 44]
+    assert arena._idle == []
+
+
+def test_a_larger_cache_may_take_the_place_of_the_old_one(trunk, room):
+    arena = Arena(trunk, keep=1)
+    room.free = 10**9
+    state = arena.lend([5, 9], 100, 40)
+    filled(state, [30, 44])
+    need = memory.use_of_rows(trunk, 2, 200, 40, 2 * 150).total
+    room.free = lambda device: need - held if state.cache.kv.numel() else need
+    held = state.cache.nbytes
+    larger, usable = arena.enlarge(state, [60, 150], 200, 40)
+    assert larger.cache.capacity == 256
+    assert usable == 0
+    assert state.cache.nbytes == 0
+    assert arena._idle == []
+
+
+def test_what_is_not_kept_is_freed_whoever_holds_it(trunk):
+    arena = Arena(trunk, keep=0)
+    state = arena.lend([5], 100, 40)
+    filled(state, [30])
+    assert arena.enlarge(state, [60], 200, 40)[1] == 30
+    assert state.cache.nbytes == 0
+
+
+def test_another_batch_is_refused(trunk):
+    arena = Arena(trunk, keep=0)
+    with pytest.raises(ValueError, match="prompt_lengths: expected 2 rows, got 3"):
+        arena.enlarge(arena.lend([5, 9], 100, 40), [5, 9, 3], 100, 40)
+
+
+def test_a_model_of_another_dtype_reuses_nothing(trunk):
+    arena = Arena(trunk, keep=0)
+    state = arena.lend([5], 100, 40)
+    filled(state, [30])
+    trunk.causal.double()
+    other, usable = arena.enlarge(state, [40], 100, 40)
+    assert other.cache.kv.dtype == torch.float64
+    assert usable == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "usable"),
+    [
+        *(([5], [12], 12), ([5], [40], 1), ([30], [30], 30), ([30], [31], 1)),
+        *(([5, 6], [14, 15], 12), ([5, 6], [14, 40], 1), ([6, 6], [14, 15], 12), ([5, 6], [14, 14], 12)),
+    ],
+)
+def test_tables_of_dynamic_scaling_follow_the_prompt(first, second, usable):
+    """16 positions are trained: up to them nothing depends on the length, beyond them all but position 0 does.
+
+    Tables of a ragged batch have an axis more.
+    """
+    trunk = Trunk(tiny(**DYNAMIC))
+    arena = Arena(trunk, keep=0)
+    state = arena.lend(first, 60, 20)
+    filled(state, [max(12, n) for n in first])
+    again, got = arena.enlarge(state, second, 60, 20)
+    exact = trunk.rope(second, state.cache.capacity)
+    assert again is state
+    assert torch.equal(state.cache.cos, exact[0])
+    assert torch.equal(state.cache.sin, exact[1])
+    assert got == usable
+    assert bool(state.captured) == (trunk.rope(first, 64)[0].shape == exact[0].shape), "captured over other tables"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "window", "dynamic"])
+@pytest.mark.parametrize("rows", [[100, 100, 100], [30, 60, 100], [30, 100, 200]], ids=["stays", "once", "twice"])
+def test_three_turns_in_one_cache(family, rows):
+    overrides = {"window": {"sliding_window": 9}, "dynamic": DYNAMIC}.get(family, {})
+    kind = {"window": "mistral", "dynamic": "llama"}.get(family, family)
+    make, tree, new = functools.partial(tiny, kind, **overrides), Tree.cartesian([4, 3]), 8
+    model = make()
+    [text] = prompts(1, [7])
+    reused = []
+    with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
+        arena, shape = medusa._steps.arena, TreeOnDevice.make(tree, model.device)
+        step = functools.partial(decode_step, medusa.trunk, medusa.heads, shape)
+        state, known = arena.lend([7], rows[0], new), 0
+        for turn in range(3):
+            if turn:
+                state, usable = arena.enlarge(state, [len(text)], rows[turn], new)
+                reused.append(min(usable, known))
+            prefill(medusa.trunk, [text], state, rules_for(1, new), reuse=reused[-1] if turn else 0)
+            while not state.finished.all():
+                step(state, rules_for(1, new))
+            answer = state.output[0, :new].clone()
+            assert answer.tolist() == transformers_greedy(make(), text, new)
+            known = len(text) + new
+            text = torch.cat([text, answer, *prompts(1, [5], seed=turn)])
+    if family == "dynamic":
+        assert reused == [1, 1]  # the position that no frequency turns
+    else:  # all but the last token of each answer, or that one too where a path reached past the budget
+        assert reused[0] in (14, 15)
+        assert reused[1] in (27, 28)
