@@ -1,0 +1,322 @@
+"""Conversations and texts read from files and from the hub, checked record by record, and split for measuring.
+
+Records are ShareGPT's (`conversations`, turns of `from` and `value`), messages (`messages`, of `role` and `content`) or
+plain (`text`). Files are .jsonl, .json (a list, or a record a line), .txt (a text a file), all of them also as .gz, and
+.parquet; a folder stands for all such files in it, in the order of their names. What is wrong with a record is noted
+with its line and reason, and the record left out; more than a given share of those is an error. Parquet files and hub
+names go through the `datasets` library. This module does not know tokenizers or templates.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from medusa_decoding.training.config import SourceConfig
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_LISTS = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".txt", ".txt.gz")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+EXAMPLES = 20
+
+
+class BadRecordError(ValueError):
+    """What is wrong with a record; it is left out."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A conversation or a text.
+
+    Attributes:
+        messages: turns as `{"role": ..., "content": ...}`, the last one an assistant's; empty for a text.
+        text: a plain text, or None.
+        where: its file and line, or another place that a reader finds it by.
+    """
+
+    messages: tuple[Mapping[str, str], ...]
+    text: str | None
+    where: str
+
+    @property
+    def prompt(self) -> str:
+        """What the record is an answer to: the first user turn; of a text, all of it."""
+        if self.text is not None:
+            return self.text
+        return next(turn["content"] for turn in self.messages if turn["role"] == "user")
+
+
+@dataclass
+class Report:
+    """What came of the records.
+
+    Attributes:
+        read: how many there were.
+        bad: how many were left out because something is wrong with them, by reason.
+        examples: the first of these as (where, reason).
+        notes: other things worth knowing, by what they are.
+    """
+
+    read: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def reject(self, where: str, reason: str) -> None:
+        """Count a bad record."""
+        self.bad[reason] += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append((where, reason))
+
+    def check(self, max_bad_share: float) -> None:
+        """Raise if too many records were bad, or there were none.
+
+        Raises:
+            ValueError: with the counts, the reasons and the first bad records.
+        """
+        bad = self.bad.total()
+        if self.read == 0:
+            raise ValueError("data: expected at least one record, got none")
+        if bad > max_bad_share * self.read:
+            raise ValueError(f"data: expected at most {max_bad_share:.2%} bad records, got {self}")
+
+    def __str__(self) -> str:
+        bad = self.bad.total()
+        lines = [f"{bad} of {self.read} records bad" + (f" ({bad / self.read:.2%})" if self.read else "")]
+        lines += [f"  {count} x {reason}" for reason, count in self.bad.most_common(EXAMPLES)]
+        lines += [f"  {where}: {reason}" for where, reason in self.examples]
+        lines += [f"  noted: {count} x {note}" for note, count in self.notes.most_common()]
+        return "\n".join(lines)
+
+
+def read_records(
+    sources: Sequence[SourceConfig], report: Report, *, system: str | None = None, limit: int | None = None
+) -> Iterator[Record]:
+    """Yield the sound records of all sources, in order.
+
+    Assistant turns before the first user turn and turns after the last assistant turn are left off: the former answer
+    nothing, the latter teach nothing.
+
+    Args:
+        sources: what to read.
+        report: where bad records are noted; `Report.check` is the caller's to call once all are read.
+        system: a system message for conversations that have none.
+        limit: stop after so many sound records.
+
+    Raises:
+        ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
+        ModuleNotFoundError: a parquet file or a hub name without the `datasets` library.
+    """
+    count = 0
+    for source in sources:
+        for where, raw in _raw_records(source):
+            if limit is not None and count >= limit:
+                return
+            report.read += 1
+            try:
+                record = _record(raw, source.format, where, system, report.notes)
+            except BadRecordError as error:
+                report.reject(where, str(error))
+                continue
+            count += 1
+            yield record
+
+
+def held_out(prompt: str, share: float, seed: int = 0) -> bool:
+    """Decide by its hash alone whether a prompt is held out: the same prompt is always on the same side.
+
+    Prompts that differ in white space or case only count as the same.
+    """
+    text = f"{seed}\0{' '.join(prompt.split()).casefold()}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def split_records(records: Iterable[Record], share: float, seed: int = 0) -> tuple[list[Record], list[Record]]:
+    """Divide records into those to train on and those held out, by `held_out` of their prompts."""
+    if not 0 <= share < 1:
+        raise ValueError(f"share: expected a number from 0 to below 1, got {share}")
+    sides: tuple[list[Record], list[Record]] = ([], [])
+    for record in records:
+        sides[held_out(record.prompt, share, seed)].append(record)
+    return sides
+
+
+def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[str]) -> Record:
+    if isinstance(raw, BadRecordError):
+        raise raw
+    if not isinstance(raw, Mapping):
+        raise BadRecordError(f"expected a record with named fields, got {type(raw).__name__}")
+    if form == "auto":
+        keys = [*((key, name) for name, (key, _, _) in _LISTS.items()), ("text", "text")]
+        form = next((name for key, name in keys if raw.get(key) is not None), "")
+        if not form:
+            raise BadRecordError("none of the keys conversations, messages, text")
+    if form == "text":
+        text = _text(raw.get("text"), "text")
+        return Record((), text, where)
+    key, role_key, content_key = _LISTS[form]
+    turns = raw.get(key)
+    if not isinstance(turns, list) or not turns:
+        raise BadRecordError(f"{key} is not a list of turns")
+    messages = [_turn(turn, number, role_key, content_key) for number, turn in enumerate(turns, start=1)]
+    return Record(tuple(_trimmed(messages, system, notes)), None, where)
+
+
+def _turn(turn: Any, number: int, role_key: str, content_key: str) -> dict[str, str]:
+    if not isinstance(turn, Mapping):
+        raise BadRecordError(f"turn {number} has no named fields")
+    name = turn.get(role_key)
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise BadRecordError(f"turn {number} has an unknown {role_key}: {repr(name)[:40]}")
+    content = turn.get(content_key)
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        content = "".join(_text(part.get("text"), f"a part of turn {number}") for part in content)
+    return {"role": role, "content": _text(content, f"the {content_key} of turn {number}")}
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecordError(f"{name} is not text")
+    if not value.strip():
+        raise BadRecordError(f"{name} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise BadRecordError(f"{name} holds half a surrogate pair") from None
+    return value
+
+
+def _trimmed(messages: list[dict[str, str]], system: str | None, notes: Counter[str]) -> list[dict[str, str]]:
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
+        raise BadRecordError("no user turn")
+    first = roles.index("user")
+    if "assistant" not in roles[first:]:
+        raise BadRecordError("no assistant turn after a user turn")
+    last = len(roles) - roles[::-1].index("assistant")
+    head = [message for message in messages[:first] if message["role"] == "system"]
+    if len(head) < first:
+        notes["assistant turns before the first user turn left off"] += 1
+    if last < len(roles):
+        notes["turns after the last assistant turn left off"] += 1
+    if system is not None and "system" not in roles[:last]:
+        head = [{"role": "system", "content": system}]
+    return head + messages[first:last]
+
+
+def _raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+    path = Path(source.path).expanduser()
+    if path.is_file():
+        yield from _read_file(path)
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(_SUFFIXES))
+        if not files:
+            raise ValueError(f"data: expected files that end in {', '.join(_SUFFIXES)} in {path}, got none")
+        for file in files:
+            yield from _read_file(file)
+    elif path.is_absolute() or source.path.endswith(_SUFFIXES) or not _HUB_NAME.fullmatch(source.path):
+        raise ValueError(f"data: expected a file, a folder or a hub name, got {source.path} (there is no such file)")
+    else:
+        yield from _from_hub(source)
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+    readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+        ".jsonl": _json_lines,
+        ".json": _json,
+        ".parquet": _parquet,
+        ".txt": _whole_text,
+    }
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in readers:
+        raise ValueError(f"data: expected a file that ends in {', '.join(_SUFFIXES)}, got {path}")
+    try:
+        yield from readers[suffix](path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"data: expected a readable file, got {path} ({error})") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return BadRecordError(f"not JSON ({error.msg})")
+    except UnicodeDecodeError:
+        return BadRecordError("not UTF-8")
+    except RecursionError:
+        return BadRecordError("not JSON that can be read (nested too deeply)")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with _open(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parsed(line)
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    with _open(path) as file:
+        is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if not is_list:
+        yield from _json_lines(path)
+        return
+    with _open(path) as file:
+        whole = _parsed(file.read())
+    if isinstance(whole, BadRecordError):
+        raise ValueError(f"data: expected a list of records in {path}, got {whole}")
+    for number, record in enumerate(whole, start=1):
+        yield f"{path}: record {number}", record
+
+
+def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
+    with _open(path) as file:
+        try:
+            yield str(path), {"text": file.read().decode("utf-8-sig")}
+        except UnicodeDecodeError:
+            yield str(path), BadRecordError("not UTF-8")
+
+
+def _datasets(reason: str) -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"datasets: expected the library for {reason} (pip install 'medusa-kernels[train]'), got none"
+        ) from error
+    return datasets
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    datasets = _datasets(str(path))
+    # Streamed, so that no copy goes to the library's own cache.
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{path}: row {number}", row
+    except ValueError as error:
+        raise ValueError(f"data: expected a readable file, got {path} ({error})") from error
+
+
+def _from_hub(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+    datasets = _datasets(f"{source.path}, which is no file and so a hub name")
+    try:
+        rows = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data: expected a file, a folder or a hub dataset, got {source.path} ({error})") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{source.path} [{source.split}]: row {number}", row

@@ -1,0 +1,115 @@
+"""What each head should predict where: labels that lie some places later, within one conversation.
+
+Head k (0-based) predicts the token k + 2 places after its input position, k + 1 beyond the model's own next token
+(Medusa paper, section 2.2.1). A position has a target where that token is labelled (part of an assistant turn) and lies
+in the same conversation. With a trimmed vocabulary a target that no candidate stands for is left out and counted.
+This module knows token ids and conversations; it does not know models or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa_decoding.heads import MedusaHeads
+
+IGNORE = -100
+"""The label of a position that has none, as in `torch.nn.functional.cross_entropy`."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What each head should predict at each position.
+
+    Attributes:
+        index: int64 [K, T], the row of the projection (the token id, or its place in `token_map`); IGNORE where none.
+        outside: int64 [K], labelled targets that a trimmed vocabulary lacks.
+    """
+
+    index: Tensor
+    outside: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """How many targets each head has, int64 [K]."""
+        return (self.index != IGNORE).sum(1)
+
+
+def number_segments(position_ids: Tensor) -> Tensor:
+    """Number the conversations of a packed batch: int64 [B, T] positions that restart at 0 -> int64 [B * T].
+
+    Every row's first position starts one, too, so that no two rows share a number.
+    """
+    starts = position_ids == 0
+    starts[:, 0] = True
+    return starts.flatten().cumsum(0)
+
+
+def shifted_labels(
+    labels: Tensor, offsets: Sequence[int], *, segments: Tensor | None = None, token_map: Tensor | None = None
+) -> Tensor:
+    """Return the label that lies `offset` places later, for each offset: int64 [T] -> int64 [len(offsets), T].
+
+    Args:
+        labels: int64 [T], the token id at each position, or IGNORE where nothing is to be learnt.
+        offsets: 1 is the language model's own target, k + 2 that of head k.
+        segments: int64 [T], the conversation of each position; None where all positions are one conversation.
+        token_map: int64 [V'], made into places in it; a label that it lacks becomes -1.
+
+    Returns:
+        IGNORE where the place has no label, is beyond the end, or belongs to another conversation.
+
+    Raises:
+        ValueError: wrong shapes or dtypes, an offset below 1.
+    """
+    check_vector("labels", labels, None)
+    if segments is not None:
+        check_vector("segments", segments, len(labels))
+    if min(offsets) < 1:
+        raise ValueError(f"offsets: expected at least 1, got {min(offsets)}")
+    if token_map is not None:
+        labels = _places(labels, token_map)
+    found = torch.full((len(offsets), len(labels)), IGNORE, dtype=torch.int64, device=labels.device)
+    for row, offset in zip(found, offsets, strict=True):
+        later = labels[offset:]
+        if segments is not None:
+            later = later.masked_fill(segments[offset:] != segments[:-offset], IGNORE)
+        row[: len(later)] = later
+    return found
+
+
+def head_targets(labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None) -> Targets:
+    """Return the targets of all heads, k + 2 places later for head k; see `shifted_labels` for arguments and errors."""
+    found = shifted_labels(labels, range(2, heads.num_heads + 2), segments=segments, token_map=heads.token_map)
+    return Targets(found.masked_fill(found == -1, IGNORE), (found == -1).sum(1))
+
+
+def target_counts(labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None) -> Tensor:
+    """Return how many positions each head's loss is a mean over, int64 [K]: add these up for `normaliser`."""
+    return head_targets(labels, heads, segments).counts
+
+
+def check_vector(name: str, tensor: Tensor, length: int | None) -> None:
+    """Raise unless the tensor is int64 [length] (any length for None)."""
+    if tensor.ndim != 1 or tensor.dtype != torch.int64 or (length is not None and len(tensor) != length):
+        wanted = "T" if length is None else length
+        raise ValueError(f"{name}: expected int64 [{wanted}], got {tensor.dtype} {list(tensor.shape)}")
+
+
+def check_range(name: str, tensor: Tensor, size: int) -> None:
+    """Raise unless every value is IGNORE or in [0, size)."""
+    if tensor.numel():
+        wrong = (tensor != IGNORE) & ((tensor < 0) | (tensor >= size))
+        if bool(wrong.any()):
+            got = int(tensor[wrong][0])
+            raise ValueError(f"{name}: expected {IGNORE} or an id in [0, {size}), got {got}")
+
+
+def _places(labels: Tensor, token_map: Tensor) -> Tensor:
+    size = int(torch.cat([labels, token_map]).max()) + 1
+    places = torch.full((size,), -1, dtype=torch.int64, device=labels.device)
+    places[token_map] = torch.arange(len(token_map), device=labels.device)
+    return torch.where(labels == IGNORE, IGNORE, places[labels.clamp(min=0)])

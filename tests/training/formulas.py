@@ -1,0 +1,74 @@
+"""The losses as the papers write them, on full logits, and small heads and texts to try them on."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from medusa_decoding import MedusaHeads
+from medusa_decoding.training.targets import IGNORE
+
+HIDDEN, VOCAB, HEADS = 6, 13, 3
+MAP = torch.tensor([9, 0, 4, 12, 2])
+CASES = {
+    "own": {},
+    "own, trimmed": {"token_map": MAP},
+    "shared": {"shared": True},
+    "shared, trimmed": {"shared": True, "token_map": MAP},
+    "own, two layers, no bias": {"layers": 2, "bias": False},
+}
+
+
+def random_heads(*, shared=False, token_map=None, layers=1, dtype=torch.float64, seed=0, bias=True, sizes=None):
+    hidden, vocab, heads = sizes or (HIDDEN, VOCAB, HEADS)
+    found = MedusaHeads(
+        hidden, vocab, heads, layers, shared_projection=shared, token_map=token_map, bias=bias, dtype=torch.float64
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    return found.to(dtype)
+
+
+def random_text(length=23, *, seed=1, hidden=HIDDEN, vocab=VOCAB, dtype=torch.float64, ignored=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(length, hidden, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, vocab, (length,), generator=generator)
+    labels[torch.rand(length, generator=generator) < ignored] = IGNORE
+    return states, labels
+
+
+def plain_targets(labels, segments, offset, token_map=None):
+    """The label `offset` places later, by a walk over positions."""
+    found, outside = [], 0
+    rows = None if token_map is None else {int(token): row for row, token in enumerate(token_map)}
+    for t in range(len(labels)):
+        later = t + offset
+        target = IGNORE
+        if later < len(labels) and labels[later] != IGNORE and (segments is None or segments[later] == segments[t]):
+            target = int(labels[later])
+            if rows is not None:
+                target = rows.get(target, IGNORE)
+                outside += target == IGNORE
+        found.append(target)
+    return torch.tensor(found, device=labels.device), outside
+
+
+def plain_medusa(hidden, heads, labels, segments=None, weight=None, weights=None, divisors=None):
+    """The loss by its formula on full logits of every head."""
+    total, lm_head = 0.0, None
+    if weight is not None:
+        lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        del lm_head.weight
+        lm_head.weight = weight
+    logits = heads(hidden, lm_head)
+    for k in range(heads.num_heads):
+        target, _ = plain_targets(labels, segments, k + 2, heads.token_map)
+        summed = F.cross_entropy(logits[:, k], target, ignore_index=IGNORE, reduction="sum")
+        count = (target != IGNORE).sum().clamp(min=1) if divisors is None else divisors[k]
+        total = total + (0.8 ** (k + 1) if weights is None else weights[k]) * summed / count
+    return total
+
+
+def gradients(loss, *tensors):
+    return torch.autograd.grad(loss, tensors, allow_unused=True)

@@ -1,0 +1,262 @@
+"""Loss and gradient in chunks: gradcheck, memory, 16 bits, and projections that are more than a matrix."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from formulas import CASES, HEADS, HIDDEN, MAP, VOCAB, gradients, plain_medusa, plain_targets, random_heads, random_text
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_decoding.training import losses
+from medusa_decoding.training.losses import distillation_loss, language_loss, medusa_loss
+from medusa_decoding.training.targets import (
+    IGNORE,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradcheck(case):
+    changes = CASES[case] | ({"token_map": torch.tensor([4, 0, 1])} if "token_map" in CASES[case] else {})
+    heads = random_heads(**changes, sizes=(3, 5, 2))
+    hidden, labels = random_text(6, hidden=3, vocab=5, ignored=0)
+    hidden.requires_grad_()
+    names = [name for name, _ in heads.named_parameters()]
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def loss(hidden, weight, *parameters):
+        copy = random_heads(**changes, sizes=(3, 5, 2))
+        for name, parameter in zip(names, parameters, strict=True):
+            delattr(copy, name)
+            setattr(copy, name, parameter)
+        lm_head = weight if heads.shared_projection else None
+        return medusa_loss(
+            hidden, copy, labels, lm_head=lm_head, through_backbone=True, chunk=3, top=0, repeatable=True
+        ).loss
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, *heads.parameters()))
+
+
+def test_a_second_backward_pass_is_refused_unless_asked_for():
+    heads = random_heads()
+    hidden, labels = random_text()
+    loss = medusa_loss(hidden, heads, labels).loss
+    (first,) = torch.autograd.grad(loss, heads.w2, retain_graph=True)
+    with pytest.raises(RuntimeError, match="repeatable=True"):
+        torch.autograd.grad(loss, heads.w2)
+    loss = 3 * medusa_loss(hidden, heads, labels, repeatable=True).loss
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss, heads.w2, retain_graph=True)[0], 3 * first)
+
+
+@pytest.mark.parametrize("token_map", [None, MAP])
+def test_an_lm_head_that_is_not_plain_is_called(token_map):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("lm_head", nn.Linear(HIDDEN, VOCAB, bias=False).double())
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["lm_head"])
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    lm_head = model.base_model.model.lm_head
+    for name, parameter in lm_head.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    lora = [p for n, p in lm_head.named_parameters() if "lora" in n]
+    whole = lm_head.base_layer.weight.detach() + 2 * lora[1] @ lora[0]
+    heads = random_heads(shared=True, token_map=token_map)
+    hidden, labels = random_text()
+    hidden.requires_grad_()
+    inputs = [hidden, *heads.parameters(), *lora]
+    found = medusa_loss(hidden, heads, labels, lm_head=lm_head, through_backbone=True, chunk=5)
+    logits = heads.residual(hidden) @ whole.T
+    logits = logits if token_map is None else logits[..., token_map]
+    expected = sum(
+        0.8 ** (k + 1) * F.cross_entropy(logits[:, k], plain_targets(labels, None, k + 2, token_map)[0])
+        for k in range(HEADS)
+    )
+    torch.testing.assert_close(found.loss, expected)
+    for mine, theirs in zip(gradients(found.loss, *inputs), gradients(expected, *inputs), strict=True):
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(mine, theirs)
+    assert losses.without_adapter(lm_head) is lm_head.base_layer
+    lm_head.merge()
+    with pytest.raises(ValueError, match="merged"):
+        losses.without_adapter(lm_head)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_tensor_is_as_large_as_one_head_s_logits(shared):
+    positions, hidden_size, vocab, chunk = 600, 8, 1000, 16
+    heads = random_heads(shared=shared, sizes=(hidden_size, vocab, 3), dtype=torch.float32)
+    hidden, labels = random_text(positions, hidden=hidden_size, vocab=vocab, dtype=torch.float32, ignored=0)
+    hidden.requires_grad_()
+    weight = torch.randn(vocab, hidden_size, requires_grad=True) if shared else None
+    with Largest() as largest:
+        medusa_loss(hidden, heads, labels, lm_head=weight, chunk=chunk, through_backbone=True).loss.backward()
+    # The weights' gradient, or the logits of a chunk.
+    assert chunk * vocab <= largest.elements <= 3 * vocab * hidden_size
+    with Largest() as largest:
+        plain_medusa(hidden, heads, labels, weight=weight).backward()
+    assert largest.elements >= positions * vocab
+    with Largest() as largest:
+        language_loss(hidden, torch.randn(vocab, hidden_size), labels, chunk=chunk).loss.backward()
+        distillation_loss(
+            hidden, heads_free := torch.randn(vocab, hidden_size), hidden, heads_free, labels, chunk=chunk
+        )
+    assert chunk * vocab == largest.elements
+
+
+def errors_beside_pytorch_s(case, dtype, device):
+    """Norms of the errors of loss and gradients, ours and PyTorch's on full logits in the same type, over the exact."""
+    sizes, changes = (32, 200, 3), CASES[case]
+    heads = random_heads(dtype=dtype, sizes=sizes, **changes).to(device)
+    wide = random_heads(dtype=dtype, sizes=sizes, **changes).double().to(device)
+    hidden, labels = random_text(300, hidden=32, vocab=200, dtype=dtype)
+    labels = torch.where(labels == IGNORE, labels, MAP[labels % len(MAP)])
+    hidden, labels = hidden.to(device), labels.to(device)
+    weight = torch.randn(200, 32, dtype=dtype).to(device) if heads.shared_projection else None
+    results = {}
+    for name, these, kind in (("mine", heads, dtype), ("plain", heads, dtype), ("exact", wide, torch.float64)):
+        states = hidden.to(kind).requires_grad_()
+        matrix = None if weight is None else nn.Parameter(weight.to(kind))
+        if name == "mine":
+            loss = medusa_loss(states, these, labels, lm_head=matrix, chunk=7, through_backbone=True).loss
+        else:
+            loss = plain_medusa(states, these, labels, weight=matrix)
+        inputs = [states, *these.parameters(), *([] if matrix is None else [matrix])]
+        results[name] = [loss.double(), *(g.double() for g in gradients(loss, *inputs))]
+    return [
+        [((x - exact).norm() / exact.norm()).item() for x in (mine, plain)]
+        for mine, plain, exact in zip(*results.values(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", ["own", "shared, trimmed"])
+def test_bf16_is_as_exact_as_pytorch_on_full_logits(case):
+    for error, allowed in errors_beside_pytorch_s(case, torch.bfloat16, "cpu"):
+        assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["own", "shared, trimmed"])
+def test_16_bits_on_cuda_are_as_exact_as_pytorch_on_full_logits(case, dtype):
+    for error, allowed in errors_beside_pytorch_s(case, dtype, "cuda"):
+        assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
+
+
+def test_autocast_and_heads_in_another_type():
+    heads = random_heads(dtype=torch.float32)
+    hidden, labels = random_text(dtype=torch.bfloat16)
+    expected = plain_medusa(hidden.double(), heads.double(), labels)
+    heads = random_heads(dtype=torch.float32)
+    found = medusa_loss(hidden, heads, labels).loss
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = medusa_loss(hidden, heads, labels).loss
+    rough.backward()
+    assert heads.w2.grad.dtype == torch.float32
+    assert 0 < abs(rough - expected) < 0.02 * expected
+
+
+def test_a_projection_can_be_conditioned():
+    """A term on top of the logits, with weights of its own, that knows the positions: the place of a parent's score."""
+    heads = random_heads()
+    hidden, labels = random_text()
+    score = torch.randn(len(labels), VOCAB, dtype=torch.float64, requires_grad=True)
+    loss = medusa_loss(hidden, heads, labels, chunk=5, condition=lambda inner, rows: _Scored(inner, score, rows)).loss
+    logits = heads(hidden) + score[:, None]
+    expected = sum(
+        0.8 ** (k + 1) * F.cross_entropy(logits[:, k], plain_targets(labels, None, k + 2)[0]) for k in range(3)
+    )
+    torch.testing.assert_close(loss, expected)
+    inputs = [score, *heads.parameters()]
+    for mine, theirs in zip(gradients(loss, *inputs), gradients(expected, *inputs), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class _Scored:
+    def __init__(self, inner, score, rows):
+        self.parameters = (*inner.parameters, score)
+        self._inner, self._score, self._rows = inner, score, rows
+        self._gradient = torch.zeros_like(score)
+
+    def logits(self, head, rows, states, wants_gradient):
+        return self._inner.logits(head, rows, states, wants_gradient) + self._score[self._rows[rows]]
+
+    def backward(self, head, rows, gradient, scale):
+        self._gradient[self._rows[rows]] += gradient * scale
+        return self._inner.backward(head, rows, gradient, scale)
+
+    def end_head(self, head):
+        self._inner.end_head(head)
+
+    def gradients(self):
+        return [*self._inner.gradients(), self._gradient]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_lm_head(bits):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    if bits == 4:
+        lm_head = bitsandbytes.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.float32, quant_type="nf4").to(
+            "cpu"
+        )
+        weight = bitsandbytes.functional.dequantize_4bit(lm_head.weight.data, lm_head.weight.quant_state).float()
+    else:
+        lm_head = bitsandbytes.nn.Linear8bitLt(64, 128, bias=False, has_fp16_weights=False, threshold=0.0).to("cpu")
+        lm_head(torch.zeros(1, 64))
+        weight = lm_head.state.CB.float() * lm_head.state.SCB[:, None] / 127
+    heads = random_heads(shared=True, sizes=(64, 128, 2), dtype=torch.float32)
+    hidden, labels = random_text(40, hidden=64, vocab=128, dtype=torch.float32)
+    found = medusa_loss(hidden, heads, labels, lm_head=lm_head, chunk=9, top=0)
+    expected = plain_medusa(hidden, heads, labels, weight=nn.Parameter(weight))
+    # 8-bit layers round their inputs too.
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if bits == 4 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(found.loss, expected, **tolerance)
+    mine, theirs = gradients(found.loss, heads.w1)[0], gradients(expected, heads.w1)[0]
+    assert (mine - theirs).norm() <= tolerance["rtol"] * theirs.norm()
+    assert theirs.norm() > 1e-3
+
+
+def test_the_teacher_is_the_model_with_its_adapter_off():
+    peft = pytest.importorskip("peft")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, initializer_range=0.3, **sizes))
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules)).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3)
+    ids = torch.randint(0, VOCAB, (1, 20))
+    decoder, lm_head = base.model, base.lm_head
+    with torch.no_grad(), model.disable_adapter():
+        original = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        teacher = decoder(ids, use_cache=False).last_hidden_state[0]
+    hidden = decoder(ids, use_cache=False).last_hidden_state[0]
+    found = distillation_loss(hidden, lm_head, teacher, losses.without_adapter(lm_head), ids[0])
+    logits = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+    expected = F.kl_div(logits, original, log_target=True, reduction="batchmean")
+    assert expected > 0.01
+    torch.testing.assert_close(found.loss, expected)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for mine, theirs in zip(gradients(found.loss, *trained), gradients(expected, *trained), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,250 @@
+"""Reading: three kinds of records, every kind of file, what is wrong with a record, and the split by prompt."""
+
+import gzip
+import json
+import math
+import sys
+import types
+
+import pytest
+from toy import sharegpt, write_lines
+
+from medusa_decoding.training.config import SourceConfig
+from medusa_decoding.training.data import Record, Report, held_out, read_records, split_records
+
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+EXPECTED = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"})
+
+
+def read(path, report=None, form="auto", **options):
+    return list(read_records([SourceConfig(str(path), form)], report or Report(), **options))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
+def test_json_lines_of_all_three_kinds(tmp_path, name):
+    path = write_lines(tmp_path / name, sharegpt("Hi", "Hello"), "", MESSAGES, {"text": "Once.", "id": 3})
+    records = read(path)
+    assert [record.messages for record in records] == [EXPECTED, EXPECTED, ()]
+    assert records[2].text == "Once."
+    # Blank lines count as lines, not as records.
+    assert [record.where for record in records] == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert [record.prompt for record in records] == ["Hi", "Hi", "Once."]
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_json_list(tmp_path, mark):
+    path = tmp_path / "a.json"
+    path.write_bytes(mark + json.dumps([sharegpt("Hi", "Hello"), 5], indent=1).encode())
+    report = Report()
+    assert [record.messages for record in read(path, report)] == [EXPECTED]
+    assert report.examples == [(f"{path}: record 2", "expected a record with named fields, got int")]
+    path.write_bytes(mark + b"[{]")
+    with pytest.raises(ValueError, match=r"expected a list of records in .*a.json, got not JSON"):
+        read(path)
+
+
+def test_folders_and_texts(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.txt").write_text("Second\nfile.")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress("\ufeffThird.".encode()))
+    (tmp_path / "notes.md").write_text("not data")
+    write_lines(tmp_path / "a.jsonl", MESSAGES)
+    assert [record.text for record in read(tmp_path)] == [None, "Second\nfile.", "Third."]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"expected files that end in .jsonl, .* in .*empty, got none"):
+        read(tmp_path / "empty")
+
+
+def test_parquet(tmp_path):
+    pytest.importorskip("datasets", reason="the extra 'train' is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [sharegpt("Hi", "Hello") | {"text": None}, {"conversations": None, "text": "Once."}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    records = read(tmp_path / "a.parquet")
+    assert [record.messages for record in records] == [EXPECTED, ()]
+    assert records[1].text == "Once."
+    assert records[1].where.endswith("a.parquet: row 2")
+    (tmp_path / "b.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match=r"expected a readable file, got .*b.parquet"):
+        read(tmp_path / "b.parquet")
+
+
+def test_without_the_library_parquet_and_hub_names_say_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(ModuleNotFoundError, match=r"a.parquet \(pip install 'medusa-kernels\[train\]'\), got none"):
+        read(tmp_path / "a.parquet")
+    with pytest.raises(ModuleNotFoundError, match="the library for lmsys/chat, which is no file and so a hub name"):
+        read("lmsys/chat")
+
+
+def test_hub_names_go_to_the_library(monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        if args[0] == "no/such":
+            raise FileNotFoundError("nothing on the hub")
+        return [MESSAGES]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    source = SourceConfig("lmsys/chat", split="test", subset="en", revision="v1")
+    (record,) = read_records([source], Report())
+    assert record.messages == EXPECTED
+    assert record.where == "lmsys/chat [test]: row 1"
+    assert asked == [(("lmsys/chat", "en"), {"split": "test", "revision": "v1"})]
+    with pytest.raises(ValueError, match=r"a file, a folder or a hub dataset, got no/such \(nothing on the hub\)"):
+        read("no/such")
+
+
+@pytest.mark.parametrize("path", ["data/missing.jsonl", "/no/such/folder", "what is this?", "../up"])
+def test_a_source_that_is_nothing_is_named(path):
+    with pytest.raises(ValueError, match=r"expected a file, a folder or a hub name, got "):
+        read(path)
+
+
+def test_files_that_break_off_or_have_another_ending_are_named(tmp_path):
+    whole = gzip.compress(json.dumps(MESSAGES).encode() * 50)
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[:-9])
+    (tmp_path / "b.jsonl.gz").write_bytes(whole[:20] + b"\0\0\0\0\0\0" + whole[26:])
+    (tmp_path / "c.csv").write_text("a,b")
+    for name in ("a.jsonl.gz", "b.jsonl.gz"):
+        with pytest.raises(ValueError, match=rf"expected a readable file, got .*{name}"):
+            read(tmp_path / name)
+    with pytest.raises(ValueError, match=r"expected a file that ends in .*, got .*c.csv"):
+        read(tmp_path / "c.csv")
+
+
+BAD = {
+    "{": "not JSON (Expecting property name enclosed in double quotes)",
+    "[" * 100_000: "not JSON that can be read (nested too deeply)",
+    "[1]": "expected a record with named fields, got list",
+    '{"turns": []}': "none of the keys conversations, messages, text",
+    '{"conversations": "Hi"}': "conversations is not a list of turns",
+    '{"messages": []}': "messages is not a list of turns",
+    '{"messages": ["Hi"]}': "turn 1 has no named fields",
+    '{"conversations": [{"from": "tool", "value": "x"}]}': "turn 1 has an unknown from: 'tool'",
+    '{"messages": [{"role": 5, "content": "x"}]}': "turn 1 has an unknown role: 5",
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}': "the content of turn 2 is not text",
+    '{"conversations": [{"from": "human", "value": " \\n"}]}': "the value of turn 1 is empty",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "no user turn",
+    '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn after a user turn",
+    '{"text": 5}': "text is not text",
+    '{"text": "a \\ud800 b"}': "text holds half a surrogate pair",
+    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "the content of turn 1 is not text",
+}
+
+
+@pytest.mark.parametrize("line", BAD, ids=list(BAD.values()))
+def test_what_is_wrong_with_a_record_is_noted_with_its_line(tmp_path, line):
+    path = write_lines(tmp_path / "a.jsonl", MESSAGES, line, MESSAGES)
+    report = Report()
+    assert len(read(path, report)) == 2
+    assert report.read == 3
+    assert report.examples == [(f"{path}:2", BAD[line])]
+    assert dict(report.bad) == {BAD[line]: 1}
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "caf\xe9"}\n{"text": "fine"}\n')
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    report = Report()
+    assert [record.text for record in read(tmp_path, report)] == ["fine"]
+    assert report.examples == [(f"{path}:1", "not UTF-8"), (str(tmp_path / "b.txt"), "not UTF-8")]
+
+
+def test_a_named_format_is_held_to(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", MESSAGES | {"text": "Once."})
+    assert read(path, form="text")[0].text == "Once."
+    assert read(path, form="messages")[0].messages == EXPECTED
+    report = Report()
+    assert read(path, report, form="sharegpt") == []
+    assert dict(report.bad) == {"conversations is not a list of turns": 1}
+
+
+def test_turns_that_teach_nothing_are_left_off_and_noted(tmp_path):
+    turns = ["system", "gpt", "human", "assistant", "user"]
+    record = {"conversations": [{"from": role, "value": role} for role in turns]}
+    report = Report()
+    (found,) = read(write_lines(tmp_path / "a.jsonl", record), report)
+    assert [turn["content"] for turn in found.messages] == ["system", "human", "assistant"]
+    assert dict(report.notes) == {
+        "assistant turns before the first user turn left off": 1,
+        "turns after the last assistant turn left off": 1,
+    }
+
+
+def test_parts_of_text_are_joined_and_a_system_message_is_added(tmp_path):
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    record = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Hello"}]}
+    own = {"messages": [{"role": "system", "content": "Own"}, *MESSAGES["messages"]]}
+    path = write_lines(tmp_path / "a.jsonl", record, own)
+    first, second = read(path, system="Be brief.")
+    assert first.messages == ({"role": "system", "content": "Be brief."}, *EXPECTED)
+    assert second.messages == ({"role": "system", "content": "Own"}, *EXPECTED)
+
+
+def test_the_limit_counts_sound_records(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", MESSAGES, "{", MESSAGES, MESSAGES)
+    report = Report()
+    assert [record.where for record in read(path, report, limit=2)] == [f"{path}:1", f"{path}:3"]
+    assert report.read == 3
+
+
+def test_too_many_bad_records_are_an_error_that_lists_them():
+    report = Report(read=200)
+    report.reject("a:7", "no user turn")
+    report.reject("a:9", "no user turn")
+    report.check(0.01)
+    report.reject("b:1", "not JSON")
+    with pytest.raises(ValueError, match=r"at most 1.00% bad records, got 3 of 200 records bad \(1.50%\)") as caught:
+        report.check(0.01)
+    lines = str(caught.value).splitlines()
+    assert lines[1:] == [
+        "  2 x no user turn",
+        "  1 x not JSON",
+        "  a:7: no user turn",
+        "  a:9: no user turn",
+        "  b:1: not JSON",
+    ]
+    with pytest.raises(ValueError, match="expected at least one record, got none"):
+        Report().check(0.5)
+    report = Report(read=1)
+    report.reject("a:1", "x")
+    with pytest.raises(ValueError, match="1 of 1 records bad"):
+        report.check(0.999)
+
+
+def test_examples_are_bounded_and_counts_are_not():
+    report = Report(read=1000)
+    for line in range(500):
+        report.reject(f"a:{line}", "not JSON")
+    assert len(report.examples) == 20
+    assert report.bad == {"not JSON": 500}
+
+
+def test_the_same_prompt_is_never_on_both_sides():
+    prompts = [f"Question {i % 700}" for i in range(3000)]
+    spelt = [prompt.replace(" ", "\n  ").upper() if i // 700 % 2 else prompt for i, prompt in enumerate(prompts)]
+    records = [Record(({"role": "user", "content": text},), None, str(i)) for i, text in enumerate(spelt)]
+    train, held = split_records(records, 0.1, seed=3)
+    sides = [{" ".join(record.prompt.split()).lower() for record in side} for side in (train, held)]
+    assert not sides[0] & sides[1]
+    assert len(sides[0] | sides[1]) == 700
+    # 700 prompts at 10 %: the standard deviation of the count is 7.9.
+    assert abs(len(sides[1]) - 70) < 4 * math.sqrt(700 * 0.1 * 0.9)
+    again = split_records(reversed(records), 0.1, seed=3)
+    assert {record.where for record in again[1]} == {record.where for record in held}
+
+
+def test_a_larger_share_holds_the_smaller_one_and_seeds_differ():
+    prompts = [f"prompt {i}" for i in range(400)]
+    small, large = ({p for p in prompts if held_out(p, share)} for share in (0.05, 0.3))
+    assert small < large
+    assert {p for p in prompts if held_out(p, 0.3, seed=1)} != large
+    assert not any(held_out(p, 0.0) for p in prompts)
+    with pytest.raises(ValueError, match="share: expected a number from 0 to below 1, got 1"):
+        split_records([], 1.0)

@@ -1,0 +1,189 @@
+"""Chat templates to tokens: exactly the assistant's tokens are learnt, whatever the template and tokenizer."""
+
+import numpy as np
+import pytest
+import toy
+from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
+
+from medusa_decoding.training.chat import ChatEncoder, encode_records
+from medusa_decoding.training.data import BadRecordError, Record, Report
+
+SINGLE = chat("How are you?", "I am fine, thank you.")
+SEVERAL = chat("Hello", " Hello! 東京\n", "Count to three.", "one two three", "Häuser?", "naïve  </think> Paris.")
+WITH_SYSTEM = chat("Hello there", "Hello.", "And?", "Paris", system="You are an assistant.")
+
+
+def record(messages, where="a:1"):
+    return Record(tuple(messages), None, where)
+
+
+def runs(example):
+    """The learnt tokens as lists of consecutive ids."""
+    found, previous = [], False
+    for token, learnt in zip(example.ids.tolist(), example.learnt.tolist(), strict=True):
+        if learnt and not previous:
+            found.append([])
+        if learnt:
+            found[-1].append(token)
+        previous = learnt
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bytes", "marks"])
+@pytest.mark.parametrize("messages", [SINGLE, SEVERAL, WITH_SYSTEM], ids=["single", "several", "system"])
+@pytest.mark.parametrize("way", [marked, unmarked])
+def test_a_template_s_answers_and_their_ends_are_learnt_and_nothing_else(kind, messages, way):
+    tokenizer = toy.tokenizer(kind, way(CHATML), eos_token="<|im_end|>")
+    (example,) = ChatEncoder(tokenizer).encode(record(messages))
+    expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+    assert example.ids.tolist() == expected
+    assert example.ids.dtype == np.int32
+    assert example.learnt.dtype == bool
+    answers = [message["content"] + "<|im_end|>" for message in messages if message["role"] == "assistant"]
+    assert [toy.spelt(tokenizer, run) for run in runs(example)] == answers
+
+
+@pytest.mark.parametrize("template", [CHATML, INST, SPACED])
+@pytest.mark.parametrize("messages", [SINGLE, SEVERAL], ids=["single", "several"])
+def test_markers_prefixes_and_transformers_agree(template, messages):
+    messages = [{**message, "content": message["content"].strip()} for message in messages]
+    with_markers = toy.tokenizer("bytes", marked(template))
+    (one,) = ChatEncoder(with_markers).encode(record(messages))
+    (two,) = ChatEncoder(toy.tokenizer("bytes", unmarked(template))).encode(record(messages))
+    theirs = with_markers.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert one.ids.tolist() == two.ids.tolist() == theirs["input_ids"]
+    assert one.learnt.tolist() == two.learnt.tolist() == [bool(x) for x in theirs["assistant_masks"]]
+    assert 0 < one.learnt.sum() < len(one.ids)
+
+
+def test_a_token_that_joins_prompt_and_answer_is_the_answer_s():
+    tokenizer = toy.tokenizer("bytes", unmarked(SPACED))
+    messages = chat("Count to three.", "one two")
+    (example,) = ChatEncoder(tokenizer).encode(record(messages))
+    before = tokenizer.encode("Question: Count to three. Answer: ")
+    first = int(example.learnt.argmax())
+    # The case is a real one: the prompt's last space is a token of its own only while nothing follows it.
+    assert example.ids[: len(before)].tolist() != before
+    assert first == len(before) - 1
+    assert tokenizer.decode(example.ids[first:]) == " one two</s>"
+
+
+def test_white_space_after_the_end_of_a_turn_is_not_learnt_but_text_is():
+    tokenizer = toy.tokenizer("bytes", unmarked(CHATML))
+    (example,) = ChatEncoder(tokenizer).encode(record(SINGLE))
+    assert tokenizer.decode(example.ids[-2:]) == "<|im_end|>\n"
+    assert example.learnt[-2:].tolist() == [True, False]
+    # A template without an end token: the answer's line break ends it.
+    lines = "{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}"
+    lines += "{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}"
+    tokenizer.chat_template = lines
+    (example,) = ChatEncoder(tokenizer).encode(record(SINGLE))
+    assert tokenizer.decode(example.ids[example.learnt]) == " I am fine, thank you.\n"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "marks"])
+def test_vicuna(kind):
+    tokenizer = toy.tokenizer(kind)
+    messages = chat("How are you?", "I am fine.", "Hello", "Hello!", system="A chat.")
+    (example,) = ChatEncoder(tokenizer, "vicuna").encode(record(messages))
+    text = "A chat. USER: How are you? ASSISTANT: I am fine.</s>USER: Hello ASSISTANT: Hello!</s>"
+    assert example.ids.tolist() == tokenizer(text)["input_ids"]
+    assert (example.ids[0] == tokenizer.bos_token_id) == (kind == "marks")
+    assert [toy.spelt(tokenizer, run) for run in runs(example)] == [" I am fine.</s>", " Hello!</s>"]
+    prompt = tokenizer("A chat. USER: How are you? ASSISTANT:")["input_ids"]
+    assert int(example.learnt.argmax()) == len(prompt)
+    assert example.ids[: len(prompt)].tolist() == prompt
+
+
+def test_plain():
+    tokenizer = toy.tokenizer()
+    (example,) = ChatEncoder(tokenizer, "plain").encode(record(WITH_SYSTEM))
+    text = tokenizer.decode(example.ids)
+    assert text == "You are an assistant.\nHello there\nHello.</s>And?\nParis</s>"
+    assert [tokenizer.decode(run) for run in runs(example)] == ["Hello.</s>", "Paris</s>"]
+
+
+def test_a_template_that_changes_earlier_turns_is_refused_with_the_remedy():
+    tokenizer = toy.tokenizer("bytes", THINKING)
+    # One turn is consistent; of several the first is rendered another way once it is not the last.
+    (example,) = ChatEncoder(tokenizer).encode(record(SINGLE))
+    assert tokenizer.decode(example.ids[example.learnt]) == "<think>\n\n</think>\n\nI am fine, thank you.<|im_end|>"
+    with pytest.raises(ValueError, match=r"turn 2 of chat.jsonl:7 .*'<think>.* stood; use turns='each'"):
+        ChatEncoder(tokenizer).encode(record(SEVERAL, "chat.jsonl:7"))
+    examples = ChatEncoder(tokenizer, turns="each").encode(record(SEVERAL))
+    assert len(examples) == 3
+    for number, example in enumerate(examples):
+        messages = SEVERAL[: 2 * number + 2]
+        expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        assert example.ids.tolist() == expected
+        answer = f"<think>\n\n</think>\n\n{messages[-1]['content']}<|im_end|>"
+        assert [tokenizer.decode(run) for run in runs(example)] == [answer]
+
+
+@pytest.mark.parametrize("way", [marked, unmarked])
+def test_each_turn_alone(way):
+    tokenizer = toy.tokenizer("bytes", way(CHATML))
+    examples = ChatEncoder(tokenizer, turns="each").encode(record(SEVERAL))
+    answers = [[f"{SEVERAL[place]['content']}<|im_end|>"] for place in (1, 3, 5)]
+    assert [[tokenizer.decode(run) for run in runs(example)] for example in examples] == answers
+
+
+def test_a_template_whose_answer_does_not_follow_its_prompt_is_refused():
+    template = CHATML.replace("'<|im_start|>assistant\\n' -}}{%- endif", "'<|im_start|>bot\\n' -}}{%- endif")
+    with pytest.raises(ValueError, match="turn 2 of a:1 to follow the generation prompt, got 'assistant"):
+        ChatEncoder(toy.tokenizer("bytes", unmarked(template))).encode(record(SINGLE))
+
+
+def test_markers_around_nothing_are_refused():
+    template = marked(CHATML).replace("message.role == 'assistant'", "message.role == 'nobody'")
+    with pytest.raises(ValueError, match=r"\{% generation %\} block around each answer of a:1, got none"):
+        ChatEncoder(toy.tokenizer("bytes", template)).encode(record(SINGLE))
+
+
+def test_a_conversation_that_the_template_refuses_is_a_bad_record():
+    encoder = ChatEncoder(toy.tokenizer("bytes", marked(INST)))
+    report = Report(read=2)
+    records = [record(WITH_SYSTEM, "a:1"), record(SINGLE, "a:2")]
+    assert [example.where for example in encode_records(records, encoder, report)] == ["a:2"]
+    assert report.examples == [("a:1", "the chat template refuses it (no system messages here)")]
+    with pytest.raises(BadRecordError, match="turns take turns"):
+        ChatEncoder(toy.tokenizer(), "vicuna").encode(record([*SINGLE, *chat("a", "b")[1:]]))
+    with pytest.raises(BadRecordError, match="a system message comes first"):
+        ChatEncoder(toy.tokenizer(), "vicuna").encode(record([*SINGLE, *WITH_SYSTEM]))
+
+
+def test_template_arguments_and_files(tmp_path):
+    template = CHATML.replace("'assistant\\n'", "'assistant\\n' + mood")
+    file = tmp_path / "own.jinja"
+    file.write_text(marked("{{- mood -}}" + template))
+    (example,) = ChatEncoder(toy.tokenizer(), str(file), arguments={"mood": "fine"}).encode(record(SINGLE))
+    assert toy.tokenizer().decode(example.ids).startswith("fine<|im_start|>user")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "marks"])
+def test_a_text_is_learnt_whole_and_ended(kind):
+    tokenizer = toy.tokenizer(kind)
+    (example,) = ChatEncoder(tokenizer, "plain").encode(Record((), "Hello there", "a.txt"))
+    assert example.ids.tolist() == [*tokenizer("Hello there")["input_ids"], tokenizer.eos_token_id]
+    assert example.learnt.all()
+    assert example.is_text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "template: expected 'vicuna', 'plain' or a file .* got 'auto'"),
+        ({"template": "chatml"}, "template: expected 'auto', 'vicuna', 'plain' or a file, got 'chatml'"),
+        ({"template": "vicuna", "turns": "all"}, "turns: expected 'joint' or 'each', got 'all'"),
+    ],
+)
+def test_bad_settings_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ChatEncoder(toy.tokenizer(), **arguments)
+
+
+def test_a_template_that_needs_an_end_token_says_so():
+    with pytest.raises(ValueError, match="expected a tokenizer with an end token for 'plain'"):
+        ChatEncoder(toy.tokenizer(eos_token=None), "plain")

@@ -1,0 +1,257 @@
+"""The training losses against cross-entropy on full logits in float64, and by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from formulas import CASES, HEADS, HIDDEN, MAP, VOCAB, gradients, plain_medusa, plain_targets, random_heads, random_text
+from torch import nn
+
+from medusa_decoding import MedusaHeads
+from medusa_decoding.training.losses import combined_loss, distillation_loss, head_weights, language_loss, medusa_loss
+from medusa_decoding.training.targets import (
+    IGNORE,
+    Targets,
+    head_targets,
+    number_segments,
+    shifted_labels,
+    target_counts,
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [1, 4, 23, 100])
+def test_medusa_loss_and_gradients_equal_cross_entropy_on_full_logits(case, chunk):
+    heads = random_heads(**CASES[case])
+    hidden, labels = random_text()
+    hidden.requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True) if heads.shared_projection else None
+    segments = torch.tensor([0] * 9 + [1] * 2 + [2] * 12)
+    found = medusa_loss(
+        hidden, heads, labels, segments=segments, lm_head=weight, chunk=chunk, through_backbone=True, top=0
+    )
+    inputs = [hidden, *heads.parameters(), *([] if weight is None else [weight])]
+    expected = plain_medusa(hidden, heads, labels, segments, weight)
+    torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(gradients(found.loss, *inputs), gradients(expected, *inputs), strict=True):
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_loss_by_hand():
+    # Two candidates, one head with W1 = 0 (its state is the hidden state) and W2 = identity: logits are the states.
+    heads = MedusaHeads(2, 2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        heads.w2.copy_(torch.eye(2, dtype=torch.float64).expand(2, -1, -1))
+    log3, log7 = math.log(3), math.log(7)
+    hidden = torch.tensor([[log3, 0.0], [0.0, log7], [5.0, 5.0], [1.0, 2.0]], dtype=torch.float64)
+    labels = torch.tensor([0, 1, 0, 1])
+    # Head 0 at position 0 guesses label 2 (= 0): p = 3/4. At position 1, label 3 (= 1): p = 7/8.
+    # Head 1 at position 0 guesses label 3 (= 1): p = 1/4. Positions 2 and 3 have no targets.
+    first = (-math.log(3 / 4) - math.log(7 / 8)) / 2
+    second = -math.log(1 / 4)
+    found = medusa_loss(hidden, heads, labels, top=2)
+    assert found.loss.item() == pytest.approx(0.8 * first + 0.64 * second, rel=1e-14)
+    assert found.means.tolist() == pytest.approx([first, second], rel=1e-14)
+    assert found.counts.tolist() == [2, 1]
+    assert found.hits.tolist() == [[2, 2], [0, 1]]
+    assert found.accuracy.tolist() == [[1, 1], [0, 1]]
+
+
+def test_medusa_1_gives_the_backbone_no_gradient():
+    backbone, lm_head = nn.Linear(HIDDEN, HIDDEN).double(), nn.Linear(HIDDEN, VOCAB, bias=False).double()
+    heads = random_heads(shared=True)
+    states, labels = random_text()
+    medusa_loss(backbone(states), heads, labels, lm_head=lm_head).loss.backward()
+    assert [p.grad for p in [*backbone.parameters(), *lm_head.parameters()]] == [None, None, None]
+    assert all(p.grad.abs().max() > 0 for p in heads.parameters())
+    medusa_loss(backbone(states), heads, labels, lm_head=lm_head, through_backbone=True).loss.backward()
+    assert all(p.grad.abs().max() > 0 for p in [*backbone.parameters(), *lm_head.parameters()])
+
+
+def test_language_loss_equals_cross_entropy():
+    hidden, labels = random_text()
+    hidden.requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
+    segments = torch.tensor([0] * 10 + [1] * 13)
+    target, _ = plain_targets(labels, segments, 1)
+    found = language_loss(hidden, weight, labels, segments=segments, chunk=4)
+    expected = F.cross_entropy(hidden @ weight.T, target)
+    torch.testing.assert_close(found.loss, expected)
+    for mine, theirs in zip(gradients(found.loss, hidden, weight), gradients(expected, hidden, weight), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert found.hits[0, 0] == ((hidden @ weight.T).argmax(-1) == target).sum()
+    assert found.counts.tolist() == [(target != IGNORE).sum()]
+
+
+def test_distillation_loss_equals_the_divergence_on_full_logits():
+    hidden, labels = random_text()
+    teacher_hidden, _ = random_text(seed=5)
+    hidden.requires_grad_(), teacher_hidden.requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
+    original = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True)
+    target, _ = plain_targets(labels, None, 1)
+    kept = target != IGNORE
+    student = (hidden @ weight.T)[kept].log_softmax(-1)
+    teacher = (teacher_hidden @ original.T)[kept].log_softmax(-1).detach()
+    expected = F.kl_div(student, teacher, log_target=True, reduction="batchmean")
+    found = distillation_loss(hidden, weight, teacher_hidden, original, labels, chunk=3)
+    torch.testing.assert_close(found.loss, expected)
+    for mine, theirs in zip(gradients(found.loss, hidden, weight), gradients(expected, hidden, weight), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    again = distillation_loss(hidden, weight, teacher_hidden, original, labels)
+    assert gradients(again.loss, teacher_hidden, original) == (None, None)
+    same = distillation_loss(hidden, weight, hidden, weight, labels)
+    assert same.loss == 0
+
+
+def test_a_teacher_that_rules_tokens_out_gives_a_finite_divergence():
+    hidden, labels = torch.eye(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    teacher = torch.tensor([[0.0, -math.inf, 1.0]] * 3, dtype=torch.float64)
+    found = distillation_loss(hidden, torch.eye(3, dtype=torch.float64), torch.eye(3).double(), _Fixed(teacher), labels)
+    # Position 0: student softmax of (1, 0, 0); teacher 1 / (1 + e) for candidate 0, e / (1 + e) for candidate 2.
+    log_p = torch.tensor([1.0, 0.0, 0.0]).double().log_softmax(0)
+    p = 1 / (1 + math.e)
+    first = p * (math.log(p) - log_p[0]) + (1 - p) * (math.log(1 - p) - log_p[2])
+    log_p = torch.tensor([0.0, 1.0, 0.0]).double().log_softmax(0)
+    second = p * (math.log(p) - log_p[0]) + (1 - p) * (math.log(1 - p) - log_p[2])
+    assert found.loss.item() == pytest.approx(((first + second) / 2).item(), rel=1e-12)
+
+
+class _Fixed(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.out_features = rows, rows.shape[1]
+
+    def forward(self, states):
+        return self.rows[: len(states)]
+
+
+def test_combined_loss():
+    found = combined_loss(torch.tensor(2.0), torch.tensor(5.0), 0.2)
+    assert found == 3.0
+    for wrong in (-0.1, math.inf, math.nan):
+        with pytest.raises(ValueError, match="lambda_0: expected a finite number from 0"):
+            combined_loss(torch.tensor(2.0), torch.tensor(5.0), wrong)
+
+
+def test_parts_with_common_normaliser_add_up_to_the_whole():
+    heads = random_heads(token_map=MAP)
+    texts = [random_text(length, seed=length) for length in (8, 17, 5)]
+    hidden, labels = (torch.cat(parts) for parts in zip(*texts, strict=True))
+    numbers = torch.tensor([0] * 8 + [1] * 17 + [2] * 5)
+    whole = medusa_loss(hidden, heads, labels, segments=numbers)
+    counts = sum(target_counts(part, heads) for _, part in texts)
+    assert counts.tolist() == whole.counts.tolist()
+    parts = sum(medusa_loss(states, heads, part, normaliser=counts).loss for states, part in texts)
+    torch.testing.assert_close(parts, whole.loss, rtol=1e-12, atol=0)
+    mean_of_means = sum(medusa_loss(states, heads, part).loss for states, part in texts) / 3
+    assert abs(mean_of_means - whole.loss) > 1e-3
+
+
+def test_weights_and_given_targets():
+    heads = random_heads()
+    hidden, labels = random_text()
+    weights = torch.tensor([0.0, 2.0, 0.5])
+    found = medusa_loss(hidden, heads, labels, weights=weights).loss
+    torch.testing.assert_close(found, plain_medusa(hidden, heads, labels, weights=weights))
+    drawn = torch.tensor([19, 3, 3, 8])
+    index = head_targets(labels, heads).index[:, drawn]
+    given = medusa_loss(hidden[drawn], heads, Targets(index, torch.zeros(3, dtype=torch.int64)), top=0)
+    logits = heads(hidden[drawn])
+    expected = [F.cross_entropy(logits[:, k], index[k], reduction="sum") for k in range(HEADS)]
+    torch.testing.assert_close(given.sums, torch.stack(expected))
+    assert head_weights(3).tolist() == pytest.approx([0.8, 0.64, 0.512])
+
+
+def test_labels_outside_a_trimmed_vocabulary_are_left_out_counted_and_missed():
+    heads = random_heads(token_map=MAP)
+    hidden, labels = random_text(60)
+    found = medusa_loss(hidden, heads, labels, top=3)
+    expected = [plain_targets(labels, None, k + 2, MAP) for k in range(HEADS)]
+    assert found.outside.tolist() == [outside for _, outside in expected]
+    assert min(found.outside) > 0
+    assert found.counts.tolist() == [(target != IGNORE).sum() for target, _ in expected]
+    logits = heads(hidden)
+    for k, (target, outside) in enumerate(expected):
+        kept = target != IGNORE
+        best = logits[kept, k].topk(3).indices == target[kept, None]
+        hits = best.cumsum(1).sum(0)
+        assert found.hits[k].tolist() == hits.tolist()
+        labelled = kept.sum() + outside
+        assert found.accuracy[k].tolist() == pytest.approx((hits / labelled).tolist())
+
+
+def test_equal_logits_count_the_lower_row_first_and_nan_is_a_miss():
+    heads = MedusaHeads(2, 5, 1, dtype=torch.float64)
+    hidden = torch.ones(4, 2, dtype=torch.float64)
+    # W2 is zero: all five candidates are equal, and a target is as likely as its row is low.
+    found = medusa_loss(hidden, heads, torch.tensor([0, 0, 3, 0]), top=5)
+    assert found.hits.tolist() == [[1, 1, 1, 2, 2]]
+    found = medusa_loss(hidden * math.nan, heads, torch.tensor([0, 0, 3, 0]), top=5)
+    assert found.hits.tolist() == [[0] * 5]
+    assert found.loss.isnan()
+
+
+def test_no_target_at_all_gives_zero_and_zero_gradients():
+    heads = random_heads()
+    hidden, labels = random_text()
+    found = medusa_loss(hidden, heads, torch.full_like(labels, IGNORE))
+    assert found.loss == 0
+    found.loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in heads.parameters())
+    assert found.counts.tolist() == [0, 0, 0]
+
+
+def test_segments_end_targets():
+    numbers = number_segments(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]))
+    assert numbers.tolist() == [1, 1, 1, 2, 2, 3, 3, 4, 4, 4]
+    # A row that goes on from an earlier one (its positions do not start at 0) is still a segment of its own.
+    assert number_segments(torch.tensor([[0, 1], [2, 3]])).tolist() == [1, 1, 2, 2]
+    labels = torch.arange(10)
+    found = shifted_labels(labels, [1, 2, 20], segments=numbers)
+    x = IGNORE
+    assert found.tolist() == [[1, 2, x, 4, x, 6, x, 8, 9, x], [2, x, x, x, x, x, x, 9, x, x], [x] * 10]
+
+
+def test_evaluation_makes_no_gradient():
+    heads = random_heads()
+    hidden, labels = random_text()
+    with torch.no_grad():
+        found = medusa_loss(hidden, heads, labels)
+    assert not found.loss.requires_grad
+    torch.testing.assert_close(found.loss, plain_medusa(hidden, heads, labels).detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(5, 7)}, r"hidden: expected floats \[T, 6\]"),
+        ({"labels": torch.zeros(5)}, r"labels: expected int64 \[23\]"),
+        ({"labels": torch.full((23,), VOCAB)}, r"labels: expected -100 or an id in \[0, 13\), got 13"),
+        ({"labels": torch.full((23,), -1)}, r"labels: expected -100 or an id in \[0, 13\), got -1"),
+        ({"labels": Targets(torch.zeros(2, 23).long(), torch.zeros(2))}, r"labels: expected targets \[3, 23\]"),
+        ({"segments": torch.zeros(4).long()}, r"segments: expected int64 \[23\]"),
+        ({"lm_head": torch.zeros(VOCAB, HIDDEN)}, r"lm_head: expected None \(the heads own theirs\)"),
+        ({"weights": torch.ones(2)}, r"weights: expected shape \[3\]"),
+        ({"normaliser": torch.ones(4)}, r"normaliser: expected shape \[3\]"),
+        ({"chunk": 0}, "chunk: expected at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    hidden, labels = random_text()
+    arguments = {"hidden": hidden, "heads": random_heads(), "labels": labels} | change
+    with pytest.raises(ValueError, match=message):
+        medusa_loss(**arguments)
+
+
+def test_bad_lm_heads_are_named():
+    hidden, labels = random_text()
+    with pytest.raises(ValueError, match=r"lm_head: expected the model's lm_head \(the heads share it\), got NoneType"):
+        medusa_loss(hidden, random_heads(shared=True), labels)
+    with pytest.raises(ValueError, match=r"lm_head: expected weight \[13, 6\], got \[12, 6\]"):
+        medusa_loss(hidden, random_heads(shared=True), labels, lm_head=torch.zeros(12, 6))
+    weight = torch.zeros(13, 6).double()
+    with pytest.raises(ValueError, match="teacher_lm_head: expected a vocabulary of 13, got 12"):
+        distillation_loss(hidden, weight, hidden, torch.zeros(12, 6).double(), labels)

@@ -1,0 +1,286 @@
+"""Packed rows: every example once, none of them seen by another, and targets that stop where a conversation stops."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import transformers.modeling_flash_attention_utils as flash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_decoding import MedusaHeads
+from medusa_decoding.training.chat import Example
+from medusa_decoding.training.data import Report
+from medusa_decoding.training.losses import language_loss, medusa_loss
+from medusa_decoding.training.packing import PackedDataset, collate, fit, model_inputs
+from medusa_decoding.training.targets import IGNORE, head_targets, number_segments
+
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
+    "mistral, window": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": 4}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
+}
+VOCAB, PAD = 17, 0
+
+
+def model(family="llama", **changes):
+    config_class, model_class, own = FAMILIES[family]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = config_class(vocab_size=VOCAB, initializer_range=0.4, **sizes, **heads, **own)
+    torch.manual_seed(0)
+    return model_class(config).eval()
+
+
+def examples(lengths, *, seed=0, learnt=0.7):
+    rng = np.random.default_rng(seed)
+    return [
+        Example(rng.integers(1, VOCAB, n).astype(np.int32), rng.random(n) < learnt, f"a:{i}")
+        for i, n in enumerate(lengths)
+    ]
+
+
+LENGTHS = [7, 5, 3, 9, 1, 2, 12]
+
+
+def batch_of(these, length, attention="sdpa", **options):
+    data = PackedDataset(these, length, PAD, **options)
+    return data, collate([data[i] for i in range(len(data))], attention)
+
+
+@torch.no_grad()
+def largest_difference(base, these, data, batch, **changes):
+    """The largest difference between logits of packed conversations and of each alone."""
+    packed = base(**model_inputs(batch) | changes).logits
+    difference = 0.0
+    for row, numbers in zip(packed, data.rows, strict=True):
+        start = 0
+        for number in numbers:
+            ids = torch.from_numpy(these[number].ids).long()[None]
+            alone = base(ids, use_cache=False).logits[0]
+            difference = max(difference, (row[start : start + ids.shape[1]] - alone).abs().max().item())
+            start += ids.shape[1]
+    return difference
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_equal_separate_ones(family, attention):
+    base = model(family)
+    base.set_attn_implementation(attention)
+    these = examples(LENGTHS)
+    data, batch = batch_of(these, 14)
+    assert max(map(len, data.rows)) > 1
+    assert len(data) > 1
+    assert largest_difference(base, these, data, batch) < 2e-5
+    # With a cache, which models make unless told otherwise, transformers does not see that the row is packed.
+    assert largest_difference(base, these, data, batch, use_cache=True) > 0.1
+
+
+def varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, deterministic=False,
+):  # fmt: skip
+    """What flash-attn's varlen function computes, in plain PyTorch: [tokens, heads, dim], a sequence at a time."""
+    assert causal
+    bounds = cu_seqlens_q.tolist()
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert (bounds[0], bounds[-1]) == (0, len(q))
+    assert int(max_seqlen_q) == int(max_seqlen_k) == int(cu_seqlens_k.diff().max())
+    found = torch.empty_like(q)
+    for start, end in itertools.pairwise(bounds):
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+        part = [x[start:end].transpose(0, 1) for x in (q, k, v)]
+        part[1:] = [x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in part[1:]]
+        attended = torch.nn.functional.scaled_dot_product_attention(*part, attn_mask=seen, scale=softmax_scale)
+        found[start:end] = attended.transpose(0, 1)
+    return found
+
+
+def dense(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False
+):
+    """flash-attn's function for whole rows."""
+    rows, length = q.shape[:2]
+    bounds = torch.arange(rows + 1, dtype=torch.int32) * length
+    flat = [x.flatten(0, 1) for x in (q, k, v)]
+    found = varlen(*flat, bounds, bounds, length, length, 0.0, softmax_scale, causal, window_size)
+    return found.view_as(q)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_logits_under_flash_attention_s_interface(family, monkeypatch):
+    """transformers' own path to flash-attn, with its two functions replaced by what they compute."""
+    base = model(family)
+    these = examples(LENGTHS)
+    data, batch = batch_of(these, 14, "flash_attention_2")
+    references = [base(torch.from_numpy(e.ids).long()[None], use_cache=False).logits[0] for e in these]
+    monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: (dense, varlen, None, None, None))
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+    # Set past the check that the package is installed.
+    base.config._attn_implementation_internal = "flash_attention_2"
+    packed = base(**model_inputs(batch)).logits
+    for row, numbers in zip(packed, data.rows, strict=True):
+        ends = np.cumsum([len(these[number].ids) for number in numbers])
+        for number, end in zip(numbers, ends, strict=True):
+            alone = references[number]
+            torch.testing.assert_close(row[end - len(alone) : end], alone, rtol=0, atol=2e-5)
+    # Positions alone do not reach it with several rows: conversations would see each other.
+    without = {name: value for name, value in model_inputs(batch).items() if "seq" not in name and "max" not in name}
+    assert (base(**without).logits - packed).abs().max() > 0.1
+    monkeypatch.setattr(flash, "_loaded_implementation", None)
+
+
+@pytest.mark.gpu
+def test_packed_logits_with_flash_attn():
+    pytest.importorskip("flash_attn", reason="needs the flash-attn package")
+    base = model().to("cuda", torch.bfloat16)
+    these = examples(LENGTHS)
+    data, batch = batch_of(these, 14, "flash_attention_2")
+    exact = base(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in model_inputs(batch_of(these, 14)[1]).items()})
+    base.set_attn_implementation("flash_attention_2")
+    found = base(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in model_inputs(batch).items()})
+    filled = torch.zeros(len(data), 14, dtype=torch.bool)
+    for row, numbers in zip(filled, data.rows, strict=True):
+        row[: sum(len(these[number].ids) for number in numbers)] = True
+    difference = (found.logits - exact.logits).float().abs()[filled.cuda()]
+    assert difference.max() < 0.1 * exact.logits.float().std()
+
+
+def test_gradients_of_packed_and_separate_conversations_are_equal():
+    base = model()
+    heads = MedusaHeads(32, VOCAB, 3)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(heads.w2, std=0.3)
+    these = examples(LENGTHS)
+    _, batch = batch_of(these, 14)
+    numbers, labels = number_segments(batch["position_ids"]), batch["labels"].flatten()
+    hidden = base.model(**model_inputs(batch)).last_hidden_state.flatten(0, 1)
+    found = medusa_loss(hidden, heads, labels, segments=numbers, through_backbone=True)
+    weight = base.lm_head.weight
+    lm = language_loss(hidden, weight, labels, segments=numbers)
+    (found.loss + lm.loss).backward()
+    packed = [p.grad.clone() for p in [*base.parameters(), *heads.parameters()]]
+    for p in [*base.parameters(), *heads.parameters()]:
+        p.grad = None
+    for example in these:
+        ids = torch.from_numpy(example.ids).long()
+        own = torch.where(torch.from_numpy(example.learnt), ids, IGNORE)
+        hidden = base.model(ids[None], use_cache=False).last_hidden_state[0]
+        loss = medusa_loss(hidden, heads, own, normaliser=found.counts, through_backbone=True).loss
+        (loss + language_loss(hidden, weight, own, normaliser=lm.counts).loss).backward()
+    for one, p in zip(packed, [*base.parameters(), *heads.parameters()], strict=True):
+        assert one.abs().max() > 1e-5
+        torch.testing.assert_close(one, p.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_targets_never_cross_a_border():
+    these = examples(LENGTHS, learnt=1.1)
+    heads = MedusaHeads(2, VOCAB, 4)
+    data, batch = batch_of(these, 14)
+    numbers, labels = number_segments(batch["position_ids"]), batch["labels"].flatten()
+    found = head_targets(labels, heads, numbers).index.view(4, len(data), 14)
+    for row, members in enumerate(data.rows):
+        expected = [[IGNORE] * 14 for _ in range(4)]
+        start = 0
+        for member in members:
+            ids = these[member].ids.tolist()
+            for k in range(4):
+                for t in range(len(ids) - 2 - k):
+                    expected[k][start + t] = ids[t + 2 + k]
+            start += len(ids)
+        assert found[:, row].tolist() == expected
+
+
+def test_transformers_own_shifted_loss_stops_at_borders_too():
+    base = model()
+    these = examples([6, 5, 3], learnt=1.1)
+    data, batch = batch_of(these, 14)
+    assert len(data) == 1
+    theirs = base(**model_inputs(batch), labels=batch["labels"]).loss
+    losses = []
+    for example in these:
+        ids = torch.from_numpy(example.ids).long()
+        logits = base(ids[None], use_cache=False).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none"))
+    torch.testing.assert_close(theirs, torch.cat(losses).mean())
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=60)
+def test_every_example_lies_in_one_row_and_no_two_rows_would_fit_in_one(lengths):
+    these = examples(lengths)
+    data = PackedDataset(these, 20, PAD)
+    assert sorted(number for row in data.rows for number in row) == list(range(len(lengths)))
+    filled = [sum(lengths[number] for number in row) for row in data.rows]
+    assert max(filled) <= 20
+    assert len(filled) == 1 or sum(sorted(filled)[:2]) > 20
+    assert data.fill == pytest.approx(sum(lengths) / (20 * len(filled)))
+    for place, numbers in enumerate(data.rows):
+        row = data[place]
+        ids = np.concatenate([these[number].ids for number in numbers])
+        assert row["input_ids"].tolist() == [*ids.tolist(), *[PAD] * (20 - len(ids))]
+        positions = [t for number in numbers for t in range(lengths[number])]
+        assert row["position_ids"].tolist() == [*positions, *range(20 - len(ids))]
+        assert (row["labels"][len(ids) :] == IGNORE).all()
+
+
+def test_labels_are_the_learnt_tokens_but_for_first_ones():
+    one = Example(np.array([5, 6, 7], dtype=np.int32), np.array([True, False, True]), "a")
+    two = Example(np.array([8, 9], dtype=np.int32), np.array([True, True]), "b")
+    (row,) = PackedDataset([one, two], 6, PAD)
+    assert row["labels"].tolist() == [IGNORE, IGNORE, 7, IGNORE, 9, IGNORE]
+    assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, PAD]
+
+
+def test_the_best_row_is_the_one_with_the_least_room():
+    # 12 leaves 8 and 13 leaves 7; 7 goes to the latter, 8 to the former.
+    data = PackedDataset(examples([8, 12, 13, 7, 3]), 20, PAD)
+    assert data.rows == [[2, 3], [1, 0], [4]]
+
+
+def test_rows_without_packing():
+    data, batch = batch_of(examples([3, 5]), 8, "flash_attention_2", pack=False)
+    assert data.rows == [[0], [1]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8, 13, 16]
+    assert batch["max_length_k"] == 5
+    assert "cu_seq_lens_q" not in batch_of(examples([3]), 8)[1]
+
+
+def test_conversations_that_are_too_long():
+    (long,) = examples([23], learnt=1.1)
+    text = Example(long.ids, long.learnt, "t", is_text=True)
+    expected = {
+        "truncate": [long.ids[:10]],
+        "drop": [],
+        "split": [long.ids[:10], long.ids[10:20], long.ids[20:]],
+    }
+    for way, pieces in expected.items():
+        report = Report()
+        assert [p.ids.tolist() for p in fit([long], 10, report, way)] == [p.tolist() for p in pieces]
+        assert report.notes[f"longer than 10 tokens: {way}"] == 1
+        assert [p.ids.tolist() for p in fit([text], 10, Report(), way)] == [p.tolist() for p in expected["split"]]
+    assert [p.ids.tolist() for p in fit([long], 23, Report())] == [long.ids.tolist()]
+
+
+def test_what_teaches_nothing_is_left_out_and_noted():
+    only_first = Example(np.arange(1, 5, dtype=np.int32), np.array([True, False, False, False]), "a")
+    late = Example(np.arange(1, 9, dtype=np.int32), np.arange(8) == 7, "b")
+    report = Report()
+    assert list(fit([only_first, late], 6, report)) == []
+    assert dict(report.notes) == {"nothing to learn": 2, "longer than 6 tokens: truncate": 1}
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="overlong: expected one of truncate, drop, split, got 'cut'"):
+        list(fit([], 10, Report(), "cut"))
+    with pytest.raises(ValueError, match="length: expected at least 2, got 1"):
+        list(fit([], 1, Report()))
+    with pytest.raises(ValueError, match="examples: expected at least one, got none"):
+        PackedDataset([], 10, PAD)
+    with pytest.raises(ValueError, match="examples: expected at most 10 tokens each, got 11"):
+        PackedDataset(examples([11]), 10, PAD)

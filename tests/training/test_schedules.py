@@ -1,0 +1,97 @@
+"""Learning rates and lambda_0 against their formulas, stages by counting, and groups by what is in them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from medusa_decoding import MedusaHeads
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.schedules import Stage, cosine, lambda_0, parameter_groups, stages
+
+
+def config(**sections):
+    needed = {"model": {"name": "m"}, "data": {"train": [{"path": "d"}]}, "output": {"folder": "o"}}
+    return Config.of(needed | sections)
+
+
+def test_cosine_with_warm_up():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = cosine(optimizer, 4, 12)
+    rates = []
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    rates.append(optimizer.param_groups[0]["lr"])
+    expected = [2 * s / 4 for s in range(4)] + [1 + math.cos(math.pi * s / 8) for s in range(9)]
+    assert rates == pytest.approx(expected, abs=1e-12)
+    assert rates[4] == 2.0
+    assert rates[12] == 0.0
+    for warmup in (-1, 12, 13):
+        with pytest.raises(
+            ValueError, match=f"warmup_steps: expected from 0 to below the 12 steps in all, got {warmup}"
+        ):
+            cosine(optimizer, warmup, 12)
+
+
+def test_lambda_0():
+    assert {lambda_0(step, 7, 0.2) for step in range(7)} == {0.2}
+    rising = [lambda_0(step, 6, 0.01, "sine") for step in range(6)]
+    # sin of 15, 30, 45, 60, 75 and 90 degrees.
+    root2, root3, root6 = math.sqrt(2), math.sqrt(3), math.sqrt(6)
+    sines = [(root6 - root2) / 4, 1 / 2, root2 / 2, root3 / 2, (root6 + root2) / 4, 1]
+    assert rising == pytest.approx([0.01 * sine for sine in sines], rel=1e-14)
+    with pytest.raises(ValueError, match="schedule: expected 'constant' or 'sine', got 'linear'"):
+        lambda_0(0, 6, 0.2, "linear")
+    for step in (-1, 6):
+        with pytest.raises(ValueError, match=f"step: expected from 0 to below 6, got {step}"):
+            lambda_0(step, 6, 0.2)
+
+
+def test_stages():
+    # 3,000 rows in batches of 64 are 46.875 steps: 47.
+    assert stages(config(), 3000) == [Stage("heads", 94, False)]
+    assert stages(config(method="medusa-2"), 3000) == [Stage("heads", 94, False), Stage("joint", 94, True)]
+    assert stages(config(method="medusa-2", heads={"initial": "h"}), 3000) == [Stage("joint", 94, True)]
+    assert stages(config(method="self-distillation"), 3000) == [Stage("joint", 48, True)]
+    changed = {"epochs": 0.5, "heads_first_epochs": 1, "max_steps": 30, "warmup_steps": 3}
+    found = stages(config(method="medusa-2", optimisation=changed), 3000)
+    assert found == [Stage("heads", 30, False), Stage("joint", 24, True)]
+
+
+def test_a_stage_too_short_for_its_warm_up_is_named():
+    message = r"fewer than the 4 steps of stage heads \(100 rows, batch 64, 2 epochs\), got 40"
+    with pytest.raises(ValueError, match=message):
+        stages(config(), 100)
+
+
+def test_heads_learn_four_times_as_fast_and_biases_do_not_decay():
+    heads = MedusaHeads(4, 6, 2)
+    backbone = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 6, bias=False))
+    backbone[2].requires_grad_(False)
+    settings = config(method="medusa-2", optimisation={"weight_decay": 0.1})
+    groups = parameter_groups(heads, backbone.named_parameters(), config=settings)
+    found = {group["name"]: group for group in groups}
+    expected = {
+        "heads, matrices": (2e-3, 0.1, [heads.w1, heads.w2]),
+        "heads, vectors": (2e-3, 0.0, [heads.b1]),
+        "backbone, matrices": (5e-4, 0.1, [backbone[0].weight]),
+        "backbone, vectors": (5e-4, 0.0, [backbone[0].bias, backbone[1].weight, backbone[1].bias]),
+    }
+    assert list(found) == list(expected)
+    for name, (rate, decay, members) in expected.items():
+        assert found[name]["lr"] == pytest.approx(rate)
+        assert found[name]["weight_decay"] == decay
+        assert [id(p) for p in found[name]["params"]] == [id(p) for p in members]
+    torch.optim.AdamW(groups)
+
+
+def test_groups_without_a_backbone_or_without_anything():
+    heads = MedusaHeads(4, 6, 2, bias=False)
+    assert [group["name"] for group in parameter_groups(heads, config=config())] == ["heads, matrices"]
+    with pytest.raises(ValueError, match=r"backbone: expected parameters that are not the heads'"):
+        parameter_groups(heads, [("w1", heads.w1)], config=config())
+    with pytest.raises(ValueError, match="heads: expected parameters that require a gradient, got none"):
+        parameter_groups(heads.requires_grad_(False), config=config())
