@@ -27,7 +27,7 @@ from medusa_decoding.decode.step_graph import Backend
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.inputs import split_prompts, token_list, whole
 from medusa_decoding.kept import lent
-from medusa_decoding.model import MedusaOutput, Request
+from medusa_decoding.model import MedusaOutput, Request, whole_seed
 from medusa_decoding.tree import Tree
 
 
@@ -115,7 +115,7 @@ def medusa_generate(
             limits,
             criteria=settings.criteria(config, criteria, given.tokenizer),
             streamer=streamer,
-            generator=None if seed is None else torch.Generator().manual_seed(whole("seed", seed) or 0),
+            seed=whole_seed(seed),
             metrics=metrics,
         )
         with lent(model, heads) as medusa:

@@ -7,6 +7,8 @@ This is the public face: it checks what it is given, then runs the loop. It does
 from __future__ import annotations
 
 import contextlib
+import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from medusa_decoding.decode.step_graph import Backend, Steps, resolve_backend
 from medusa_decoding.decode.step_times import StepTimes
 from medusa_decoding.decode.verify import Choice
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.inputs import split_prompts, whole
+from medusa_decoding.inputs import split_prompts
 from medusa_decoding.metrics import GenerationMetrics
 from medusa_decoding.parallel import Peers
 from medusa_decoding.session import Session
@@ -40,6 +42,12 @@ from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
 DEFAULT_TREE_FILE = "medusa_tree.json"
+logger = logging.getLogger(__name__)
+# What sampling alone looks at, with the value that changes nothing.
+_OF_SAMPLING = {
+    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "top_h": None,
+}  # fmt: skip
 
 
 @dataclass
@@ -89,7 +97,7 @@ class Request:
         limits: how long rows get.
         criteria: stopping criteria that the host evaluates.
         streamer: a transformers streamer or None.
-        generator: draws the seed of sampling; None for torch's own on the CPU.
+        seed: of sampling; None draws one from torch's generator on the CPU.
         metrics: whether metrics are wanted.
         session: holds the cache between calls, or None.
     """
@@ -101,7 +109,7 @@ class Request:
     limits: settings.Limits
     criteria: Sequence[Any] = ()
     streamer: Any = None
-    generator: torch.Generator | None = None
+    seed: int | None = None
     metrics: bool = False
     session: Session | None = None
 
@@ -230,7 +238,8 @@ class MedusaModel:
             do_sample: draw from the model's processed distribution instead of taking the likeliest token.
             temperature: of sampling, or of typical acceptance.
             top_p: nucleus of sampling.
-            top_k: likeliest tokens to sample from; 0 for all.
+            top_k: likeliest tokens to sample from; 0 for all, also where nothing says otherwise (transformers' own
+                `generate` takes 50 then).
             posterior_threshold: epsilon of typical acceptance.
             posterior_alpha: delta of typical acceptance.
             streamer: a transformers streamer (batch of 1), given the prompt, then each new token in order.
@@ -262,10 +271,14 @@ class MedusaModel:
             "top_k": top_k, "stop_strings": stop_strings,
         }  # fmt: skip
         own = self.trunk.causal.generation_config
-        if do_sample is None and (generation_config is None or generation_config.do_sample is None):
+        if do_sample is None and getattr(generation_config, "do_sample", None) is None:
             changes["do_sample"] = False
+        if acceptance == "typical" and temperature is None and generation_config is None:
+            changes["temperature"] = 1.0
         config = settings.merged(own, generation_config, changes)
-        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if not return_dict_in_generate:
+            config.output_scores = config.output_logits = False
+        for name, neutral in _OF_SAMPLING.items():
             value, lossy = changes.get(name), acceptance == "typical" and name == "temperature"
             if value is not None and value != neutral and not config.do_sample and not lossy:
                 raise ValueError(f"{name}: expected {neutral} without do_sample=True, got {value}")
@@ -282,7 +295,7 @@ class MedusaModel:
             ),
             criteria=settings.criteria(config, settings.callables("stopping_criteria", stopping_criteria), tokenizer),
             streamer=streamer,
-            generator=None if seed is None else torch.Generator().manual_seed(whole("seed", seed) or 0),
+            seed=whole_seed(seed),
             metrics=metrics,
             session=session,
         )
@@ -299,6 +312,10 @@ class MedusaModel:
     ) -> Request:
         """Check the prompts and find out how long their continuations may get."""
         prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
+        pad = config.pad_token_id
+        ends = input_ids[:, [0, -1]]
+        if attention_mask is None and pad is not None and len(ends) > 1 and bool((ends == pad).any()):
+            logger.warning("attention_mask: none given, so the pad token %d at an end of a row is read as text", pad)
         count = settings.sampled_rows(config)
         prompts = [prompt for prompt in prompts for _ in range(count)]
         if wanted.get("streamer") is not None and len(prompts) > 1:
@@ -325,13 +342,13 @@ class MedusaModel:
             choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, request.rule)
             model = self._steps.fingerprint() if request.session else None
             hooks = Hooks(_draws(request, self.trunk.peers), self._follower(request, prompts, choice), request.metrics)
-            if request.session is not None:
-                hooks.earlier = request.session.take(self.trunk, model, request.prompts)
-            if request.streamer is not None:
-                request.streamer.put(request.prompts[0][None])
             step_of = self._steps.of_generation(backend)
             rules = self._rules(request.limits, choice)
             with _ending(request.streamer):
+                if request.streamer is not None:
+                    request.streamer.put(request.prompts[0][None])
+                if request.session is not None:
+                    hooks.earlier = request.session.take(self.trunk, model, request.prompts)
                 done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
             output = _collect(done, request, choice)
             if request.session is not None:
@@ -494,11 +511,29 @@ def _ending(streamer: Any) -> Iterator[None]:
         streamer.end()
 
 
+def whole_seed(seed: Any) -> int | None:
+    """Return an optional seed as an int of 64 bits.
+
+    Raises:
+        ValueError: not a whole number, or one of more bits.
+    """
+    if seed is None:
+        return None
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise ValueError(f"seed: expected a whole number, got {seed!r}") from error
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"seed: expected a whole number of up to 64 bits, got {number}")
+    return number % 2**64
+
+
 def _draws(request: Request, peers: Peers) -> torch.Tensor | None:
     """Return the uniform numbers of each row, fp64 [B, the largest budget], or None where nothing is drawn."""
     if not request.config.do_sample:
         return None
-    seed = peers.agree(int(torch.randint(2**63 - 1, (), generator=request.generator)))
+    # torch's own generator on the CPU would keep 32 bits of a seed.
+    seed = request.seed if request.seed is not None else peers.agree(int(torch.randint(2**63 - 1, ())))
     budgets = request.limits.budgets
     # A stream a row: neither the batch nor the budget changes a row's numbers.
     streams = [

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class Session:
     """One conversation, or a batch of them in lockstep. Pass it to each call of `MedusaModel.generate`.
 
+    A call that fails leaves it empty: the next one prefills the whole prompt.
+
     Attributes:
         reused: tokens of the last call's prompt that were not run again, the same number in every row.
     """

@@ -48,6 +48,14 @@ _CANNOT: dict[str, tuple[Any, str]] = {
     "output_hidden_states": (False, "hidden states are not kept"),
     "remove_invalid_values": (False, "logits that are not finite are an error here"),
 }
+# Arguments that only tell transformers how to run its own loop. A checkpoint's config may state them; a caller who does
+# so expects something of them.
+_OF_ANOTHER_LOOP = (
+    "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile",
+    "low_memory", "early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
+    "speculation_type", "decoder_start_token_id",
+)  # fmt: skip
 _MINIMUM = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
 
 
@@ -62,6 +70,8 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
     Raises:
         ValueError: an unknown argument, or a field that asks for what cannot be done; it names the field.
     """
+    if not isinstance(given, (GenerationConfig, type(None))):
+        raise ValueError(f"generation_config: expected a GenerationConfig or None, got {type(given).__name__}")
     config = copy.deepcopy(own if given is None else given)
     if given is not None:
         for name, value in vars(own).items():
@@ -71,12 +81,15 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
     for name in changes:
         if name.startswith("_") or not hasattr(config, name):
             raise ValueError(f"{name}: expected an argument of generate or of a GenerationConfig, got an unknown one")
+        if name in _OF_ANOTHER_LOOP:
+            raise ValueError(f"{name}: expected None (it is for transformers' own loop), got {changes[name]!r}")
     for name, value in changes.items():
         setattr(config, name, value)
     if config.max_length == 20 and "max_length" not in changes and (given is None or given.max_length is None):
         # Old checkpoints state transformers' own default, which stands for "not set"; a caller means it.
         config.max_length = None
     _check_sampling(config)
+    _check_forced(config)
     for name, (neutral, why) in _CANNOT.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
@@ -105,6 +118,15 @@ def _check_sampling(config: GenerationConfig) -> None:
     if top_k is not None and top_k < 0:
         raise ValueError(f"top_k: expected at least 0, got {top_k}")
     config.top_k = top_k
+
+
+def _check_forced(config: GenerationConfig) -> None:
+    """Raise `ValueError` for tokens forced and suppressed at once, as transformers does: none would be left."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        value = getattr(config, name)
+        forced = {value} if isinstance(value, int) else set(value or ())
+        if forced and forced <= set(config.suppress_tokens or ()):
+            raise ValueError(f"suppress_tokens: expected one of {name} = {sorted(forced)} left out, got all of them")
 
 
 def callables(name: str, given: Sequence[Any] | None) -> list[Any]:
@@ -182,7 +204,8 @@ class Limits:
         new = whole("min_new_tokens", config.min_new_tokens) or 0
         if not 0 <= new <= max(budgets):
             raise ValueError(f"min_new_tokens: expected 0 to {max(budgets)} (max_new_tokens), got {new}")
-        in_all = whole("min_length", config.min_length) or 0
+        # Where both are given, transformers obeys this one alone.
+        in_all = 0 if config.min_new_tokens is not None else whole("min_length", config.min_length) or 0
         return [max(new, in_all - length) for length in lengths]
 
 
@@ -222,6 +245,11 @@ def choice(
     """
     if rule.acceptance not in ACCEPTANCES:
         raise ValueError(f"acceptance: expected 'lossless' or 'typical', got {rule.acceptance!r}")
+    if rule.acceptance == "lossless" and (rule.threshold, rule.alpha) != (Rule.threshold, Rule.alpha):
+        raise ValueError(
+            f"posterior_threshold, posterior_alpha: expected {Rule.threshold} and {Rule.alpha} with "
+            f"acceptance='lossless', which does not use them, got {rule.threshold} and {rule.alpha}"
+        )
     sample = bool(config.do_sample)
     keep = bool(config.output_scores), bool(config.output_logits)
     own = [_processors(causal, config, prompt, row, limits, rule) for row, prompt in enumerate(prompts)]

@@ -78,6 +78,13 @@ IDS = torch.tensor([[1, 2, 3]])
         (IDS, {"do_sample": True, "top_k": -1}, "top_k: expected at least 0, got -1"),
         (IDS, {"do_sample": True, "top_k": 1.5}, "top_k: expected a whole number, got 1.5"),
         (IDS, {"do_sample": True, "min_p": 2.0}, "min_p: expected 0 to 1, got 2.0"),
+        (IDS, {"typical_p": 0.5}, "typical_p: expected 1.0 without do_sample=True, got 0.5"),
+        (IDS, {"top_h": 0.5}, "top_h: expected None without do_sample=True, got 0.5"),
+        (IDS, {"posterior_threshold": 0.2}, "posterior_threshold, posterior_alpha: expected 0.09 and 0.3 with"),
+        (IDS, {"cache_implementation": "quantized"}, "cache_implementation: expected None .*transformers' own loop"),
+        (IDS, {"prefill_chunk_size": 8}, "prefill_chunk_size: expected None"),
+        (IDS, {"generation_config": {"do_sample": True}}, "generation_config: expected a GenerationConfig"),
+        (IDS, {"seed": 2**70}, "seed: expected a whole number of up to 64 bits"),
         (IDS, {"top_p": 0.5}, "top_p: expected 1.0 without do_sample=True, got 0.5"),
         (IDS, {"stop_strings": "a"}, "tokenizer: expected the model's tokenizer with stop_strings"),
         (IDS, {"stop_strings": [""], "tokenizer": object()}, "stop_strings: expected one or more non-empty"),
@@ -376,3 +383,14 @@ def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
 )
 def test_buckets(size, expected):
     assert bucket(size) == expected
+
+
+def test_seeds_of_64_bits_and_a_pad_token_without_a_mask(medusa, caplog):
+    [row] = prompts(1, [6])
+    texts = {
+        seed: medusa.generate(row[None], max_new_tokens=20, do_sample=True, seed=seed).sequences[0].tolist()
+        for seed in (0, 2**32, 2**63)
+    }
+    assert len({tuple(text) for text in texts.values()}) == 3
+    medusa.generate(torch.tensor([[0, 3, 4], [1, 2, 3]]), max_new_tokens=2)
+    assert "the pad token 0 at an end of a row is read as text" in caplog.text

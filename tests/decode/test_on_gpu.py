@@ -329,3 +329,15 @@ def test_logits_that_are_not_finite_are_named():
         with torch.no_grad():
             weight.copy_(kept)
         assert medusa.generate(row[None], max_new_tokens=12).sequences.tolist() == expected
+
+
+def test_a_step_in_two_graphs_is_captured_again_behind_growth(monkeypatch):
+    """Growth drops the graphs that were bound to the text: nothing of their pool is left then."""
+    monkeypatch.setattr(loop, "HEADROOM", 4)
+    model, heads = on_gpu(max_position_embeddings=512)
+    [row] = [row.cuda() for row in prompts(1, [20])]
+    with MedusaModel(model, heads, Tree.chain(2).with_lookup(5)) as medusa:
+        for tree in (Tree.chain(2).with_lookup(5), Tree.chain(2), Tree.chain(2).with_lookup(5)):
+            output = medusa.generate(row[None], max_new_tokens=200, repetition_penalty=1.2, tree=tree)
+            expected = transformers_greedy(model, row, 200, repetition_penalty=1.2)
+            assert output.sequences[0, 20:].tolist() == expected

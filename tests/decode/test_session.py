@@ -199,3 +199,18 @@ def test_a_cleared_session_holds_no_cache():
         session.clear()
         gc.collect()
         assert held() is None
+
+
+def test_a_short_turn_behind_one_with_a_long_budget_can_grow(monkeypatch):
+    """The state of the first has room for more new tokens than the second asks for, and keeps it."""
+    monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 8)
+    model = tiny(max_position_embeddings=2048)
+    [prompt] = prompts(1, [50])
+    session = Session()
+    three = [lambda text, scores: torch.tensor([text.shape[1] >= 53])]
+    with MedusaModel(model, heads_for(model), TREE) as medusa:
+        first = medusa.generate(prompt[None], max_new_tokens=900, stopping_criteria=three, session=session)
+        longer = torch.cat([first.sequences[0], prompt[:4]])
+        output = medusa.generate(longer[None], max_new_tokens=150, session=session)
+        assert session.reused == 52
+    assert output.sequences[0, len(longer) :].tolist() == transformers_greedy(model, longer, 150)

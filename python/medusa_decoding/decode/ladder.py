@@ -87,13 +87,13 @@ class Belief:
     Args:
         ladder: the trees, with the odds that no shift stands for.
         memory: observed steps over which observations are forgotten.
-        prior: precision of a shift before anything was observed; 1 is worth about four paths at even odds.
+        prior: precision of a shift before anything was observed; 1 is worth four paths at even odds.
 
     Attributes:
         tokens: expected tokens a step and row for each tree of the ladder, the root's included. Changed in place.
     """
 
-    def __init__(self, ladder: Ladder, memory: float = 16.0, prior: float = 1.0) -> None:
+    def __init__(self, ladder: Ladder, memory: float = 16.0, prior: float = 2.0) -> None:
         if memory < 1:
             raise ValueError(f"memory: expected at least 1 step, got {memory}")
         if prior <= 0:

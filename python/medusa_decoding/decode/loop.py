@@ -115,7 +115,9 @@ def run(
     spare = max(tree.num_nodes + tree.depth for tree in policy.trees)
     nodes, logits = max(tree.num_nodes for tree in policy.trees), not isinstance(rules.choice, Greedy)
     rows = arena.first_capacity(lengths, rules.longest, spare, HEADROOM, nodes, logits, held=hooks.earlier[0])
-    state, reused = _first_state(arena, hooks.earlier, lengths, rows, rules.longest, nodes, logits)
+    earlier, hooks.earlier = hooks.earlier, (None, 0)
+    state, reused = _first_state(arena, earlier, lengths, rows, rules.longest, nodes, logits)
+    del earlier  # its cache may be replaced, and shall not live on beside the new one
     try:
         if any(tree.lookup for tree in policy.trees):
             state.hold_text(prompts)
@@ -227,7 +229,9 @@ def _grown(
     state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: Rules, nodes: int, logits: bool
 ) -> DecodeState:
     """Move a generation to a larger cache."""
-    larger = arena.lend(lengths, rows, rules.longest, nodes, logits)
+    # A session's state may have room for more tokens than this call needs; the larger one takes over all of it.
+    budget = max(rules.longest, state.output.shape[1] - 1)
+    larger = arena.lend(lengths, rows, budget, nodes, logits)
     larger.continue_from(state)
     arena.give_back(state)
     return larger

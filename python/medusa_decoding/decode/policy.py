@@ -84,7 +84,9 @@ LOSS_SHARE = 0.02
 """Share of a generation's time that steps with trees may lose against plain decoding."""
 HORIZON = 64
 """Plain steps that a generation is taken to last at least, so that trees can be tried from its first step on."""
-PROBE_SHARE = 0.015
+GAIN_SHARE, SAVINGS = 0.1, 48
+"""Share of a generation's gains that the next ones may lose besides, at most `LOSS_SHARE` of so many plain steps."""
+PROBE_SHARE = 0.01
 """Share of the time that probes may lose while plain decoding is believed to be the best."""
 PLAIN_MARGIN = 1.01
 UNTRIED_MARGIN = 1.03
@@ -111,7 +113,8 @@ class Adaptive:
       generation stay below `LOSS_SHARE` of its time so far (prefill included), or of `HORIZON` plain steps where that
       is longer. What a short generation overdrew goes over to the next one. So with useless heads a generation of 64
       tokens or more, and any sequence of shorter ones, loses that share at most once the sizes are timed; of a size
-      never timed, the first step may cost more than was expected.
+      never timed, the first step may cost more than was expected. Where speculation gained before, `GAIN_SHARE` of
+      the gains is saved for bad beginnings: a useless text behind good ones may lose up to `SAVINGS` steps' share more.
     - The probes'. While plain decoding is believed to be the best, nothing is learnt about the heads. Then a probe is
       taken, one step with the tree that risks least for the tokens that good heads would give, whenever `PROBE_SHARE`
       of the time since the last one pays for it. A probe that gained pays for the next at once.
@@ -140,13 +143,14 @@ class Adaptive:
         self._nodes = [tree.num_nodes for tree in ladder.trees]
         self._good = [tokens - 1.0 for tokens in Belief(ladder).tokens]
         self._index = {id(tree): index for index, tree in enumerate(ladder.trees)}
-        self._lost = self._elapsed = self._probes = 0.0
+        self._lost = self._start = self._elapsed = self._probes = 0.0
+        self._plain: float | None = None
         self._since_plain = 0
         self.begin()
 
     def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
         """Start a generation; see `Policy`."""
-        self._lost = max(0.0, self._lost - LOSS_SHARE * self._elapsed)
+        self._lost = self._start = self._carried_over()
         self._before, self._spent = self._lost, 0.0
         self._earned: list[float] = []
         self._elapsed = prefill_seconds
@@ -155,6 +159,14 @@ class Adaptive:
         self._reserved = 0.0
         self.belief.begin()
         self.grown(rows)
+
+    def _carried_over(self) -> float:
+        """Return the loss that the next generation starts with: what was overdrawn, or less than nothing of gains."""
+        change = self._lost - self._start
+        balance = self._start + (change if change > 0 else GAIN_SHARE * change)
+        if balance > 0:
+            return max(0.0, balance - LOSS_SHARE * self._elapsed)
+        return max(balance, -SAVINGS * LOSS_SHARE * (self._plain or 0.0))
 
     def grown(self, rows: int) -> None:
         """Go on in a cache of `rows` rows; see `Policy`."""
@@ -258,13 +270,13 @@ class Adaptive:
         profile = self._profile
         self._version = profile.version
         known = profile.known()
-        self._seconds = [profile.seconds(nodes) for nodes in self._nodes]
+        self._seconds = [profile.seconds(nodes, known) for nodes in self._nodes]
         self._candidates: list[int] = []
         self._ready: list[int] = []  # those of them that were timed
         self._risk: list[float] = [0.0] * len(self.trees)
         self._margined: list[float] = [0.0] * len(self.trees)
         self._probe = 0
-        plain = self._seconds[0]
+        self._plain = plain = self._seconds[0]
         if plain is None:
             return
         if profile.samples(1) <= SETTLED:
@@ -275,7 +287,7 @@ class Adaptive:
             seconds = self._seconds[index]
             if seconds is None or nodes > reach:
                 break
-            risk = max((profile.at_risk(nodes) or seconds) - plain, LEAST_COST * plain)
+            risk = max((profile.at_risk(nodes, known) or seconds) - plain, LEAST_COST * plain)
             self._risk[index] = risk
             # Nor is a step with a tree ever faster than a plain one.
             self._margined[index] = max(seconds, plain) * (1.0 if nodes in known else UNTRIED_MARGIN)

@@ -184,7 +184,7 @@ def _module_state(module: torch.nn.Module) -> tuple[object, ...]:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Captured:
     """One captured step and the rules that it reads.
 
@@ -257,6 +257,7 @@ class CapturedStep:
         self.step = step
         self.nodes = nodes
         self._pool: Any = None
+        self._alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
     def __call__(self, state: DecodeState, rules: Rules) -> None:
         """Replay the step in place; the first time over a state, capture it.
@@ -286,7 +287,7 @@ class CapturedStep:
         if rules.choice.on_host and isinstance(step, CompiledStep):
             step = step.step  # compiled code is one piece
         before = state.snapshot()
-        if self._pool is None:
+        if not self._alive:  # a pool whose graphs are all gone cannot be captured into again
             self._pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -311,7 +312,9 @@ class CapturedStep:
                 "backend 'graph': expected a model whose step can be captured as a CUDA graph (no reads of device data "
                 f"on the host); use backend='eager' for this one. The step failed with: {error}"
             ) from error
-        return Captured(graphs, own_rules, weakref.ref(rules), pause)
+        captured = Captured(graphs, own_rules, weakref.ref(rules), pause)
+        self._alive.add(captured)
+        return captured
 
     def _capture_in_two(
         self, step: Step, state: DecodeState, rules: Rules, side: torch.cuda.Stream

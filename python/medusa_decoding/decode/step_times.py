@@ -84,41 +84,47 @@ class Profile:
         """Return the own samples by nodes, oldest first."""
         return {nodes: list(samples) for nodes, samples in self._samples.items()}
 
-    def seconds(self, nodes: int) -> float | None:
-        """Return the believed duration of a step; None as long as nothing at all is known."""
+    def seconds(self, nodes: int, known: dict[int, float] | None = None) -> float | None:
+        """Return the believed duration of a step; None as long as nothing at all is known.
+
+        Args:
+            nodes: nodes of the step's tree, root included.
+            known: what `known` returns, for callers that ask for many sizes.
+        """
         samples = self._samples.get(nodes, ())
         if len(samples) >= TRUSTED:
             return self._medians[nodes]
-        expected = self.expected(nodes)
+        expected = self.expected(nodes, known)
         if nodes in self._bounds and not samples:
             return min(self._bounds[nodes], expected) if expected is not None else None
         pool = sorted(samples if expected is None else (*samples, expected))
         return pool[(len(pool) - 1) // 2] if pool else None
 
-    def at_risk(self, nodes: int) -> float | None:
+    def at_risk(self, nodes: int, known: dict[int, float] | None = None) -> float | None:
         """Return the duration to reckon with where a loss has to stay small.
 
         As `seconds`; but while a tree has at most one sample, what little was seen of it, or else of the nearest tree
         (cut at three plain steps), weighs as much as what is believed, in the geometric mean.
         """
-        believed, plain = self.seconds(nodes), self.seconds(1)
+        known = self.known() if known is None else known
+        believed = self.seconds(nodes, known)
+        plain = self.seconds(1, known)
         if believed is None or plain is None or nodes == 1 or self.samples(nodes) > 1:
             return believed
-        seen = self._bounds | self.known()
+        seen = self._bounds | known
         near = min((size for size in seen if size > 1), key=lambda size: abs(math.log2(size / nodes)), default=None)
         if near is None:
             return believed
         return max(believed, math.sqrt(min(seen[near], 3.0 * plain) * believed))
 
-    def expected(self, nodes: int) -> float | None:
+    def expected(self, nodes: int, known: dict[int, float] | None = None) -> float | None:
         """Return what the other sizes let expect of this one; None if they tell nothing."""
-        known = self.known()
+        known = self.known() if known is None else known
         if nodes not in self._samples and nodes in known:
             return known[nodes]
-        known.pop(nodes, None)
         below = sorted(size for size in known if size < nodes)
         above = min((size for size in known if size > nodes), default=None)
-        if nodes == 1 or not below:
+        if not below:
             return None  # a plain step has no heads and no tree: trees do not tell its time
         low = below[-1]
         if above is not None:
@@ -153,7 +159,11 @@ class StepTimes:
         """
         found = self._profiles.get((batch, rows))
         if found is None:
-            near = [(abs(math.log2((other + 1) / (rows + 1))), other) for b, other in self._profiles if b == batch]
+            near = [
+                (abs(math.log2((other + 1) / (rows + 1))), other)
+                for (size, other), profile in self._profiles.items()
+                if size == batch and profile.known()
+            ]
             seeds = self._profiles[batch, min(near)[1]].known() if near else None
             found = self._profiles[batch, rows] = Profile(seeds)
         return found

@@ -1,0 +1,512 @@
+"""Sampling draws from the model's own distribution, whatever the tree: joint distributions, seeds, draws.
+
+Joint distributions of several tokens are compared with exact ones, see `oracles`: a right implementation would fail any
+of these checks with a probability of at most `oracles.FALSE_ALARM` for seeds at random; with the seeds written here it
+passes or fails for good.
+"""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from models import VOCAB, heads_for, padded, prompts, tiny
+from oracles import counted, distribution, fits, joint, log_false_alarm, new_tokens, next_logits
+from transformers import GenerationConfig
+from transformers.generation import LogitsProcessorList
+from transformers.generation import logits_process as lp
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.sampling import Sampled, draw, follow
+from medusa_decoding.decode.verify import allowed_logits
+from medusa_decoding.model import _draws
+from medusa_decoding.parallel import Peers
+
+TREES = {
+    "plain": Tree([]),
+    "chain": Tree.chain(3),
+    "siblings": Tree.cartesian([2, 2]),
+    "every child": Tree.cartesian([4, 4]),
+    "uneven": Tree([[1], [0], [1, 0], [1, 2], [1, 0, 3]]),
+    "copied branch": Tree.cartesian([2]).with_lookup(2),
+}
+SETTINGS = {
+    "as it is": {},
+    "hot": {"temperature": 1.7},
+    "cold": {"temperature": 0.6},
+    "top k": {"temperature": 1.5, "top_k": 3},
+    "nucleus": {"temperature": 1.5, "top_p": 0.8},
+    "min p": {"temperature": 1.5, "min_p": 0.15},
+    "all": {"temperature": 1.8, "top_k": 3, "top_p": 0.9, "min_p": 0.1},
+}
+PROMPT = [1, 2, 3, 0, 2]
+ROWS = 1500
+
+
+def identity(text, scores):
+    """A processor that changes nothing, and has the host follow the path."""
+    return scores
+
+
+@functools.cache
+def model_of(vocab):
+    return tiny(vocab_size=vocab, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A model with 4 tokens, as it is for transformers and swapped."""
+    with MedusaModel(tiny(vocab_size=4, num_hidden_layers=1), heads_for(model_of(4))) as medusa:
+        yield medusa
+
+
+def sampled(medusa, prompt, length, rows=ROWS, **kwargs):
+    """Texts of many rows of one prompt, [rows, length], and the output."""
+    output = medusa.generate(
+        torch.tensor([prompt]), max_new_tokens=length, do_sample=True, num_return_sequences=rows, **kwargs
+    )
+    return output.sequences[:, len(prompt) :].numpy(), output
+
+
+CASES = [
+    *((rule, tree, "device") for rule in ("hot", "all") for tree in TREES),
+    *((rule, "siblings", "device") for rule in SETTINGS if rule not in ("hot", "all")),
+    *(("hot", tree, "host") for tree in ("chain", "siblings", "copied branch")),
+    ("all", "uneven", "host"),
+]
+
+
+@pytest.mark.parametrize(("rule", "tree", "route"), CASES)
+def test_three_tokens_have_their_joint_distribution(small, rule, tree, route):
+    exact = joint(model_of(4), PROMPT, 3, **SETTINGS[rule])
+    extra = {"logits_processor": [identity]} if route == "host" else {}
+    seed = 1000 + CASES.index((rule, tree, route))
+    texts, output = sampled(small, PROMPT, 3, tree=TREES[tree], seed=seed, **SETTINGS[rule], **extra)
+    assert fits(counted(texts, 4), exact)
+    accepted = sum(map(sum, output.accept_lengths))
+    if tree == "plain":
+        assert accepted == 0
+    elif tree == "every child":
+        assert accepted == ROWS, "every token has its node: the third token is always found in the tree"
+    else:
+        assert 0 < accepted < ROWS
+
+
+@pytest.mark.parametrize("tree", ["chain", "siblings"])
+def test_two_tokens_of_a_larger_vocabulary(tree):
+    model = tiny("qwen3", vocab_size=VOCAB, seed=1)
+    prompt = [5, 1, 7, 7, 0, 3]
+    exact = joint(model, prompt, 2, temperature=2.0)
+    with MedusaModel(model, heads_for(model)) as medusa:
+        # The first new token is the prefill's; the second and the third are of steps.
+        texts, output = sampled(medusa, prompt, 3, tree=TREES[tree], seed=3, temperature=2.0)
+    assert fits(counted(texts[:, :2], VOCAB), exact)
+    after_first = texts[texts[:, 0] == exact.sum(1).argmax()]
+    likely = [*prompt, int(exact.sum(1).argmax())]
+    assert fits(counted(after_first[:, 1:], VOCAB), joint(model, likely, 2, temperature=2.0))
+    assert sum(map(sum, output.accept_lengths)) > 0
+
+
+@pytest.mark.parametrize("route", ["device", "host"])
+def test_texts_that_end_and_minimum_lengths(small, route):
+    """An EOS token inside an accepted path ends the text; before the minimum none is drawn."""
+    settings = {"temperature": 1.5}
+    extra = {"logits_processor": [identity]} if route == "host" else {}
+
+    def no_end_yet(text, logits):
+        if len(text) - len(PROMPT) < 1:
+            logits = logits.copy()
+            logits[1] = -np.inf
+        return logits
+
+    exact = joint(model_of(4), PROMPT, 3, eos=[1], change=no_end_yet, **settings)
+    output = small.generate(
+        torch.tensor([PROMPT]), max_new_tokens=3, min_new_tokens=1, eos_token_id=1, pad_token_id=0, do_sample=True,
+        num_return_sequences=ROWS, seed=4, tree=TREES["siblings"], **settings, **extra,
+    )  # fmt: skip
+    texts = output.sequences[:, len(PROMPT) :].numpy()
+    assert fits(counted(texts, 4), exact)
+    assert {2, 3} == set(output.new_tokens)
+
+
+def test_many_seeds_of_one_row_each(small):
+    """As the distribution over rows, so the one over seeds."""
+    exact = joint(model_of(4), PROMPT, 2, temperature=1.7)
+    seeds = [
+        sampled(small, PROMPT, 2, rows=1, seed=seed, temperature=1.7, tree=TREES["siblings"])[0][0]
+        for seed in range(200)
+    ]
+    assert fits(counted(seeds, 4), exact)
+
+
+@pytest.mark.parametrize("route", ["device", "host"])
+def test_a_batch_of_prompts_of_different_lengths(small, route):
+    rows = [torch.tensor(PROMPT), torch.tensor([3]), torch.tensor([0, 1, 1, 2, 0, 0, 3, 2])]
+    ids, mask = padded(rows)
+    extra = {"logits_processor": [identity]} if route == "host" else {}
+    output = small.generate(
+        ids, mask, max_new_tokens=3, do_sample=True, temperature=1.5, num_return_sequences=800, seed=5,
+        tree=TREES["siblings"], **extra,
+    )  # fmt: skip
+    texts = output.sequences[:, ids.shape[1] :].numpy().reshape(3, 800, 3)
+    for row, of_row in zip(rows, texts, strict=True):
+        assert fits(counted(of_row, 4), joint(model_of(4), row.tolist(), 3, temperature=1.5))
+
+
+def test_rows_of_a_batch_are_independent(small):
+    """Neighbouring rows together: the joint distribution of two rows is the product of theirs."""
+    texts, _ = sampled(small, PROMPT, 2, rows=3000, seed=6, temperature=1.7, tree=TREES["siblings"])
+    own = joint(model_of(4), PROMPT, 2, temperature=1.7)
+    for place in (0, 1):
+        margin = own.sum(1 - place)
+        pairs = texts[:, place].reshape(-1, 2)
+        assert fits(counted(pairs, 4), margin[:, None] * margin[None, :])
+
+
+def by_greedy_agreement(self, nodes, lm_head, state, rules):
+    """Wrong on purpose: a guess is kept where it is the likeliest token; a token is drawn where none is."""
+    logits = allowed_logits(nodes, lm_head, state, rules)
+    rows = torch.arange(len(logits))
+
+    def choose(depth, node):
+        scores = logits[rows, node].float()
+        for processor in self.processors:
+            scores = processor(None, scores)
+        best = scores.argmax(-1)
+        below = (nodes.shape.parents == node[:, None]) & (nodes.tokens == best[:, None])
+        return torch.where(below.any(1), best, draw(scores, state.uniform(depth)))
+
+    return follow(nodes.tokens, nodes.shape, choose)
+
+
+def by_a_draw_for_each_guess(self, nodes, lm_head, state, rules):
+    """Wrong on purpose, as the original project's nucleus rule is: every guess gets a draw of its own at its parent.
+
+    The longest path of guesses that equal their draws is kept, and behind its end a token is drawn afresh. Siblings
+    each get a chance, and so do the tokens of guesses that have just been refused.
+    """
+    logits = allowed_logits(nodes, lm_head, state, rules).float()
+    for processor in self.processors:
+        logits = processor(None, logits.flatten(0, 1)).view_as(logits)
+    batch, count = nodes.tokens.shape
+    probabilities = logits.softmax(-1)
+    generator = torch.Generator().manual_seed(int(state.step))
+    of_parents = probabilities[:, nodes.shape.parents.clamp(min=0)].flatten(0, 1)
+    drawn = of_parents.multinomial(1, generator=generator).view(batch, count)
+    kept = (drawn == nodes.tokens) | (nodes.shape.depths == 0)
+    whole = kept[:, nodes.shape.paths].all(-1)
+    end = torch.where(whole, nodes.shape.depths, -1).argmax(1)
+    fresh = probabilities.flatten(0, 1).multinomial(1, generator=generator).view(batch, count)
+    path = nodes.shape.paths[end]
+    next_tokens = fresh.scatter(1, path[:, :-1], nodes.tokens.gather(1, path[:, 1:]))
+    return next_tokens.scatter_(1, end[:, None], fresh.gather(1, end[:, None]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "tree"),
+    [
+        (by_greedy_agreement, "chain"),
+        (by_greedy_agreement, "siblings"),
+        (by_a_draw_for_each_guess, "chain"),
+        (by_a_draw_for_each_guess, "siblings"),
+    ],
+)
+def test_wrong_rules_are_found_out(small, monkeypatch, wrong, tree):
+    """The power of the checks above: with as many rows they refuse rules that draw from other distributions."""
+    exact = joint(model_of(4), PROMPT, 3, **SETTINGS["hot"])
+    monkeypatch.setattr(Sampled, "__call__", wrong)
+    texts, output = sampled(small, PROMPT, 3, tree=TREES[tree], seed=7, **SETTINGS["hot"])
+    assert sum(map(sum, output.accept_lengths)) > 0
+    assert not fits(counted(texts, 4), exact)
+    # Plain decoding has no guesses to be wrong about: the statistic refuses nothing that is right.
+    texts, _ = sampled(small, PROMPT, 3, tree=Tree([]), seed=8, **SETTINGS["hot"])
+    assert fits(counted(texts, 4), exact)
+
+
+def test_the_statistic_itself():
+    """For two outcomes the bound lies above the exact probability, and not far above."""
+    tosses, share = 400, 0.3
+    exact = [math.comb(tosses, k) * share**k * (1 - share) ** (tosses - k) for k in range(tosses + 1)]
+    bounds = [log_false_alarm([k, tosses - k], [share, 1 - share]) for k in range(tosses + 1)]
+    checked = 0
+    for k in range(tosses + 1):
+        beyond = sum(exact[other] for other in range(tosses + 1) if bounds[other] <= bounds[k])
+        if bounds[k] < 0.0:
+            assert math.log(beyond) <= bounds[k] <= 0.5 * math.log(beyond) + 2.0
+            checked += 1
+    assert checked > 300
+    assert log_false_alarm([5, 0, 1], [0.5, 0.5, 0.0]) == -math.inf
+
+
+def rows_and_padding(count=4, lengths=(7, 2, 12, 5)):
+    rows = prompts(count, list(lengths), seed=3)
+    return rows, *padded(rows)
+
+
+@pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.2}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}])
+def test_with_one_seed_all_trees_and_plain_decoding_write_the_same_text(extra):
+    model = tiny()
+    _, ids, mask = rows_and_padding()
+    kwargs = {"max_new_tokens": 30, "do_sample": True, "temperature": 0.9, "eos_token_id": [3]} | extra
+    with MedusaModel(model, heads_for(model)) as medusa:
+        plain = medusa.generate(ids, mask, seed=11, tree=Tree([]), **kwargs)
+        for tree in (Tree.chain(4), Tree.cartesian([4, 3, 2]), Tree.cartesian([3]).with_lookup(4), medusa.tree):
+            output = medusa.generate(ids, mask, seed=11, tree=tree, **kwargs)
+            assert output.sequences.tolist() == plain.sequences.tolist()
+            assert output.steps < plain.steps
+        assert medusa.generate(ids, mask, seed=12, **kwargs).sequences.tolist() != plain.sequences.tolist()
+    assert len(set(plain.new_tokens)) > 1, "no row ended early"
+
+
+def test_both_routes_write_the_same_text():
+    model = tiny("mistral")
+    _, ids, mask = rows_and_padding()
+    kwargs = {
+        "max_new_tokens": 25, "do_sample": True, "temperature": 1.2, "top_k": 6, "seed": 5, "eos_token_id": 2,
+        "min_new_tokens": 6,
+    }  # fmt: skip
+    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3, 2])) as medusa:
+        device = medusa.generate(ids, mask, **kwargs)
+        host = medusa.generate(ids, mask, logits_processor=[identity], **kwargs)
+    assert device.sequences.tolist() == host.sequences.tolist()
+    assert device.accept_lengths == host.accept_lengths
+
+
+def test_compiled_steps_draw_the_same_text(monkeypatch):
+    model = tiny()
+    _, ids, mask = rows_and_padding()
+    kwargs = {"max_new_tokens": 16, "do_sample": True, "temperature": 1.2, "top_p": 0.9, "seed": 5}
+    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
+        eager = [medusa.generate(ids, mask, **kwargs, **extra) for extra in ({}, {"repetition_penalty": 1.3})]
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
+    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2]), backend="compiled") as medusa:
+        for extra, expected in zip(({}, {"repetition_penalty": 1.3}), eager, strict=True):
+            output = medusa.generate(ids, mask, **kwargs, **extra)
+            assert output.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_seeds_and_torch_manual_seed():
+    model = tiny()
+    [row] = prompts(1, [6])
+    with MedusaModel(model, heads_for(model)) as medusa:
+        write = functools.partial(medusa.generate, row[None], max_new_tokens=40, do_sample=True, temperature=1.5)
+        one, again, other = (write(seed=seed).sequences.tolist() for seed in (1, 1, 2))
+        assert one == again != other
+        state = torch.get_rng_state()
+        assert write(seed=1).sequences.tolist() == one
+        assert torch.equal(torch.get_rng_state(), state), "a seed given takes nothing from torch's generator"
+        torch.manual_seed(3)
+        drawn, next_ = write().sequences.tolist(), write().sequences.tolist()
+        torch.manual_seed(3)
+        assert write().sequences.tolist() == drawn != next_
+        assert write().sequences.tolist() == next_
+
+
+def test_a_row_depends_on_its_index_and_not_on_the_others():
+    model = tiny()
+    rows, ids, mask = rows_and_padding()
+    kwargs = {"do_sample": True, "temperature": 1.3, "seed": 9, "tree": Tree.cartesian([3, 2])}
+    with MedusaModel(model, heads_for(model)) as medusa:
+        together = new_tokens(medusa.generate(ids, mask, max_new_tokens=20, **kwargs), ids.shape[1])
+        others = prompts(4, [3, 9, 4, 20], seed=77)
+        for index, row in enumerate(rows):
+            changed = [*others[:index], row]
+            mixed, mixed_mask = padded(changed, "right")
+            for new in (20, 7, 33):
+                output = medusa.generate(mixed, mixed_mask, max_new_tokens=new, **kwargs)
+                text = new_tokens(output, mixed.shape[1])[index]
+                assert text[:20] == together[index][:new]
+        moved = medusa.generate(rows[2][None], max_new_tokens=20, **kwargs)
+    assert new_tokens(moved, len(rows[2]))[0] != together[2], "the same prompt in another row draws another text"
+
+
+def test_several_sequences_a_prompt_have_transformers_shape_and_order():
+    model = tiny()
+    _, ids, mask = rows_and_padding(2, (3, 6))
+    kwargs = {"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 3, "top_k": 1}
+    # With one token to draw from, transformers' own sampling is deterministic too.
+    expected = model.generate(ids, attention_mask=mask, **kwargs)
+    with MedusaModel(model, heads_for(model)) as medusa:
+        output = medusa.generate(ids, mask, **kwargs)
+        assert output.sequences.tolist() == expected.tolist()
+        kwargs |= {"top_k": 0, "temperature": 2.0, "max_new_tokens": 20}
+        rows = medusa.generate(ids, mask, seed=1, **kwargs).sequences
+    assert torch.equal(rows[:, : ids.shape[1]], ids.repeat_interleave(3, 0))
+    assert len({tuple(row.tolist()) for row in rows}) == 6
+
+
+def request(rows, budget, seed):
+    return SimpleNamespace(
+        config=GenerationConfig(do_sample=True),
+        limits=SimpleNamespace(budgets=[budget] * rows),
+        seed=seed,
+    )
+
+
+def test_numbers_are_uniform_and_independent():
+    draws = _draws(request(300, 40, seed=1), Peers()).numpy()
+    assert draws.dtype == np.float64
+    assert draws.min() >= 0.0
+    assert draws.max() < 1.0
+    # Each position over the rows, and all together: Dvoretzky, Kiefer and Wolfowitz bound the largest deviation of the
+    # observed distribution function by sqrt(log(2 / alpha) / 2 n) with probability 1 - alpha.
+    for values in [*draws.T, draws.ravel()]:
+        count = len(values)
+        steps = np.sort(values)
+        deviation = max((np.arange(1, count + 1) / count - steps).max(), (steps - np.arange(count) / count).max())
+        assert deviation < math.sqrt(math.log(2 / 1e-8) / (2 * count))
+    # Neighbours in rows and in positions: quarters of [0, 1) in pairs are 16 equally likely outcomes.
+    quarters = (draws * 4).astype(int)
+    even = np.full((4, 4), 1 / 16)
+    for pairs in (
+        np.stack([quarters[0::2].ravel(), quarters[1::2].ravel()], 1),
+        np.stack([quarters[:, 0::2].ravel(), quarters[:, 1::2].ravel()], 1),
+    ):
+        assert fits(counted(pairs, 4), even)
+    assert len(np.unique(draws)) == draws.size
+    longer = _draws(request(3, 90, seed=1), Peers()).numpy()
+    assert np.array_equal(longer[:, :40], draws[:3])
+
+
+def test_draw_is_the_inverse_of_the_distribution_function():
+    generator = np.random.default_rng(0)
+    scores = torch.tensor(generator.normal(size=(40, 7)) * 3, dtype=torch.float32)
+    scores[::3, 2] = -math.inf
+    probabilities = scores.softmax(-1).double().numpy()
+    for row, shares in enumerate(probabilities):
+        edges = [sum(shares[: token + 1]) / sum(shares) for token in range(7)]
+        numbers = [*generator.random(20), *(edge - 1e-12 for edge in edges), *(edge + 1e-12 for edge in edges[:-1])]
+        for number in numbers:
+            token = next(token for token, edge in enumerate(edges) if edge > number)
+            assert draw(scores[row : row + 1], torch.tensor([number], dtype=torch.float64)).item() == token
+
+
+LAST = 1.0 - 2.0**-53
+"""The largest number below 1 that numpy draws."""
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 1000, 32000])
+def test_a_token_of_probability_0_is_never_drawn(vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    for trial in range(20):
+        scores = torch.randn(4, vocab, generator=generator) * (1 + trial)
+        for row in range(4):
+            # Nothing at the front, nothing at the end, and nothing but one.
+            scores[row, : min(trial * (row % 2), vocab // 3)] = -math.inf
+            scores[row, vocab - min(trial * (row // 2), vocab // 3) :] = -math.inf
+        if trial % 3 == 0:
+            only = trial % vocab
+            scores[3] = -math.inf
+            scores[3, only] = 0.0
+        for number in (0.0, 5e-324, 0.5, LAST):
+            tokens = draw(scores, torch.full((4,), number, dtype=torch.float64))
+            chosen = scores.softmax(-1)[torch.arange(4), tokens]
+            assert (chosen > 0).all(), (number, trial)
+            if number == LAST:
+                possible = [row.nonzero().max() for row in scores.softmax(-1)]
+                # What lies behind the token drawn weighs less than rounding can tell from nothing.
+                behind = [scores.softmax(-1)[row, token + 1 :].double().sum() for row, token in enumerate(tokens)]
+                assert all(token <= last for token, last in zip(tokens, possible, strict=True))
+                assert max(behind) < 1e-15
+
+
+def test_sums_that_rounding_lets_fall_or_rise():
+    """As where sums are taken in parallel: each off by an ulp, also at tokens of probability 0."""
+    scores = torch.tensor([[-math.inf, 1.0, -math.inf, 2.0, -math.inf, -math.inf]])
+    shares = scores.softmax(-1).double()
+    exact = shares.cumsum(-1)
+
+    class Probabilities(torch.Tensor):
+        def cumsum(self, *args, **kwargs):
+            return nudged
+
+    class Scores(torch.Tensor):
+        def softmax(self, *args, **kwargs):
+            return scores.softmax(-1).as_subclass(Probabilities)
+
+    for nudge in ([1, 0, 1, 0, 1, 1], [0, 1, -1, 0, 1, 2], [1, -1, 2, -1, 0, 3]):
+        nudged = exact + torch.tensor(nudge) * 2.0**-53
+        for number in (0.0, float(shares[0, 1]), LAST):
+            uniform = torch.tensor([number], dtype=torch.float64)
+            assert int(draw(scores.as_subclass(Scores), uniform)) in (1, 3)
+
+
+def test_following_a_tree_with_copied_tokens():
+    """Node 4 carries the token of node 1: both are visited, and lead on to different children."""
+    shape = SimpleNamespace(
+        parents=torch.tensor([-1, 0, 0, 1, 0, 4], dtype=torch.int32),
+        depths=torch.tensor([0, 1, 1, 2, 1, 2], dtype=torch.int32),
+        tree=SimpleNamespace(depth=2),
+    )
+    tokens = torch.tensor([[9, 5, 6, 7, 5, 8], [9, 5, 6, 7, 5, 7], [9, 1, 2, 3, 4, 5]])
+    wanted = torch.tensor([[5, 8, 3], [5, 7, 2], [0, 1, 1]])
+    asked = []
+
+    def choose(depth, node):
+        asked.append(node.tolist())
+        return wanted[:, depth]
+
+    assert follow(tokens, shape, choose).tolist() == [[5, 8, 0, 0, 8, 3], [5, 7, 0, 2, 7, 2], [0, 0, 0, 0, 0, 0]]
+    assert asked[:2] == [[0, 0, 0], [1, 1, 0]]
+
+
+def test_context_free_processors_are_what_transformers_makes_of_the_settings():
+    """Greedy with scores asked for: the processed scores of a step equal the formula's distribution."""
+    model = tiny()
+    [row] = prompts(1, [9])
+    logits = next_logits(model, [row.tolist()])[0]
+    settings = {"temperature": 1.4, "top_k": 7, "top_p": 0.85, "min_p": 0.05}
+    processors = LogitsProcessorList(
+        [
+            lp.TemperatureLogitsWarper(settings["temperature"]),
+            lp.TopKLogitsWarper(settings["top_k"]),
+            lp.TopPLogitsWarper(settings["top_p"]),
+            lp.MinPLogitsWarper(settings["min_p"]),
+        ]
+    )
+    expected = processors(row[None], torch.tensor(logits)[None].float()).softmax(-1)
+    assert np.allclose(distribution(logits, **settings), expected.numpy()[0], atol=1e-6)
+    with MedusaModel(model, heads_for(model)) as medusa:
+        output = medusa.generate(row[None], max_new_tokens=1, do_sample=True, output_scores=True, **settings)
+    assert np.allclose(output.scores[0].softmax(-1).numpy()[0], distribution(logits, **settings), atol=1e-6)
+
+
+@pytest.mark.parametrize("route", ["device", "host"])
+def test_where_nothing_can_be_drawn_the_step_is_named(route):
+    """A temperature that overflows; a minimum length where every token ends the text."""
+    model = tiny()
+    [row] = prompts(1, [5])
+    words = {
+        "device": (FloatingPointError, "got NaN or infinity at step 0"),
+        "host": (ValueError, "expected scores to draw from at new token 1, got NaN, infinity or no token allowed"),
+    }
+    extra = {"logits_processor": [identity]} if route == "host" else {}
+    error, text = words[route]
+    with MedusaModel(model, heads_for(model)) as medusa:
+        for broken in ({"temperature": 1e-42}, {"eos_token_id": list(range(VOCAB)), "min_new_tokens": 2}):
+            with pytest.raises(error, match=text):
+                medusa.generate(row[None], max_new_tokens=8, do_sample=True, **broken, **extra)
+        output = medusa.generate(row[None], max_new_tokens=8, do_sample=True, seed=1, **extra)
+    assert output.new_tokens == [8]
+
+
+def test_a_model_that_breaks_down_is_named_by_either_route():
+    model = tiny()
+    [row] = prompts(1, [5])
+    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
+        forward, passes = medusa.trunk.forward, []
+
+        def broken(*args):
+            passes.append(1)
+            hidden = forward(*args)
+            return hidden * math.nan if len(passes) == 3 else hidden
+
+        for extra in ({}, {"do_sample": True}, {"do_sample": True, "repetition_penalty": 1.1}, {"top_h": None}):
+            passes.clear()
+            medusa.trunk.forward = broken
+            with pytest.raises(FloatingPointError, match=r"got NaN or infinity at step 2 .* in row 0"):
+                medusa.generate(row[None], max_new_tokens=30, **extra)
+            del medusa.trunk.forward
+        assert medusa.generate(row[None], max_new_tokens=8).new_tokens == [8]

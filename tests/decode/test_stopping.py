@@ -1,0 +1,455 @@
+"""Where texts end: stop strings, criteria, time, EOS lists; what streamers and criteria are shown on the way.
+
+Heads are taught the model's own text, see `oracles.taught`, so that most steps commit several tokens and the ends lie
+within accepted paths.
+"""
+
+import time
+from threading import Thread
+
+import pytest
+import torch
+from models import heads_for, padded, prompts, tiny, transformers_greedy
+from oracles import PRINTABLE, byte_tokenizer, new_tokens, taught
+from transformers import GenerationConfig, StoppingCriteria, StopStringCriteria, TextIteratorStreamer, TextStreamer
+from transformers.generation import EosTokenCriteria
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode import loop
+
+NEW = 40
+TREES = {"chain": Tree.chain(4), "siblings": Tree.cartesian([3, 2, 2]), "copied": Tree.cartesian([2]).with_lookup(4)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+class Written:
+    """A model that writes printable bytes, its prompts, transformers' texts behind them, and heads that know these."""
+
+    def __init__(self, family="llama", seed=0, lengths=(9, 4, 17)):
+        self.model = tiny(family, seed=seed, vocab_size=PRINTABLE, hidden_size=160, max_position_embeddings=128)
+        self.rows = prompts(len(lengths), list(lengths), vocab=PRINTABLE, seed=seed)
+        self.texts = [transformers_greedy(self.model, row, NEW) for row in self.rows]
+        known = [(row.tolist(), text) for row, text in zip(self.rows, self.texts, strict=True)]
+        self.heads = taught(self.model, known, first=0.75, second=0.2)
+
+    def swapped(self, tree="siblings"):
+        return MedusaModel(self.model, self.heads, TREES[tree])
+
+
+@pytest.fixture(scope="module")
+def written():
+    return Written()
+
+
+def paths(output, row=0):
+    """(first place, last place) of the new tokens of each step of a row; the prefill's is place 0."""
+    found, place = [], 1
+    for accepted in output.accept_lengths[row]:
+        found.append((place, place + accepted))
+        place += accepted + 1
+    return found
+
+
+def within_a_path(steps, place):
+    """Whether a step goes on behind the token at a place."""
+    return any(first <= place < last for first, last in steps)
+
+
+def consistent(output):
+    """Each row's steps account for its tokens but the first, which is the prefill's."""
+    for steps, count in zip(output.accept_lengths, output.new_tokens, strict=True):
+        assert sum(steps) + len(steps) == count - 1
+    metrics = output.metrics
+    assert metrics.new_tokens == sum(output.new_tokens)
+    assert metrics.steps == sum(map(len, output.accept_lengths)) == output.steps
+    assert sum((accepted + 1) * steps for accepted, steps in metrics.accepted_histogram.items()) == (
+        metrics.new_tokens - len(output.new_tokens)
+    )
+    assert len(metrics.step_seconds) == max(map(len, output.accept_lengths))
+
+
+@pytest.mark.parametrize(
+    ("family", "tree"), [("llama", "siblings"), ("mistral", "chain"), ("qwen2", "copied"), ("qwen3", "siblings")]
+)
+def test_stop_strings_cut_where_transformers_cuts(tokenizer, family, tree):
+    """Strings of one to three tokens from all over the text: they end within paths, and reach over two of them."""
+    written = Written(family, lengths=(9,))
+    [row], [text] = written.rows, written.texts
+    cut_within = across = 0
+    with written.swapped(tree) as medusa:
+        whole = paths(medusa.generate(row[None], max_new_tokens=NEW))
+        for last in range(0, NEW, 5):
+            for size in (1, 2, 3):
+                string = tokenizer.decode(text[max(0, last + 1 - size) : last + 1])
+                kwargs = {"stop_strings": string, "tokenizer": tokenizer, "max_new_tokens": NEW}
+                output = medusa.generate(row[None], metrics=True, **kwargs)
+                # A token is a character here: the text ends with the first that completes the string.
+                ends = [end for end in range(NEW) if tokenizer.decode(row.tolist() + text[: end + 1]).endswith(string)]
+                assert new_tokens(output, len(row)) == [text[: ends[0] + 1]]
+                if size == 3:
+                    assert text[: ends[0] + 1] == transformers_greedy(written.model, row, **kwargs)
+                consistent(output)
+                end = output.new_tokens[0] - 1
+                cut_within += within_a_path(whole, end)
+                across += any(first > end + 1 - size and first <= end for first, _ in whole)
+    assert cut_within >= 5
+    assert across >= 5
+
+
+def test_several_strings_and_ones_that_begin_in_the_prompt(tokenizer, written):
+    row, text = written.rows[0], written.texts[0]
+    early, late = 7, 30
+    strings = [tokenizer.decode(text[late - 1 : late + 1]), tokenizer.decode(text[early - 1 : early + 1]), "nowhere"]
+    # The third begins in the prompt and ends with the first new token.
+    over_the_edge = tokenizer.decode([int(row[-1]), text[0]])
+    cases = [(row, strings), (row, ["nowhere", "neither"]), (row, over_the_edge)]
+    with written.swapped() as medusa:
+        for prompt, stop in cases:
+            kwargs = {"stop_strings": stop, "tokenizer": tokenizer, "max_new_tokens": NEW}
+            expected = written.model.generate(
+                prompt[None], attention_mask=torch.ones(1, len(prompt)), do_sample=False, **kwargs
+            )
+            assert medusa.generate(prompt[None], **kwargs).sequences.tolist() == expected.tolist()
+            if stop is strings:
+                assert expected.shape[1] <= len(row) + early + 1
+            if stop is over_the_edge:
+                assert expected.shape[1] == len(row) + 1
+
+
+class EndsAt(StoppingCriteria):
+    """Keeps what it was shown; ends behind a count of tokens (by length of the text)."""
+
+    def __init__(self, length=10**9, form=torch.tensor):
+        self.length, self.form, self.shown = length, form, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert input_ids.shape[0] == 1
+        assert input_ids.dtype == torch.int64
+        self.shown.append((input_ids[0].tolist(), scores))
+        return self.form([input_ids.shape[1] >= self.length])
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_criteria_see_every_prefix_in_order(written, tree):
+    row, text = written.rows[0], written.texts[0]
+    with written.swapped(tree) as medusa:
+        whole = paths(medusa.generate(row[None], max_new_tokens=NEW))
+        assert sum(last - first for first, last in whole) > 15
+        for end in (0, 1, *(first for first, last in whole if last > first), NEW - 1):
+            criterion, other = EndsAt(len(row) + end + 1), EndsAt()
+            output = medusa.generate(row[None], max_new_tokens=NEW, stopping_criteria=[criterion, other], metrics=True)
+            assert new_tokens(output, len(row)) == [text[: end + 1]]
+            consistent(output)
+            # Nothing is shown behind the end, and no criterion is left out.
+            expected = [row.tolist() + text[: count + 1] for count in range(end + 1)]
+            assert [prefix for prefix, _ in criterion.shown] == [prefix for prefix, _ in other.shown] == expected
+            assert all(scores is None for _, scores in criterion.shown)
+
+
+def test_criteria_of_a_batch_end_each_row_by_itself(written):
+    """Rows of different lengths: each is shown without padding, as it would be alone."""
+    ids, mask = padded(written.rows)
+    ends = [len(row) + count for row, count in zip(written.rows, (13, 30, 6), strict=True)]
+    shown = {}
+
+    def criterion(input_ids, scores):
+        prefix = input_ids[0].tolist()
+        number = next(i for i, row in enumerate(written.rows) if prefix[: len(row)] == row.tolist())
+        shown.setdefault(number, []).append(prefix)
+        return torch.tensor([len(prefix) >= ends[number]])
+
+    with written.swapped() as medusa:
+        output = medusa.generate(
+            ids, mask, max_new_tokens=NEW, stopping_criteria=[criterion], pad_token_id=7, metrics=True
+        )
+    expected = [text[:count] for text, count in zip(written.texts, (13, 30, 6), strict=True)]
+    assert new_tokens(output, ids.shape[1]) == expected
+    assert output.sequences.shape[1] == ids.shape[1] + 30
+    assert output.sequences[2, ids.shape[1] + 6 :].eq(7).all()
+    consistent(output)
+    for number, (row, text) in enumerate(zip(written.rows, expected, strict=True)):
+        assert shown[number] == [row.tolist() + text[: count + 1] for count in range(len(text))]
+
+
+@pytest.mark.parametrize("form", [torch.tensor, lambda listed: listed[0], lambda listed: torch.tensor(listed[0])])
+def test_criteria_may_answer_with_a_tensor_or_a_truth_value(written, form):
+    row = written.rows[1]
+    with written.swapped() as medusa:
+        criterion = EndsAt(len(row) + 11, form)
+        output = medusa.generate(row[None], max_new_tokens=NEW, stopping_criteria=[criterion])
+    assert new_tokens(output, len(row)) == [written.texts[1][:11]]
+
+
+def test_criteria_get_the_scores_that_transformers_gives_them(written):
+    """With output_scores: a tuple of the scores so far, the last of which chose the last token."""
+    row = written.rows[0]
+    kwargs = {"max_new_tokens": 12, "output_scores": True, "return_dict_in_generate": True}
+    theirs, ours = EndsAt(), EndsAt()
+    written.model.generate(
+        row[None], attention_mask=torch.ones(1, len(row)), do_sample=False, stopping_criteria=[theirs], **kwargs
+    )
+    with written.swapped() as medusa:
+        output = medusa.generate(row[None], stopping_criteria=[ours], **kwargs)
+        cut = medusa.generate(row[None], stopping_criteria=[EndsAt(len(row) + 7)], **kwargs)
+    assert sum(output.accept_lengths[0]) > 3
+    for (prefix, expected), (own_prefix, scores) in zip(theirs.shown, ours.shown, strict=True):
+        assert own_prefix == prefix
+        assert len(scores) == len(expected) == len(prefix) - len(row)
+        assert all(torch.allclose(*pair, atol=1e-4) for pair in zip(scores, expected, strict=True))
+    assert len(cut.scores) == 7
+    assert all(torch.equal(*pair) for pair in zip(cut.scores, output.scores[:7], strict=True))
+
+
+def test_time_runs_out(written, monkeypatch):
+    """A clock that goes on by a second whenever it is read: the text ends behind the first token past the limit."""
+    row, text = written.rows[0], written.texts[0]
+    clock = [1000.0]
+
+    def tick():
+        clock[0] += 1.0
+        return clock[0]
+
+    monkeypatch.setattr(time, "time", tick)
+    with written.swapped() as medusa:
+        # Read once when the criterion is made, once a token; transformers' own criterion does not count equality.
+        for limit in (0, 1, 4.5, 20):
+            output = medusa.generate(row[None], max_new_tokens=NEW, max_time=limit, metrics=True)
+            assert new_tokens(output, len(row)) == [text[: int(limit) + 1]]
+            consistent(output)
+        assert len(new_tokens(medusa.generate(row[None], max_new_tokens=NEW, max_time=1e6), len(row))[0]) == NEW
+        for wrong in ("1", -1.0, float("nan")):
+            with pytest.raises(ValueError, match="max_time: expected seconds, at least 0, got"):
+                medusa.generate(row[None], max_time=wrong)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_lists_of_end_tokens_and_criteria_together(written, tree):
+    row, text = written.rows[0], written.texts[0]
+    kinds = list(dict.fromkeys(text))
+    with written.swapped(tree) as medusa:
+        for eos in ([kinds[9]], [kinds[12], kinds[5], 255], kinds[3:]):
+            criterion = EndsAt()
+            output = medusa.generate(
+                row[None], max_new_tokens=NEW, eos_token_id=eos, stopping_criteria=[criterion], metrics=True
+            )
+            expected = transformers_greedy(written.model, row, NEW, eos_token_id=eos)
+            assert new_tokens(output, len(row)) == [expected]
+            assert len(criterion.shown) == len(expected) < NEW
+            consistent(output)
+            # One end token is a criterion too, if given as one.
+            given = EosTokenCriteria(torch.tensor(eos))
+            output = medusa.generate(row[None], max_new_tokens=NEW, stopping_criteria=[given])
+            assert new_tokens(output, len(row)) == [expected]
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        assert not self.ended
+        assert value.device.type == "cpu"
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("limit", ["budget", "eos", "stop string", "criterion"])
+def test_streamers_get_each_token_in_order_and_nothing_behind_the_end(tokenizer, written, tree, limit):
+    row, text = written.rows[0], written.texts[0]
+    with written.swapped(tree) as medusa:
+        whole = paths(medusa.generate(row[None], max_new_tokens=NEW))
+        first = {token: place for place, token in reversed(list(enumerate(text)))}
+        end = next(place for place, token in enumerate(text) if within_a_path(whole, place) and first[token] == place)
+        kwargs = {
+            "budget": {"max_new_tokens": end + 1},
+            "eos": {"eos_token_id": text[end]},
+            "stop string": {"stop_strings": tokenizer.decode([text[end]]), "tokenizer": tokenizer},
+            "criterion": {"stopping_criteria": [EndsAt(len(row) + end + 1)]},
+        }[limit]
+        recorder = Recorder()
+        output = medusa.generate(row[None], **({"max_new_tokens": NEW} | kwargs), streamer=recorder, metrics=True)
+    assert new_tokens(output, len(row)) == [text[: end + 1]]
+    assert recorder.values == [[row.tolist()], *([token] for token in text[: end + 1])]
+    assert recorder.ended == 1
+    consistent(output)
+
+
+def test_text_streamers_of_transformers(tokenizer, written, capsys):
+    """They print at spaces, which are made frequent here."""
+    row, kwargs = written.rows[0], {"sequence_bias": [[[0], 10.0]], "max_new_tokens": NEW}
+    text = transformers_greedy(written.model, row, **kwargs)
+    heads = taught(written.model, [(row.tolist(), text)])
+    whole = tokenizer.decode(text)
+    with MedusaModel(written.model, heads, TREES["siblings"]) as medusa:
+        output = medusa.generate(row[None], streamer=TextStreamer(tokenizer, skip_prompt=True), **kwargs)
+        assert sum(output.accept_lengths[0]) > 5
+        assert capsys.readouterr().out == whole + "\n"
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        thread = Thread(target=medusa.generate, args=(row[None],), kwargs={"streamer": streamer, **kwargs})
+        thread.start()
+        pieces = list(streamer)
+        thread.join()
+    assert "".join(pieces) == whole
+    assert sum(map(bool, pieces)) == whole.count(" ") + (not whole.endswith(" ")) > 3
+
+
+def test_a_streamer_is_refused_where_there_are_several_rows(written):
+    row = written.rows[0]
+    with written.swapped() as medusa:
+        for kwargs in ({"input_ids": row.repeat(2, 1)}, {"input_ids": row[None], "num_return_sequences": 2}):
+            recorder = Recorder()
+            with pytest.raises(ValueError, match="streamer: expected a batch of 1, got 2"):
+                medusa.generate(**kwargs, do_sample=True, max_new_tokens=4, streamer=recorder)
+            assert recorder.values == []
+
+
+class WrongError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("who", ["criterion", "streamer", "streamer's end"])
+def test_the_model_is_usable_after_one_of_them_fails(tokenizer, written, who):
+    row = written.rows[0]
+
+    class Failing(Recorder):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] == len(row) + 7:
+                raise WrongError
+            return torch.tensor([False])
+
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 7 and who == "streamer":
+                raise WrongError
+
+        def end(self):
+            if who == "streamer's end":
+                raise WrongError
+
+    kwargs = {"stopping_criteria": [Failing()]} if who == "criterion" else {"streamer": Failing()}
+    with written.swapped() as medusa:
+        for _ in range(2):
+            with pytest.raises(WrongError):
+                medusa.generate(row[None], max_new_tokens=NEW, **kwargs)
+            kwargs = {"stopping_criteria": [Failing()]} if who == "criterion" else {"streamer": Failing()}
+            recorder = Recorder()
+            output = medusa.generate(row[None], max_new_tokens=NEW, streamer=recorder)
+            assert new_tokens(output, len(row)) == [written.texts[0]]
+            assert len(recorder.values) == NEW + 1
+    assert transformers_greedy(written.model, row, NEW) == written.texts[0]
+
+
+@pytest.mark.parametrize("tree", ["siblings", "copied"])
+def test_a_host_that_reads_one_step_late_cuts_at_the_same_places(written, monkeypatch, tree):
+    """As on a GPU, where a step more is under way when a criterion ends a row."""
+
+    class Late(loop.Watch):
+        def __init__(self, state, *args, **wanted):
+            super().__init__(state, *args, **wanted)
+            self.late, self._slots = 1, []
+
+        def record(self, state):
+            self._records.append((tuple(tensor.clone() for tensor in self._tensors(state)), 0.0))
+            self.pending += 1
+
+    ids, mask = padded(written.rows)
+    ends = [len(row) + count for row, count in zip(written.rows, (13, 30, 6), strict=True)]
+
+    def criterion(input_ids, scores):
+        prefix = input_ids[0].tolist()
+        number = next(i for i, row in enumerate(written.rows) if prefix[: len(row)] == row.tolist())
+        assert len(prefix) <= ends[number], "shown what is behind the end"
+        return torch.tensor([len(prefix) == ends[number]])
+
+    expected = [text[:count] for text, count in zip(written.texts, (13, 30, 6), strict=True)]
+    with written.swapped(tree) as medusa:
+        steps = medusa.generate(ids, mask, max_new_tokens=NEW).accept_lengths
+        monkeypatch.setattr(loop, "Watch", Late)
+        for kwargs in ({}, {"output_scores": True}, {"eos_token_id": [written.texts[1][20]]}):
+            output = medusa.generate(
+                ids, mask, max_new_tokens=NEW, stopping_criteria=[criterion], metrics=True, **kwargs
+            )
+            texts = [text[: text.index(kwargs["eos_token_id"][0]) + 1] if "eos_token_id" in kwargs
+                     and kwargs["eos_token_id"][0] in text else text for text in expected]  # fmt: skip
+            assert new_tokens(output, ids.shape[1]) == texts
+            consistent(output)
+            for own, all_of_them in zip(output.accept_lengths, steps, strict=True):
+                assert own[:-1] == all_of_them[: len(own) - 1]
+            assert output.scores is None or len(output.scores) == 30
+        recorder = Recorder()
+        medusa.generate(written.rows[0][None], max_new_tokens=NEW, stopping_criteria=[criterion], streamer=recorder)
+        assert [value[0] for value in recorder.values[1:]] == expected[0]
+
+
+def test_a_total_length_counts_as_in_transformers(written):
+    """20 as well, which stands for "not set" only where the model's own configuration says it."""
+    row, text = written.rows[0], written.texts[0]
+    config = GenerationConfig(max_length=20, pad_token_id=0)
+    with written.swapped() as medusa:
+        for kwargs in ({"max_length": 20}, {"max_length": 21}, {"generation_config": config}):
+            expected = written.model.generate(
+                row[None], attention_mask=torch.ones(1, len(row)), do_sample=False, **kwargs
+            )
+            assert medusa.generate(row[None], **kwargs).sequences.tolist() == expected.tolist()
+        written.model.generation_config.max_length = 20
+        try:
+            assert new_tokens(medusa.generate(row[None]), len(row))[0][:NEW] == text
+        finally:
+            written.model.generation_config.max_length = None
+
+
+@pytest.mark.parametrize("name", ["stopping_criteria", "logits_processor"])
+def test_one_callable_instead_of_a_list_is_refused(written, name):
+    with written.swapped() as medusa, pytest.raises(ValueError, match=f"{name}: expected a list of callables, got <"):
+        medusa.generate(written.rows[0][None], **{name: EndsAt()})
+
+
+def test_processors_and_criteria_together(tokenizer, written):
+    """The host follows the path, and a criterion cuts it: the scores end there too."""
+    row = written.rows[0]
+    kwargs = {"repetition_penalty": 1.2, "max_new_tokens": NEW}
+    text = transformers_greedy(written.model, row, NEW, repetition_penalty=1.2)
+    heads = taught(written.model, [(row.tolist(), text)])
+    with MedusaModel(written.model, heads, TREES["siblings"]) as medusa:
+        for end in (3, 8, 14, 15, 16):
+            output = medusa.generate(
+                row[None], stopping_criteria=[EndsAt(len(row) + end)], output_scores=True, metrics=True, **kwargs
+            )
+            assert new_tokens(output, len(row)) == [text[:end]]
+            assert len(output.scores) == end
+            consistent(output)
+        assert sum(output.accept_lengths[0]) > 5
+
+
+def test_stop_strings_under_sampling_and_typical_acceptance(tokenizer, written):
+    """Whatever chooses the tokens: the text is cut at its first stop string, and the rest of it is unchanged."""
+    model = tiny(vocab_size=PRINTABLE)
+    [row] = prompts(1, [9], vocab=PRINTABLE)
+    some = [chr(byte) for byte in range(ord("A"), ord("H"))]
+    cut = 0
+    with MedusaModel(model, heads_for(model), TREES["siblings"]) as medusa:
+        for kwargs in ({"do_sample": True, "temperature": 2.0, "seed": 3}, {"acceptance": "typical"}):
+            whole = new_tokens(medusa.generate(row[None], max_new_tokens=80, **kwargs), len(row))[0]
+            output = medusa.generate(
+                row[None], max_new_tokens=80, stop_strings=some, tokenizer=tokenizer, metrics=True, **kwargs
+            )
+            criterion = StopStringCriteria(tokenizer, some)
+            ends = [
+                count
+                for count in range(1, 81)
+                if criterion(torch.cat([row, torch.tensor(whole[:count])])[None], None).all()
+            ]
+            expected = whole[: ends[0]] if ends else whole
+            assert new_tokens(output, len(row)) == [expected]
+            consistent(output)
+            cut += bool(ends)
+    assert cut == 2
