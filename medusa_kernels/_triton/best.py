@@ -13,6 +13,7 @@ import triton.language as tl
 from medusa_kernels._triton.streaming import packed
 
 NO_ORDER = tl.constexpr(-(2**31))
+"""Below what `streaming.ordered` makes of any number, NaN included."""
 NO_KEY = tl.constexpr(-(2**63))
 FREE = tl.constexpr(-(2**63) + 1)
 """Keys of an empty place among the best are FREE plus the place: all different, and below the key of any number."""

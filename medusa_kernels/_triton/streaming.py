@@ -176,10 +176,13 @@ def exponential(b_x, EXACT: tl.constexpr):
 
 @triton.jit
 def ordered(b_x):
-    """Return int32 numbers in the order of the fp32 ones. Zeros of both signs are equal."""
+    """Return int32 numbers above -2^31 in the order of the fp32 ones. Zeros of both signs are equal.
+
+    A NaN comes behind or before all numbers, by its sign, but stays a number of the order: its index is a valid one.
+    """
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
-    # Two's complement orders positive floats as they are, negative ones backwards.
-    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    # Two's complement orders positive floats as they are, negative ones backwards. The NaN of all ones would be -2^31.
+    return tl.maximum(b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF), -(2**31) + 1)
 
 
 @triton.jit

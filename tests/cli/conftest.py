@@ -1,12 +1,16 @@
-"""A checkpoint folder small enough to make in a test: base model, tokenizer and heads."""
+"""Checkpoint folders small enough to make in a test: base model, tokenizer, heads; with a chat template and without."""
+
+import io
 
 import pytest
 import torch
+from chats import CHAT_TEMPLATE, chat_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.checkpoints import write_heads
+from medusa_decoding.cli import main
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -53,3 +57,37 @@ def model_text(checkpoint):
         return tokenizer.decode(out[0, ids.shape[1] :])
 
     return write
+
+
+@pytest.fixture(scope="session")
+def make_chat(tmp_path_factory):
+    """Make chat checkpoints: `make_chat(seed, pairs=False, context=512, template=..)`; equal ones once."""
+    made = {}
+
+    def make(seed=4, pairs=False, context=512, template=CHAT_TEMPLATE):
+        key = (seed, pairs, context, template)
+        if key not in made:
+            made[key] = chat_checkpoint(tmp_path_factory.mktemp("chat"), *key)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def chat(make_chat):
+    """A chat checkpoint whose tokenizer divides every text in one way only."""
+    return make_chat()
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Run `medusa chat` on a checkpoint with lines (or a text) as its standard input: (exit code, output, errors)."""
+
+    def run(checkpoint, lines, *argv):
+        text = lines if isinstance(lines, str) else "".join(line + "\n" for line in lines)
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        code = main(["chat", "--model", checkpoint.heads, *map(str, argv)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

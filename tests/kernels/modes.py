@@ -18,3 +18,14 @@ reads_values = pytest.mark.skipif(interpreted(), reason="kernels do not read val
 
 of_the_cpu = pytest.mark.skipif(interpreted(), reason="tests the CPU implementation; Triton's interpreter serves here")
 """For tests of a CPU implementation's own ways."""
+
+NOT_FINITE = ["nan", "-nan", "ones", "inf", "-inf"]
+"""Parameters of tests with numbers that are none; "ones" is the NaN whose bits are all set."""
+
+
+def not_finite(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the number of that name."""
+    if kind == "ones":
+        integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+        return torch.tensor(-1, dtype=integers).view(dtype)
+    return torch.tensor(float(kind), dtype=dtype)

@@ -10,7 +10,7 @@ import torch
 from budget import allowed
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES
+from modes import DTYPES, NOT_FINITE, not_finite
 from torch import Tensor
 
 from medusa_kernels import heads_topk, reference
@@ -218,6 +218,31 @@ def test_views_are_read_where_they_lie(device: str) -> None:
         inside = room[tuple(slice(3, 3 + n) for n in tensor.shape)]
         case[name] = inside.copy_(tensor)
     check(heads_topk(*case.values(), 6), case, 6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", NOT_FINITE)
+@pytest.mark.parametrize(("vocabulary", "k"), [(3, 3), (100, 1), (320, 7)])
+def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, vocabulary: int, k: int) -> None:
+    """Whatever is not finite: an embedding is looked up with the ids before the host has seen that something is."""
+    case = make(2, 2, 16, vocabulary, dtype=dtype, device=device)
+    bad, whole = not_finite(kind, dtype).to(device), case["w2"].clone()
+    clean = heads_topk(*case.values(), k)
+    for rows in (slice(1), slice(vocabulary // 2, None), slice(None)):
+        case["w2"] = whole.clone()
+        case["w2"][:, rows] = bad
+        tokens = heads_topk(*case.values(), k)[1]
+        assert ((tokens >= 0) & (tokens < vocabulary)).all()
+        assert all(len(set(row)) == k for row in tokens.view(-1, k).tolist())
+    ids = torch.randperm(vocabulary, device=device) + 1000
+    assert torch.isin(heads_topk(*case.values(), k, token_map=ids)[1], ids).all()
+    case["w2"] = whole
+    case["hidden"][1] = bad
+    logprobs, tokens = heads_topk(*case.values(), k)
+    assert ((tokens >= 0) & (tokens < vocabulary)).all()
+    assert torch.equal(tokens[0], clean[1][0])
+    assert torch.equal(logprobs[0], clean[0][0])
 
 
 def test_by_hand() -> None:

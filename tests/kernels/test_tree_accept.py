@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import DTYPES
+from modes import DTYPES, NOT_FINITE, not_finite
 from torch import Tensor
 
 from medusa_kernels import reference, tree_accept
@@ -108,7 +108,7 @@ def run(tensors: dict[str, Tensor], function: Any = tree_accept) -> dict[str, Te
     returned = function(**given_tensors)
     for name, tensor in tensors.items():
         if name not in MUTATED:
-            assert torch.equal(given_tensors[name], tensor)
+            torch.testing.assert_close(given_tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
     return {name: given_tensors[name] for name in MUTATED} | dict(zip(RETURNED, returned, strict=True))
 
 
@@ -219,6 +219,23 @@ def test_among_equals_the_earliest_node_wins(device: str) -> None:
 def test_hidden_states_are_copied_whole(device: str, size: int, dtype: torch.dtype) -> None:
     case = make([-1, 0], [[1, 5], [1, 5], [1, 5]], [[5, 0], [4, 0], [5, 1]], size=size)
     check(case, [-1, 0], device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", NOT_FINITE)
+def test_what_is_not_finite_is_copied_and_decides_nothing(device: str, dtype: torch.dtype, kind: str) -> None:
+    """Row 0's hidden states are broken; its path, its tokens and all of row 1 are what they would be."""
+    parents, tokens = [-1, 0, 1], [[1, 5, 6], [1, 5, 6]]
+    case = make(parents, tokens, [[5, 6, 7], [5, 0, 0]], eos=[7])
+    tensors, wanted = on(case, device, dtype), walked(case, parents)
+    tensors["hidden"][0] = not_finite(kind, dtype).to(device)
+    got = run(tensors)
+    state = got.pop("state_hidden")
+    assert torch.equal(state[0].isnan(), tensors["hidden"][0, 2].isnan())
+    assert not state[0].isfinite().any()
+    assert state[1].tolist() == wanted["state_hidden"][1]
+    for name, tensor in got.items():
+        assert tensor.tolist() == wanted[name], name
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -10,7 +10,7 @@ import torch
 from budget import assert_within_twice
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, reads_values
+from modes import DTYPES, NOT_FINITE, not_finite, reads_values
 from torch import Tensor
 
 from medusa_kernels import reference, tree_verify
@@ -259,6 +259,32 @@ def test_an_index_out_of_range_gives_nan(device: str) -> None:
     case["candidates"] = torch.tensor([[99, -1, 20, 3]], device=device)
     case["parents"] = torch.tensor([-1, 0, 1, 4], dtype=torch.int32, device=device)
     assert [math.isnan(x) for x in tree_verify(**case)[3][0].tolist()] == [False, True, True, True]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", NOT_FINITE)
+@pytest.mark.parametrize("vocabulary", [100, 320])
+def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, vocabulary: int) -> None:
+    """Whatever is not finite: an embedding is looked up with the id before the host has seen that something is."""
+    case = make(1, 3, 16, vocabulary, dtype=dtype, device=device)
+    bad = not_finite(kind, dtype).to(device)
+    whole = case["weight"].clone()
+    for rows in (slice(1), slice(vocabulary // 2, None), slice(None)):
+        case["weight"] = whole.clone()
+        case["weight"][rows] = bad
+        token, logsumexp = tree_verify(**case)[:2]
+        assert ((token >= 0) & (token < vocabulary)).all()
+        # Sampling and typical acceptance learn of it from the log-sum-exp.
+        assert not logsumexp.isfinite().any() or kind.endswith("inf")
+        assert torch.equal(tree_verify(**case, want_stats=False)[0], token)
+    clean = tree_verify(**(case | {"weight": whole}))[:2]
+    case["hidden"][0, 1] = bad
+    token, logsumexp = tree_verify(**(case | {"weight": whole}))[:2]
+    assert 0 <= token[0, 1] < vocabulary
+    assert not logsumexp[0, 1].isfinite()
+    for got, wanted in zip((token, logsumexp), clean, strict=True):
+        assert torch.equal(got[:, [0, 2]], wanted[:, [0, 2]])
 
 
 BAD = {

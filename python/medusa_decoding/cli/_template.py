@@ -119,9 +119,12 @@ class ChatTemplate:
             return None
         behind = text.split(said)[1:]
         tokens = self.tokenizer(behind[0], add_special_tokens=False)["input_ids"] if len(behind) == 1 else []
-        if self._plain or not tokens or tokens[0] not in self.tokenizer.all_special_ids:
-            return None
-        return tokens[0]
+        return tokens[0] if tokens and not self._plain and self._special(tokens[0]) else None
+
+    def _special(self, token: int) -> bool:
+        # Some are only said to be special where they were added, some only by their role (EOS, say).
+        added = self.tokenizer.added_tokens_decoder.get(token)
+        return token in self.tokenizer.all_special_ids or (added is not None and added.special)
 
 
 class AnswerStreamer(TextStreamer):

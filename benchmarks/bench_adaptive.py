@@ -1,0 +1,146 @@
+"""What `tree="auto"` costs where the heads are useless, and how near it comes to the best tree where they are good.
+
+    python -m benchmarks.bench_adaptive --prompts 60
+
+Both on the embedded model: first with fresh random heads, whose guesses are right by chance only, against plain
+decoding; then with its own heads, against every fixed tree of the same ladder. All ways run in turn on each prompt
+within this process. "plain again" is a second copy of plain decoding: its ratio shows what the clock can tell apart.
+"auto" keeps what it learns from prompt to prompt; "auto, first" starts each prompt knowing neither device nor heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import harness
+from benchmarks.bench_generate import NEW, PROMPT, prompts
+from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.decode.ladder import VICUNA_7B, Ladder
+from medusa_decoding.decode.step_graph import Backend
+from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.tree import Tree
+
+Choice = Tree | Literal["auto"]
+HEADS = 4
+
+
+def random_heads(base: Any, seed: int) -> MedusaHeads:
+    """Heads of the embedded ones' size whose weights were never trained, each with a projection of its own."""
+    config, generator = base.config, torch.Generator().manual_seed(seed)
+    heads = MedusaHeads(config.hidden_size, config.vocab_size, HEADS, num_layers=2, dtype=base.dtype)
+    for weights in heads.parameters():
+        with torch.no_grad():
+            weights.copy_(torch.randn(weights.shape, generator=generator) / config.hidden_size**0.5)
+    return heads.eval()
+
+
+class Ways:
+    """Ways of decoding with one model: tokens written, and what each way wrote and took, by name."""
+
+    def __init__(self, model: MedusaModel, choices: Mapping[str, Choice]) -> None:
+        self.model = model
+        self.texts: dict[str, list[list[int]]] = {name: [] for name in choices}
+        self.steps: Counter[str] = Counter()
+        self.ways = {name: self._way(name, choice) for name, choice in choices.items()}
+
+    def _way(self, name: str, choice: Choice) -> Callable[[torch.Tensor], int]:
+        kept: list[Any] = [None]
+
+        def way(ids: torch.Tensor) -> int:
+            # "auto" and "auto, first" decode with the same model, but shall not learn from each other.
+            self.model._adaptive = None if name.endswith("first") else kept[0]
+            output = self.model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=choice)
+            assert isinstance(output, MedusaOutput)
+            kept[0] = self.model._adaptive
+            self.texts[name].append(output.sequences[0, PROMPT:].tolist())
+            self.steps[name] += output.steps
+            return output.new_tokens[0]
+
+        return way
+
+    def compare(self, inputs: list[torch.Tensor], warm_up: torch.Tensor) -> dict[str, Any]:
+        """Run every way on every input, and return what "auto" gained over each of the others."""
+        for name, way in self.ways.items():
+            if name != "auto":
+                way(warm_up)  # what "auto" has to find out is part of its time
+        self.steps.clear()
+        for texts in self.texts.values():
+            texts.clear()
+        samples = harness.interleaved(self.ways, inputs)
+        tokens = len(inputs) * (NEW - 1)
+        return {
+            "tokens_per_second": {name: harness.rate(found) for name, found in samples.items()},
+            "tokens_per_step": {name: tokens / self.steps[name] for name in samples},
+            "over_plain": {name: harness.ratio(samples[name], samples["plain"]) for name in samples if name != "plain"},
+            "auto_over": {name: harness.ratio(samples["auto"], samples[name]) for name in samples if name != "auto"},
+            "same_text_as_plain": {
+                name: sum(a == b for a, b in zip(texts, self.texts["plain"], strict=True))
+                for name, texts in self.texts.items()
+            },
+        }
+
+
+def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
+    """Compare with random heads, then with the model's own."""
+    [warm_up], inputs = prompts(held_out=False, count=1, seed=3), prompts(held_out=True, count=count, seed=11)
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32).eval()
+    plain: dict[str, Choice] = {"plain": Tree([]), "plain again": Tree([]), "auto": "auto", "auto, first": "auto"}
+    figures: dict[str, Any] = {
+        "prompts": count, "prompt_tokens": PROMPT, "new_tokens": NEW,
+        "batch": 1, "dtype": "float32", "backend": backend,
+    }  # fmt: skip
+    with MedusaModel(base, random_heads(base, seed), backend=backend) as model:
+        figures["random_heads"] = Ways(model, plain).compare(inputs, warm_up)
+    heads = read_heads(CHECKPOINT / "heads", dtype=torch.float32).heads
+    fixed = {f"{tree.num_nodes} nodes": tree for tree in Ladder(VICUNA_7B[: heads.num_heads]).trees[1:]}
+    with MedusaModel(base, heads.eval(), backend=backend) as model:
+        figures["own_heads"] = Ways(model, plain | fixed).compare(inputs, warm_up)
+    return figures
+
+
+@pytest.mark.parametrize("way", ["plain", "auto"])
+def test_adaptive(benchmark: Any, way: str) -> None:
+    """One held-out prompt with random heads, eager, float32: plainly, and with tree="auto"."""
+    if not (CHECKPOINT / "measured.json").is_file():
+        pytest.skip("the embedded checkpoint is not there")
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32).eval()
+    choices: dict[str, Choice] = {"plain": Tree([]), "auto": "auto"}
+    with MedusaModel(base, random_heads(base, seed=0), backend="eager") as model:
+        ways = Ways(model, choices)
+        [ids] = prompts(held_out=True, count=1, seed=11)
+        assert benchmark.pedantic(ways.ways[way], args=(ids,), rounds=5, warmup_rounds=1) == NEW
+        ways.ways["plain"](ids)
+    assert ways.texts[way][-1] == ways.texts["plain"][-1]
+    figures = {"way": way, "heads": "random", "prompt_tokens": PROMPT, "new_tokens": NEW, "batch": 1}
+    seconds = {"median": benchmark.stats.stats.median, "spread": benchmark.stats.stats.iqr}
+    harness.write_record("adaptive", figures | {"seconds": seconds})
+
+
+def main() -> None:
+    """Run both comparisons, print them and append them to the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=60, help="held-out prompts (default: 60)")
+    parser.add_argument(
+        "--backend", choices=("eager", "compiled"), default="eager", help="how steps run (default: eager)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random heads (default: 0)")
+    parser.add_argument("--dry", action="store_true", help="print only, append nothing")
+    args = parser.parse_args()
+    figures = measure(args.prompts, args.backend, args.seed)
+    print(json.dumps(figures, indent=1))
+    if not args.dry:
+        print(harness.write_record("adaptive-demo", figures))
+
+
+if __name__ == "__main__":
+    main()

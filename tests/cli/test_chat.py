@@ -1,0 +1,556 @@
+"""medusa chat: the answers are those of transformers with the same template, and little is prefilled twice."""
+
+import contextlib
+import io
+import json
+import re
+import signal
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from medusa_decoding import MedusaModel
+from medusa_decoding.cli import _template, main
+from medusa_decoding.cli._template import AnswerStreamer
+
+QUESTIONS = ["hello", "tell me more, please!", "why?"]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def answers(history):
+    return [message["content"] for message in history if message["role"] == "assistant"]
+
+
+def lines_of(out):
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def notes(err):
+    return [line for line in err.splitlines() if line.startswith("medusa: ")]
+
+
+@pytest.mark.parametrize("tree", ["root", "chain:3", "cartesian:3,2", "chain:2+lookup:4"])
+def test_answers_are_the_models_own(chat, talk, tree):
+    expected = answers(chat.conversation(QUESTIONS, 20))
+    assert len(set(expected)) == 3
+    code, out, err = talk(chat, QUESTIONS, "--tree", tree, "--max-new-tokens", 20)
+    assert (code, out) == (0, "".join(text + "\n" for text in expected))
+
+
+def test_only_the_new_turn_is_prefilled(chat, talk):
+    history = chat.conversation(QUESTIONS, 20)
+    code, out, err = talk(chat, QUESTIONS, "--json", "--max-new-tokens", 20)
+    assert code == 0
+    held = 0
+    for turn, answer in enumerate(lines_of(out)):
+        prompt = chat.ids(history[: 2 * turn + 1])
+        new = chat.write(prompt, 20)
+        assert answer["text"] == chat.text(new)
+        assert answer["metrics"]["prompt_tokens"] == len(prompt)
+        assert answer["metrics"]["new_tokens"] == len(new)
+        assert answer["metrics"]["reused_tokens"] == held
+        held = len(prompt) + len(new) - 1  # what the last token predicts was not asked for
+
+
+def test_what_the_model_wrote_is_reused_though_its_text_is_divided_otherwise(make_chat, talk):
+    chat = make_chat(39, pairs=True)
+    prompt = chat.ids([user("hello")])
+    written = chat.write(prompt, 60)
+    assert written[-1] == chat.end
+    history = [user("hello"), {"role": "assistant", "content": chat.text(written)}, user("tell me more, please!")]
+    fresh = chat.ids(history)
+    assert fresh[: len(prompt) + len(written)] != prompt + written  # or this would test nothing
+    behind = chat.tokenizer("\n<|start|>user\ntell me more, please!<|end|>\n<|start|>assistant\n")["input_ids"]
+    spliced = prompt + written + behind
+    assert chat.tokenizer.decode(spliced) == chat.tokenizer.decode(fresh)
+    expected = chat.write(spliced, 60)
+
+    code, out, err = talk(chat, ["hello", "tell me more, please!"], "--json", "--max-new-tokens", 60)
+    first, second = lines_of(out)
+    assert (first["text"], second["text"]) == (chat.text(written), chat.text(expected))
+    assert second["metrics"]["prompt_tokens"] == len(spliced)
+    assert second["metrics"]["reused_tokens"] == len(prompt) + len(written) - 1
+
+
+def test_an_answer_ends_with_the_templates_end_of_turn(chat, talk):
+    """The model's generation config names no EOS token."""
+    assert chat.model.generation_config.eos_token_id is None
+    ended, endless = (chat.answer([user("hello")], 60, eos_token_id=eos) for eos in ([chat.end], None))
+    assert len(ended) < len(endless)
+    code, out, err = talk(chat, ["hello"], "--json", "--max-new-tokens", 60)
+    (answer,) = lines_of(out)
+    assert (answer["text"], answer["ended"]) == (ended, "eos")
+
+
+def test_the_generation_configs_eos_tokens_end_an_answer_too(chat, talk, monkeypatch):
+    written = chat.write(chat.ids([user("hello")]), 60)
+    place = next(i for i in range(4, len(written)) if written[i] not in written[:i])
+    eos = written[place]
+    assert eos != chat.end
+    load = MedusaModel.from_pretrained
+
+    def with_eos(*args, **kwargs):
+        model = load(*args, **kwargs)
+        model.trunk.causal.generation_config.eos_token_id = [eos, 0]
+        return model
+
+    monkeypatch.setattr(MedusaModel, "from_pretrained", with_eos)
+    code, out, err = talk(chat, ["hello"], "--json", "--max-new-tokens", 60)
+    (answer,) = lines_of(out)
+    assert answer["text"] == chat.answer([user("hello")], 60, eos_token_id=[eos, 0, chat.end])
+    assert answer["metrics"]["new_tokens"] == place + 1
+
+
+def test_a_system_message_stands_in_front(chat, talk):
+    system = [{"role": "system", "content": "be brief."}]
+    expected = answers(chat.conversation(QUESTIONS, 12, system))
+    assert expected != answers(chat.conversation(QUESTIONS, 12))
+    code, out, err = talk(chat, QUESTIONS, "--system", "be brief.", "--max-new-tokens", 12)
+    assert (code, out.splitlines()) == (0, "\n".join(expected).splitlines())
+
+
+def test_a_line_that_ends_in_a_backslash_goes_on(chat, talk):
+    expected = chat.answer([user("one\ntwo\n three")], 12)
+    code, out, err = talk(chat, ["one\\", "two\\", " three", "", "   "], "--json", "--max-new-tokens", 12)
+    assert [answer["text"] for answer in lines_of(out)] == [expected]
+
+
+@pytest.mark.parametrize("text", ["one", "one\\", "one\\\n"])
+def test_the_last_line_needs_no_end(chat, talk, text):
+    code, out, err = talk(chat, text, "--json", "--max-new-tokens", 12)
+    assert [answer["text"] for answer in lines_of(out)] == [chat.answer([user("one")], 12)]
+
+
+def test_two_slashes_send_one(chat, talk):
+    code, out, err = talk(chat, ["//a"], "--json", "--max-new-tokens", 12)
+    assert [answer["text"] for answer in lines_of(out)] == [chat.answer([user("/a")], 12)]
+
+
+# --- commands
+
+
+def test_undo_clear_and_system_change_what_the_model_is_told(chat, talk):
+    hello = chat.conversation(["hello"], 12)
+    system = [{"role": "system", "content": "no, really."}]
+    expected = [
+        hello[1]["content"],
+        chat.answer([*hello, user("more")], 12),
+        chat.answer([*hello, user("less")], 12),
+        chat.answer([user("anew")], 12),
+        chat.answer([*system, *chat.conversation(["anew"], 12), user("and?")], 12),
+        chat.answer([*system, user("once again")], 12),
+        chat.answer([user("hello")], 12),
+    ]
+    lines = ["hello", "more", "/undo", "less", "/clear", "anew", "/system no, really.", "and?"]
+    lines += ["/clear", "once again", "/undo", "/system", "hello"]
+    code, out, err = talk(chat, lines, "--json", "--max-new-tokens", 12)
+    assert code == 0
+    assert [answer["text"] for answer in lines_of(out)] == expected
+
+
+def test_history_prints_what_was_said(chat, talk):
+    history = chat.conversation(["hello"], 12, [{"role": "system", "content": "be brief."}])
+    code, out, err = talk(chat, ["hello", "/history"], "--system", "be brief.", "--max-new-tokens", 12)
+    said = "".join(f"{message['role']}: {message['content']}\n" for message in history)
+    assert out == history[2]["content"] + "\n" + said
+
+
+def test_exit_leaves(chat, talk):
+    code, out, err = talk(chat, ["/exit", "hello"])
+    assert (code, out) == (0, "")
+
+
+def test_help_names_every_command(chat, talk):
+    code, out, err = talk(chat, ["/help"])
+    assert code == 0
+    for word in ("help", "stats", "history", "undo", "clear", "retry", "save", "system", "set", "exit"):
+        assert re.search(rf"^/{word}\b", out, re.MULTILINE)
+
+
+def test_stats_tell_the_last_answer_and_all(chat, talk):
+    prompts = [chat.ids(chat.conversation(QUESTIONS[:2], 10)[:length]) for length in (1, 3)]
+    new = [len(chat.write(prompt, 10)) for prompt in prompts]
+    code, out, err = talk(chat, [*QUESTIONS[:2], "/stats"], "--tree", "root", "--max-new-tokens", 10)
+    last, everything = out[out.index("last answer:") :].split("all 2:\n")
+    reused = len(prompts[0]) + new[0] - 1
+    assert f"{new[1]} tokens in {new[1] - 1} steps, 1.00 a step" in last
+    assert f"({len(prompts[1])} prompt tokens, {reused} of them reused from the cache)" in last
+    assert f"0: {new[1] - 1} (100%)" in last
+    assert f"{sum(new)} tokens in {sum(new) - 2} steps, 1.00 a step" in everything
+    assert f"({sum(map(len, prompts))} prompt tokens, {reused} of them reused from the cache)" in everything
+    assert f"0: {sum(new) - 2} (100%)" in everything
+
+
+def test_stats_go_elsewhere_when_answers_are_json(chat, talk):
+    code, out, err = talk(chat, ["hello", "/stats"], "--json", "--max-new-tokens", 10)
+    assert len(lines_of(out)) == 1
+    assert "last answer:" in err
+
+
+def test_json_has_null_where_there_is_no_step(chat, talk):
+    code, out, err = talk(chat, ["hello"], "--json", "--max-new-tokens", 1)
+    (answer,) = lines_of(out.replace("NaN", "not JSON"))
+    assert (answer["metrics"]["steps"], answer["metrics"]["tokens_per_step"]) == (0, None)
+    assert answer["ended"] == "max_new_tokens"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/nothing", "/nothing: expected a command, see /help"),
+        ("/undo", "/undo: expected an exchange"),
+        ("/retry", "/retry: expected a message without an answer"),
+        ("/stats", "/stats: expected an answer before it"),
+        ("/save", "/save: expected a file"),
+        ("/save no/such/folder/file.json", "No such file or directory"),
+        ("/set", "/set: expected a name and a value, .* max_new_tokens 512"),
+        ("/set colour red", "/set: expected a name and a value, got 'colour red'"),
+        ("/set temperature hot", "/set temperature: expected a number from 0, got hot"),
+        ("/set temperature -1", "/set temperature: expected a number from 0, got -1"),
+        ("/set temperature inf", "/set temperature: expected a number from 0"),
+        ("/set top_p 0", "/set top_p: expected a number above 0 and at most 1, got 0"),
+        ("/set top_k -3", "/set top_k: expected at least 0, got -3"),
+        ("/set max_new_tokens 0", "/set max_new_tokens: expected at least 1, got 0"),
+        ("/set seed 1.5", "/set seed: .*1.5"),
+    ],
+)
+def test_what_cannot_be_followed_is_one_line_and_the_chat_goes_on(chat, talk, line, words):
+    expected = chat.answer([user("hello")], 512)
+    code, out, err = talk(chat, [line, "hello"])
+    assert (code, out) == (2, expected + "\n")
+    assert len(notes(err)) == 1
+    assert re.search(words, notes(err)[0])
+
+
+# --- settings
+
+
+def test_settings_change_what_comes(chat, talk):
+    """The likeliest token alone is left to draw, whatever the temperature."""
+    short, long = (chat.answer([user("hello")], length) for length in (5, 12))
+    lines = ["/set max_new_tokens 5", "/set temperature 3", "/set top_k 1", "hello", "/undo"]
+    lines += [
+        "/set top_k 0",
+        "/set top_p 0.001",
+        "/set max_new_tokens 12",
+        "hello",
+        "/undo",
+        "/set temperature 0",
+        "hello",
+    ]
+    code, out, err = talk(chat, lines, "--json")
+    assert code == 0
+    assert [answer["text"] for answer in lines_of(out)] == [short, long, long]
+
+
+def test_drawn_answers_repeat_with_their_seed(chat, talk):
+    lines = ["/set temperature 2", "/set seed 7", "hello", "/undo", "hello", "/undo", "/set seed 8", "hello"]
+    code, out, err = talk(chat, [*lines, "/undo", "/set seed 7", "hello", "hello"], "--json", "--max-new-tokens", 30)
+    first, again, other, once_more, next_turn = (answer["text"] for answer in lines_of(out))
+    assert first == again == once_more
+    assert other != first
+    code, out, err = talk(chat, ["hello"], "--json", "--temperature", 2, "--seed", 7, "--max-new-tokens", 30)
+    assert lines_of(out)[0]["text"] == first
+
+
+def test_each_answer_is_drawn_with_a_seed_of_its_own(chat, talk, monkeypatch):
+    seeds = []
+    generate = MedusaModel.generate
+
+    def recording(self, *args, **kwargs):
+        seeds.append(kwargs["seed"])
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(MedusaModel, "generate", recording)
+    talk(chat, ["a", "b", "/undo", "c"], "--temperature", 1, "--seed", 7, "--max-new-tokens", 3)
+    assert seeds == [7, 8, 8]
+
+
+# --- the history and the context
+
+
+def test_a_saved_talk_goes_on_where_it_was(chat, talk, tmp_path):
+    history = chat.conversation(QUESTIONS, 12, [{"role": "system", "content": "be brief."}])
+    where = tmp_path / "talk.json"
+    code, out, err = talk(chat, QUESTIONS[:2], "--system", "be brief.", "--save", where, "--max-new-tokens", 12)
+    assert json.loads(where.read_text()) == {"messages": history[:5]}
+    code, out, err = talk(chat, QUESTIONS[2:], "--load", where, "--save", where, "--json", "--max-new-tokens", 12)
+    assert code == 0
+    assert [answer["text"] for answer in lines_of(out)] == answers(history)[2:]
+    assert json.loads(where.read_text()) == {"messages": history}
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+def test_save_keeps_up_with_undo_and_writes_copies(chat, talk, tmp_path):
+    kept, copied = tmp_path / "kept.json", tmp_path / "copied.json"
+    history = chat.conversation(["hello", "more"], 12)
+    lines = ["hello", "more", f"/save {copied}", "/undo"]
+    assert talk(chat, lines, "--save", kept, "--max-new-tokens", 12)[0] == 0
+    assert json.loads(copied.read_text())["messages"] == history
+    assert json.loads(kept.read_text())["messages"] == history[:2]
+
+
+def test_a_system_message_takes_the_place_of_a_loaded_one(chat, talk, tmp_path):
+    said = [{"role": "system", "content": "be loud."}, user("hello"), {"role": "assistant", "content": "hey"}]
+    (tmp_path / "talk.json").write_text(json.dumps(said))
+    expected = chat.answer([{"role": "system", "content": "be brief."}, *said[1:], user("more")], 12)
+    argv = ["--load", tmp_path / "talk.json", "--system", "be brief.", "--json", "--max-new-tokens", 12]
+    code, out, err = talk(chat, ["more"], *argv)
+    assert [answer["text"] for answer in lines_of(out)] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no JSON", "expected JSON in"),
+        ("3", "expected a list of messages"),
+        ('{"talk": []}', "expected a list of messages"),
+        ('[{"role": "user"}]', "expected a role and a text in message 0"),
+        ('[{"role": "user", "content": "a"}]', "user and assistant in turn"),
+        ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "user and assistant in turn"),
+    ],
+)
+def test_what_is_no_history_is_refused(chat, talk, tmp_path, text, words):
+    (tmp_path / "talk.json").write_text(text)
+    code, out, err = talk(chat, ["hello"], "--load", tmp_path / "talk.json")
+    assert (code, out) == (2, "")
+    assert re.search(words, notes(err)[-1])
+
+
+def test_a_message_beyond_the_context_is_not_lost(make_chat, talk):
+    chat = make_chat(4, context=96)
+    kept = chat.conversation(["hello"], 20)
+    long = "so much to say, " * 3
+    needed = len(chat.ids([*kept, user(long)]))
+    assert needed >= 96
+    assert len(chat.ids([user(long)])) < 76
+    lines = ["hello", long, "/history", "/undo", "/retry", "/history"]
+    code, out, err = talk(chat, lines, "--max-new-tokens", 20)
+    expected = chat.answer([user(long)], 20)
+    said = [f"user: hello\nassistant: {kept[1]['content']}\n", f"user: {long}\nassistant: {expected}\n"]
+    assert out == kept[1]["content"] + "\n" + said[0] + expected + "\n" + said[1]
+    (note,) = (line for line in notes(err) if "context" in line)
+    assert f"expected fewer than 96 tokens, got {needed} with this message" in note
+    assert "/undo" in note
+    assert "/clear" in note
+    assert code == 2
+
+
+def test_an_answer_ends_where_the_context_does(make_chat, talk):
+    chat = make_chat(0, context=64)
+    prompt = chat.ids([user("hello")])
+    expected = chat.text(chat.write(prompt, 64 - len(prompt)))
+    code, out, err = talk(chat, ["hello"])
+    assert (code, out) == (0, expected + "\n")
+    assert "the model's context is full" in notes(err)[-1]
+
+
+# --- templates
+
+
+def test_a_tokenizer_without_a_template_is_named(make_chat, talk):
+    chat = make_chat(template=None)
+    code, out, err = talk(chat, ["hello"])
+    assert (code, out) == (2, "")
+    assert re.search(
+        r"--template: expected a Jinja file or plain, because the tokenizer of \S*base has no", notes(err)[-1]
+    )
+
+
+def test_a_template_file_takes_the_tokenizers_place(make_chat, talk, tmp_path):
+    template = "{% for message in messages %}{{ message['content'] }}!\n{% endfor %}"
+    (tmp_path / "template.jinja").write_text(template)
+    for chat in (make_chat(), make_chat(template=None)):
+        ids = chat.ids([user("hello")], chat_template=template)
+        assert chat.tokenizer.decode(ids) == "hello!\n"
+        # Nothing special stands behind an answer here: it ends with its budget alone.
+        expected = chat.text(chat.write(ids, 20, eos_token_id=None))
+        code, out, err = talk(
+            chat, ["hello"], "--template", tmp_path / "template.jinja", "--json", "--max-new-tokens", 20
+        )
+        assert [answer["text"] for answer in lines_of(out)] == [expected]
+
+
+def test_the_plain_template(make_chat, talk):
+    chat = make_chat(template=None)
+    first = chat.tokenizer("System: be brief.\n\nUser: hello\n\nAssistant:")["input_ids"]
+    one = chat.text(chat.write(first, 20, eos_token_id=None))
+    text = f"System: be brief.\n\nUser: hello\n\nAssistant: {one.strip()}\n\nUser: more\n\nAssistant:"
+    two = chat.text(chat.write(chat.tokenizer(text)["input_ids"], 20, eos_token_id=None))
+    argv = ["--template", "plain", "--system", "be brief.", "--json", "--max-new-tokens", 20]
+    code, out, err = talk(chat, ["hello", "more"], *argv)
+    assert [answer["text"] for answer in lines_of(out)] == [one, two]
+
+
+def test_a_plain_answer_ends_before_the_next_turn(make_chat, talk, monkeypatch):
+    """What stands for the next turn here is something that the model does write."""
+    chat = make_chat(template=None)
+    ids = chat.tokenizer("User: hello\n\nAssistant:")["input_ids"]
+    text = chat.text(chat.write(ids, 40, eos_token_id=None))
+    stop = text[11:14]
+    monkeypatch.setattr(_template, "PLAIN_STOP", stop)
+    code, out, err = talk(chat, ["hello", "/history"], "--template", "plain", "--max-new-tokens", 40)
+    kept = text[: text.index(stop)]
+    assert 0 < len(kept) < len(text)
+    assert out == f"{kept}\nuser: hello\nassistant: {kept}\n"
+    assert notes(err) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{% for", "chat template: expected one that takes these messages"),
+        ("{{ raise_exception('no users\nhere') }}", "got no users here"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_named(chat, talk, tmp_path, text, words):
+    (tmp_path / "template.jinja").write_text(text)
+    code, out, err = talk(chat, ["hello"], "--template", tmp_path / "template.jinja")
+    assert (code, out) == (2, "")
+    assert words in notes(err)[-1]
+
+
+def test_a_template_that_takes_no_system_message_leaves_the_history(make_chat, talk):
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}"
+        "{% endif %}{{ message['content'] }}<|end|>{% endfor %}"
+    )
+    chat = make_chat(template=template)
+    expected = chat.conversation(["hello", "more"], 12)
+    code, out, err = talk(chat, ["hello", "/system be brief.", "more"], "--json", "--max-new-tokens", 12)
+    assert [answer["text"] for answer in lines_of(out)] == answers(expected)
+    assert [line for line in notes(err) if "no system here" in line]
+    assert code == 2
+
+
+def test_the_demo_model_says_that_it_does_not_chat(capsys):
+    assert main(["chat"]) == 2
+    (note,) = notes(capsys.readouterr().err)
+    assert "the embedded demo model continues code" in note
+    assert "medusa generate --prompt" in note
+    assert "--template plain" in note
+
+
+# --- errors and interruptions
+
+
+@pytest.mark.parametrize("error", [MemoryError, ValueError, FloatingPointError])
+def test_an_error_leaves_the_history_as_it_was(chat, talk, monkeypatch, error):
+    expected = chat.conversation(["hello", "more"], 12)
+    generate, calls = MedusaModel.generate, []
+
+    def failing(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) != 2:
+            return generate(self, *args, **kwargs)
+        kwargs["stopping_criteria"] = [*kwargs["stopping_criteria"], fail]
+        return generate(self, *args, **kwargs)
+
+    def fail(ids, scores):
+        raise error("out of\nsomething")
+
+    monkeypatch.setattr(MedusaModel, "generate", failing)
+    code, out, err = talk(chat, ["hello", "what?", "more"], "--json", "--max-new-tokens", 12)
+    assert [answer["text"] for answer in lines_of(out)] == answers(expected)
+    assert notes(err)[-1] == "medusa: out of something"
+    assert code == 2
+
+
+def test_the_chat_ends_where_nobody_reads_it(chat, talk, monkeypatch):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    encode, asked = _template.ChatTemplate.encode, []
+
+    def counting(self, messages, known=()):
+        asked.append(messages[-1]["content"])
+        return encode(self, messages, known)
+
+    monkeypatch.setattr(_template.ChatTemplate, "encode", counting)
+    with contextlib.redirect_stdout(Gone()):
+        code, out, err = talk(chat, ["hello", "more"], "--max-new-tokens", 12)
+    assert (code, asked) == (2, ["hello"])
+    assert "Broken pipe" in notes(err)[-1]
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    """Have Ctrl-C pressed when a token has been streamed: `ctrl_c(3)` behind the third, `ctrl_c(3, times=2)` twice."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def arrange(count, times=1):
+        put, seen = AnswerStreamer.put, []
+
+        def pressing(self, value):
+            put(self, value)
+            seen.append(value)
+            if len(seen) == count + 1:  # the prompt came first
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(AnswerStreamer, "put", pressing)
+
+    yield arrange
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_keeps_the_partial_answer(chat, talk, ctrl_c, tmp_path):
+    """One token more than had been streamed; a step of plain decoding is one token."""
+    ctrl_c(3)
+    partial = chat.answer([user("hello")], 4)
+    assert partial != chat.answer([user("hello")], 5)
+    told = [user("hello"), {"role": "assistant", "content": partial}, user("more")]
+    where = tmp_path / "talk.json"
+    lines = ["hello", "more", "/history"]
+    code, out, err = talk(chat, lines, "--tree", "root", "--save", where, "--max-new-tokens", 20)
+    answer = chat.answer(told, 20)
+    said = f"user: hello\nassistant: {partial} [interrupted]\nuser: more\nassistant: {answer}\n"
+    assert (code, out) == (0, f"{partial}\n{answer}\n{said}")
+    assert "interrupted" in notes(err)[0]
+    history = json.loads(where.read_text())["messages"]
+    assert [message.get("interrupted") for message in history] == [None, True, None, None]
+
+
+def test_ctrl_c_within_an_accepted_path_ends_the_answer_once(chat, talk, ctrl_c):
+    ctrl_c(3)
+    code, out, err = talk(chat, ["hello", "/history"], "--tree", "chain:3", "--max-new-tokens", 20)
+    streamed, _, said = out.partition("\n")
+    assert said == f"user: hello\nassistant: {streamed} [interrupted]\n"
+    whole = chat.answer([user("hello")], 20)
+    assert whole.startswith(streamed)
+    assert 3 < len(streamed) < len(whole)
+
+
+def test_an_interrupted_answers_cache_is_reused(chat, talk, ctrl_c):
+    ctrl_c(3)
+    prompt = chat.ids([user("hello")])
+    reused = len(prompt) + 4 - 1
+    told = [user("hello"), {"role": "assistant", "content": chat.answer([user("hello")], 4)}, user("more")]
+    code, out, err = talk(chat, ["hello", "more", "/stats"], "--tree", "root", "--max-new-tokens", 20)
+    assert f"({len(chat.ids(told))} prompt tokens, {reused} of them reused from the cache)" in out
+
+
+def test_a_second_ctrl_c_interrupts_at_once(chat, talk, ctrl_c):
+    ctrl_c(3, times=2)
+    code, out, err = talk(chat, ["hello", "more"], "--tree", "root", "--max-new-tokens", 20)
+    assert code == 130
+    assert notes(err)[-1] == "medusa: interrupted"
+    assert out.strip() == chat.answer([user("hello")], 3)
+
+
+# --- what the fixtures promise
+
+
+def test_the_checkpoint_is_what_these_tests_need(chat):
+    """Two EOS tokens, one the template's; and transformers reads back what was written."""
+    tokenizer = AutoTokenizer.from_pretrained(chat.folder / "base")
+    assert tokenizer.eos_token_id != chat.end
+    assert chat.end in tokenizer.all_special_ids
+    ids = tokenizer.apply_chat_template([user("hello")], add_generation_prompt=True)["input_ids"]
+    assert ids == chat.ids([user("hello")])
+    assert torch.tensor(ids).max() < len(tokenizer)

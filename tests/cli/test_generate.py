@@ -1,0 +1,289 @@
+"""medusa generate: what its options stand for; the texts are transformers' own."""
+
+import argparse
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa_decoding import MedusaHeads, MedusaModel, Tree
+from medusa_decoding.checkpoints import write_heads
+from medusa_decoding.cli import _arguments, main
+from medusa_decoding.demo import CHECKPOINT
+
+PROMPT = "def f(x):\n"
+NEW = 40
+
+
+@pytest.fixture
+def run_json(capsys, checkpoint):
+    """Run the command on the tiny checkpoint and return what it printed."""
+
+    def run(*argv, prompt=PROMPT, model=None):
+        heads = str(model or checkpoint / "heads")
+        argv = ["generate", "--model", heads, "--prompt", prompt, "--max-new-tokens", NEW, "--json", *argv]
+        assert main([str(arg) for arg in argv]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def transformers_text(checkpoint):
+    """What transformers writes with other settings."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "base")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "base")
+
+    def write(**settings):
+        ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+        settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "tokenizer": tokenizer} | settings
+        return tokenizer.decode(model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :])
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def greedy(transformers_text):
+    return transformers_text()
+
+
+def test_temperature_0_is_greedy(run_json, greedy):
+    assert run_json("--temperature", 0)["text"] == greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--temperature", 5, "--top-k", 1],
+        ["--do-sample", "--top-k", 1],
+        ["--temperature", 5, "--top-p", 1e-6],
+        ["--temperature", 5, "--min-p", 1],
+        ["--temperature", 1e-4],
+    ],
+)
+def test_drawing_where_one_token_is_left_is_greedy(run_json, greedy, options):
+    assert run_json(*options)["text"] == greedy
+
+
+@pytest.mark.parametrize(
+    ("argv", "settings"),
+    [
+        (["--temperature", 0.7], {"temperature": 0.7}),
+        (["--temperature", 1.3, "--top-k", 7, "--top-p", 0.8], {"temperature": 1.3, "top_k": 7, "top_p": 0.8}),
+        (["--do-sample", "--min-p", 0.05], {"min_p": 0.05}),
+    ],
+)
+def test_a_seed_fixes_what_is_drawn_whatever_the_tree(run_json, checkpoint, greedy, argv, settings):
+    """The same numbers drawn by plain decoding, called from Python."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "base")
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with MedusaModel.from_pretrained(checkpoint / "heads", dtype="float32", tree=Tree([])) as model:
+        drawn = [
+            tokenizer.decode(
+                model.generate(ids, max_new_tokens=NEW, do_sample=True, seed=seed, **settings).sequences[
+                    0, ids.shape[1] :
+                ]
+            )
+            for seed in (3, 4)
+        ]
+    assert len({*drawn, greedy}) == 3
+    for tree in ("root", "cartesian:3,2", "chain:2+lookup:3"):
+        assert [run_json(*argv, "--seed", seed, "--tree", tree)["text"] for seed in (3, 4)] == drawn
+
+
+def test_repetition_penalty(run_json, transformers_text, greedy):
+    expected = transformers_text(repetition_penalty=1.7)
+    assert expected != greedy
+    assert run_json("--repetition-penalty", 1.7)["text"] == expected
+
+
+def test_texts_end_behind_a_stop_string(run_json, transformers_text, greedy):
+    stops = [greedy[20:23], greedy[9:12]]
+    expected = transformers_text(stop_strings=stops)
+    assert len(expected) < len(greedy)
+    assert run_json("--stop", stops[0], "--stop", stops[1])["text"] == expected
+
+
+def test_typical_acceptance_keeps_what_its_settings_allow(run_json):
+    """A threshold that everything passes keeps every guess of a chain; greedy decoding does not."""
+    lossless = run_json("--tree", "chain:3")
+    loose = run_json("--tree", "chain:3", "--acceptance", "typical", "--posterior-threshold", 1e-9)
+    assert lossless["tokens_per_step"] < 2 < loose["tokens_per_step"]
+    assert loose["steps"] == -(-(NEW - 1) // 4)
+    strict = ["--acceptance", "typical", "--posterior-threshold", 1, "--posterior-alpha", 0.999]
+    assert run_json("--tree", "chain:3", *strict)["steps"] > loose["steps"]
+    # Nearly a point mass: whatever is kept is the likeliest.
+    cold = run_json("--tree", "chain:3", "--acceptance", "typical", "--temperature", 1e-4)
+    assert cold["text"] == lossless["text"]
+
+
+@pytest.mark.parametrize("tree", ["root+lookup:8", "chain:2+lookup:4", "auto"])
+def test_copied_branches_and_chosen_trees_write_the_same(run_json, greedy, tree):
+    assert run_json("--tree", tree)["text"] == greedy
+
+
+def test_metrics(run_json, capsys, checkpoint):
+    out = run_json("--tree", "chain:3", "--metrics")
+    metrics = out["metrics"]
+    assert (metrics["prompt_tokens"], metrics["new_tokens"]) == (len(PROMPT), NEW)
+    assert metrics["steps"] == out["steps"] == sum(metrics["accepted_histogram"].values())
+    committed = sum((int(length) + 1) * count for length, count in metrics["accepted_histogram"].items())
+    assert committed == NEW - 1
+    assert metrics["tokens_per_step"] == out["tokens_per_step"] == pytest.approx(committed / out["steps"])
+    assert metrics["tree_nodes"] == {"4": out["steps"]}
+    assert "metrics" not in run_json()
+
+    argv = ["generate", "--model", str(checkpoint / "heads"), "--prompt", PROMPT, "--tree", "chain:3", "--metrics"]
+    assert main([*argv, "--max-new-tokens", str(NEW)]) == 0
+    err = capsys.readouterr().err
+    assert f"{NEW} tokens in {out['steps']} steps, {out['tokens_per_step']:.2f} a step" in err
+    for length, count in metrics["accepted_histogram"].items():
+        assert f"{length}: {count} ({count / out['steps']:.0%})" in err
+    assert f"({len(PROMPT)} prompt tokens)" in err
+
+
+def test_json_has_null_where_there_is_no_step(run_json):
+    assert run_json("--max-new-tokens", 1)["tokens_per_step"] is None
+
+
+# --- a message in a chat template
+
+
+def test_chat_wraps_the_prompt(chat, run_json, capsys):
+    expected = chat.answer([{"role": "user", "content": "hello"}], NEW)
+    assert expected != chat.text(chat.write(chat.tokenizer("hello")["input_ids"], NEW))
+    out = run_json("--chat", prompt="hello", model=chat.heads)
+    assert out["text"] == expected
+    assert out["new_tokens"] < NEW  # the template's end of turn was found
+    assert main(["generate", "--chat", "--model", chat.heads, "--prompt", "hello", "--max-new-tokens", str(NEW)]) == 0
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_chat_takes_another_template(make_chat, run_json, tmp_path):
+    chat = make_chat(template=None)
+    template = "{{ messages[0]['content'] }}!"
+    (tmp_path / "template.jinja").write_text(template)
+    for name, ids in (
+        (tmp_path / "template.jinja", chat.tokenizer("hello!")["input_ids"]),
+        ("plain", chat.tokenizer("User: hello\n\nAssistant:")["input_ids"]),
+    ):
+        out = run_json("--chat", "--template", name, prompt="hello", model=chat.heads)
+        assert out["text"] == chat.text(chat.write(ids, NEW, eos_token_id=None))
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--top-p", "0.9"], "--top-p: expected --temperature above 0 or --do-sample with it"),
+        (["--temperature", "0", "--top-k", "3"], "--top-k: expected --temperature above 0"),
+        (["--min-p", "0.1", "--acceptance", "typical"], "--min-p: expected --temperature above 0"),
+        (["--temperature", "0", "--do-sample"], "--temperature: expected above 0 with --do-sample"),
+        (["--temperature", "0", "--acceptance", "typical"], "--temperature: expected above 0 .*typical"),
+        (["--do-sample", "--acceptance", "typical"], "--do-sample: expected --acceptance lossless"),
+        (["--posterior-alpha", "0.2"], "--posterior-alpha: expected --acceptance typical"),
+        (["--posterior-threshold", "0.2"], "--posterior-threshold: expected --acceptance typical"),
+        (["--acceptance", "typical", "--repetition-penalty", "1.5"], "acceptance: expected 'lossless'"),
+        (["--stop", ""], "stop_strings: expected one or more non-empty strings"),
+        (["--template", "plain"], "--template: expected --chat with it"),
+        (["--chat"], "--template: expected a Jinja file or plain"),
+        (["--chat", "--template", "no-such-file"], "no-such-file"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line_and_code_2(capsys, checkpoint, argv, words):
+    assert main(["generate", "--model", str(checkpoint / "heads"), "--prompt", "a", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
+    assert re.search(words, line)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--temperature", "warm"],
+        ["--top-p", "0"],
+        ["--top-p", "1.1"],
+        ["--top-k", "-1"],
+        ["--min-p", "2"],
+        ["--seed", "-1"],
+        ["--repetition-penalty", "0"],
+        ["--acceptance", "lossy"],
+        ["--posterior-threshold", "0"],
+        ["--posterior-alpha", "1"],
+        ["--tree", "chain:3+lookup:x"],
+        ["--tree", "chain:3+lookup:-1"],
+        ["--tree", "chain:3+lookup:256"],
+        ["--tree", "nothing+lookup:8"],
+        ["--tree", "+lookup:8"],
+        ["--tree", "auto+lookup:8"],
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_bad_values_end_with_code_2(capsys, command, argv):
+    with pytest.raises(SystemExit) as end:
+        main([command, *argv])
+    assert end.value.code == 2
+    assert f"argument {argv[0]}: " in capsys.readouterr().err
+
+
+def test_a_model_whose_output_is_not_finite_is_one_line_and_code_2(capsys, checkpoint, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "base")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    model.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(checkpoint / "base").save_pretrained(tmp_path / "base")
+    write_heads(MedusaHeads(32, model.config.vocab_size, 1), tmp_path / "heads", base_model="../base")
+    assert main(["generate", "--model", str(tmp_path / "heads"), "--prompt", "abc", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
+    assert "expected finite logits" in line
+    assert "step 0" in line
+
+
+# --- trees
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("root", Tree([])),
+        ("chain:2", Tree([[0], [0, 0]])),
+        ("cartesian:2,1", Tree([[0], [1], [0, 0], [1, 0]])),
+        ("root+lookup:8", Tree([], 8)),
+        ("chain:2+lookup:3", Tree([[0], [0, 0]], 3)),
+        ("cartesian:2+lookup:0", Tree([[0], [1]])),
+        ("auto", "auto"),
+    ],
+)
+def test_trees_are_read(text, tree):
+    assert _arguments.tree(text) == tree
+
+
+def test_tree_files_are_read_as_they_are_named(tmp_path):
+    (tmp_path / "a.json").write_text("[[0]]")
+    (tmp_path / "b.json+lookup:2").write_text("[[0], [1]]")
+    assert _arguments.tree(f"{tmp_path}/a.json") == Tree([[0]])
+    assert _arguments.tree(f"{tmp_path}/a.json+lookup:2") == Tree([[0]], 2)
+    assert _arguments.tree(f"{tmp_path}/b.json+lookup:2") == Tree([[0], [1]])
+    with pytest.raises(argparse.ArgumentTypeError):
+        _arguments.tree(f"{tmp_path}/c.json+lookup:2")
+
+
+def test_the_demo_model_is_what_runs_without_a_model(capsys):
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    argv = ["generate", "--prompt", PROMPT, "--max-new-tokens", "16", "--tree", "chain:2+lookup:4", "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == tokenizer.decode(
+        out[0, ids.shape[1] :], skip_special_tokens=True
+    )

@@ -1,0 +1,248 @@
+"""A chat's prompt: which tokens are taken over from the turn before, what ends an answer, and how it is printed."""
+
+import contextlib
+import io
+
+import pytest
+from chats import PAIRS, chat_tokenizer
+from hypothesis import event, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from medusa_decoding.cli._template import AnswerStreamer, ChatTemplate, splice
+
+MERGING = chat_tokenizer(PAIRS)
+
+
+def bytes_tokenizer(metaspace):
+    """A tokenizer whose characters may be several tokens: bytes as they are, or behind words as sentencepiece does."""
+    if metaspace:
+        words = ["\u2581", "a", "b", "c", "ab", "\u2581a", "bc", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        merges = [("a", "b"), ("\u2581", "a"), ("b", "c")]
+        vocab = {word: i for i, word in enumerate(words)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "bc", "\u0120a", "\u00e2\u0124", "<s>"]
+        merges = [("a", "b"), ("b", "c"), ("\u0120", "a"), ("\u00e2", "\u0124")]
+        vocab = {word: i for i, word in enumerate(words)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+TOKENIZERS = {
+    "pairs": (MERGING, "aeinorst"),
+    "bytes": (bytes_tokenizer(False), "abc \u20ac"),
+    "sentencepiece": (bytes_tokenizer(True), "abc \u20ac"),
+}
+
+
+def common(one, other):
+    """Length of the common beginning."""
+    return max(n for n in range(min(len(one), len(other)) + 1) if one[:n] == other[:n])
+
+
+def best(tokenizer, known, fresh):
+    """What `splice` looks for, by trying everything: the longest way to begin as before with the same text."""
+
+    def text(tokens):
+        return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+    same = common(known, fresh)
+    for end in range(len(known), same, -1):
+        for place in range(same + 1, len(fresh) + 1):
+            if same and text(known[:end]) == text(fresh[:place]) and text(known[:end] + fresh[place:]) == text(fresh):
+                return end
+    return same
+
+
+@st.composite
+def turns(draw):
+    """A tokenizer, a prompt with the answer that the model wrote, and the next prompt."""
+    name = draw(st.sampled_from(sorted(TOKENIZERS)))
+    tokenizer, letters = TOKENIZERS[name]
+    text = st.text(letters, max_size=8)
+    question, answer, behind = draw(text), draw(text), draw(text)
+    bos = tokenizer.bos_token or "<|start|>"
+    prompt = tokenizer(bos + question, add_special_tokens=False)["input_ids"]
+    pieces = {token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens}
+    written = [tokenizer.convert_tokens_to_ids(piece) for piece in divided(draw, tokenizer, answer, pieces)]
+    known = prompt + written
+    said = tokenizer.decode(known, clean_up_tokenization_spaces=False).removeprefix(bos)
+    kept = said[: draw(st.integers(0, len(said)))] if draw(st.booleans()) else said
+    fresh = tokenizer(bos + kept + behind, add_special_tokens=False)["input_ids"]
+    return tokenizer, known, fresh
+
+
+def divided(draw, tokenizer, text, pieces):
+    """Divide a text into tokens of the vocabulary in any way; bytes stand for what has no token."""
+    inner = tokenizer.backend_tokenizer
+    if isinstance(inner.model, models.BPE) and inner.model.byte_fallback:
+        chars = text.replace(" ", "\u2581")
+    else:
+        chars = "".join(piece for piece, _ in pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text))
+    found = []
+    while chars:
+        fitting = sorted(piece for piece in pieces if chars.startswith(piece))
+        if fitting:
+            found.append(draw(st.sampled_from(fitting)))
+            chars = chars[len(found[-1]) :]
+        else:
+            found += [f"<0x{byte:02X}>" for byte in chars[0].encode()]
+            chars = chars[1:]
+    return found
+
+
+@given(turns())
+@settings(max_examples=200, deadline=None)
+def test_as_much_as_possible_is_taken_over_and_the_text_stays(turn):
+    tokenizer, known, fresh = turn
+    prompt = splice(tokenizer, known, fresh)
+    assert tokenizer.decode(prompt) == tokenizer.decode(fresh)
+    end = best(tokenizer, known, fresh)
+    event(f"gained: {end > common(known, fresh)}")
+    assert prompt[:end] == known[:end]
+
+
+def ids(*tokens):
+    return MERGING.convert_tokens_to_ids(list(tokens))
+
+
+def test_an_answer_in_other_tokens_is_taken_over_whole():
+    known = ids("<|start|>", "a", "i", "n", "t", "<|end|>")
+    fresh = MERGING("<|start|>aint<|end|><|start|>s")["input_ids"]
+    assert fresh[: len(known)] != known
+    assert splice(MERGING, known, fresh) == known + ids("<|start|>", "s")
+
+
+def test_after_an_answer_in_other_tokens_the_next_question_is_divided_as_ever():
+    """It begins like the one before, and is taken over no further than it reads the same."""
+    known = ids("<|start|>", "a", "i", "n", "<|end|>") + MERGING("rin<|start|>s")["input_ids"]
+    fresh = MERGING("<|start|>ain<|end|>rail")["input_ids"]
+    behind = MERGING("<|end|>rail")["input_ids"]
+    assert splice(MERGING, known, fresh) == ids("<|start|>", "a", "i", "n") + behind
+
+
+def test_an_answer_that_reads_otherwise_is_taken_over_as_far_as_it_reads_the_same():
+    """A template may cut off what it likes: here the spaces at an answer's end."""
+    known = ids("<|start|>", "i", "n", "\u0120", "<|end|>")
+    fresh = MERGING("<|start|>in<|end|>s")["input_ids"]
+    assert fresh == ids("<|start|>", "in", "<|end|>", "s")
+    assert splice(MERGING, known, fresh) == ids("<|start|>", "i", "n", "<|end|>", "s")
+
+
+def test_characters_of_several_tokens_are_found():
+    """Bytes that have no end yet are shown by a mark each: a text with fewer tokens may have more characters."""
+    tokenizer = TOKENIZERS["sentencepiece"][0]
+    euros = tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>"]) * 10
+    known = tokenizer.convert_tokens_to_ids(["<s>", "a", "b"]) + euros
+    fresh = tokenizer.convert_tokens_to_ids(["<s>", "ab"]) + euros + tokenizer.convert_tokens_to_ids(["c"])
+    assert fresh[: len(known) - 1] != known[:-1]
+    assert splice(tokenizer, known, fresh) == known + tokenizer.convert_tokens_to_ids(["c"])
+
+
+class Spelling:
+    """A tokenizer of given pieces of bytes."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, ids, **kwargs):
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+def test_parts_of_characters_are_not_confused():
+    """Two bytes of a character and its first alone are both shown by one mark, but are not the same."""
+    tokenizer = Spelling(b"?", b"a", b"b", b"ab", b"\xe2\x82", b"\xac", b"\xe2", b"\x82\xacc")
+    known, fresh = [0, 1, 2, 4, 5], [0, 3, 6, 7]
+    assert tokenizer.decode(known[:4]) == tokenizer.decode(fresh[:3]) == "?ab\ufffd"
+    assert splice(tokenizer, known, fresh) == [0, 1, 2, 6, 7]
+
+
+def test_texts_that_differ_early_are_told_apart_early():
+    """A decoder that drops a space in front of a text would make these look the same without what stands before."""
+    tokenizer = TOKENIZERS["sentencepiece"][0]
+    decoded = []
+
+    class Counting:
+        def decode(self, ids, **kwargs):
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, **kwargs)
+
+    known = tokenizer.convert_tokens_to_ids(["<s>", "b", "a", "b", "c"] + ["a", "b", "c"] * 100)
+    fresh = tokenizer.convert_tokens_to_ids(["<s>", "b", "\u2581a", "bc"] + ["a", "bc"] * 100)
+    assert tokenizer.decode(known[2:]) == tokenizer.decode(fresh[2:])
+    assert splice(Counting(), known, fresh) == fresh
+    assert 0 < len(decoded) < 50
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}", "<|end|>"),
+        ("{% for m in messages %}{{ m['content'] }}<|text|>{% endfor %}", "<|text|>"),
+        ("{% for m in messages %}{{ m['content'] | trim }}<|end|>\n{% endfor %}", "<|end|>"),
+        ("{% for m in messages %}{{ m['content'] }}<|end|><|text|>{% endfor %}", "<|end|>"),
+        # Behind a space: is the space a part of the end, or of the answer?
+        ("{% for m in messages %}{{ m['content'] }} <|end|>{% endfor %}", None),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", None),
+        ("{% for m in messages %}<|start|>{{ m['content'] }}{% endfor %}", None),
+        ("{% for m in messages %}{{ m['content'] }}<|end|>{{ m['content'] }}{% endfor %}", None),
+        ("{% for m in messages %}{{ m['content'] | upper }}<|end|>{% endfor %}", None),
+        ("{{ messages[0]['content'] }}{% if messages | length > 1 %}{{ raise_exception('one!') }}{% endif %}", None),
+    ],
+)
+def test_the_end_of_a_turn_is_known_or_not(template, end):
+    tokenizer = chat_tokenizer([], template)
+    found = ChatTemplate(tokenizer)
+    assert found.end_of_turn == (end and tokenizer.convert_tokens_to_ids(end))
+    eos = [3, 5]
+    assert found.ends(eos) == (eos if end is None else [*eos, found.end_of_turn])
+    assert found.ends([0, found.end_of_turn or 1]) == [0, found.end_of_turn or 1]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_an_added_token_ends_a_turn_if_it_is_special(special):
+    tokenizer = chat_tokenizer([], "{% for m in messages %}{{ m['content'] }}<|over|>{% endfor %}")
+    tokenizer.add_tokens([AddedToken("<|over|>", special=special)], special_tokens=False)
+    over = tokenizer.convert_tokens_to_ids("<|over|>")
+    assert over not in tokenizer.all_special_ids
+    assert ChatTemplate(tokenizer).end_of_turn == (over if special else None)
+
+
+def test_a_plain_template_leaves_special_tokens_to_the_tokenizer():
+    tokenizer = chat_tokenizer([], None)
+    template = ChatTemplate(tokenizer, "plain")
+    assert template.end_of_turn is None
+    assert template.render([{"role": "user", "content": " hi "}]) == "User: hi\n\nAssistant:"
+
+
+@given(
+    st.lists(st.text("ab \n", max_size=4), max_size=8),
+    st.none() | st.text("ab\n", min_size=1, max_size=3),
+)
+@example(["a\n", "b", "a"], "\nba")
+@settings(max_examples=200, deadline=None)
+def test_what_is_printed_ends_before_what_ends_the_answer(chunks, stop):
+    tokenizer = chat_tokenizer([])
+    printed = io.StringIO()
+    streamer = AnswerStreamer(tokenizer, stop)
+    with contextlib.redirect_stdout(printed):
+        for chunk in chunks:
+            streamer.on_finalized_text(chunk)
+        streamer.on_finalized_text("", stream_end=True)
+    text = "".join(chunks)
+    assert printed.getvalue() == (text if stop is None else text.partition(stop)[0]) + "\n"
+
+
+def test_nothing_is_held_back_longer_than_needed(capsys):
+    streamer = AnswerStreamer(chat_tokenizer([]), "\nUser:")
+    for chunk, shown in (("a b\n", "a b"), ("Us", ""), ("ed to", "\nUsed to"), ("\nUser", ""), (": c", "")):
+        streamer.on_finalized_text(chunk)
+        assert capsys.readouterr().out == shown

@@ -1,0 +1,100 @@
+"""Made-up devices and heads for policies: a clock that only counts, random numbers from fixed seeds.
+
+What a step commits is drawn head by head, as the rank at which each is right, and walked through the tree: no formula
+is shared with what is tested. Times are in plain steps, so a generation of n tokens takes n - 1 of them plainly (the
+prefill gives the first).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from medusa_decoding import Tree
+from medusa_decoding.decode.ladder import VICUNA_7B
+from medusa_decoding.decode.policy import Policy
+
+Heads = Sequence[Sequence[float]]
+GOOD: Heads = VICUNA_7B
+BETTER: Heads = [
+    [0.76, 0.095, 0.035, 0.022],
+    [0.55, 0.12, 0.06, 0.036],
+    [0.39, 0.11, 0.07, 0.05],
+    [0.3, 0.11, 0.07, 0.05],
+]
+USELESS: Heads = [[0.0005] * 5] * 5  # about chance with 2,048 tokens
+
+GPU = {1: 1.0, 2: 1.05, 4: 1.06, 8: 1.07, 16: 1.09, 32: 1.13, 64: 1.2}
+CPU = {1: 1.0, 2: 1.35, 4: 1.5, 8: 1.7, 16: 2.0, 32: 3.0, 64: 5.0}
+AWFUL = {1: 1.0} | dict.fromkeys((2, 4, 8, 16, 32, 64), 3.0)
+DEVICES = {"gpu": GPU, "cpu": CPU, "awful": AWFUL}
+
+
+PATHS: dict[int, tuple[Tree, set[tuple[int, ...]]]] = {}  # of each tree met; the tree itself keeps its id its own
+
+
+def commit(tree: Tree, heads: Heads, draws: random.Random) -> int:
+    """Tokens of one step: the root, and the path along the ranks at which each head is right."""
+    if id(tree) not in PATHS:
+        PATHS[id(tree)] = (tree, set(map(tuple, tree.choices)))
+    paths, path = PATHS[id(tree)][1], ()
+    while len(path) < tree.depth:
+        left, right = draws.random(), None
+        for rank, accuracy in enumerate(heads[len(path)]):
+            if left < accuracy:
+                right = rank
+                break
+            left -= accuracy
+        if (*path, right) not in paths:
+            break
+        path = (*path, right)
+    return len(path) + 1
+
+
+@dataclass
+class Simulation:
+    """A device that decodes.
+
+    Attributes:
+        times: plain steps a step takes, by nodes.
+        late: steps chosen before a step is observed.
+        noise: of what is observed, in the logarithm; the time that counts has none.
+        disturbed: (step of the generation, nodes, seconds) to the seconds that are observed.
+        chosen: nodes of each step of the last generation.
+    """
+
+    times: dict[int, float]
+    seed: int = 0
+    late: int = 0
+    noise: float = 0.0
+    disturbed: Callable[[int, int, float], float | None] = lambda step, nodes, seconds: seconds
+    chosen: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.draws = random.Random(self.seed)
+
+    def generate(
+        self, policy: Policy, rows: Sequence[Callable[[int], Heads]], tokens: int, prefill: float = 0.0
+    ) -> float:
+        """Return the plain steps that it took; rows tell the heads' accuracies by position."""
+        policy.begin(prefill, batch=len(rows), rows=1024)
+        counts, clock, unseen = [1] * len(rows), 0.0, []
+        self.chosen = []
+        while min(counts) < tokens:
+            tree = policy.choose()
+            committed = []
+            for row, heads in enumerate(rows):
+                if counts[row] < tokens:
+                    new = min(commit(tree, heads(counts[row]), self.draws), tokens - counts[row])
+                    counts[row] += new
+                    committed.append(new)
+            nodes = tree.num_nodes
+            seconds = self.times[nodes] * math.exp(self.noise * self.draws.gauss(0, 1))
+            unseen.append((tree, self.disturbed(len(self.chosen), nodes, seconds), committed))
+            clock += self.times[nodes]
+            self.chosen.append(nodes)
+            while len(unseen) > self.late:
+                policy.observe(*unseen.pop(0))
+        return clock
