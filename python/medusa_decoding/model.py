@@ -265,41 +265,44 @@ class MedusaModel:
             FloatingPointError: the model's output is not finite; names the step.
             MemoryError: keys and values do not fit.
         """
-        self._check_swapped()
-        changes = generation | {
-            "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
-            "top_k": top_k, "stop_strings": stop_strings,
-        }  # fmt: skip
-        own = self.trunk.causal.generation_config
-        if do_sample is None and getattr(generation_config, "do_sample", None) is None:
-            changes["do_sample"] = False
-        if acceptance == "typical" and temperature is None and generation_config is None:
-            changes["temperature"] = 1.0
-        config = settings.merged(own, generation_config, changes)
-        if not return_dict_in_generate:
-            config.output_scores = config.output_logits = False
-        for name, neutral in _OF_SAMPLING.items():
-            value, lossy = changes.get(name), acceptance == "typical" and name == "temperature"
-            if value is not None and value != neutral and not config.do_sample and not lossy:
-                raise ValueError(f"{name}: expected {neutral} without do_sample=True, got {value}")
-        request = self._request(
-            input_ids,
-            attention_mask,
-            config,
-            settings.Rule(
-                acceptance,
-                posterior_threshold,
-                posterior_alpha,
-                settings.callables("logits_processor", logits_processor),
-                prefix_allowed_tokens_fn,
-            ),
-            criteria=settings.criteria(config, settings.callables("stopping_criteria", stopping_criteria), tokenizer),
-            streamer=streamer,
-            seed=whole_seed(seed),
-            metrics=metrics,
-            session=session,
-        )
-        output = self.run(request, tree)
+        with _ended_on_error(streamer):
+            self._check_swapped()
+            changes = generation | {
+                "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
+                "top_k": top_k, "stop_strings": stop_strings,
+            }  # fmt: skip
+            own = self.trunk.causal.generation_config
+            if do_sample is None and getattr(generation_config, "do_sample", None) is None:
+                changes["do_sample"] = False
+            if acceptance == "typical" and temperature is None and generation_config is None:
+                changes["temperature"] = 1.0
+            config = settings.merged(own, generation_config, changes)
+            if not return_dict_in_generate:
+                config.output_scores = config.output_logits = False
+            for name, neutral in _OF_SAMPLING.items():
+                value, lossy = changes.get(name), acceptance == "typical" and name == "temperature"
+                if value is not None and value != neutral and not config.do_sample and not lossy:
+                    raise ValueError(f"{name}: expected {neutral} without do_sample=True, got {value}")
+            request = self._request(
+                input_ids,
+                attention_mask,
+                config,
+                settings.Rule(
+                    acceptance,
+                    posterior_threshold,
+                    posterior_alpha,
+                    settings.callables("logits_processor", logits_processor),
+                    prefix_allowed_tokens_fn,
+                ),
+                criteria=settings.criteria(
+                    config, settings.callables("stopping_criteria", stopping_criteria), tokenizer
+                ),
+                streamer=streamer,
+                seed=whole_seed(seed),
+                metrics=metrics,
+                session=session,
+            )
+            output = self.run(request, tree)
         return output if return_dict_in_generate else output.sequences
 
     def _request(
@@ -344,12 +347,13 @@ class MedusaModel:
             hooks = Hooks(_draws(request, self.trunk.peers), self._follower(request, prompts, choice), request.metrics)
             step_of = self._steps.of_generation(backend)
             rules = self._rules(request.limits, choice)
-            with _ending(request.streamer):
-                if request.streamer is not None:
-                    request.streamer.put(request.prompts[0][None])
-                if request.session is not None:
-                    hooks.earlier = request.session.take(self.trunk, model, request.prompts)
-                done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
+            if request.streamer is not None:
+                request.streamer.put(request.prompts[0][None])
+            if request.session is not None:
+                hooks.earlier = request.session.take(self.trunk, model, request.prompts)
+            done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
+            if request.streamer is not None:
+                request.streamer.end()
             output = _collect(done, request, choice)
             if request.session is not None:
                 request.session.keep(self.trunk, model, done.state, _cached(output, request), done.reused)
@@ -440,6 +444,10 @@ class MedusaModel:
         self._steps.clear()
         self.trunk.swap.undo()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as what it was made from: a copy swaps the modules of its own copy of the base model."""
+        return type(self), (self.base, self.heads, self.tree, self.backend)
+
     def __enter__(self) -> MedusaModel:
         """Return the model itself."""
         return self
@@ -498,8 +506,8 @@ def _published_accuracies(heads: MedusaHeads) -> list[list[float]]:
 
 
 @contextlib.contextmanager
-def _ending(streamer: Any) -> Iterator[None]:
-    """End a streamer, also where the generation fails: a thread may be waiting for its end."""
+def _ended_on_error(streamer: Any) -> Iterator[None]:
+    """End a streamer where a generation is refused or fails: a thread may be waiting for its end."""
     try:
         yield
     except BaseException:
@@ -507,8 +515,6 @@ def _ending(streamer: Any) -> Iterator[None]:
             with contextlib.suppress(Exception):
                 streamer.end()
         raise
-    if streamer is not None:
-        streamer.end()
 
 
 def whole_seed(seed: Any) -> int | None:

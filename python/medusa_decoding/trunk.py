@@ -48,6 +48,9 @@ class Trunk:
         devices = {parameter.device for parameter in causal.parameters()}
         if len(devices) != 1:
             raise ValueError(f"base_model: expected on one device, got {sorted(map(str, devices))}")
+        dtype = decoder.norm.weight.dtype
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"base_model: expected torch.float16, torch.bfloat16 or torch.float32, got {dtype}")
         self.causal = causal
         self.decoder = decoder
         self.config: Any = causal.config

@@ -20,15 +20,11 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}:\n{% endfor %}
 
 
 class Terminal:
-    """A process at a pseudoterminal.
-
-    Attributes:
-        seen: everything that it has shown.
-    """
+    """A process at a pseudoterminal."""
 
     def __init__(self, *argv):
         self.ours, theirs = pty.openpty()
-        self.seen = ""
+        self.bytes = b""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "medusa_decoding", *map(str, argv)],
             stdin=theirs,
@@ -43,14 +39,19 @@ class Terminal:
     def press(self, keys):
         os.write(self.ours, keys.encode())
 
+    def shown(self, start=0):
+        """Return what the process has shown, from a number of bytes on."""
+        return self.bytes[start:].decode(errors="replace").replace("\r\n", "\n")
+
     def wait_for(self, pattern):
-        """Return what is shown from now on up to what the pattern finds."""
-        start, until = len(self.seen), time.monotonic() + PATIENCE
-        while re.search(pattern, self.seen[start:]) is None:
-            if not select.select([self.ours], [], [], max(0.0, until - time.monotonic()))[0]:
-                raise AssertionError(f"{pattern!r} was not shown within {PATIENCE} s:\n{self.seen[-2000:]}")
-            self.seen += self.read()
-        return self.seen[start:]
+        """Return what is shown from now on, up to what the pattern finds and perhaps more."""
+        start, until = len(self.bytes), time.monotonic() + PATIENCE
+        while re.search(pattern, self.shown(start)) is None:
+            left = until - time.monotonic()
+            if left <= 0 or not select.select([self.ours], [], [], left)[0]:
+                raise AssertionError(f"{pattern!r} was not shown within {PATIENCE} s:\n{self.shown()[-2000:]}")
+            self.bytes += self.read()
+        return self.shown(start)
 
     def interrupt_prompt(self, pattern):
         """Press Ctrl-C and wait; once again if nothing happens.
@@ -64,11 +65,11 @@ class Terminal:
 
     def read(self):
         try:
-            text = os.read(self.ours, 4096).decode(errors="replace")
+            text = os.read(self.ours, 4096)
         except OSError:  # what Linux says when the process is gone
-            text = ""
-        assert text, f"the process ended:\n{self.seen}"
-        return text.replace("\r\n", "\n")
+            text = b""
+        assert text, f"the process ended:\n{self.shown()[-2000:]}"
+        return text
 
     def end(self):
         self.process.kill()
@@ -106,7 +107,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal):
     said = terminal.wait_for(r"\[interrupted\]\n> $")
     kept = re.search(r"user: hello\nassistant: ((.|\n)*) \[interrupted\]", said).group(1)
     assert len(kept) > 2
-    assert kept in terminal.seen[: -len(said)].replace("^C", "")
+    assert kept in terminal.shown()[: -len(said)].replace("^C", "")
 
     terminal.press("half a line")
     terminal.wait_for(r"half a line$")

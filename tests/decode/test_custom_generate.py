@@ -100,7 +100,7 @@ def test_a_padded_batch_gets_the_text_of_plain_generate(family, settings):
             "repetition_penalty": 1.1,
         },
     ],
-    ids=str,
+    ids="+".join,
 )
 def test_processors_see_each_row_as_if_it_were_alone(model, heads, settings):
     rows = prompts(3, [6, 2, 9])

@@ -705,6 +705,7 @@ def kinds_of_generation(model):
         settings["input_ids"] = torch.randint(0, VOCAB, (1 + number % 7 // 6, 1 + number % 23))
         if "streamer" in settings:
             settings["input_ids"] = settings["input_ids"][:1]
+        settings["attention_mask"] = torch.ones_like(settings["input_ids"])
         with torch.no_grad():
             model.model.norm.weight[0] = math.nan if settings.pop("broken", False) else 1.0
         yield error, settings

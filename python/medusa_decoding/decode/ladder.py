@@ -81,6 +81,9 @@ class Belief:
     those factors up to the scatter of `memory` steps; elsewhere (correlated heads, typical acceptance) to what
     commits as many tokens on the trees in use.
 
+    A tree of depth 1 says nothing about the deeper heads: while such a tree is used, their shift goes back slowly to
+    the ladder's odds, until a deeper tree is worth a trial.
+
     The next generation starts at the shifts of the last one with the prior's precision only: a belief, but a weak one.
     A row's last step may have been cut short by the end of its text; it counts as it came.
 
@@ -140,7 +143,15 @@ class Belief:
                 break
         if information:
             self._update(1, gradient, information)
+        elif len(odds_against) == 1:
+            self._forget_deeper()
         self._predict()
+
+    def _forget_deeper(self) -> None:
+        """Go back a little towards the ladder's odds, so that a tree too flat to tell is not kept for ever."""
+        self._precisions[1] = self.prior + self._kept * (self._precisions[1] - self.prior)
+        self._shifts[1] *= 1.0 - (1.0 - self._kept) / UNSEEN_MEMORY
+        self._factors[1] = math.exp(-self._shifts[1])
 
     def _update(self, which: int, gradient: float, information: float) -> None:
         precision = self.prior + self._kept * (self._precisions[which] - self.prior) + information
@@ -164,6 +175,8 @@ class Belief:
             tokens[index] = expected
 
 
+UNSEEN_MEMORY = 4.0
+"""How many times longer than what is observed the deeper shift is remembered while trees of depth 1 are used."""
 LONGEST_CHANGE = 2.0
 """Log odds that one step may change a shift by."""
 FURTHEST = 8.0

@@ -84,7 +84,7 @@ LOSS_SHARE = 0.02
 """Share of a generation's time that steps with trees may lose against plain decoding."""
 HORIZON = 64
 """Plain steps that a generation is taken to last at least, so that trees can be tried from its first step on."""
-GAIN_SHARE, SAVINGS = 0.1, 48
+GAIN_SHARE, SAVINGS = 0.1, 30
 """Share of a generation's gains that the next ones may lose besides, at most `LOSS_SHARE` of so many plain steps."""
 PROBE_SHARE = 0.01
 """Share of the time that probes may lose while plain decoding is believed to be the best."""
