@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
@@ -138,6 +139,17 @@ class AnswerStreamer(TextStreamer):
     def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.stop, self._held, self._ended = stop or "", "", False
+        self._begun = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then token by token."""
+        self._begun = True
+        super().put(value)
+
+    def end(self) -> None:
+        """Print what is left and a line's end; nothing where generation was refused before it began."""
+        if self._begun:
+            super().end()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print what cannot be the beginning of the string that ends the answer."""

@@ -20,12 +20,11 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import TextStreamer
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.cli import _arguments, _figures
-from medusa_decoding.cli._template import ChatTemplate
+from medusa_decoding.cli._template import AnswerStreamer, ChatTemplate
 from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaOutput
 from medusa_decoding.parallel import joined
@@ -78,7 +77,7 @@ def generate(args: argparse.Namespace, text: str, speak: bool) -> None:
         stops, ends = args.stop, token_list(model.trunk.causal.generation_config.eos_token_id)
         if template is None:
             ids = tokenizer(text, return_tensors="pt").input_ids
-            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            streamer = AnswerStreamer(tokenizer)
         else:
             ids = torch.tensor([template.encode([{"role": "user", "content": text}])])
             streamer = template.streamer()
