@@ -78,7 +78,7 @@ def generation_settings(draw):
         "encoder_repetition_penalty": draw(optional(st.sampled_from([0.8, 1.4]))),
         "encoder_no_repeat_ngram_size": draw(optional(st.integers(1, 3))),
         "bad_words_ids": draw(optional(words)),
-        "sequence_bias": draw(optional(biased.map(lambda ids: [[list(one), 2.5 - len(one)] for one in ids]))),
+        "sequence_bias": draw(optional(biased.map(lambda ids: {one: 2.5 - len(one) for one in ids}))),
         "suppress_tokens": draw(optional(st.lists(TOKENS, min_size=1, max_size=4))),
         "begin_suppress_tokens": draw(optional(st.lists(TOKENS, min_size=1, max_size=4))),
         "forced_bos_token_id": draw(optional(TOKENS)),

@@ -285,7 +285,11 @@ def test_streamers_get_each_token_in_order_and_nothing_behind_the_end(tokenizer,
 
 def test_text_streamers_of_transformers(tokenizer, written, capsys):
     """They print at spaces, which are made frequent here."""
-    row, kwargs = written.rows[0], {"sequence_bias": [[[0], 10.0]], "max_new_tokens": NEW}
+
+    def frequent(text, scores):
+        return scores + 10.0 * (torch.arange(scores.shape[-1]) == 0)
+
+    row, kwargs = written.rows[0], {"logits_processor": [frequent], "max_new_tokens": NEW}
     text = transformers_greedy(written.model, row, **kwargs)
     heads = taught(written.model, [(row.tolist(), text)])
     whole = tokenizer.decode(text)
