@@ -11,6 +11,7 @@ from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.attention import TreeAttention
 from medusa_decoding.cache import bucket
+from medusa_decoding.decode.policy import Fixed
 from medusa_decoding.model import default_tree
 
 heads_module = importlib.import_module("medusa_decoding.heads")
@@ -309,6 +310,32 @@ def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
         output = compiled.generate(ids, mask, max_new_tokens=20)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert output.steps < 3 * 19
+
+
+class Told(Fixed):
+    """One tree always; remembers what it is told of the clock."""
+
+    timed = True
+
+    def __init__(self, tree):
+        super().__init__(tree)
+        self.seconds = []
+
+    def observe(self, tree, seconds, committed):
+        self.seconds.append(seconds)
+
+
+def test_a_step_compiled_in_this_call_has_no_duration(medusa, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    [row] = prompts(1, [9])
+    with MedusaModel(medusa.base, medusa.heads, Tree.chain(2), backend="compiled") as compiled:
+        for made_first in (True, False):
+            told = Told(compiled.tree)
+            monkeypatch.setattr(compiled, "_policy", lambda tree, told=told: told)
+            compiled.generate(row[None], max_new_tokens=12)
+            assert len(told.seconds) > 2
+            assert (told.seconds[0] is None) == made_first
+            assert all(seconds > 0 for seconds in told.seconds[1:])
 
 
 def test_compiled_steps_follow_changed_weights(medusa, monkeypatch):

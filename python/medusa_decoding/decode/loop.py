@@ -30,7 +30,8 @@ from medusa_decoding.parallel import Peers
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
-Step = Callable[[DecodeState, Rules], None]
+Step = Callable[[DecodeState, Rules], bool | None]
+"""Runs one step in place; returns whether it was made (compiled, captured) first, so that its duration says nothing."""
 
 
 def decode_step(trunk: Trunk, heads: MedusaHeads | None, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
@@ -138,8 +139,8 @@ def run(
                 wanted = min(reached + HEADROOM, max(lengths) + rules.longest)
                 state = _grown(state, arena, lengths, wanted + spare, rules, nodes, logits)
                 policy.grown(state.cache.capacity)
-            step_of(tree)(state, rules)
-            reader.record(state, tree)
+            made = step_of(tree)(state, rules)
+            reader.record(state, tree, made=bool(made))
             done = reader.catch_up(state, hooks.follower)
         return Run(state, reused, reader.trees, reader.seconds)
     except BaseException:
@@ -158,7 +159,7 @@ class _Reader:
     def __init__(self, watch: Watch, policy: Policy, peers: Peers) -> None:
         self.watch, self.policy, self.peers = watch, policy, peers
         self.trees: list[Tree] = []
-        self.unseen: deque[Tree] = deque()
+        self.unseen: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
         self.seconds: list[float] = []
         self.counts: list[int] = []
         self._ended: list[bool] = []
@@ -168,9 +169,9 @@ class _Reader:
     @property
     def ahead(self) -> int:
         """Tokens that a row may have got in what is not read yet: a whole path a step, one in the prefill."""
-        return sum(tree.depth + 1 for tree in self.unseen) + (self._read == 0)
+        return sum(tree.depth + 1 for tree, _ in self.unseen) + (self._read == 0)
 
-    def record(self, state: DecodeState, tree: Tree | None = None) -> None:
+    def record(self, state: DecodeState, tree: Tree | None = None, made: bool = False) -> None:
         """Have what was just launched recorded: a step, or the prefill."""
         self.watch.record(state)
         if tree is None:
@@ -178,7 +179,7 @@ class _Reader:
             self._ended = [False] * len(state.root)
         else:
             self.trees.append(tree)
-            self.unseen.append(tree)
+            self.unseen.append((tree, made))
 
     def catch_up(self, state: DecodeState, follower: Follower | None, all_of_it: bool = False) -> bool:
         """Read all records but those the device may still be at; return whether every row has ended."""
@@ -195,7 +196,8 @@ class _Reader:
                 self.seconds.append(seconds)
             if self._read > 0:
                 committed = [now - was for now, was, alive in zip(self.counts, before, live, strict=True) if alive]
-                self.policy.observe(self.unseen.popleft(), seconds, committed)
+                tree, made = self.unseen.popleft()
+                self.policy.observe(tree, None if made else seconds, committed)
             self._read += 1
             for row, count in follower(progress) if follower else ():
                 state.cut(row, count)

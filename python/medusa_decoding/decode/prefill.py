@@ -12,7 +12,7 @@ from medusa_decoding.attention import DecodeContext
 from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.state import DecodeState, Rules
-from medusa_decoding.decode.verify import Nodes, verify
+from medusa_decoding.decode.verify import Greedy, Nodes, verify
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 
@@ -75,8 +75,9 @@ def prefill(
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
     root_only = TreeOnDevice.make(Tree([]), device)
     root = verify(Nodes(last, tokens[:, :1], root_only), trunk.lm_head, state, rules)
-    # Where no logits are made, steps look at hidden states alone: whether the projection is sound is seen here.
-    state.check.add_(trunk.lm_head(last).amax((1, 2)))
+    if isinstance(rules.choice, Greedy):
+        # Where no logits are made, steps look at hidden states alone: whether the projection is sound is seen here.
+        state.check.add_(trunk.lm_head(last).amax((1, 2)))
     # The last token of the prompt stands as a root that has just been accepted: its row follows the ones before it.
     state.cache.lengths.copy_(filled - 1)
     accept(tokens[:, :1], root, last, root_only, state, rules)

@@ -259,14 +259,15 @@ class CapturedStep:
         self._pool: Any = None
         self._alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
-    def __call__(self, state: DecodeState, rules: Rules) -> None:
-        """Replay the step in place; the first time over a state, capture it.
+    def __call__(self, state: DecodeState, rules: Rules) -> bool:
+        """Replay the step in place; the first time over a state, capture it. Return whether it was captured now.
 
         Raises:
             RuntimeError: the model does something that cannot be captured; the generation cannot go on.
         """
         key = (self, rules.eos.shape, rules.min_new is None, rules.choice.key)
         captured = state.captured.pop(key, None)
+        new = captured is None
         if captured is None:
             captured = self._capture(state, rules)
             if len(state.captured) == KEPT_STEPS:
@@ -279,6 +280,7 @@ class CapturedStep:
         if captured.pause is not None:
             captured.pause.choose(state, rules)
             captured.graphs[1].replay()
+        return new
 
     def _capture(self, state: DecodeState, rules: Rules) -> Captured:
         # The host's own choice may remember what it is shown, and belongs to one generation: no graph refers to it.
@@ -352,18 +354,21 @@ class CompiledStep:
         self.freeze = freeze
         self._graphs: dict[tuple[object, ...], Step] = {}
 
-    def __call__(self, state: DecodeState, rules: Rules) -> None:
-        """Run the step in place; eagerly where the host chooses tokens, as compiled code is one piece."""
+    def __call__(self, state: DecodeState, rules: Rules) -> bool:
+        """Run the step in place; eagerly where the host chooses tokens, as compiled code is one piece.
+
+        Return whether it was compiled now.
+        """
         if rules.choice.on_host:
             self.step(state, rules)
-            return
+            return False
         cache = state.cache
         shapes = (cache.kv.shape, cache.cos.shape, state.output.shape, rules.eos.shape)
         text = None if state.text is None else state.text.tokens.shape
         key = (*shapes, text, rules.min_new is None, rules.choice.key)
         if key in self._graphs:
             self._graphs[key](state, rules)
-            return
+            return False
         graph = self._compile()
         # Whether weights are constants is decided while the function is traced, which is now.
         with inductor.config.patch(freezing=self.freeze):
@@ -371,6 +376,7 @@ class CompiledStep:
         if len(self._graphs) == KEPT_STEPS:
             del self._graphs[next(iter(self._graphs))]
         self._graphs[key] = graph
+        return True
 
     def _compile(self) -> Step:
         step = self.step
