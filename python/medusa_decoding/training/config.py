@@ -60,6 +60,9 @@ class HeadsConfig:
         Note("size of a trimmed vocabulary: the tokens most frequent in the data; null for all", OURS, at_least(1)),
     ] = None
     storage: Annotated[Literal["float", "int8", "fp8"], Note("of own matrices in the checkpoint", OURS)] = "float"
+    parent_rank: Annotated[
+        int, Note("rank of the term by which a guess depends on its parent token; 0 for none", OURS, at_least(0))
+    ] = 0
     initial: Annotated[
         str | None, Note("folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", WORDS)
     ] = None
@@ -171,6 +174,10 @@ class OptimisationConfig:
     epsilon: Annotated[float, Note("of AdamW", "its usual value", POSITIVE)] = 1e-8
     max_gradient_norm: Annotated[float | None, Note("gradients are clipped to it; null: not", OURS, POSITIVE)] = 1.0
     seed: Annotated[int, Note("of initial weights, order and dropout", OURS, at_least(0))] = 0
+    sharding: Annotated[
+        Literal["auto", "none", "full"],
+        Note("full: weights divided over the processes (FSDP); auto: as accelerate launch --use_fsdp says", OURS),
+    ] = "auto"
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,27 @@ class OutputConfig:
         int | None, Note("steps between measurements; null: at each epoch's end", OURS, at_least(1))
     ] = None
     tensorboard: Annotated[bool, Note("write its event files", OURS)] = True
+    merge: Annotated[
+        bool, Note("write the model with its adapter merged in, where nothing is quantised, not the adapter", OURS)
+    ] = True
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How `medusa distill` has the model itself write the data (2.3.2); data.train are the seeds then."""
+
+    heads: Annotated[
+        str | None, Note("folder or hub id of heads to generate with; null: plainly, or heads.initial", OURS, WORDS)
+    ] = None
+    max_new_tokens: Annotated[int, Note("of an answer", OURS, at_least(1))] = 512
+    temperature: Annotated[float, Note("of sampling; 0: greedy", "2.3.2: varied, no figure", at_least(0))] = 0.7
+    top_p: Annotated[float, Note("nucleus of sampling; 1: all", OURS, POSITIVE)] = 1.0
+    turns: Annotated[int, Note("user turns of a seed that are answered, one after the other", OURS, at_least(1))] = 4
+    prompt_tokens: Annotated[int, Note("of a text, so many tokens at its start are the prompt", OURS, at_least(1))] = (
+        128
+    )
+    batch_size: Annotated[int, Note("answers generated at once", OURS, at_least(1))] = 8
+    seed: Annotated[int, Note("of sampling", OURS, at_least(0))] = 0
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -221,6 +249,7 @@ class Config:
     lora: Annotated[LoraConfig, Note("the adapter")] = field(default_factory=LoraConfig)
     loss: Annotated[LossConfig, Note("weights in the loss")] = field(default_factory=LossConfig)
     optimisation: Annotated[OptimisationConfig, Note("steps and rates")] = field(default_factory=OptimisationConfig)
+    generation: Annotated[GenerationConfig, Note("the model's own data")] = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
         strict.check(self)
@@ -319,6 +348,11 @@ class Config:
                 heads.shared_projection and heads.storage != "float",
                 "heads.storage: expected float with heads.shared_projection (there are no own matrices), "
                 f"got {heads.storage!r}",
+            ),
+            (
+                rates.sharding == "full" and quantised,
+                "optimisation.sharding: expected none or auto with quantised weights, which cannot be divided, "
+                f"got full with model.quantization {model.quantization}",
             ),
             (
                 model.attention.startswith("flash") and model.dtype == "float32",
