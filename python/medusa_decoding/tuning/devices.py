@@ -1,0 +1,185 @@
+"""What a device can do at most, and what share of it operators reach: known devices by name, others from a file.
+
+Peaks are data sheets' dense figures (no structured sparsity). `Attained` turns the ideal roofline into one that was
+fitted to measurements; with its defaults it is the ideal. This module knows devices; it knows no models and measures
+nothing (see `measure`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _check(name: str, value: Any, within: Any, words: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not within(value):
+        raise ValueError(f"{name}: expected {words}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Attained:
+    """What operators of one kind reach of a device's peaks.
+
+    Attributes:
+        bandwidth: share of the bandwidth, above 0 and at most 1.
+        compute: share of the arithmetic peak, above 0 and at most 1.
+        fixed_us: microseconds that each operator takes whatever its size.
+        tile: rows that are computed together; a product's rows are rounded up to a multiple of it.
+
+    Raises:
+        ValueError: a value outside of these.
+    """
+
+    bandwidth: float = 1.0
+    compute: float = 1.0
+    fixed_us: float = 0.0
+    tile: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "compute"):
+            _check(name, getattr(self, name), lambda share: 0 < share <= 1, "a share above 0 and at most 1")
+        _check("fixed_us", self.fixed_us, lambda time: 0 <= time < math.inf, "a number from 0")
+        if isinstance(self.tile, bool) or not isinstance(self.tile, int) or self.tile < 1:
+            raise ValueError(f"tile: expected a whole number of at least 1, got {self.tile!r}")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's peaks.
+
+    Attributes:
+        name: how figures name it.
+        flops: peak operations a second in `dtype`; a multiplication with its addition counts as two.
+        bandwidth: peak bytes a second of its memory.
+        dtype: of weights and activations that `flops` holds for: float32, bfloat16 or float16.
+        linear: what projections reach.
+        attention: what attention reaches.
+        source: where the figures come from.
+
+    Raises:
+        ValueError: a peak that is no number above 0, another dtype.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    dtype: str = "bfloat16"
+    linear: Attained = field(default_factory=Attained)
+    attention: Attained = field(default_factory=Attained)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth"):
+            _check(name, getattr(self, name), lambda peak: 0 < peak < math.inf, "a number above 0")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"dtype: expected one of {', '.join(ELEMENT_BYTES)}, got {self.dtype!r}")
+
+    @property
+    def ridge(self) -> float:
+        """Operations a byte from which on arithmetic, not memory, bounds an operator."""
+        return self.flops / self.bandwidth
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of `dtype`."""
+        return ELEMENT_BYTES[self.dtype]
+
+    def ideal(self) -> Device:
+        """Return the same peaks, reached in full."""
+        return replace(self, linear=Attained(), attention=Attained())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `device_from_json` reads."""
+        return asdict(self)
+
+
+A100 = Device("a100-80", 312e12, 1935e9, source="data sheet, PCIe; figure 9 of the paper")
+H200 = Device("h200", 989.4e12, 4.8e12, source="data sheet, SXM")
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        A100,
+        # Fitted by `reproduction.fit_tables` to tables 6 to 8 of the paper; a test fits again.
+        replace(
+            A100,
+            name="a100-80-attained",
+            linear=Attained(bandwidth=0.63, compute=0.71, tile=128),
+            attention=Attained(bandwidth=0.77, fixed_us=33.0),
+            source="data sheet, PCIe; shares fitted to tables 6 to 8 of the paper",
+        ),
+        Device("a40", 149.7e12, 696e9, source="data sheet; figures 12 to 14 of the paper"),
+        Device("a6000", 154.8e12, 768e9, source="data sheet; the paper's figures 15 to 17 draw 181 TFLOP/s"),
+        Device("h100", 989.4e12, 3.35e12, source="data sheet, SXM"),
+        Device("h100-pcie", 756e12, 2.0e12, source="data sheet, PCIe"),
+        H200,
+        # Fitted by `measured.fit_steps` to the plain steps in benchmarks/results/nvidia-h200.jsonl; a test fits again.
+        replace(
+            H200,
+            name="h200-attained",
+            linear=Attained(bandwidth=0.97, fixed_us=5.8),
+            attention=Attained(bandwidth=0.97, fixed_us=5.8),
+            source="data sheet, SXM; share and fixed time fitted to this project's plain steps",
+        ),
+    )
+}
+
+
+def read_device(path: str | Path) -> Device:
+    """Read a device from a JSON file: an object with the attributes of `Device`, `linear` and `attention` optional.
+
+    Raises:
+        ValueError: not such a file; it names the file and the attribute.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a device in JSON, got {error}") from error
+    try:
+        return device_from_json(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def device_from_json(values: Any) -> Device:
+    """Return the device that `to_json` described.
+
+    Raises:
+        ValueError: an attribute is missing, unknown or of the wrong kind.
+    """
+    values = dict(_attributes("device", values, Device, ("name", "flops", "bandwidth")))
+    for name in ("name", "dtype", "source"):
+        if not isinstance(values.get(name, ""), str):
+            raise ValueError(f"{name}: expected text, got {values[name]!r}")
+    for kind in ("linear", "attention"):
+        if kind in values:
+            try:
+                values[kind] = Attained(**_attributes(kind, values[kind], Attained, ()))
+            except ValueError as error:
+                raise ValueError(f"{kind}: {error}") from error
+    return Device(**values)
+
+
+def write_device(device: Device, path: str | Path) -> None:
+    """Write a device for `read_device`; the file appears whole or not at all."""
+    path = Path(path)
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(json.dumps(device.to_json(), indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def _attributes(what: str, values: Any, cls: type, required: tuple[str, ...]) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise ValueError(f"{what}: expected an object, got {type(values).__name__}")
+    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{what}: expected only {', '.join(known)}, got {name}")
+    for name in required:
+        if name not in values:
+            raise ValueError(f"{name}: expected a value, got none")
+    return values

@@ -1,0 +1,174 @@
+"""`medusa simulate`: figures, limits, files, and what it refuses."""
+
+import csv
+import json
+import sys
+
+import pytest
+
+from medusa_decoding.cli import main
+
+
+def run(capsys, *argv):
+    code = main(["simulate", *map(str, argv)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_every_combination_and_the_limits_as_json(capsys):
+    code, out, _ = run(
+        capsys, "--model", "llama-3-8b", "--device", "h200", "--batch", "1,4", "--sequence", "128,1024",
+        "--nodes", "1,16", "--heads", "5", "--shared", "--json",
+    )  # fmt: skip
+    result = json.loads(out)
+    assert code == 0
+    assert [(p["sequence"], p["batch"], p["nodes"]) for p in result["points"]] == [
+        (s, b, n) for s in (128, 1024) for b in (1, 4) for n in (1, 16)
+    ]
+    assert result["device"]["name"] == "h200"
+    assert result["heads"] == {"count": 5, "vocabulary": None, "shared": True, "layers": 1}
+    for point in result["points"]:
+        assert point["speedup"] == pytest.approx(point["acceleration"] * point["plain_us"] / point["step_us"])
+    limits = result["limits"]
+    assert [(limit["sequence"], limit["batch"]) for limit in limits["nodes"]] == [
+        (128, 1),
+        (128, 4),
+        (1024, 1),
+        (1024, 4),
+    ]
+    # One batch loses where the next smaller one still pays.
+    last = limits["batch"][-1]["paying_batches"][0][1]
+    _, out, _ = run(
+        capsys, "--model", "llama-3-8b", "--device", "h200", "--batch", f"{last},{last + 1}", "--sequence", "1024",
+        "--nodes", "16", "--heads", "5", "--shared", "--json",
+    )  # fmt: skip
+    below = [point["speedup"] for point in json.loads(out)["points"]]
+    assert below[0] >= 1 > below[1]
+
+
+def test_a_table_for_people(capsys):
+    code, out, err = run(capsys, "--device", "a100-80", "--batch", "1,16", "--nodes", "1,64")
+    assert (code, err) == (0, "")
+    assert "vicuna-7b on a100-80 (312 TFLOP/s bfloat16, 1935 GB/s" in out
+    assert "where speculation pays:" in out
+    assert len([line for line in out.splitlines() if line.split()[:1] == ["1024"]]) == 4
+    assert "  prefix 1024, 64 nodes: batch 1 to " in out
+
+
+def test_the_block_has_no_heads(capsys):
+    result = json.loads(run(capsys, "--block", "--nodes", "16", "--batch", "1", "--json")[1])
+    assert result["heads"] is None
+    # Appendix G.3: one block of Llama-7B: 3 h h + 3 h i weights of 2 bytes at 1,935 GB/s, and attention.
+    weights = 2 * (3 * 4096**2 + 3 * 4096 * 11008) / 1935e9
+    keys = 2 * 2 * (1024 * 32 + 1025 * 4096) / 1935e9
+    assert result["points"][0]["plain_us"] == pytest.approx(1e6 * (weights + keys), rel=0.001)
+
+
+def test_accuracies_and_a_device_from_files(capsys, tmp_path):
+    (tmp_path / "heads.json").write_text("[[0.5, 0.2], [0.4, 0.1]]")
+    (tmp_path / "device.json").write_text('{"name": "mine", "flops": 1e13, "bandwidth": 1e12, "dtype": "float16"}')
+    code, out, _ = run(
+        capsys, "--accuracies", tmp_path / "heads.json", "--device", tmp_path / "device.json", "--nodes", "1,2,7",
+        "--save-device", tmp_path / "copy.json", "--json",
+    )  # fmt: skip
+    result = json.loads(out)
+    assert code == 0
+    assert result["heads"]["count"] == 2
+    # The second node is head 1's best; all six nodes: 0.7 + 0.7 * 0.5.
+    assert [p["acceleration"] for p in result["points"][:3]] == pytest.approx([1, 1.5, 2.05])
+    assert json.loads((tmp_path / "copy.json").read_text())["name"] == "mine"
+
+
+def test_this_cpu_is_measured_on_request(capsys, monkeypatch):
+    from medusa_decoding.tuning.devices import Device
+
+    monkeypatch.setattr("medusa_decoding.cli.simulate.measure_device", lambda kind: Device(kind, 1e11, 1e10, "float32"))
+    result = json.loads(run(capsys, "--device", "cpu", "--json")[1])
+    assert result["device"]["name"] == "cpu"
+    assert result["device"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--device", "tpu"], "--device: expected one of a100-80, .* or a JSON file, got tpu"),
+        (["--model", "nowhere/at-all/x"], "model: expected one of vicuna-7b"),
+        (["--nodes", "257"], "--nodes: expected at most 256, got 257"),
+        (["--head-vocabulary", "32001"], "--head-vocabulary: expected at most 32000, got 32001"),
+        (["--records", "{tmp}/bad.json"], "bad.json, line 1: expected a benchmark's record"),
+        (["--accuracies", "{tmp}/bad.json"], "bad.json: expected a list of accuracies"),
+        (["--accuracies", "{tmp}/two.json", "--heads", "3"], "--heads: expected 2, as in .*two.json, got 3"),
+        (["--accuracies", "{tmp}/two.json", "--nodes", "8"], "--nodes: expected at most 7, got 8"),
+        (["--device", "{tmp}/bad.json"], "bad.json: expected a device in JSON"),
+        (["--accuracies", "{tmp}/missing.json"], "missing.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, argv, message):
+    import re
+
+    (tmp_path / "bad.json").write_text("no")
+    (tmp_path / "two.json").write_text("[[0.5, 0.2], [0.4, 0.1]]")
+    code, out, err = run(capsys, *(argument.format(tmp=tmp_path) for argument in argv))
+    assert (code, out) == (2, "")
+    assert re.search(message, err)
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "argv", [["--nodes", "0"], ["--batch", "1,x"], ["--sequence", ""], ["--paper", "a", "--records", "b"]]
+)
+def test_what_argparse_refuses(capsys, argv):
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", *argv])
+    assert stopped.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--plot", "--paper"])
+def test_without_matplotlib_pictures_are_refused_before_any_file(capsys, monkeypatch, tmp_path, option):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, option, tmp_path / "out", "--save-device", tmp_path / "device.json")
+    assert code == 2
+    assert "plot: expected matplotlib, got none; pip install matplotlib" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_figures_are_given(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(capsys, "--json", "--nodes", "4")[0] == 0
+
+
+def test_a_picture_of_the_sweep(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run(capsys, "--batch", "1,2", "--sequence", "128,256", "--plot", tmp_path / "new", "--json")
+    path = tmp_path / "new" / "simulated-speedup.png"
+    assert code == 0
+    assert json.loads(out)["figure"] == str(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_paper_again(capsys, tmp_path, root):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run(capsys, "--paper", tmp_path)
+    assert code == 0
+    assert "table 6, TFLOP/s on a100-80-attained: median error" in out
+    names = {path.name for path in tmp_path.iterdir()}
+    committed = {path.name for path in (root / "docs" / "figures").glob("roofline-*")}
+    assert names == committed
+    for name in sorted(names):
+        if name.endswith(".csv"):
+            # What the repository shows is what the command writes.
+            assert (tmp_path / name).read_text() == (root / "docs" / "figures" / name).read_text(), name
+    with (tmp_path / "roofline-tables-6-8.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 3 * 56
+
+
+def test_measured_steps_beside_the_prediction(capsys, root):
+    records = root / "benchmarks" / "results" / "nvidia-h200.jsonl"
+    code, out, _ = run(capsys, "--device", "h200", "--records", records)
+    assert code == 0
+    assert len(out.splitlines()) == 2 + 23
+    rows = json.loads(run(capsys, "--device", "h200", "--records", records, "--json")[1])
+    plain = next(r for r in rows if (r["model"], r["prefix"], r["batch"], r["nodes"]) == ("Llama-2-7B", 1024, 1, 1))
+    # 13.21 GB of weights and 0.54 GB of keys and values at 4.8 TB/s.
+    assert plain["roofline_us"] == pytest.approx(13.752e9 / 4.8e6, rel=0.001)
