@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from medusa_decoding.cli import COMMANDS, demo, main
+from medusa_decoding.cli import COMMANDS, demo, main, name_of
 from medusa_kernels import OPS, selftest
 
 
@@ -17,7 +17,7 @@ def run_json(capsys, *argv):
 
 def test_every_command_has_help_with_an_example(capsys):
     for command in COMMANDS:
-        name = command.__name__.rsplit(".", 1)[-1]
+        name = name_of(command)
         with pytest.raises(SystemExit) as end:
             main([name, "--help"])
         assert end.value.code == 0

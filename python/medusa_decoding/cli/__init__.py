@@ -8,10 +8,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
-from medusa_decoding.cli import chat, demo, doctor, generate
+from medusa_decoding.cli import chat, demo, distill, doctor, evaluate, generate, simulate, train
 
-COMMANDS = (demo, generate, chat, doctor)
+COMMANDS = (demo, generate, chat, evaluate, train, distill, simulate, doctor)
+
+
+def name_of(command: ModuleType) -> str:
+    """Return a command's name: its NAME (for words that Python has taken), or else its module's."""
+    name: str = getattr(command, "NAME", command.__name__.rsplit(".", 1)[-1])
+    return name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         summary = (command.__doc__ or "").splitlines()[0]
         subparser = subparsers.add_parser(
-            command.__name__.rsplit(".", 1)[-1],
+            name_of(command),
             help=summary,
             description=command.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -33,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+    except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError) as error:
         print(f"medusa: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -102,6 +102,18 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config: expected YAML in {path}, got {error}") from error
 
 
+def parse_yaml(text: str) -> Any:
+    """Return the value that a piece of YAML stands for, its numbers as in `read_yaml`.
+
+    Raises:
+        ValueError: not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"expected a value in YAML, got {text!r}") from error
+
+
 class _Loader(yaml.SafeLoader):
     """YAML's safe subset."""
 

@@ -1,0 +1,123 @@
+"""Measure a model with its heads on prompts: tokens a step, speedups, equal texts, and how often heads are right.
+
+Prompts come from MT-Bench questions (each turn is asked behind the model's own answer), HumanEval, GSM8K (parquet),
+ShareGPT, messages and plain texts; figures are told apart by category. Medusa, this package's plain loop and
+transformers' generate write each text in turn within one process. A chat template is put around questions if the
+tokenizer has one (or --template is given); a model without continues them as they stand.
+
+    medusa eval --model HEADS --prompts mt_bench.jsonl --dtype bfloat16 --device cuda
+    medusa eval --model HEADS --prompts mt_bench.jsonl --categories coding math --limit 5 --json --out figures.json
+    medusa eval --prompts human_eval.jsonl --limit 10 --max-new-tokens 64 --tree chain:3 --no-transformers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from medusa_decoding.cli import _arguments
+from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
+from medusa_decoding.evaluation.prompts import TURNS
+from medusa_decoding.evaluation.report import as_text
+from medusa_decoding.evaluation.run import PROMPT_TOKENS
+
+NAME = "eval"
+NEW_TOKENS = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="files, folders or hub names; a prompt's category is its own, or else its file's name",
+    )
+    parser.add_argument("--categories", nargs="+", metavar="NAME", help="only these (default: all)")
+    parser.add_argument(
+        "--limit", type=_arguments.at_least_one, metavar="N", help="the first N prompts of each category (default: all)"
+    )
+    parser.add_argument(
+        "--turns",
+        type=_arguments.at_least_one,
+        default=TURNS,
+        metavar="N",
+        help=f"at most N turns of a prompt (default: {TURNS})",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_arguments.at_least_one,
+        default=PROMPT_TOKENS,
+        metavar="N",
+        help=f"of a plain text, its first N tokens are the prompt (default: {PROMPT_TOKENS})",
+    )
+    _arguments.add_model(parser)
+    _arguments.add_template(parser)
+    _arguments.add_decoding(parser, new_tokens=NEW_TOKENS)
+    _arguments.add_sampling(parser)
+    parser.add_argument(
+        "--rounds",
+        type=_arguments.at_least_one,
+        default=1,
+        metavar="R",
+        help="times that each text is written and timed by each way (default: 1)",
+    )
+    parser.add_argument("--no-transformers", action="store_true", help="leave transformers' generate out")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures as JSON into a file as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, load, measure, print."""
+    _arguments.check_device(args)
+    chosen = _arguments.sampling(args)
+    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+        raise ValueError(f"--out: expected a file in a folder that exists, got {args.out}")
+    try:
+        prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    tokenizer = _arguments.load_tokenizer(args)
+    with _arguments.load_model(args) as model:
+        evaluation = evaluate(
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            template=args.template,
+            rounds=args.rounds,
+            transformers=not args.no_transformers,
+            prompt_tokens=args.prompt_tokens,
+            stop_strings=args.stop,
+            progress=True,
+            **chosen,
+        )
+    figures = {"model": args.model or "the embedded demo checkpoint", "prompts": args.prompts} | evaluation.to_json()
+    if args.out is not None:
+        write(figures, args.out)
+    print(json.dumps(figures) if args.json else as_text(evaluation))
+    warn(evaluation)
+    return 0
+
+
+def write(figures: dict[str, Any], path: Path) -> None:
+    """Write figures as JSON; the file appears whole or not at all."""
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def warn(evaluation: Evaluation) -> None:
+    """Say where texts differ though they should not: in float32 every text is the base model's own."""
+    lossless = evaluation.settings.get("acceptance", "lossless") == "lossless"
+    if evaluation.different and lossless and evaluation.settings["dtype"] == "float32":
+        first = evaluation.different[0]
+        print(
+            f"medusa: {len(evaluation.different)} texts differ from a baseline's, which in float32 must not happen "
+            f"unless the base model is quantised: the first is {first['where']}, turn {first['turn']}, from new token "
+            f"{first['token']} on ({first['baseline']})",
+            file=sys.stderr,
+        )

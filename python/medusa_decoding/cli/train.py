@@ -1,0 +1,156 @@
+"""Train heads, and with Medusa-2 the model too, as a YAML file says; see `--settings` for all there is to say.
+
+    medusa train --config recipes/vicuna-7b.yaml
+    medusa train --config recipes/demo-cpu.yaml --set optimisation.epochs=1 --set output.folder=trial
+    medusa train --config recipes/vicuna-7b.yaml --resume
+    accelerate launch --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
+
+A run that was stopped goes on from its last checkpoint with --resume. At the end the output folder holds `heads` with a
+model card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from medusa_decoding.training import strict
+from medusa_decoding.training.config import Config, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
+    parser.add_argument("--check", action="store_true", help="read settings and data, say what would run, and stop")
+    parser.add_argument("--settings", action="store_true", help="print every setting with its default, and stop")
+    parser.add_argument("--json", action="store_true", help="print what came of it as JSON, and no progress")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add what names a configuration."""
+    parser.add_argument("--config", metavar="FILE", help="settings, in YAML")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting over the file's, the value in YAML, say optimisation.epochs=1; may be repeated",
+    )
+
+
+def read_config(args: argparse.Namespace) -> Config:
+    """Return the configuration that `add_config`'s arguments name.
+
+    Raises:
+        ValueError: no file, or settings that do not fit; it names them.
+    """
+    if args.config is None:
+        raise ValueError("--config: expected a YAML file, got none")
+    values: Any = strict.read_yaml(args.config)
+    for setting in args.set:
+        key, equals, text = setting.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--set: expected KEY=VALUE, got {setting!r}")
+        _put(values, key.split("."), strict.parse_yaml(text), key)
+    return Config.of(values)
+
+
+def _put(values: Any, path: list[str], value: Any, key: str) -> None:
+    for name in path[:-1]:
+        if not isinstance(values, dict) or not isinstance(values.setdefault(name, {}), dict):
+            raise ValueError(f"--set: expected a key of the settings, got {key!r}")
+        values = values[name]
+    values[path[-1]] = value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train."""
+    if args.settings:
+        print(table(), end="")
+        return 0
+    config = read_config(args)
+    if args.check:
+        return _check(config)
+    from medusa_decoding.training.recipe import train
+
+    bar = None if args.json else Bar()
+    try:
+        result = train(
+            config,
+            resume=args.resume,
+            watchers=[] if bar is None else [bar],
+            announce=(lambda words: None) if args.json else _say,
+        )
+    finally:
+        if bar is not None:
+            bar.close()
+    if args.json:
+        print(json.dumps(summary(result)))
+    return 0
+
+
+def summary(result: Any) -> dict[str, Any]:
+    """Return what came of a run as plain values."""
+    measured = None if result.measured is None else result.measured.to_json()
+    return {
+        "heads": str(result.heads),
+        "base_model": result.base_model,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 1),
+        "held_out": measured,
+    }
+
+
+def _check(config: Config) -> int:
+    from medusa_decoding.training.backbone import load_tokenizer
+    from medusa_decoding.training.recipe import load_rows
+    from medusa_decoding.training.schedules import stages
+
+    rows = load_rows(config, load_tokenizer(config.model))
+    print(rows.report)
+    print(f"{rows.records[0]} records in {len(rows.train)} rows of {config.data.length} ({rows.train.fill:.0%} filled)")
+    print(f"{rows.records[1]} held out, in {0 if rows.held_out is None else len(rows.held_out)} rows")
+    for stage in stages(config, len(rows.train)):
+        print(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
+    for warning in config.warnings():
+        print(warning)
+    return 0
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr)
+
+
+class Bar:
+    """A progress bar that follows a run's log."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Show a line of the log."""
+        from tqdm import tqdm
+
+        if "of" not in line:
+            _say(
+                f"step {line['step']}, held out: model {line['model_loss']:.3f} nats, top-1 {line['model_top1']:.3f}; "
+                f"heads' top-1 {_shares(line['head_top1'])}"
+            )
+            return
+        if self._bar is None:
+            self._bar = tqdm(total=line["of"], initial=line["step"] - 1, unit="step", file=sys.stderr)
+        self._bar.update(line["step"] - self._bar.n)
+        self._bar.set_postfix_str(f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}")
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _shares(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)

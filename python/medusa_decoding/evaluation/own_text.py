@@ -1,0 +1,78 @@
+"""How often heads are right about the text that the model itself writes (Medusa paper, section 2.3.3).
+
+At position t of a text, head k (0-based) predicts the token k + 2 places later from the final hidden state of token t,
+the last accepted one. Decoding has that state for the prompt's last token and for every token behind it, so these are
+the positions that count, each once; a step lands on some of them only. Guesses are made as in decoding, by the same
+calls of `MedusaHeads`: where a guess depends on its parent, behind the token that the text really has there, and
+without that term where the head before did not name it, so that it cannot stand in a tree. This module does not know
+how texts are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.training.accuracy import HeadAccuracy
+from medusa_decoding.training.targets import IGNORE, shifted_labels
+
+RANKS = 10
+ROWS = 256
+"""Positions a call, which bounds what is held of their logits."""
+
+
+@torch.no_grad()
+def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) -> HeadAccuracy:
+    """Count how often each head's 1 to 10 likeliest candidates hold the token that the text goes on with.
+
+    Args:
+        model: the model with heads that wrote the text.
+        tokens: the prompt and what was written behind it.
+        prompt: tokens of the prompt, at least 1.
+
+    Returns:
+        Counts of each head; a head has no target where k + 2 places later the text has ended.
+
+    Raises:
+        ValueError: a model without heads, or a prompt without tokens.
+    """
+    heads, trunk = model.heads, model.trunk
+    if heads is None:
+        raise ValueError("model: expected one with heads, got one without")
+    if not 1 <= prompt <= len(tokens):
+        raise ValueError(f"prompt: expected 1 to {len(tokens)} tokens, got {prompt}")
+    accuracy = HeadAccuracy.empty(heads.num_heads, RANKS)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=trunk.device)
+    text = ids[prompt - 1 :]
+    count = len(text) - 2  # positions with a target
+    if count < 1:
+        return accuracy
+    # Entry k of a row: the token k + 1 places later; the first is the root, head k's target is entry k + 1.
+    later = shifted_labels(text, range(1, heads.num_heads + 2)).T[:count]
+    hidden = trunk.decoder(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 :][:count].to(heads.w1.dtype)
+    ranks = min(RANKS, heads.num_candidates)
+    for states, tokens_later in zip(hidden.split(ROWS), later.split(ROWS), strict=True):
+        guesses = _guesses(heads, states, tokens_later[:, :-1], ranks, trunk.lm_head)
+        hits = (guesses == tokens_later[:, 1:, None]).cumsum(-1).sum(0).cpu()
+        accuracy.hits[:, :ranks] += hits
+        accuracy.hits[:, ranks:] += hits[:, -1:]
+    accuracy.total += (later[:, 1:] != IGNORE).sum(0).cpu()
+    return accuracy
+
+
+def _guesses(
+    heads: MedusaHeads, states: torch.Tensor, parents: torch.Tensor, ranks: int, lm_head: torch.nn.Module
+) -> torch.Tensor:
+    """Return each head's best tokens, int64 [R, K, ranks], behind `parents` int64 [R, K] (IGNORE beyond the end)."""
+    if not heads.parent_rank:
+        return heads.propose(states, ranks, lm_head)[1]
+    children = heads.propose_children(states, parents[:, 0], ranks, lm_head)
+    before = torch.cat([parents[:, :1, None].expand(-1, 1, children.tokens.shape[2]), children.tokens[:, :-1]], dim=1)
+    named = before == parents[:, :, None]
+    place = named.int().argmax(-1)
+    order = children.order.take_along_dim(place[:, :, None, None], dim=2).squeeze(2)
+    order = order.where(named.any(-1, keepdim=True), torch.arange(ranks, device=order.device))
+    return children.tokens.gather(-1, order)

@@ -1,0 +1,266 @@
+"""What was measured, added up by category and over all prompts, for programs (JSON) and for people (tables)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_decoding.evaluation import interval
+from medusa_decoding.evaluation.interval import Interval
+from medusa_decoding.training.accuracy import HeadAccuracy
+
+MEDUSA, PLAIN, TRANSFORMERS = "medusa", "plain", "transformers"
+BASELINES = {PLAIN: "our plain loop", TRANSFORMERS: "transformers' generate"}
+
+
+@dataclass
+class Measured:
+    """One text, written by every way of decoding.
+
+    Attributes:
+        prompt: number of the prompt it belongs to.
+        category: the prompt's.
+        where: the prompt's place, for messages.
+        turn: from 1.
+        tokens: new tokens by way, over all rounds.
+        seconds: by way, over all rounds.
+        accepted: tokens that each step of Medusa's first round accepted below the root.
+        departs: baselines to the first new token in which Medusa's text is another one, None where it is the same;
+            without those whose text has no reason to be the same.
+        accuracy: of the heads on the plain loop's text; None without heads.
+    """
+
+    prompt: int
+    category: str
+    where: str
+    turn: int
+    tokens: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
+    departs: dict[str, int | None] = field(default_factory=dict)
+    accuracy: HeadAccuracy | None = None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of several prompts; ratios are of sums, intervals over prompts (see `interval.WORDS`).
+
+    Attributes:
+        prompts: how many.
+        texts: their turns that were answered.
+        new_tokens: of Medusa, in one round.
+        steps: of Medusa, in one round (the prefill is not a step).
+        tokens_per_step: tokens committed a step; None without a step.
+        accepted_histogram: accepted tokens below the root to the number of steps that accepted so many.
+        tokens_per_second: by way, prefill included.
+        speedup: Medusa's tokens a second over each baseline's.
+        identical: texts of Medusa equal to each baseline's, where there is a reason to be.
+        head_accuracy: on the model's own text; None without heads.
+    """
+
+    prompts: int
+    texts: int
+    new_tokens: int
+    steps: int
+    tokens_per_step: Interval | None
+    accepted_histogram: dict[int, int]
+    tokens_per_second: dict[str, float]
+    speedup: dict[str, Interval | None]
+    identical: dict[str, int]
+    head_accuracy: HeadAccuracy | None
+
+    @classmethod
+    def of(cls, measured: Sequence[Measured], rounds: int) -> Figures:
+        """Add up texts, at least one; those of one prompt stay together in the intervals."""
+        prompts = [
+            [one for one in measured if one.prompt == number] for number in dict.fromkeys(m.prompt for m in measured)
+        ]
+        ways = [way for way in (MEDUSA, *BASELINES) if way in measured[0].seconds]
+        histogram = Counter(length for one in measured for length in one.accepted)
+        steps = [
+            (sum(sum(m.accepted) + len(m.accepted) for m in texts), sum(len(m.accepted) for m in texts))
+            for texts in prompts
+        ]
+        work = {
+            way: [(sum(m.tokens[way] for m in texts), sum(m.seconds[way] for m in texts)) for texts in prompts]
+            for way in ways
+        }
+        return cls(
+            prompts=len(prompts),
+            texts=len(measured),
+            new_tokens=sum(one.tokens[MEDUSA] for one in measured) // rounds,
+            steps=len([length for one in measured for length in one.accepted]),
+            tokens_per_step=interval.ratio(steps),
+            accepted_histogram=dict(sorted(histogram.items())),
+            tokens_per_second={
+                way: sum(tokens for tokens, _ in pairs) / sum(seconds for _, seconds in pairs)
+                for way, pairs in work.items()
+            },
+            speedup={
+                way: interval.ratio_of_rates([(*a, *b) for a, b in zip(work[MEDUSA], work[way], strict=True)])
+                for way in ways
+                if way != MEDUSA
+            },
+            identical={
+                way: sum(one.departs[way] is None for one in measured)
+                for way in BASELINES
+                if way in measured[0].departs
+            },
+            head_accuracy=_added(measured),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values; null where there was nothing to divide by."""
+        accuracy = self.head_accuracy
+        return {
+            "prompts": self.prompts,
+            "texts": self.texts,
+            "new_tokens": self.new_tokens,
+            "steps": self.steps,
+            "tokens_per_step": None if self.tokens_per_step is None else self.tokens_per_step.to_json(),
+            "accepted_histogram": {str(length): count for length, count in self.accepted_histogram.items()},
+            "tokens_per_second": dict(self.tokens_per_second),
+            "speedup": {way: None if over is None else over.to_json() for way, over in self.speedup.items()},
+            "identical": dict(self.identical),
+            "head_accuracy": None if accuracy is None else {"top_n": accuracy.cumulative} | accuracy.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found.
+
+    Attributes:
+        overall: of all prompts.
+        categories: of each category, in the prompts' order.
+        settings: how it was measured.
+        versions: of the libraries.
+        different: texts of Medusa that are not the baseline's: where, turn, baseline, the first new token (from 0).
+        left_out: turns that left no room in the model's context: where, turn, prompt_tokens.
+    """
+
+    overall: Figures
+    categories: dict[str, Figures]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    different: list[dict[str, Any]]
+    left_out: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, measured: Sequence[Measured], *, rounds: int, **others: Any) -> Evaluation:
+        """Add up texts, at least one."""
+        categories = dict.fromkeys(one.category for one in measured)
+        return cls(
+            overall=Figures.of(measured, rounds),
+            categories={
+                name: Figures.of([one for one in measured if one.category == name], rounds) for name in categories
+            },
+            different=[
+                {"where": one.where, "turn": one.turn, "baseline": way, "token": place}
+                for one in measured
+                for way, place in one.departs.items()
+                if place is not None
+            ],
+            **others,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, as `medusa eval --json` prints them."""
+        return {
+            "overall": self.overall.to_json(),
+            "categories": {name: figures.to_json() for name, figures in self.categories.items()},
+            "intervals": interval.WORDS,
+            "settings": self.settings,
+            "versions": self.versions,
+            "different": self.different,
+            "left_out": self.left_out,
+        }
+
+
+def as_text(evaluation: Evaluation) -> str:
+    """Return tables for a person."""
+    overall = evaluation.overall
+    rows = [_header(overall)]
+    if len(evaluation.categories) > 1:
+        rows += [_row(name, figures) for name, figures in evaluation.categories.items()]
+    rows.append(_row("all", overall))
+    lines = [_table(rows), ""]
+    rates = ", ".join(f"{way} {rate:.1f}" for way, rate in overall.tokens_per_second.items())
+    lines += [
+        f"tokens/s, prefill included: {rates}",
+        f"intervals: {interval.WORDS}; speedups: ratios of total tokens over total time, in turn in one process",
+    ]
+    if overall.steps:
+        lines += ["", "accepted guesses a step:"]
+        for length, count in overall.accepted_histogram.items():
+            share = count / overall.steps
+            lines.append(f"  {length}  {'#' * round(40 * share):40} {share:6.1%}")
+    if overall.head_accuracy is not None:
+        lines += [
+            "",
+            "heads on the model's own text, % of tokens among the n likeliest:",
+            _heads(overall.head_accuracy),
+        ]
+    if evaluation.left_out:
+        first = evaluation.left_out[0]
+        lines += [
+            "",
+            f"turns left out, as the model's context has no room for them: {len(evaluation.left_out)}, the first is "
+            f"{first['where']}, turn {first['turn']}",
+        ]
+    settings = ", ".join(f"{name} {value}" for name, value in evaluation.settings.items())
+    versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
+    return "\n".join([*lines, "", settings, versions])
+
+
+def _added(measured: Sequence[Measured]) -> HeadAccuracy | None:
+    found = [one.accuracy for one in measured if one.accuracy is not None]
+    if not found:
+        return None
+    accuracy = HeadAccuracy.empty(*found[0].hits.shape)
+    for one in found:
+        accuracy.hits += one.hits
+        accuracy.total += one.total
+    return accuracy
+
+
+def _header(figures: Figures) -> list[str]:
+    speedups = [f"x {BASELINES[way]}" for way in figures.speedup]
+    return ["", "prompts", "texts", "tokens a step", *speedups, *(f"same as {way}" for way in figures.identical)]
+
+
+def _row(name: str, figures: Figures) -> list[str]:
+    return [
+        name,
+        str(figures.prompts),
+        str(figures.texts),
+        *(_interval(one) for one in (figures.tokens_per_step, *figures.speedup.values())),
+        *(f"{count}/{figures.texts}" for count in figures.identical.values()),
+    ]
+
+
+def _interval(found: Interval | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.value:.2f}" + ("" if found.low is None else f" ({found.low:.2f} to {found.high:.2f})")
+
+
+def _heads(accuracy: HeadAccuracy) -> str:
+    ranks = accuracy.hits.shape[1]
+    rows = [["", *(f"top-{n}" for n in range(1, ranks + 1)), "tokens"]]
+    for k, (row, total) in enumerate(zip(accuracy.cumulative, accuracy.total.tolist(), strict=True), start=1):
+        rows.append([f"head {k}", *(f"{100 * value:.1f}" for value in row), str(total)])
+    return _table(rows)
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,303 @@
+"""Every prompt's texts written by each way of decoding, in turn within one process, and compared.
+
+The ways are Medusa, this package's plain loop (`Tree([])`) and transformers' `generate` with the model's own attention
+modules. What is asked next, and what heads are measured on, is the plain loop's text: the base model's own. For each
+text the order of the ways is shuffled, so that none always runs behind the same neighbour; all of them have run once
+before anything is timed, and where steps are compiled or captured, ours once on each text. This module does not know
+files, nor how figures are added up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from medusa_decoding.decode.step_graph import resolve_backend
+from medusa_decoding.evaluation.conversation import AsItStands, Conversation, Message, conversation_of
+from medusa_decoding.evaluation.own_text import own_text_accuracy
+from medusa_decoding.evaluation.prompts import Prompt
+from medusa_decoding.evaluation.report import MEDUSA, PLAIN, TRANSFORMERS, Evaluation, Measured
+from medusa_decoding.inputs import token_list
+from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.tree import Tree
+
+PROMPT_TOKENS = 128
+# What only one kind of decoding takes.
+_OF_TYPICAL = ("acceptance", "posterior_threshold", "posterior_alpha")
+_OF_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+
+
+def evaluate(
+    model: MedusaModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 256,
+    template: str | None = None,
+    tree: Tree | Literal["auto"] | None = None,
+    rounds: int = 1,
+    transformers: bool = True,
+    prompt_tokens: int = PROMPT_TOKENS,
+    stop_strings: Sequence[str] | None = None,
+    progress: bool = False,
+    **generation: Any,
+) -> Evaluation:
+    """Measure tokens a step, speedups, equal texts and the accuracy of heads on prompts, one at a time.
+
+    Args:
+        model: the model with its heads, or without (a tree of copied tokens needs none).
+        tokenizer: of the base model.
+        prompts: see `read_prompts`.
+        max_new_tokens: of each text.
+        template: a file with a Jinja template, "plain", or None: the tokenizer's own, and text as it stands where it
+            has none.
+        tree: as in `MedusaModel.generate`.
+        rounds: how often each text is written and timed by each way.
+        transformers: whether transformers' `generate` is measured as well.
+        prompt_tokens: of a prompt that is a text to continue, so many tokens at its start are asked.
+        stop_strings: a text ends behind the token with which one of these appears.
+        progress: show a progress bar on standard error, if that is a terminal.
+        **generation: further arguments of `MedusaModel.generate` (do_sample, temperature, seed, acceptance, ..). Where
+            tokens are drawn, transformers draws others: its texts are timed, not compared. The plain loop draws the
+            same; a seed is 0 unless given, and each text adds its number to it. With typical acceptance, the
+            baselines are greedy.
+
+    Raises:
+        ValueError: bad arguments; no prompt that fits the model's context.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("rounds", rounds), ("prompt_tokens", prompt_tokens)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
+    if not prompts:
+        raise ValueError("prompts: expected at least one, got none")
+    eos = token_list(model.trunk.causal.generation_config.eos_token_id)
+    run = _Run(
+        model,
+        conversation_of(tokenizer, template, eos),
+        AsItStands(tokenizer, eos),
+        _Settings(max_new_tokens, tree, rounds, transformers, prompt_tokens, stop_strings, eos, generation),
+    )
+    turns = sum(len(prompt.turns) for prompt in prompts)
+    with tqdm(total=turns, unit="text", disable=None if progress else True) as bar:
+        for number, prompt in enumerate(prompts):
+            for _ in run.answer(number, prompt):
+                bar.update()
+    if not run.measured:
+        first = run.left_out[0]
+        raise ValueError(
+            f"prompts: expected fewer than {model.trunk.context_limit} tokens (the model's context), got "
+            f"{first['prompt_tokens']} in {first['where']}"
+            + (" and too many in all others" if len(prompts) > 1 else "")
+        )
+    return Evaluation.of(
+        run.measured,
+        rounds=rounds,
+        settings=run.described(),
+        versions=_versions(),
+        left_out=run.left_out,
+    )
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Arguments of `evaluate`, and the model's end tokens."""
+
+    max_new_tokens: int
+    tree: Tree | Literal["auto"] | None
+    rounds: int
+    transformers: bool
+    prompt_tokens: int
+    stop_strings: Sequence[str] | None
+    eos: list[int]
+    generation: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One text to be written: its prompt, and what every way is told alike."""
+
+    ids: list[int]
+    number: int
+    common: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """New tokens of one text, how long they took, and what our steps accepted."""
+
+    new: list[int]
+    seconds: float
+    accepted: list[int] = field(default_factory=list)
+
+
+class _Run:
+    """Writes texts and keeps what was measured.
+
+    Attributes:
+        measured: the texts.
+        left_out: turns without room in the context.
+    """
+
+    def __init__(self, model: MedusaModel, chat: Conversation, as_it_stands: Conversation, settings: _Settings) -> None:
+        self.model, self._chat, self._as_it_stands, self._settings = model, chat, as_it_stands, settings
+        self.measured: list[Measured] = []
+        self.left_out: list[dict[str, Any]] = []
+        self._order = [MEDUSA, PLAIN, *([TRANSFORMERS] if settings.transformers else [])]
+        self._ways = {MEDUSA: self._medusa, PLAIN: self._plain, TRANSFORMERS: self._transformers}
+        self._shuffler = random.Random(0)
+        self._backend = resolve_backend(model.backend, model.trunk.device, model.trunk.peers.size)
+        self._drawn = bool(settings.generation.get("do_sample"))
+
+    def answer(self, number: int, prompt: Prompt) -> Iterator[None]:
+        """Measure a prompt's turns, each behind the plain loop's answer to the one before; yield after each."""
+        chat = self._as_it_stands if prompt.is_text else self._chat
+        messages: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        known: list[int] = []
+        fits = True
+        for turn, question in enumerate(prompt.turns, start=1):
+            messages = [*messages, {"role": "user", "content": question}]
+            ids = chat.encode(messages, known)
+            if prompt.is_text:
+                ids = ids[: self._settings.prompt_tokens]
+            fits = fits and len(ids) < self.model.trunk.context_limit
+            if fits:
+                one = Measured(number, prompt.category, prompt.where, turn)
+                new = self._measure(one, self._asked(ids, chat))
+                known = ids + new
+                messages = [*messages, {"role": "assistant", "content": chat.answer(new)}]
+                self.measured.append(one)
+            else:
+                self.left_out.append({"where": prompt.where, "turn": turn, "prompt_tokens": len(ids)})
+            yield
+
+    def described(self) -> dict[str, Any]:
+        """Return how it was measured."""
+        model, settings = self.model, self._settings
+        tree = model.tree if settings.tree is None else settings.tree
+        shape = f"{tree.num_nodes} nodes" if isinstance(tree, Tree) else tree
+        copied = f", {tree.lookup} of them copied" if isinstance(tree, Tree) and tree.lookup else ""
+        device = model.trunk.device
+        return {
+            "tree": shape + copied,
+            "max_new_tokens": settings.max_new_tokens,
+            "rounds": settings.rounds,
+            "dtype": str(model.trunk.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "backend": self._backend,
+            "threads": torch.get_num_threads(),
+            "template": "none" if isinstance(self._chat, AsItStands) else "chat",
+        } | settings.generation
+
+    def _asked(self, ids: list[int], chat: Conversation) -> _Asked:
+        settings = self._settings
+        room = self.model.trunk.context_limit - len(ids)
+        common: dict[str, Any] = {"max_new_tokens": min(settings.max_new_tokens, room)}
+        ends, stops = chat.ends(settings.eos), chat.stop_strings(settings.stop_strings)
+        if ends:
+            common["eos_token_id"] = ends
+        if stops:
+            common |= {"stop_strings": stops, "tokenizer": chat.tokenizer}
+        return _Asked(ids, len(self.measured), common)
+
+    def _measure(self, one: Measured, asked: _Asked) -> list[int]:
+        """Write a text by every way; return the plain loop's."""
+        for name in self._order:
+            if not self.measured or (self._backend != "eager" and name != TRANSFORMERS):
+                self._ways[name](asked)  # not timed
+        texts: dict[str, _Written] = {}
+        for _ in range(self._settings.rounds):
+            self._shuffler.shuffle(self._order)
+            for name in self._order:
+                written = self._ways[name](asked)
+                one.tokens[name] += len(written.new)
+                one.seconds[name] = one.seconds.get(name, 0.0) + written.seconds
+                texts.setdefault(name, written)
+        one.accepted = texts[MEDUSA].accepted
+        compared = (PLAIN,) if self._drawn or TRANSFORMERS not in texts else (PLAIN, TRANSFORMERS)
+        one.departs = {name: _departure(texts[MEDUSA].new, texts[name].new) for name in compared}
+        own = texts[PLAIN].new
+        if self.model.heads is not None:
+            one.accuracy = own_text_accuracy(self.model, asked.ids + own, len(asked.ids))
+        return own
+
+    def _seed(self, asked: _Asked) -> int:
+        return (self._settings.generation.get("seed") or 0) + asked.number
+
+    def _ours(self, asked: _Asked, tree: Tree | Literal["auto"] | None, generation: dict[str, Any]) -> _Written:
+        if self._drawn:
+            generation = generation | {"seed": self._seed(asked)}
+        prompt = torch.tensor([asked.ids])
+        start = time.perf_counter()
+        output = self.model.generate(prompt, tree=tree, **asked.common, **generation)
+        assert isinstance(output, MedusaOutput)
+        new = output.sequences[0, len(asked.ids) :].tolist()
+        return _Written(new, time.perf_counter() - start, output.accept_lengths[0])
+
+    def _medusa(self, asked: _Asked) -> _Written:
+        return self._ours(asked, self._settings.tree, self._settings.generation)
+
+    def _plain(self, asked: _Asked) -> _Written:
+        return self._ours(asked, Tree([]), self._of_the_model())
+
+    def _transformers(self, asked: _Asked) -> _Written:
+        own = self.model.trunk.causal.generation_config
+        generation = {name: value for name, value in self._of_the_model().items() if name != "seed"}
+        generation["do_sample"] = self._drawn
+        if self._drawn:
+            generation.setdefault("top_k", own.top_k or 0)  # ours takes all where nothing says otherwise
+        pad = own.pad_token_id
+        generation["pad_token_id"] = pad if pad is not None else (asked.common.get("eos_token_id") or [0])[0]
+        prompt = torch.tensor([asked.ids], device=self.model.trunk.device)
+        with own_attention(self.model) as base, torch.random.fork_rng(enabled=self._drawn):
+            if self._drawn:
+                torch.manual_seed(self._seed(asked))
+            start = time.perf_counter()
+            out = base.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                return_dict_in_generate=False,
+                **asked.common,
+                **generation,
+            )
+            new = out[0, len(asked.ids) :].tolist()
+            return _Written(new, time.perf_counter() - start)
+
+    def _of_the_model(self) -> dict[str, Any]:
+        """Return how the base model alone is to choose tokens."""
+        dropped = _OF_TYPICAL if self._drawn else (*_OF_TYPICAL, *_OF_DRAWING)
+        return {name: value for name, value in self._settings.generation.items() if name not in dropped}
+
+
+@contextlib.contextmanager
+def own_attention(model: MedusaModel) -> Iterator[Any]:
+    """Give the base model its own attention modules back meanwhile; what is compiled or captured stays valid."""
+    held = model.base, model.trunk.causal  # the model itself lets go of them
+    model.suspend()
+    try:
+        yield held[1]
+    finally:
+        model.resume()
+
+
+def _departure(text: list[int], other: list[int]) -> int | None:
+    """Return the first place in which two texts differ, their lengths included, or None."""
+    if text == other:
+        return None
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["medusa-kernels"] = importlib.metadata.version("medusa-kernels")
+    return versions | {"python": platform.python_version()}

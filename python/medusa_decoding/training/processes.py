@@ -1,0 +1,135 @@
+"""The processes that train together: who this one is, sums over all of them, and how the weights lie on them.
+
+Started by `accelerate launch` or torchrun, or one process alone. Weights are copied to every process (DDP) or divided
+over them (FSDP); both are torch's own, on GPUs and on CPUs alike. This module does not know models or losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Sharding = Literal["auto", "none", "full"]
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that train together.
+
+    Attributes:
+        rank: its number, from 0.
+        size: how many there are.
+        device: where it computes.
+        sharded: whether weights are divided over the processes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    sharded: bool
+
+    @classmethod
+    def join(cls, sharding: Sharding = "auto") -> Processes:
+        """Join the processes that were launched together, if any.
+
+        Raises:
+            ModuleNotFoundError: accelerate is missing.
+            ValueError: weights to be divided over one process.
+        """
+        try:
+            from accelerate import PartialState
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "accelerate: expected the library for training (pip install 'medusa-kernels[train]'), got none"
+            ) from error
+        state = PartialState(cpu=not torch.cuda.is_available())
+        asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        sharded = sharding == "full" or (sharding == "auto" and asked)
+        if sharded and state.num_processes == 1:
+            if sharding == "full":
+                raise ValueError("optimisation.sharding: expected none or auto in one process, got full")
+            sharded = False
+        return cls(state.process_index, state.num_processes, state.device, sharded)
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a tensor up over all processes; the same result everywhere."""
+        if self.size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def together(self, error: BaseException | None) -> None:
+        """Raise in every process if one of them brings an error, so that none waits for it for ever.
+
+        Raises:
+            BaseException: the process's own error.
+            RuntimeError: another process has one.
+        """
+        failed = self.total(torch.tensor([error is not None], dtype=torch.int64, device=self.device))
+        if error is not None:
+            raise error
+        if int(failed):
+            raise RuntimeError("another process of this run failed; see its message")
+
+    def shard(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Divide a module's weights over the processes in place: each layer a unit, all else with the module itself.
+
+        Weights must be equal in all processes before.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        # What a step ends with (lm_head, heads) is needed at once for the way back.
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+
+    def replicated(self, module: nn.Module) -> nn.Module:
+        """Return a module to call whose gradients are averaged over the processes; the module itself where sharded."""
+        if self.size == 1 or self.sharded:
+            return module
+        on_gpu = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(module, device_ids=on_gpu, broadcast_buffers=False, init_sync=False)
+
+    def divide_again(self, module: nn.Module) -> None:
+        """Divide what a forward pass without a way back left whole; else it is not found by its divided weights."""
+        if self.sharded:
+            sharded: Any = module
+            sharded.reshard()
+
+    @contextlib.contextmanager
+    def gradients_kept(self, module: nn.Module, keep: bool) -> Iterator[None]:
+        """While `keep`, backward passes leave gradients in this process: more micro-batches of the step follow."""
+        if isinstance(module, DistributedDataParallel) and keep:
+            with module.no_sync():
+                yield
+            return
+        if self.sharded:
+            sharded: Any = module
+            sharded.set_requires_gradient_sync(not keep)
+        yield
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor that may be divided over processes; all of them must ask."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()

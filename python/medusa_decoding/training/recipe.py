@@ -1,0 +1,489 @@
+"""A whole run from its configuration: data, model, training, and what is written at the end.
+
+    from medusa_decoding.training import Config, train
+    result = train(Config.read("vicuna-7b.yaml"))
+
+The output folder gets `heads` (with their model card), `model` or `adapter` where the backbone was trained, the log,
+checkpoints and TensorBoard's files. This module does not know how a step is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from medusa_decoding.checkpoints import read_heads, write_heads
+from medusa_decoding.checkpoints._files import read_json
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.training import card, chat, data, packing, strict
+from medusa_decoding.training.accuracy import HeadAccuracy
+from medusa_decoding.training.backbone import DTYPES, Backbone, load_tokenizer
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.processes import Processes
+from medusa_decoding.training.saving import STATE, Checkpoints
+from medusa_decoding.training.states import StateCache, fingerprint
+from medusa_decoding.training.targets import most_frequent_tokens
+from medusa_decoding.training.trainer import LOG, Measured, Trainer, Watcher, read_log
+
+MEASURED = "measured.json"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is learnt from and measured on.
+
+    Attributes:
+        train, held_out: packed; the latter None where nothing is held out.
+        report: what came of the training data's records.
+        held_out_report: of held-out data of its own, or None.
+        records: how many of train and held-out data.
+        frequencies: how often each token is learnt in the training data.
+    """
+
+    train: packing.PackedDataset
+    held_out: packing.PackedDataset | None
+    report: data.Report
+    held_out_report: data.Report | None
+    records: tuple[int, int]
+    frequencies: Counter[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run left.
+
+    Attributes:
+        folder: the output folder.
+        heads: folder of the heads, for `MedusaModel.from_pretrained`.
+        base_model: what they belong to: the model as named, or the folder of the trained one or of its adapter.
+        measured: on held-out data, None without it.
+        steps: of the whole run.
+        seconds: spent in steps.
+    """
+
+    folder: Path
+    heads: Path
+    base_model: str
+    measured: Measured | None
+    steps: int
+    seconds: float
+
+
+Announce = Callable[[str], None]
+
+
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    watchers: Sequence[Watcher] = (),
+    announce: Announce = lambda words: None,
+) -> Result:
+    """Train heads as a configuration says.
+
+    Args:
+        config: of the run.
+        resume: go on from the newest checkpoint in the output folder, which must be of the same configuration.
+        watchers: shown each line of the log (main process only).
+        announce: is told in words what happens before and after the steps (main process only).
+
+    Raises:
+        ValueError: settings, data or a checkpoint that do not fit; nothing has been written then.
+        FloatingPointError: a loss that is not finite; names the step and the last good checkpoint.
+        OSError: a file could not be written.
+    """
+    processes = Processes.join(config.optimisation.sharding)
+    say: Announce = announce if processes.main else lambda words: None
+    folder = Path(config.output.folder)
+    _check(config, processes)
+    start = _where_to_start(config, folder, resume)
+    torch.manual_seed(config.optimisation.seed)
+    tokenizer = load_tokenizer(config.model)
+    rows = load_rows(config, tokenizer)
+    say(
+        f"{rows.records[0]} records in {len(rows.train)} rows ({rows.train.fill:.0%} filled), "
+        f"{rows.records[1]} held out"
+    )
+    say(str(rows.report))
+    for warning in config.warnings():
+        say(warning)
+    backbone = Backbone.load(config, processes.device)
+    heads = make_heads(config, backbone, tokenizer, rows)
+    states = _states(config, backbone, rows, processes)
+    # Each process draws its own dropout; what all have in common was drawn before.
+    torch.manual_seed(config.optimisation.seed + processes.rank)
+    every = list(watchers)
+    trainer = Trainer(config, backbone, heads, rows.train, rows.held_out, processes, states, every)
+    error: BaseException | None = None
+    if processes.main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        except OSError as caught:
+            error = caught
+    processes.together(error)
+    if start is not None:
+        trainer.resume(start)
+        say(f"goes on from {start}")
+    board = _board(config, folder, trainer.at.done) if processes.main else None
+    if board is not None:
+        every.append(board)
+        trainer.watchers = every
+    say(f"{trainer.steps} steps: " + ", ".join(f"{stage.steps} {stage.name}" for stage in trainer.stages))
+    measured = trainer.run()
+    return _finish(trainer, rows, measured, say)
+
+
+def _check(config: Config, processes: Processes) -> None:
+    card.check_plotting()
+    if processes.sharded:
+        for broken, words in (
+            (config.data.cache_hidden is not None, "data.cache_hidden: expected null with divided weights"),
+            (config.model.quantization != "none", "model.quantization: expected none with divided weights"),
+            (config.optimisation.optimizer != "adamw", "optimisation.optimizer: expected adamw with divided weights"),
+        ):
+            if broken:
+                raise ValueError(f"{words}, got another")
+    if config.output.tensorboard and processes.main:
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "tensorboard: expected the library for output.tensorboard "
+                "(pip install 'medusa-kernels[train]', or set it to false), got none"
+            ) from error
+
+
+def _where_to_start(config: Config, folder: Path, resume: bool) -> Path | None:
+    """Return the checkpoint to go on from, or None for a new run."""
+    alone = Processes(0, 1, torch.device("cpu"), False)
+    newest = Checkpoints(folder / "checkpoints", 1, alone).newest()
+    if newest is None:
+        if (folder / "heads").exists():
+            raise ValueError(f"output.folder: expected a new one, got {folder}, which holds trained heads")
+        if (folder / LOG).is_file():
+            (folder / LOG).unlink()  # of a run that never came to a checkpoint
+        return None
+    if not resume:
+        raise ValueError(
+            f"output.folder: expected a new one (or --resume to go on from {newest.name}), got {folder} with a run"
+        )
+    before = Config.of(strict.parse_yaml(read_json(newest / STATE)["config"]))
+    if _lasting(before) != _lasting(config):
+        apart = _apart(_lasting(before), _lasting(config))
+        raise ValueError(f"{apart}: expected what the run in {folder} was begun with, got another; start a new one")
+    return newest
+
+
+def _lasting(config: Config) -> dict[str, Any]:
+    """Return the settings that a run cannot change on the way."""
+    values = dataclasses.asdict(config)
+    for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "tensorboard", "merge"):
+        del values["output"][name]
+    del values["generation"]
+    return values
+
+
+def _apart(one: Any, other: Any, path: str = "") -> str:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in one:
+            if one[name] != other[name]:
+                return _apart(one[name], other[name], f"{path}.{name}" if path else name)
+    return path
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(config: Config, tokenizer: Any) -> Rows:
+    """Read, encode, split and pack the data of a configuration.
+
+    Raises:
+        ValueError: unreadable data, too many bad records, or nothing to learn.
+    """
+    settings = config.data
+    encoder = chat.ChatEncoder(
+        tokenizer, settings.template, turns=settings.turns, arguments=settings.template_arguments
+    )
+    report = data.Report()
+    records = list(data.read_records(settings.train, report, system=settings.system, limit=settings.limit))
+    apart: list[data.Record] = []
+    if config.held_out_share > 0:
+        records, apart = data.split_records(records, config.held_out_share, settings.split_seed)
+    other_report = data.Report() if settings.held_out else report
+    if settings.held_out:
+        known = {" ".join(record.prompt.split()).casefold() for record in records}
+        others = data.read_records(settings.held_out, other_report, system=settings.system, limit=settings.limit)
+        for record in others:
+            if " ".join(record.prompt.split()).casefold() in known:
+                other_report.notes["held-out prompts that are also trained on: left out"] += 1
+            else:
+                apart.append(record)
+    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+
+    def pack(
+        part: Sequence[data.Record], report: data.Report
+    ) -> tuple[packing.PackedDataset | None, list[chat.Example]]:
+        examples = list(
+            packing.fit(chat.encode_records(part, encoder, report), settings.length, report, settings.overlong)
+        )
+        if not examples:
+            return None, examples
+        return packing.PackedDataset(examples, settings.length, pad, pack=settings.pack), examples
+
+    rows, examples = pack(records, report)
+    held_out, _ = pack(apart, other_report)
+    for each in {id(report): report, id(other_report): other_report}.values():
+        each.check(settings.max_bad_share)
+    if rows is None:
+        raise ValueError(f"data.train: expected something to learn, got nothing; {report}")
+    frequencies: Counter[int] = Counter()
+    for example in examples:
+        frequencies.update(example.ids[example.learnt].tolist())
+    separate = other_report if settings.held_out else None
+    return Rows(rows, held_out, report, separate, (len(records), len(apart)), frequencies)
+
+
+def _states(config: Config, backbone: Backbone, rows: Rows, processes: Processes) -> StateCache | None:
+    if config.data.cache_hidden is None:
+        return None
+    model = config.model
+    facts = {
+        "name": model.name,
+        "revision": model.revision,
+        "quantization": model.quantization,
+        "attention": model.attention,
+    }
+    shape = len(rows.train), config.data.length, int(backbone.causal.config.hidden_size)
+    key = fingerprint(rows.train, facts)
+    return StateCache(Path(config.data.cache_hidden), key, shape, DTYPES[model.dtype], processes)
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+def make_heads(config: Config, backbone: Backbone, tokenizer: Any, rows: Rows) -> MedusaHeads:
+    """Return heads to train, in float32 on the model's device: W1 zero and W2 the lm_head (2.1.1), or those given.
+
+    Raises:
+        ValueError: given heads that are not what the configuration asks for.
+    """
+    settings, causal = config.heads, backbone.causal
+    vocabulary, size = int(causal.config.vocab_size), int(causal.config.hidden_size)
+    device = next(backbone.module.parameters()).device
+    if settings.initial is not None:
+        heads = read_heads(settings.initial, hidden_size=size, vocab_size=vocabulary, dtype=torch.float32).heads
+        for name in ("num_heads", "num_layers", "shared_projection"):
+            wanted, got = getattr(settings, name), getattr(heads, name)
+            if wanted != got:
+                raise ValueError(f"heads.{name}: expected {got} like the heads in {settings.initial}, got {wanted}")
+        heads = heads.to(device)
+        heads.train()
+        heads.requires_grad_(True)
+        return heads
+    token_map = None
+    if settings.token_map_size is not None:
+        token_map = _token_map(settings.token_map_size, vocabulary, tokenizer, rows)
+    heads = MedusaHeads(
+        size,
+        vocabulary,
+        settings.num_heads,
+        settings.num_layers,
+        shared_projection=settings.shared_projection,
+        bias=settings.bias,
+        token_map=token_map,
+        dtype=torch.float32,
+        device=device,
+        parent_rank=settings.parent_rank,
+    )
+    if heads.w2 is not None:
+        layer: Any = getattr(backbone.lm_head, "base_layer", backbone.lm_head)
+        weight = layer.weight.detach()
+        if weight.shape != (vocabulary, size) or not weight.is_floating_point():
+            raise ValueError(
+                f"model: expected an lm_head [{vocabulary}, {size}] of floats to start heads from, got "
+                f"{weight.dtype} {list(weight.shape)}"
+            )
+        with torch.no_grad():
+            heads.w2.copy_((weight if token_map is None else weight[token_map.to(weight.device)]).expand_as(heads.w2))
+    return heads
+
+
+def _token_map(size: int, vocabulary: int, tokenizer: Any, rows: Rows) -> torch.Tensor:
+    from medusa_decoding.training.targets import most_frequent_tokens
+
+    if size > vocabulary:
+        raise ValueError(f"heads.token_map_size: expected at most the {vocabulary} tokens there are, got {size}")
+    ends = [token for token in (tokenizer.eos_token_id,) if token is not None]
+    counts = {token: rows.frequencies.get(token, 0) for token in range(vocabulary)}
+    return most_frequent_tokens(counts, size, always=ends)
+
+
+# -- what is left ------------------------------------------------------------------------------------------------------
+
+
+def _finish(trainer: Trainer, rows: Rows, measured: Measured | None, say: Announce) -> Result:
+    config, processes = trainer.config, trainer.processes
+    folder = trainer.folder
+    weights = trainer.trained()
+    base = _base_name(config)
+    error: BaseException | None = None
+    if processes.main:
+        try:
+            base = _write_backbone(trainer, weights)
+            _write_heads(trainer, weights, base, rows, measured)
+        except (OSError, ValueError) as caught:
+            error = caught
+    processes.together(error)
+    say(f"heads in {folder / 'heads'}, their base model is {base}")
+    return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds)
+
+
+def _base_name(config: Config) -> str:
+    path = Path(config.model.name).expanduser()
+    return str(path.resolve()) if path.is_dir() else config.model.name
+
+
+def _write_backbone(trainer: Trainer, weights: Mapping[str, torch.Tensor]) -> str:
+    """Write the trained model, or its adapter; return what the heads' checkpoint calls their base model."""
+    config, backbone, folder = trainer.config, trainer.backbone, trainer.folder
+    if not config.trains_backbone:
+        return _base_name(config)
+    own = {name.removeprefix("model."): weight for name, weight in weights.items() if name.startswith("model.")}
+    tokenizer = load_tokenizer(config.model)
+    merge = config.output.merge and config.model.quantization == "none" and not trainer.processes.sharded
+    name = "model" if merge or backbone.lora is None else "adapter"
+    staging = folder / f".{name}.tmp"
+    shutil.rmtree(staging, ignore_errors=True)
+    if name == "adapter":
+        backbone.lora.save_pretrained(staging, state_dict=_adapter_state(backbone, own), save_embedding_layers=False)
+        backbone.causal.config.save_pretrained(staging)  # says the vocabulary's size
+    else:
+        causal = backbone.causal
+        if backbone.lora is not None:
+            causal = backbone.lora.merge_and_unload()
+            causal.to(DTYPES[config.model.dtype]).save_pretrained(staging)
+        else:
+            state = {key: value.to(DTYPES[config.model.dtype]) for key, value in own.items()}
+            causal.save_pretrained(staging, state_dict=state)
+            _state_dtype(staging, config.model.dtype)
+    tokenizer.save_pretrained(staging)
+    final = folder / name
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(staging, final)
+    return f"../{name}"
+
+
+def _adapter_state(backbone: Backbone, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # peft picks its own weights from a whole state by name.
+    return dict(own)
+
+
+def _state_dtype(folder: Path, dtype: str) -> None:
+    """Have a model's config name the type its weights were written in."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["dtype"] = dtype
+    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_heads(
+    trainer: Trainer, weights: Mapping[str, torch.Tensor], base: str, rows: Rows, measured: Measured | None
+) -> None:
+    config, folder = trainer.config, trainer.folder
+    heads = _copy_of(trainer.heads, weights, DTYPES[config.model.dtype])
+    if config.heads.storage != "float":
+        heads = heads.quantized(config.heads.storage)
+    write_heads(heads, folder / "heads", base_model=base)
+    if measured is not None:
+        (folder / "heads" / MEASURED).write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
+    card.write_card(folder / "heads", _facts(trainer, base, rows, measured))
+
+
+def _facts(trainer: Trainer, base: str, rows: Rows, measured: Measured | None) -> card.CardFacts:
+    """Collect what the model card says."""
+    config, lines = trainer.config, read_log(trainer.folder)
+    accuracy = HeadAccuracy.empty(trainer.heads.num_heads) if measured is None else measured.accuracy
+    return card.CardFacts(
+        config=config,
+        report=rows.report,
+        train_records=rows.records[0],
+        held_out_records=rows.records[1],
+        accuracy=accuracy,
+        losses=[(line["step"], line["loss"]) for line in lines if "loss" in line],
+        steps=trainer.at.done,
+        seconds=trainer.at.seconds,
+        held_out_report=rows.held_out_report,
+        tokens=len(rows.train) * config.data.length,
+        versions=versions(),
+        machine=_machine(trainer.processes),
+        trained_model=base if config.trains_backbone else None,
+    )
+
+
+def _machine(processes: Processes) -> str:
+    device = processes.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return name if processes.size == 1 else f"{processes.size} x {name}"
+
+
+def _copy_of(heads: MedusaHeads, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> MedusaHeads:
+    token_map = None if heads.token_map is None else heads.token_map.cpu()
+    copy = MedusaHeads(
+        heads.hidden_size,
+        heads.vocab_size,
+        heads.num_heads,
+        heads.num_layers,
+        shared_projection=heads.shared_projection,
+        bias=heads.b1 is not None,
+        token_map=token_map,
+        dtype=dtype,
+        parent_rank=heads.parent_rank,
+    )
+    with torch.no_grad():
+        for name, weight in copy.named_parameters():
+            weight.copy_(weights[f"heads.{name}"])
+    return copy.eval()
+
+
+def _board(config: Config, folder: Path, done: int) -> Watcher | None:
+    """Return a watcher that writes TensorBoard's event files."""
+    if not config.output.tensorboard:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def watch(line: Mapping[str, Any]) -> None:
+        step = line["step"]
+        where = "held_out" if "accuracy" in line else "train"
+        for name in ("loss", "model_loss", "model_top1", "lambda_0", "gradient_norm"):
+            if name in line:
+                writer.add_scalar(f"{where}/{name}", line[name], step)
+        for name, rate in line.get("rates", {}).items():
+            writer.add_scalar(f"rate/{name}", rate, step)
+        for name in ("head_losses", "head_top1"):
+            for head, value in enumerate(line.get(name, ()), start=1):
+                writer.add_scalar(f"{where}/{name}/{head}", value, step)
+        writer.flush()
+
+    return watch
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a run's figures depend on."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+__all__ = ["Result", "Rows", "load_rows", "make_heads", "train", "versions"]

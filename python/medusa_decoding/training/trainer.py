@@ -1,0 +1,477 @@
+"""The training loop: stages of steps, each the gradient of one global batch (Medusa paper, sections 2.2 and B).
+
+The order of rows depends on the seed alone, and every mean is over a whole step's targets, so that neither the number
+of processes nor the size of micro-batches changes what is minimised. A run stopped anywhere goes on from its last
+checkpoint with the same numbers. This module does not know where rows, models or heads come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.training.accuracy import HeadAccuracy
+from medusa_decoding.training.backbone import Backbone
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.losses import TOP, Loss
+from medusa_decoding.training.objective import HIDDEN, Normalisers, Objective
+from medusa_decoding.training.packing import PackedDataset, collate
+from medusa_decoding.training.processes import Processes, whole
+from medusa_decoding.training.saving import Checkpoints
+from medusa_decoding.training.schedules import Stage, cosine, lambda_0, parameter_groups, stages
+from medusa_decoding.training.states import StateCache
+from medusa_decoding.training.targets import IGNORE
+
+LOG = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What held-out data says.
+
+    Attributes:
+        accuracy: of the heads.
+        model_loss: of the model itself, nats a token.
+        model_top1: its next-token accuracy.
+    """
+
+    accuracy: HeadAccuracy
+    model_loss: float
+    model_top1: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return figures as plain lists."""
+        return {
+            "model_loss": self.model_loss,
+            "model_top1": self.model_top1,
+            "head_top1": [row[0] for row in self.accuracy.cumulative],
+            "accuracy": self.accuracy.to_json(),
+        }
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        stage: number of the stage.
+        step: steps of it that are done.
+        done: steps of the whole run that are done.
+        tokens: tokens that were trained on, padding included.
+        seconds: spent.
+    """
+
+    stage: int = 0
+    step: int = 0
+    done: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+Watcher = Callable[[Mapping[str, Any]], None]
+"""Is shown each line of the log."""
+
+
+@dataclass
+class Trainer:
+    """Trains heads, and the backbone's adapter or weights where the method says so.
+
+    Args:
+        config: of the run.
+        backbone: the model.
+        heads: in float32, on the model's device.
+        rows: to train on.
+        held_out: to measure on, or None.
+        processes: those of the run.
+        states: cache of hidden states, or None.
+        watchers: shown each line of the log, by the main process.
+    """
+
+    config: Config
+    backbone: Backbone
+    heads: MedusaHeads
+    rows: PackedDataset
+    held_out: PackedDataset | None
+    processes: Processes
+    states: StateCache | None = None
+    watchers: list[Watcher] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        output = self.config.output
+        self.folder = Path(output.folder)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", output.keep_checkpoints, self.processes)
+        self.stages = stages(self.config, len(self.rows))
+        self.objective = Objective(self.backbone, self.heads, self.config)
+        self.at = Progress()
+        self.measured: Measured | None = None
+        if self.processes.sharded:
+            self.processes.shard(self.objective, self.backbone.decoder.layers)
+        self._begin_stage(self.stages[0])
+
+    # -- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Measured | None:
+        """Train from where the run stands to its end; return what held-out data says then.
+
+        Raises:
+            FloatingPointError: the loss is not finite; names the step and the last good checkpoint.
+            OSError: a checkpoint could not be written; names the last good one.
+        """
+        for number in range(self.at.stage, len(self.stages)):
+            stage = self.stages[number]
+            if number > self.at.stage:
+                self.at.stage, self.at.step = number, 0
+                self._begin_stage(stage)
+            while self.at.step < stage.steps:
+                started = time.monotonic()
+                line = self._step(stage)
+                self.at.step += 1
+                self.at.done += 1
+                self.at.seconds += time.monotonic() - started
+                last = self.at.step == stage.steps
+                if self.at.step % self.config.output.log_steps == 0 or last or self.at.step == 1:
+                    self._log(line | {"seconds": round(self.at.seconds, 2)})
+                if self.held_out is not None and (self._evaluation_due(stage) or last):
+                    self.measured = self.measure(self.held_out)
+                    self._log({"stage": stage.name, "step": self.at.done} | self.measured.to_json())
+                if self.at.done % self.config.output.checkpoint_steps == 0 or last:
+                    self.save()
+        return self.measured
+
+    def _evaluation_due(self, stage: Stage) -> bool:
+        every = self.config.output.evaluate_steps or self._steps_an_epoch
+        return self.at.step % every == 0
+
+    @property
+    def _steps_an_epoch(self) -> int:
+        return -(-len(self.rows) // self.config.optimisation.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return sum(stage.steps for stage in self.stages)
+
+    def _begin_stage(self, stage: Stage) -> None:
+        objective, config = self.objective, self.config
+        objective.joint = stage.trains_backbone
+        if not self.processes.sharded:
+            # DDP waits for the gradient of whatever requires one. Sharded weights keep what they were made with.
+            for weight in self._trained_weights.values():
+                weight.requires_grad_(stage.trains_backbone)
+        self.wrapped: nn.Module = self.processes.replicated(objective)
+        backbone = list(self._trained_weights.items()) if stage.trains_backbone else []
+        groups = parameter_groups(self.heads, backbone, config=config)
+        self.optimiser = _optimiser(groups, config, self.processes.sharded)
+        self.schedule = cosine(self.optimiser, config.optimisation.warmup_steps, stage.steps)
+        self.clipped = [weight for group in groups for weight in group["params"]]
+
+    @property
+    def _trained_weights(self) -> dict[str, nn.Parameter]:
+        if not hasattr(self, "_names"):
+            self._names = list(self.backbone.trained())
+        weights = dict(self.backbone.module.named_parameters())
+        return {name: weights[name] for name in self._names}
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, stage: Stage) -> dict[str, Any]:
+        config, processes = self.config, self.processes
+        numbers = self._rows_of_step(self.at.step)
+        batches = [self._batch(part) for part in self._micro_batches(numbers)]
+        normalisers = self._normalisers(numbers).to(processes.device)
+        weight = config.loss.lambda_0
+        if weight is not None and stage.trains_backbone:
+            weight = lambda_0(self.at.step, stage.steps, weight, config.loss.lambda_0_schedule)
+        self.objective.train()
+        sums: dict[str, Tensor] = {}
+        for place, batch in enumerate(batches):
+            more = place + 1 < len(batches)
+            with processes.gradients_kept(self.wrapped, more), self._precision():
+                found = self.wrapped(batch, normalisers, 1.0 if weight is None else weight)
+                # Gradients are averaged over the processes, where the step's is their sum.
+                (found["loss"] * processes.size).backward()
+            for name, value in found.items():
+                value = value.detach().double()
+                sums[name] = sums[name] + value if name in sums else value
+        sums = self._over_processes(sums)
+        self._check_finite(sums["loss"], stage)
+        norm = self._clip()
+        self._check_finite(norm, stage, "gradient norm")
+        rates = {group["name"].partition(",")[0]: group["lr"] for group in self.optimiser.param_groups}
+        self.optimiser.step()
+        self.schedule.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.at.tokens += len(numbers) * int(batches[0]["input_ids"].shape[1])
+        line = {"stage": stage.name, "step": self.at.done + 1, "of": self.steps, "loss": float(sums["loss"])}
+        line |= _means(sums)
+        if weight is not None and stage.trains_backbone:
+            line["lambda_0"] = weight
+        return line | {"rates": rates, "gradient_norm": float(norm), "tokens": self.at.tokens}
+
+    def _rows_of_step(self, step: int) -> list[int]:
+        """Return the rows of a stage's step: each epoch in an order of its own, which the seed decides."""
+        rates, an_epoch = self.config.optimisation, self._steps_an_epoch
+        epoch, place = divmod(step, an_epoch)
+        generator = torch.Generator().manual_seed((rates.seed * 7919 + self.at.stage) * 104729 + epoch)
+        order = torch.randperm(len(self.rows), generator=generator)
+        return [int(row) for row in order[place * rates.batch_size : (place + 1) * rates.batch_size]]
+
+    def _micro_batches(self, numbers: list[int]) -> list[list[int]]:
+        """Divide a step's rows among processes and micro-batches; all processes get as many micro-batches."""
+        size, micro = self.processes.size, self.config.optimisation.micro_batch_size
+        count = math.ceil(len(numbers) / (size * micro))
+        own = numbers[self.processes.rank :: size]
+        return [own[place * micro : (place + 1) * micro] for place in range(count)]
+
+    def _batch(self, numbers: list[int], rows: PackedDataset | None = None) -> dict[str, Any]:
+        """Return rows on the device; without any, a row that nothing is learnt from, which keeps processes in step."""
+        data = self.rows if rows is None else rows
+        chosen = [data[number] for number in numbers] or [_blank(data[0])]
+        batch = collate(chosen, self.config.model.attention)
+        states = None
+        if self.states is not None and rows is None and numbers:
+            states = self.states.get(numbers)
+            if states is None:
+                moved = _moved(batch, self.processes.device)
+                with torch.no_grad(), self._precision():
+                    states = self.backbone.hidden(moved)
+                self.states.put(numbers, states)
+                states = self.states.get(numbers)  # as every later epoch reads them
+        if states is not None:
+            batch[HIDDEN] = states
+        return _moved(batch, self.processes.device)
+
+    def _normalisers(self, numbers: list[int]) -> Normalisers:
+        """Count the targets of a whole step; every process has all rows, so that nobody has to be asked."""
+        batch = {name: torch.stack([self.rows[number][name] for number in numbers]) for name in self.rows[0]}
+        return Normalisers.count([batch], self._shape_of_heads)
+
+    @property
+    def _shape_of_heads(self) -> MedusaHeads:
+        # Targets depend on the heads' number and vocabulary, which are looked at on the host.
+        if not hasattr(self, "_shape"):
+            heads = self.heads
+            token_map = None if heads.token_map is None else heads.token_map.cpu()
+            with torch.device("meta"):
+                shape = MedusaHeads(1, heads.vocab_size, heads.num_heads, shared_projection=True)
+            shape.token_map = token_map
+            self._shape = shape
+        return self._shape
+
+    def _clip(self) -> Tensor:
+        limit = self.config.optimisation.max_gradient_norm
+        return whole(nn.utils.clip_grad_norm_(self.clipped, math.inf if limit is None else limit)).detach()
+
+    def _check_finite(self, value: Tensor, stage: Stage, name: str = "loss") -> None:
+        if not bool(torch.isfinite(value)):
+            newest = self.checkpoints.newest()
+            kept = f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
+            raise FloatingPointError(
+                f"{name}: expected a finite number, got {float(value)} at step {self.at.step + 1} of stage "
+                f"{stage.name}; {kept}"
+            )
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Multiply in bfloat16 where the model is of that type; weights that are trained stay in float32."""
+        enabled = self.config.model.dtype == "bfloat16"
+        return torch.autocast(self.processes.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def _over_processes(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = sorted(sums)
+        flat = self.processes.total(torch.cat([sums[name].double().flatten() for name in names]))
+        parts = flat.split([sums[name].numel() for name in names])
+        return {name: part.view(sums[name].shape) for name, part in zip(names, parts, strict=True)}
+
+    # -- held-out data ---------------------------------------------------------------------------------------------
+
+    def measure(self, rows: PackedDataset) -> Measured:
+        """Return the accuracy of heads and model on rows, without touching any random numbers."""
+        processes, micro = self.processes, self.config.optimisation.micro_batch_size
+        own = list(range(processes.rank, len(rows), processes.size))
+        count = math.ceil(len(rows) / (processes.size * micro))
+        sums: dict[str, Tensor] = {}
+        self.objective.eval()
+        with torch.no_grad(), self._precision():
+            for place in range(count):
+                batch = self._batch(own[place * micro : (place + 1) * micro], rows)
+                for name, value in self.objective(batch, top=TOP).items():
+                    sums[name] = sums[name] + value.double() if name in sums else value.double()
+        processes.divide_again(self.objective)
+        sums = self._over_processes(sums)
+        accuracy = HeadAccuracy.empty(self.heads.num_heads)
+        whole_numbers = {name: value.round().long() for name, value in sums.items() if name.startswith("head_")}
+        accuracy.add(
+            Loss(
+                sums["loss"], sums["head_sums"], whole_numbers["head_counts"], whole_numbers["head_outside"],
+                whole_numbers["head_hits"],
+            )
+        )  # fmt: skip
+        targets = max(float(sums["model_count"]), 1.0)
+        return Measured(accuracy, float(sums["model_sum"]) / targets, float(sums["model_hits"]) / targets)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of where the run stands."""
+        weights, optimiser = self._state()
+        state = {
+            "stage": self.at.stage,
+            "step": self.at.step,
+            "done": self.at.done,
+            "tokens": self.at.tokens,
+            "seconds": self.at.seconds,
+            "rows": len(self.rows),
+            "processes": self.processes.size,
+            "sharded": self.processes.sharded,
+            "config": self.config.to_yaml(),
+            "measured": None if self.measured is None else self.measured.to_json(),
+        }
+        optimiser = {"optimiser": optimiser, "schedule": self.schedule.state_dict()}
+        self.checkpoints.save(self.at.done, state, weights, optimiser)
+
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: a damaged checkpoint, or one of other rows or another number of processes.
+        """
+        state, weights, optimiser = self.checkpoints.load(path)
+        for name, wanted in (("rows", len(self.rows)), ("processes", self.processes.size)):
+            if state[name] != wanted:
+                raise ValueError(f"{path}: expected a run of {wanted} {name}, got one of {state[name]}")
+        self.at = Progress(state["stage"], state["step"], state["done"], state["tokens"], state["seconds"])
+        if self.at.stage > 0:
+            self._begin_stage(self.stages[self.at.stage])
+        self._restore(weights, optimiser["optimiser"])
+        self.schedule.load_state_dict(optimiser["schedule"])
+        measured = state["measured"]
+        if measured is not None:
+            self.measured = Measured(
+                HeadAccuracy.from_json(measured["accuracy"]), measured["model_loss"], measured["model_top1"]
+            )
+        if self.processes.main:
+            self._cut_log()
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return whole copies of the trained weights on the CPU, by their names in heads and model; all must ask."""
+        named = {f"heads.{name}": weight for name, weight in self.heads.named_parameters()}
+        named |= {f"model.{name}": weight for name, weight in self._trained_weights.items()}
+        return {name: whole(weight.detach()).to("cpu", copy=True) for name, weight in named.items()}
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        weights = self.trained()
+        if not self.processes.sharded:
+            return weights, self.optimiser.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return weights, get_optimizer_state_dict(self.objective, self.optimiser, options=options)
+
+    def _restore(self, weights: Mapping[str, Tensor], optimiser: dict[str, Any]) -> None:
+        named = {f"heads.{name}": weight for name, weight in self.heads.named_parameters()}
+        named |= {f"model.{name}": weight for name, weight in self._trained_weights.items()}
+        if named.keys() != weights.keys():
+            apart = sorted(named.keys() ^ weights.keys())
+            raise ValueError(f"checkpoint: expected the weights that this run trains, got others ({apart[0]}, say)")
+        with torch.no_grad():
+            for name, weight in named.items():
+                _copy_into(weight, weights[name])
+        if not self.processes.sharded:
+            self.optimiser.load_state_dict(optimiser)
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.objective, self.optimiser, optim_state_dict=optimiser, options=options)
+
+    # -- the log ---------------------------------------------------------------------------------------------------
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        if not self.processes.main:
+            return
+        with open(self.folder / LOG, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps(dict(line)) + "\n")
+        for watcher in self.watchers:
+            watcher(line)
+
+    def _cut_log(self) -> None:
+        """Leave off what a stopped run logged behind its last checkpoint: those steps are made again."""
+        file = self.folder / LOG
+        if file.is_file():
+            kept = [line for line in read_log(self.folder) if line["step"] <= self.at.done]
+            scratch = file.with_name(f".{LOG}.tmp")
+            scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            scratch.replace(file)
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's log; a last one that a kill cut off is left out."""
+    file = folder / LOG
+    return list(_lines(file.read_text(encoding="utf-8"))) if file.is_file() else []
+
+
+def _lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _optimiser(groups: list[dict[str, Any]], config: Config, sharded: bool) -> torch.optim.Optimizer:
+    rates = config.optimisation
+    options: dict[str, Any] = {"betas": (rates.beta_1, rates.beta_2), "eps": rates.epsilon}
+    if rates.optimizer == "adamw":
+        return torch.optim.AdamW(groups, **options)
+    if sharded:
+        raise ValueError("optimisation.optimizer: expected adamw with divided weights, got adamw_8bit")
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "bitsandbytes: expected the library for optimisation.optimizer adamw_8bit "
+            "(pip install 'medusa-kernels[train]', or use adamw), got none"
+        ) from error
+    found: torch.optim.Optimizer = AdamW8bit(groups, **options)
+    return found
+
+
+def _means(sums: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return losses and accuracies a token, from sums over a step."""
+    counts = sums["head_counts"].clamp(min=1)
+    asked = (sums["head_counts"] + sums["head_outside"]).clamp(min=1)
+    found: dict[str, Any] = {
+        "head_losses": (sums["head_sums"] / counts).tolist(),
+        "head_top1": (sums["head_hits"][:, 0] / asked).tolist(),
+    }
+    if "model_sum" in sums:
+        found["model_loss"] = float(sums["model_sum"] / sums["model_count"].clamp(min=1))
+    if "model_hits" in sums:
+        found["model_top1"] = float(sums["model_hits"] / sums["model_count"].clamp(min=1))
+    return found
+
+
+def _blank(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    return row | {"labels": torch.full_like(row["labels"], IGNORE)}
+
+
+def _moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _copy_into(weight: nn.Parameter, values: Tensor) -> None:
+    spread = getattr(weight, "device_mesh", None)
+    if spread is None:
+        weight.copy_(values)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    weight.copy_(distribute_tensor(values.to(spread.device_type), spread, weight.placements))  # type: ignore[attr-defined]

@@ -1,0 +1,105 @@
+"""medusa eval: on the embedded model, and how it refuses."""
+
+import json
+import re
+
+import pytest
+
+from medusa_decoding.cli import main
+
+QUESTIONS = [
+    {"question_id": 1, "category": "code", "turns": ["def f(x):\n", "def g(x):\n"]},
+    {"question_id": 2, "category": "tests", "turns": ["import os\n"]},
+]
+ARGV = ["--max-new-tokens", "12", "--tree", "chain:2"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    return str(path)
+
+
+def test_the_embedded_model_with_json_and_file(capsys, file, tmp_path):
+    out = tmp_path / "figures.json"
+    assert main(["eval", "--prompts", file, *ARGV, "--json", "--out", str(out)]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert json.loads(out.read_text()) == figures
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
+    assert set(figures["categories"]) == {"code", "tests"}
+    overall = figures["overall"]
+    assert (overall["prompts"], overall["texts"]) == (2, 3)
+    assert overall["identical"] == {"plain": 3, "transformers": 3}
+    committed = sum((int(length) + 1) * count for length, count in overall["accepted_histogram"].items())
+    assert committed == overall["new_tokens"] - 3  # each text's first token is the prefill's
+    assert overall["tokens_per_step"]["value"] == pytest.approx(committed / overall["steps"])
+    assert set(overall["speedup"]) == {"plain", "transformers"}
+    assert figures["settings"]["tree"] == "3 nodes"
+    assert figures["prompts"] == [file]
+
+
+def test_tables_and_choices(capsys, file, checkpoint):
+    argv = ["eval", "--model", str(checkpoint / "heads"), "--prompts", file, *ARGV]
+    assert main([*argv, "--categories", "code", "--turns", "1", "--no-transformers", "--rounds", "2"]) == 0
+    captured = capsys.readouterr()
+    head, row, *_ = captured.out.splitlines()
+    assert head.split("  ")[0].strip() == ""
+    assert "tokens a step" in head
+    assert "our plain loop" in head
+    assert "transformers" not in head
+    assert row.split()[:3] == ["all", "1", "1"]
+    assert "1/1" in row
+    assert "rounds 2" in captured.out
+    assert "head 3" in captured.out
+    assert "medusa:" not in captured.err
+
+
+def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    answer = chat.write(chat.ids([{"role": "user", "content": "hello"}]), 40)
+    argv = ["eval", "--model", chat.heads, "--prompts", str(path), "--max-new-tokens", "40", "--json"]
+    assert main(argv) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["overall"]["new_tokens"] == len(answer) < 40  # the template's end of turn was found
+    assert list(figures["categories"]) == ["asked"]
+    assert figures["settings"]["template"] == "chat"
+
+
+def test_texts_that_differ_are_said_on_standard_error(capsys, file, monkeypatch):
+    from medusa_decoding.evaluation import run
+
+    monkeypatch.setattr(run, "_departure", lambda text, other: 4)
+    assert main(["eval", "--prompts", file, *ARGV, "--no-transformers", "--limit", "1", "--turns", "1"]) == 0
+    captured = capsys.readouterr()
+    assert re.search(r"medusa: 2 texts differ .* the first is .*questions.jsonl:1, turn 1, .* token 4", captured.err)
+    assert "0/2" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prompts", "FILE", "--categories", "poems"], "categories: expected some of code, tests, got poems"),
+        (["--prompts", "missing.jsonl"], r"expected a file, .* got missing.jsonl"),
+        (["--prompts", "FILE", "--out", "no/such/folder/x.json"], "--out: expected a file in a folder that exists"),
+        (["--prompts", "FILE", "--top-p", "0.5"], "--top-p: expected --temperature above 0"),
+        (["--prompts", "FILE", "--template", "missing.jinja"], "missing.jinja"),
+        (["--prompts", "ODD"], r"prompts: expected one of the keys .* in .*odd.jsonl:1, got query"),
+    ],
+)
+def test_refusals(capsys, file, tmp_path, argv, words):
+    (tmp_path / "odd.jsonl").write_text('{"query": "?"}\n')
+    places = {"FILE": file, "ODD": str(tmp_path / "odd.jsonl")}
+    assert main(["eval", *(places.get(word, word) for word in argv), *ARGV]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
+    assert re.search(words, line)
+
+
+def test_prompts_are_required(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["eval"])
+    assert end.value.code == 2
+    assert "--prompts" in capsys.readouterr().err

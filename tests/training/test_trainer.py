@@ -1,0 +1,447 @@
+"""Runs of a few steps: what they minimise, what they change, how they stop and go on."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import workshop
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from workshop import curve, heads_tensors, losses
+
+from medusa_decoding import MedusaModel
+from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.training import saving, trainer
+from medusa_decoding.training.backbone import Backbone
+from medusa_decoding.training.chat import ChatEncoder, encode_records
+from medusa_decoding.training.config import SourceConfig
+from medusa_decoding.training.data import Report, read_records
+from medusa_decoding.training.recipe import train
+
+METHODS = ("medusa-1", "medusa-2", "self-distillation")
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workshop")
+    return workshop.make_base(folder / "base"), workshop.make_data(folder / "data.jsonl")
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_at(step):
+    def watch(line):
+        if line["step"] >= step:
+            raise StoppedError
+
+    return watch
+
+
+# What is minimised
+
+
+def examples_of(base, data):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    report = Report()
+    return list(encode_records(read_records([SourceConfig(str(data))], report), ChatEncoder(tokenizer), report))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_first_loss_is_that_of_the_paper_s_formula(shop, tmp_path, pack):
+    base, data = shop
+    rates = {"batch_size": 64, "micro_batch_size": 4}
+    options = {"pack": pack, "held_out_share": 0.0}
+    train(workshop.config(tmp_path / "run", base, data, data=options, optimisation=rates))
+    # Equation 1 by hand: fresh heads repeat the model's own prediction, one conversation at a time, without packing.
+    model = AutoModelForCausalLM.from_pretrained(base)
+    sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
+    for example in examples_of(base, data):
+        ids = torch.from_numpy(example.ids).long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].double()
+        for head in range(3):
+            for place in range(len(ids) - 2 - head):
+                if example.learnt[place + 2 + head]:
+                    sums[head] += F.cross_entropy(logits[place], ids[place + 2 + head])
+                    counts[head] += 1
+    expected = sum(0.8 ** (head + 1) * sums[head] / counts[head] for head in range(3))
+    assert losses(tmp_path / "run")[0] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_medusa_2_adds_the_model_s_own_loss_to_the_heads(shop, tmp_path):
+    base, data = shop
+    rates = {"batch_size": 64, "heads_first_epochs": 0.0}
+    train(
+        workshop.config(
+            tmp_path / "run", base, data, "medusa-2", data={"held_out_share": 0.0}, optimisation=rates,
+            loss={"lambda_0": 0.25}, lora={"dropout": 0.0},
+        )
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(base)
+    total, count = 0.0, 0
+    for example in examples_of(base, data):
+        ids = torch.from_numpy(example.ids).long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].double()
+        kept = torch.from_numpy(example.learnt[1:])
+        total += float(F.cross_entropy(logits[:-1][kept], ids[1:][kept], reduction="sum"))
+        count += int(kept.sum())
+    first = curve(tmp_path / "run")[0]
+    assert first["model_loss"] == pytest.approx(total / count, rel=1e-5)
+    heads = sum(0.8 ** (k + 1) * loss for k, loss in enumerate(first["head_losses"]))
+    assert first["loss"] == pytest.approx(total / count + 0.25 * heads, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_size_of_micro_batches_changes_nothing(shop, tmp_path, method):
+    lora = {} if method == "medusa-1" else {"lora": {"dropout": 0.0}}
+    for micro in (1, 4):
+        rates = {"micro_batch_size": micro}
+        train(workshop.config(tmp_path / str(micro), *shop, method, optimisation=rates, **lora))
+    assert len(losses(tmp_path / "1")) >= 6
+    assert losses(tmp_path / "1") == pytest.approx(losses(tmp_path / "4"), rel=1e-4, abs=1e-6)
+
+
+# What is changed
+
+
+def test_medusa_1_leaves_the_backbone_and_fits_the_heads(shop, tmp_path):
+    base, data = shop
+    before = {name: tensor.clone() for name, tensor in AutoModelForCausalLM.from_pretrained(base).state_dict().items()}
+    kept = {}
+    load = Backbone.load.__func__
+
+    def keeping(cls, config, device):
+        kept["backbone"] = load(cls, config, device)
+        return kept["backbone"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Backbone, "load", classmethod(keeping))
+        result = train(workshop.config(tmp_path / "run", base, data, optimisation={"epochs": 12.0}))
+    causal = kept["backbone"].causal
+    assert all(torch.equal(tensor, before[name]) for name, tensor in causal.state_dict().items())
+    assert all(weight.grad is None and not weight.requires_grad for weight in causal.parameters())
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.6 * found[0]
+    assert result.base_model == str(base)
+    assert result.measured.accuracy.total.min() > 0
+    with MedusaModel.from_pretrained(result.heads, dtype=torch.float32) as model:
+        ids = torch.tensor([[5, 9, 30, 12]])
+        expected = AutoModelForCausalLM.from_pretrained(base).generate(ids, max_new_tokens=12, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=12).sequences, expected)
+
+
+def test_held_out_figures_are_those_of_the_written_heads(shop, tmp_path):
+    base, data = shop
+    result = train(workshop.config(tmp_path / "run", base, data))
+    heads = read_heads(result.heads).heads
+    model = AutoModelForCausalLM.from_pretrained(base)
+    settings = workshop.config(tmp_path / "x", base, data)
+    report = Report()
+    from medusa_decoding.training.data import split_records
+
+    records = split_records(read_records(settings.data.train, report), 0.2)[1]
+    assert records
+    hits, total = torch.zeros(3, 10), torch.zeros(3)
+    for example in encode_records(records, ChatEncoder(AutoTokenizer.from_pretrained(base)), report):
+        ids = torch.from_numpy(example.ids).long()
+        with torch.no_grad():
+            logits = heads(model.model(ids[None]).last_hidden_state[0])
+        for head in range(3):
+            for place in range(len(ids) - 2 - head):
+                if example.learnt[place + 2 + head]:
+                    best = logits[place, head].topk(10).indices
+                    hits[head] += (best == ids[place + 2 + head]).cumsum(0)
+                    total[head] += 1
+    assert result.measured.accuracy.total.tolist() == total.tolist()
+    assert result.measured.accuracy.hits.tolist() == hits.tolist()
+
+
+def test_medusa_2_trains_heads_alone_and_then_both_at_their_rates(shop, tmp_path):
+    result = train(workshop.config(tmp_path / "run", *shop, "medusa-2"))
+    lines = [line for line in curve(tmp_path / "run") if "loss" in line]
+    names = [line["stage"] for line in lines]
+    assert names == sorted(names)
+    assert set(names) == {"heads", "joint"}
+    assert "model_loss" not in lines[0]
+    assert "backbone" not in lines[0]["rates"]
+    joint = [line for line in lines if line["stage"] == "joint"]
+    assert joint[1]["rates"]["heads"] == pytest.approx(4 * joint[1]["rates"]["backbone"])
+    assert joint[1]["lambda_0"] == 0.2
+    assert result.base_model == "../model"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    original = AutoModelForCausalLM.from_pretrained(shop[0])
+    changed = {
+        name.rpartition(".")[0].rpartition(".")[2]
+        for name, tensor in merged.state_dict().items()
+        if not torch.equal(tensor, original.state_dict()[name])
+    }
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
+    assert changed == expected
+
+
+def test_an_adapter_that_is_not_merged_writes_the_same_text(shop, tmp_path):
+    texts = []
+    for merge in (True, False):
+        folder = tmp_path / str(merge)
+        result = train(workshop.config(folder, *shop, "medusa-2", output={"merge": merge}, lora={"alpha": 64.0}))
+        assert result.base_model == ("../model" if merge else "../adapter")
+        with MedusaModel.from_pretrained(result.heads, dtype=torch.float32) as model:
+            texts.append(model.generate(torch.tensor([[5, 9, 30, 12]]), max_new_tokens=12).sequences.tolist())
+    assert texts[0] == texts[1]
+    original = AutoModelForCausalLM.from_pretrained(shop[0])
+    plain = original.generate(torch.tensor([[5, 9, 30, 12]]), max_new_tokens=12, do_sample=False)
+    assert texts[0] != plain.tolist(), "the adapter changed nothing, so nothing was shown"
+
+
+def test_without_an_adapter_all_of_the_model_is_trained(shop, tmp_path):
+    result = train(workshop.config(tmp_path / "run", *shop, "medusa-2", lora={"enabled": False}))
+    assert result.base_model == "../model"
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
+    original = AutoModelForCausalLM.from_pretrained(shop[0]).state_dict()
+    assert not any(torch.equal(tensor, original[name]) for name, tensor in trained.items())
+
+
+# The teacher
+
+
+def test_the_teacher_is_the_model_with_its_adapter_off(shop, tmp_path):
+    config = workshop.config(tmp_path / "run", *shop, "self-distillation", lora={"dropout": 0.5})
+    backbone = Backbone.load(config, torch.device("cpu"))
+    with torch.no_grad():
+        for name, weight in backbone.module.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(generator=torch.Generator().manual_seed(1))
+    backbone.module.train()
+    ids = torch.tensor([[5, 9, 30, 12]])
+    batch = {"input_ids": ids, "position_ids": torch.arange(4)[None]}
+    expected = AutoModelForCausalLM.from_pretrained(shop[0]).model(ids).last_hidden_state
+    with torch.no_grad(), backbone.original():
+        assert torch.equal(backbone.hidden(batch), expected)
+    assert backbone.module.training
+    assert not torch.allclose(backbone.hidden(batch), expected, atol=0.1)
+    assert all(weight.requires_grad for name, weight in backbone.module.named_parameters() if "lora_" in name)
+
+
+def test_self_distillation_starts_at_its_teacher_and_ramps_the_heads_weight(shop, tmp_path):
+    config = workshop.config(tmp_path / "run", *shop, "self-distillation", lora={"dropout": 0.0})
+    train(config)
+    lines = [line for line in curve(tmp_path / "run") if "loss" in line]
+    assert lines[0]["model_loss"] == pytest.approx(0.0, abs=1e-6)
+    assert max(line["model_loss"] for line in lines[1:]) > 1e-6
+    weights = [line["lambda_0"] for line in lines]
+    assert weights == sorted(weights)
+    assert weights[-1] == pytest.approx(0.01)
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(shop, tmp_path, method):
+    train(workshop.config(tmp_path / "whole", *shop, method))
+    expected, tensors = curve(tmp_path / "whole"), heads_tensors(tmp_path / "whole")
+    steps = max(line["step"] for line in expected)
+    for stop in range(2, steps + 1):
+        folder = tmp_path / f"stopped-{stop}"
+        config = workshop.config(folder, *shop, method)
+        with pytest.raises(StoppedError):
+            train(config, watchers=[stop_at(stop)])
+        if not saving.Checkpoints(folder / "checkpoints", 1, None).all():
+            continue
+        train(config, resume=True)
+        assert curve(folder) == expected
+        found = heads_tensors(folder)
+        assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import workshop
+from medusa_decoding.training.recipe import train
+def kill(line):
+    if line["step"] >= 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+train(workshop.config(Path({folder!r}), {base!r}, {data!r}, "medusa-2"), watchers=[kill])
+"""
+
+
+def test_a_killed_process_goes_on(shop, tmp_path):
+    train(workshop.config(tmp_path / "whole", *shop, "medusa-2"))
+    folder = tmp_path / "killed"
+    names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
+    done = subprocess.run([sys.executable, "-c", KILLED.format(**names)], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == -signal.SIGKILL
+    train(workshop.config(folder, *shop, "medusa-2"), resume=True)
+    assert [line["loss"] for line in curve(folder) if "loss" in line] == pytest.approx(
+        losses(tmp_path / "whole"), rel=1e-5
+    )
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint_named(shop, tmp_path, monkeypatch):
+    config = workshop.config(tmp_path / "run", *shop)
+    measure = trainer.Trainer._micro_batches
+
+    def broken(self, numbers):
+        if self.at.step == 3:
+            with torch.no_grad():
+                self.heads.b1.fill_(float("nan"))
+        return measure(self, numbers)
+
+    monkeypatch.setattr(trainer.Trainer, "_micro_batches", broken)
+    with pytest.raises(FloatingPointError, match=r"at step 4 of stage heads; the last good .*step-000002"):
+        train(config)
+    monkeypatch.undo()
+    train(config, resume=True)
+    train(workshop.config(tmp_path / "whole", *shop))
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_a_full_disk_names_the_last_good_checkpoint_and_leaves_it(shop, tmp_path, monkeypatch):
+    config = workshop.config(tmp_path / "run", *shop)
+    save, calls = torch.save, []
+
+    def full(*args, **options):
+        calls.append(args)
+        if len(calls) > 4:  # three files a checkpoint
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"No space left on device.*the last good one is .*step-000002"):
+        train(config)
+    monkeypatch.undo()
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert left == ["step-000002"]
+    train(config, resume=True)
+
+
+def test_only_the_last_checkpoints_are_kept(shop, tmp_path):
+    train(workshop.config(tmp_path / "run", *shop, output={"keep_checkpoints": 2}))
+    steps = max(line["step"] for line in curve(tmp_path / "run"))
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    last = [step for step in range(1, steps + 1) if step % 2 == 0 or step == steps][-2:]
+    assert names == [f"step-{step:06d}" for step in last]
+
+
+def test_a_folder_with_a_run_is_not_trained_over(shop, tmp_path):
+    config = workshop.config(tmp_path / "run", *shop)
+    train(config)
+    with pytest.raises(ValueError, match=r"output.folder: expected a new one \(or --resume"):
+        train(config)
+    changed = workshop.config(tmp_path / "run", *shop, optimisation={"learning_rate": 1e-3})
+    with pytest.raises(ValueError, match=r"optimisation.learning_rate: expected what the run in .* was begun with"):
+        train(changed, resume=True)
+    allowed = workshop.config(tmp_path / "run", *shop, output={"log_steps": 5})
+    assert train(allowed, resume=True).steps > 0
+
+
+def test_a_damaged_checkpoint_is_named(shop, tmp_path):
+    config = workshop.config(tmp_path / "run", *shop)
+    train(config)
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    (newest / saving.WEIGHTS).write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=rf"{newest.name}: expected a complete checkpoint, got a damaged one"):
+        train(config, resume=True)
+
+
+# Hidden states kept on disk
+
+
+def test_states_on_disk_change_nothing_and_spare_the_backbone(shop, tmp_path, monkeypatch):
+    train(workshop.config(tmp_path / "without", *shop, optimisation={"epochs": 3.0}))
+    rows, hidden = [], Backbone.hidden
+
+    def counting(self, batch):
+        rows.append(len(batch["input_ids"]))
+        return hidden(self, batch)
+
+    monkeypatch.setattr(Backbone, "hidden", counting)
+    cache = {"cache_hidden": str(tmp_path / "states")}
+    folder = tmp_path / "with"
+    train(workshop.config(folder, *shop, data=cache, optimisation={"epochs": 3.0}, output={"evaluate_steps": 1000}))
+    trained = [line for line in curve(tmp_path / "without") if "loss" in line]
+    assert [line for line in curve(folder) if "loss" in line] == trained
+    steps = len(trained)
+    total = sum(rows)
+    assert steps >= 9
+    assert total < 2 * 22
+    rows.clear()
+    train(workshop.config(tmp_path / "again", *shop, data=cache, output={"evaluate_steps": 1000}))
+    assert sum(rows) < 22 / 2, "the states were there: only held-out rows run"
+    with pytest.raises(ValueError, match=r"data.cache_hidden: expected .* with another"):
+        train(workshop.config(tmp_path / "other", *shop, data=cache | {"length": 40}))
+
+
+def test_gradient_checkpointing_changes_nothing(shop, tmp_path):
+    for on in (False, True):
+        model = {"gradient_checkpointing": on}
+        train(workshop.config(tmp_path / str(on), *shop, "medusa-2", model=model, lora={"dropout": 0.0}))
+    assert losses(tmp_path / "True") == pytest.approx(losses(tmp_path / "False"), rel=1e-5)
+
+
+# Several processes
+
+
+LAUNCHED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import workshop
+from medusa_decoding.training.recipe import train
+config = workshop.config(Path({folder!r}), {base!r}, {data!r}, {method!r}, **{options!r})
+train(config, resume={resume!r})
+"""
+
+
+def launch(script, folder, sharding):
+    file = folder.parent / f"{folder.name}.py"
+    file.write_text(script)
+    # On a machine without GPUs the same words start processes on the CPU (--cpu would start one).
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--use_fsdp"] if sharding == "full" else ["--multi_gpu"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "sharding"), [("medusa-1", "none"), ("medusa-2", "full"), ("self-distillation", "none")]
+)
+def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
+    options = {} if method == "medusa-1" else {"lora": {"dropout": 0.0}}
+    train(workshop.config(tmp_path / "one", *shop, method, **options))
+    folder = tmp_path / "two"
+    names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
+    names |= {"method": method, "options": options}
+    launch(LAUNCHED.format(resume=False, **names), folder, sharding)
+    state = json.loads((max((folder / "checkpoints").iterdir()) / saving.STATE).read_text())
+    assert (state["processes"], state["sharded"]) == (2, sharding == "full")
+    one, two = curve(tmp_path / "one"), curve(folder)
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4, abs=1e-6)
+    measured = [line["accuracy"]["total"] for line in two if "accuracy" in line]
+    assert measured == [line["accuracy"]["total"] for line in one if "accuracy" in line]
+    expected = heads_tensors(tmp_path / "one")
+    for name, tensor in heads_tensors(folder).items():
+        assert torch.allclose(tensor, expected[name], atol=2e-3), name
+    # Cut back to an earlier checkpoint, the two go on to the same end.
+    checkpoints = sorted((folder / "checkpoints").iterdir())
+    for path in (*checkpoints[1:], folder / "heads", folder / "model", folder / "adapter"):
+        if path.exists():
+            subprocess.run(["rm", "-r", str(path)], check=True)
+    launch(LAUNCHED.format(resume=True, **names), folder, sharding)
+    assert losses(folder) == pytest.approx([line["loss"] for line in two if "loss" in line], rel=1e-6)

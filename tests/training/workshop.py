@@ -1,0 +1,83 @@
+"""A small model with a tokenizer on disk, data for it, and configurations of short runs."""
+
+import json
+
+import torch
+import toy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.trainer import read_log
+
+WORDS = ["Paris", "is", "the", "capital", "of", "France", "one", "two", "three", "Hello", "thank", "you"]
+BASE = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def make_base(folder, seed=0):
+    """Write a random model and its tokenizer."""
+    tokenizer = toy.tokenizer("bytes", toy.marked(toy.SPACED))
+    torch.manual_seed(seed)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **BASE))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_data(file, count=22):
+    """Write conversations of different lengths, most of which repeat words."""
+    generator = torch.Generator().manual_seed(5)
+    records = []
+    for number in range(count):
+        words = [WORDS[int(i)] for i in torch.randint(0, len(WORDS), (3 + number % 5,), generator=generator)]
+        records.append(toy.sharegpt(f"Question {number}?", " ".join(words * 2)))
+    toy.write_lines(file, *records)
+    return file
+
+
+def config(folder, base, file, method="medusa-1", /, **sections):
+    """A run of a few steps: four rows a step, two epochs."""
+    values = {
+        "method": method,
+        "model": {"name": str(base), "dtype": "float32", "quantization": "none"},
+        "data": {"train": [{"path": str(file)}], "length": 48, "held_out_share": 0.2},
+        "heads": {"num_heads": 3},
+        "optimisation": {
+            "optimizer": "adamw", "batch_size": 4, "micro_batch_size": 2, "warmup_steps": 1, "epochs": 2.0,
+            "learning_rate": 2e-3,
+        },
+        "output": {"folder": str(folder), "checkpoint_steps": 2, "log_steps": 1, "tensorboard": False},
+    }  # fmt: skip
+    if method == "medusa-2":
+        values["optimisation"]["heads_first_epochs"] = 1.0
+    if method != "medusa-1":
+        values["lora"] = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return Config.of(values)
+
+
+def curve(folder):
+    """The log without what the clock says."""
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(folder)]
+
+
+def losses(folder):
+    """The logged losses, step by step."""
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+def heads_tensors(folder):
+    """The tensors of the heads that a run wrote."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "heads" / "medusa_lm_head.safetensors")
+
+
+def settings_of(folder):
+    """The heads' config.json."""
+    return json.loads((folder / "heads" / "config.json").read_text())
