@@ -2,11 +2,19 @@
 
 Head k (0-based) predicts the token k + 2 places after its input position: residual blocks
 `h <- h + SiLU(W1 h + b1)`, then a vocabulary projection W2, which may be the base model's own lm_head (version 2 of the
-paper's checkpoints), and may cover a trimmed vocabulary through `token_map`. The weights of all heads are packed into
-one tensor a role, so that one kernel reads them in one pass. This module does not know trees, caches or base models.
+paper's checkpoints), and may cover a trimmed vocabulary through `token_map`. Own projections may be stored in 8 bits.
+The weights of all heads are packed into one tensor a role, so that one kernel reads them in one pass.
+
+One step past the paper: a head's guess may depend on the token before it, its parent in the tree, by a low-rank score
+that is added to the logits, A[parent] M_k C[candidate]. One parent's children then differ from another's.
+
+This module does not know trees, caches or base models.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +23,22 @@ from torch import nn
 from medusa_kernels import heads_topk
 
 MAX_TOP_K = 32
+Storage = Literal["float", "int8", "fp8"]
+STORED: dict[Storage, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""The dtype of own projections that are not stored as floats of 16 bits or more."""
+
+
+class Children(NamedTuple):
+    """What may stand behind what, among the best candidates of heads whose guesses depend on their parent.
+
+    Attributes:
+        tokens: int64 [B, K, n], each head's n best tokens without regard to a parent.
+        order: int64 [B, K, n, k], the places in `tokens[:, j]` of head j's k best guesses, best first, behind each of
+            the n candidates of head j - 1. Head 0 has one parent, the root: its n rows are equal.
+    """
+
+    tokens: torch.Tensor
+    order: torch.Tensor
 
 
 class MedusaHeads(nn.Module):
@@ -28,22 +52,35 @@ class MedusaHeads(nn.Module):
         shared_projection: use the base model's lm_head instead of own projections; pass its weight to `propose`.
         bias: whether the residual blocks have a bias.
         token_map: int64 [V'] real token ids of a trimmed vocabulary's rows, without repetition; None for all of V.
-        dtype, device: of the weights.
+        storage: of own projections. "int8" and "fp8" (e4m3) have a scale a row, are made by `quantized` or read from a
+            checkpoint, and cannot be trained.
+        parent_rank: r, rank of the term by which a guess depends on its parent token; 0 for none.
+        dtype, device: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
 
     Attributes:
         w1: [K, L, H, H] residual weights, zero at the start (a fresh head repeats the base model's own prediction).
         b1: [K, L, H] residual biases or None.
-        w2: [K, V', H] projections, or None with a shared projection.
+        w2: [K, V', H] projections, a parameter, or a buffer in 8 bits; None with a shared projection.
+        w2_scale: fp32 [K, V'], the factor of each row of w2 in 8 bits, else None.
         token_map: int64 [V'] or None.
+        parent_tokens: A [V, r], random at the start (drawn from torch's generator on the CPU), or None.
+        candidate_tokens: C [V', r], zero at the start (so the term is zero, too), or None.
+        parent_mix: M [K, r, r], the identity at the start, or None.
 
     Raises:
-        ValueError: a count below 1, or a token_map with repeated ids or ids outside [0, V).
+        ValueError: a count below 1 (`parent_rank`: below 0), a token_map with repeated ids or ids outside [0, V), an
+            unknown storage, or one of 8 bits with a shared projection.
     """
 
     w1: nn.Parameter
     b1: nn.Parameter | None
-    w2: nn.Parameter | None
+    w2: torch.Tensor | None
+    w2_scale: torch.Tensor | None
     token_map: torch.Tensor | None
+    parent_tokens: nn.Parameter | None
+    candidate_tokens: nn.Parameter | None
+    parent_mix: nn.Parameter | None
+    _candidate_rows: torch.Tensor | None
 
     def __init__(
         self,
@@ -55,6 +92,8 @@ class MedusaHeads(nn.Module):
         shared_projection: bool = False,
         bias: bool = True,
         token_map: torch.Tensor | None = None,
+        storage: Storage = "float",
+        parent_rank: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -62,18 +101,43 @@ class MedusaHeads(nn.Module):
         for name, value in (("num_heads", num_heads), ("num_layers", num_layers), ("hidden_size", hidden_size)):
             if value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if parent_rank < 0:
+            raise ValueError(f"parent_rank: expected at least 0, got {parent_rank}")
+        if storage not in ("float", *STORED):
+            raise ValueError(f"storage: expected 'float', 'int8' or 'fp8', got {storage!r}")
+        if storage != "float" and shared_projection:
+            raise ValueError(f"storage: expected 'float' with a shared projection (none is owned), got {storage!r}")
         if token_map is not None:
             _check_token_map(token_map, vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers = num_heads, num_layers
+        self.storage: Storage = storage
+        self.parent_rank = parent_rank
 
         def zeros(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
 
         self.w1 = zeros(num_heads, num_layers, hidden_size, hidden_size)
         self.b1 = zeros(num_heads, num_layers, hidden_size) if bias else None
-        self.register_buffer("token_map", None if token_map is None else token_map.to(device), persistent=True)
-        self.w2 = None if shared_projection else zeros(num_heads, self.num_candidates, hidden_size)
+        self.register_buffer("token_map", None if token_map is None else token_map.to(device, copy=True))
+        projections = num_heads, self.num_candidates, hidden_size
+        if storage == "float":
+            self.w2 = None if shared_projection else zeros(*projections)
+            self.register_buffer("w2_scale", None)
+        else:
+            self.register_buffer("w2", torch.zeros(projections, dtype=STORED[storage], device=device))
+            self.register_buffer("w2_scale", torch.zeros(projections[:2], dtype=torch.float32, device=device))
+        self.register_buffer("_candidate_rows", None, persistent=False)
+        self.parent_tokens = self.candidate_tokens = self.parent_mix = None
+        if parent_rank:
+            self.parent_tokens = zeros(vocab_size, parent_rank)
+            self.candidate_tokens = zeros(projections[1], parent_rank)
+            self.parent_mix = zeros(num_heads, parent_rank, parent_rank)
+            with torch.no_grad():
+                # Drawn on the CPU, so that every device begins with the same numbers; rows of length 1 or so.
+                self.parent_tokens.copy_(torch.randn(vocab_size, parent_rank, device="cpu") * parent_rank**-0.5)
+                self.parent_mix.copy_(torch.eye(parent_rank))
+        self._find_candidate_rows()
 
     @property
     def shared_projection(self) -> bool:
@@ -84,6 +148,17 @@ class MedusaHeads(nn.Module):
     def num_candidates(self) -> int:
         """V', the tokens a head can propose: all of V, or those of the trimmed vocabulary."""
         return self.vocab_size if self.token_map is None else len(self.token_map)
+
+    @property
+    def parent_term(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
+        """A, M and C, see the class.
+
+        Raises:
+            ValueError: the heads have none.
+        """
+        if self.parent_tokens is None or self.parent_mix is None or self.candidate_tokens is None:
+            raise ValueError("heads: expected some whose guesses depend on their parent, got parent_rank 0")
+        return self.parent_tokens, self.parent_mix, self.candidate_tokens
 
     def residual(self, hidden: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """Run the first `layers` residual blocks (all by default): hidden [B, H] -> [B, K, H]."""
@@ -99,25 +174,38 @@ class MedusaHeads(nn.Module):
             states = states + F.silu(update)
         return states
 
-    def forward(self, hidden: torch.Tensor, lm_head: nn.Module | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, lm_head: nn.Module | None = None, parents: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return all logits: hidden [B, H] -> [B, K, V'] (training and reference; `propose` never makes this tensor).
 
         Args:
             hidden: [B, H] hidden states after the base model's final norm.
             lm_head: the base model's lm_head; needed exactly when the projection is shared.
+            parents: int64 [B, K], the token before each head's guess; without it the logits lack the parent's term.
         """
         states = self._states(hidden, self.num_layers)
         if self.w2 is not None:
-            return torch.bmm(states, self.w2.transpose(1, 2)).transpose(0, 1)
-        if lm_head is None:
+            logits = torch.bmm(states, self._own_projections(self.w2, states.dtype).transpose(1, 2))
+        elif lm_head is None:
             raise ValueError("lm_head: expected the base model's lm_head (the heads share it), got None")
-        logits = lm_head(states)
-        return (logits if self.token_map is None else logits[..., self.token_map]).transpose(0, 1)
+        else:
+            logits = lm_head(states)
+            logits = logits if self.token_map is None else logits[..., self.token_map]
+        if parents is not None:
+            tokens, mix, candidates = self.parent_term
+            logits = logits + torch.bmm(tokens[parents.t()], mix) @ candidates.t()
+        return logits.transpose(0, 1)
+
+    def _own_projections(self, w2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return w2 if self.w2_scale is None else (w2.float() * self.w2_scale[..., None]).to(dtype)
 
     def propose(
         self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each head's k best tokens at one position a row, best first, through the op `heads_topk`.
+
+        Their parents' term is left out: see `propose_children`.
 
         Args:
             hidden: [B, H] hidden state of each row's last accepted token, after the base model's final norm.
@@ -135,7 +223,33 @@ class MedusaHeads(nn.Module):
             return self._propose_through_module(hidden, k, lm_head)
         b1 = None if self.b1 is None else self.b1[:, last]
         gather = self.w2 is None and self.token_map is not None
-        return heads_topk(states, self.w1[:, last], b1, weight, k, token_map=self.token_map, gather=gather)
+        return heads_topk(
+            states, self.w1[:, last], b1, weight, k, w2_scale=self.w2_scale, token_map=self.token_map, gather=gather
+        )
+
+    def propose_children(
+        self, hidden: torch.Tensor, root: torch.Tensor, k: int, lm_head: nn.Module | None = None
+    ) -> Children:
+        """Return each head's best tokens, and which k of them are best behind each token of the head before.
+
+        The 32 best of `propose` (all, in a smaller vocabulary) are ranked anew by log-probability plus the parents'
+        term, in fp32. Equal scores stay in the order of `propose`. For heads with a parent_rank.
+
+        Args:
+            hidden: [B, H], as in `propose`.
+            root: int64 [B], the token before the guesses of head 0: the model's own next token.
+            k: guesses behind each token, 1 to min(32, V').
+            lm_head: as in `propose`.
+        """
+        of_parents, mix, of_candidates = self.parent_term
+        size = min(MAX_TOP_K, self.num_candidates)
+        logprobs, tokens = self.propose(hidden, size, lm_head)
+        rows = tokens if self._candidate_rows is None else self._candidate_rows[tokens]
+        before = torch.cat([root[:, None, None].expand(-1, 1, size), tokens[:, :-1]], dim=1)
+        # [B, K, parents, r], then [B, K, parents, candidates].
+        mixed = of_parents[before].float() @ mix.float()
+        scores = mixed @ of_candidates[rows].float().transpose(-1, -2) + logprobs[:, :, None]
+        return Children(tokens, scores.sort(dim=-1, descending=True, stable=True).indices[..., :k])
 
     def _propose_through_module(
         self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None
@@ -146,10 +260,96 @@ class MedusaHeads(nn.Module):
             tokens = self.token_map[tokens]
         return values - logits.logsumexp(-1, keepdim=True), tokens
 
+    def quantized(self, storage: Storage) -> MedusaHeads:
+        """Return a copy, for decoding, whose own projections are stored in 8 bits.
+
+        Symmetric, a row at a time: the largest magnitude of a row becomes 127 (int8) or 448 (fp8).
+
+        Args:
+            storage: "int8" or "fp8".
+
+        Returns:
+            Heads in eval mode and without gradients; all other weights are copied as they are.
+
+        Raises:
+            ValueError: an unknown storage, a shared projection, projections that are in 8 bits already, NaN or Inf.
+        """
+        if storage not in STORED:
+            raise ValueError(f"storage: expected 'int8' or 'fp8', got {storage!r}")
+        if self.w2 is None or self.storage != "float":
+            kind = "a shared one" if self.w2 is None else f"one in {self.storage}"
+            raise ValueError(f"heads: expected an own projection in floats, got {kind}")
+        with torch.random.fork_rng(devices=[]):
+            found = MedusaHeads(
+                self.hidden_size, self.vocab_size, self.num_heads, self.num_layers, bias=self.b1 is not None,
+                token_map=self.token_map, storage=storage, parent_rank=self.parent_rank, dtype=self.w1.dtype,
+                device=self.w1.device,
+            )  # fmt: skip
+        stored, scale = found.get_buffer("w2"), found.get_buffer("w2_scale")
+        with torch.no_grad():
+            for name, parameter in found.named_parameters():
+                parameter.copy_(getattr(self, name))
+            for head in range(self.num_heads):
+                _quantise(f"w2[{head}]", self.w2[head], stored[head], scale[head])
+        return found.requires_grad_(False).eval()
+
+    def step_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights that a decode step reads for these heads at batch 1, by part.
+
+        Of "residual" blocks; of the "projection" with its scales and, where rows are gathered, their ids (a shared one
+        is read once for all heads, and taken to have their dtype); of "parents", the rows of candidates alone.
+        """
+        float_bytes, ids = self.w1.element_size(), 0 if self.token_map is None else 8 * len(self.token_map)
+        residual = sum(t.numel() for t in (self.w1, self.b1) if t is not None) * float_bytes
+        if self.w2 is None:
+            projection = self.num_candidates * self.hidden_size * float_bytes + ids
+        else:
+            scales = 0 if self.w2_scale is None else self.w2_scale.numel() * 4
+            projection = self.w2.numel() * self.w2.element_size() + scales
+        candidates = min(MAX_TOP_K, self.num_candidates)
+        # Parents: the root, and the candidates of every head but the last.
+        rows = 1 + (self.num_heads - 1) * candidates + self.num_heads * candidates
+        rank = self.parent_rank
+        parents = (rows * rank + self.num_heads * rank * rank) * float_bytes if rank else 0
+        return {"residual": residual, "projection": projection, "parents": parents}
+
     def extra_repr(self) -> str:
         """Describe the heads in one line for `print(model)`."""
-        projection = "shared" if self.shared_projection else f"own [{self.w2.shape[1]}]" if self.w2 is not None else ""
-        return f"heads={self.num_heads}, layers={self.num_layers}, hidden={self.hidden_size}, projection={projection}"
+        projection = "shared" if self.w2 is None else f"own [{self.w2.shape[1]}]"
+        stored = "" if self.storage == "float" else f", storage={self.storage}"
+        parents = f", parent_rank={self.parent_rank}" if self.parent_rank else ""
+        sizes = f"heads={self.num_heads}, layers={self.num_layers}, hidden={self.hidden_size}"
+        return f"{sizes}, projection={projection}{stored}{parents}"
+
+    def _find_candidate_rows(self) -> None:
+        # Where each token of a trimmed vocabulary stands in token_map; the others are never asked for.
+        if self.token_map is not None and self.parent_rank:
+            rows = torch.zeros(self.vocab_size, dtype=torch.int64, device=self.token_map.device)
+            rows[self.token_map] = torch.arange(len(self.token_map), device=rows.device)
+            self._candidate_rows = rows
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MedusaHeads:
+        # What is stored in 8 bits moves with the module, as bits: no conversion to another dtype reaches it.
+        held = () if self.w2_scale is None else (id(self.w2), id(self.w2_scale))
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in held:
+                return fn(tensor)
+            words = tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.int32)
+            result = fn(words)
+            return (result if result.dtype == words.dtype else words.to(result.device)).view(tensor.dtype)
+
+        return super()._apply(moved, recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # Copying from another dtype would convert silently, and what is stored in 8 bits means nothing converted.
+        stored = STORED.get(self.storage)
+        given = state_dict.get(prefix + "w2")
+        if given is not None and given.dtype != stored and (stored is not None or given.dtype in STORED.values()):
+            wanted = "a floating type" if stored is None else stored
+            raise ValueError(f"{prefix}w2: expected {wanted} (storage {self.storage!r}), got {given.dtype}")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._find_candidate_rows()
 
 
 def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
@@ -183,3 +383,16 @@ def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:
         )
     if len(torch.unique(token_map)) != len(token_map):
         raise ValueError(f"token_map: expected ids without repetition, got {len(token_map)} ids with repetitions")
+
+
+def _quantise(name: str, weight: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> None:
+    """Store weight [V', H] in 8 bits: the nearest multiples of a scale a row, written into `stored` and `scale`."""
+    weight = weight.float()
+    largest = weight.abs().amax(-1)
+    if not bool(largest.isfinite().all()):
+        raise ValueError(f"{name}: expected finite weights, got NaN or Inf")
+    limit = 127.0 if stored.dtype == torch.int8 else torch.finfo(stored.dtype).max
+    # A row of zeros, or of numbers next to it, has a scale all the same.
+    scale.copy_((largest / limit).clamp(min=torch.finfo(torch.float32).tiny))
+    multiples = (weight / scale[:, None]).clamp(-limit, limit)
+    stored.copy_(multiples.round() if stored.dtype == torch.int8 else multiples)

@@ -97,7 +97,8 @@ class Request:
         limits: how long rows get.
         criteria: stopping criteria that the host evaluates.
         streamer: a transformers streamer or None.
-        seed: of sampling; None draws one from torch's generator on the CPU.
+        seed: of sampling; one a row makes its numbers those of a batch of its own; None draws one from torch's
+            generator on the CPU.
         metrics: whether metrics are wanted.
         session: holds the cache between calls, or None.
     """
@@ -109,7 +110,7 @@ class Request:
     limits: settings.Limits
     criteria: Sequence[Any] = ()
     streamer: Any = None
-    seed: int | None = None
+    seed: int | Sequence[int] | None = None
     metrics: bool = False
     session: Session | None = None
 
@@ -542,9 +543,8 @@ def _draws(request: Request, peers: Peers) -> torch.Tensor | None:
     seed = request.seed if request.seed is not None else peers.agree(int(torch.randint(2**63 - 1, ())))
     budgets = request.limits.budgets
     # A stream a row: neither the batch nor the budget changes a row's numbers.
-    streams = [
-        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, row]))) for row in range(len(budgets))
-    ]
+    keys = [(seed, row) for row in range(len(budgets))] if isinstance(seed, int) else [(own, 0) for own in seed]
+    streams = [np.random.Generator(np.random.Philox(np.random.SeedSequence(key))) for key in keys]
     return torch.from_numpy(np.stack([stream.random(max(budgets)) for stream in streams]))
 
 

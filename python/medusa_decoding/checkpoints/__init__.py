@@ -103,9 +103,9 @@ def read_heads(
         path_or_hub_id: a folder, or else a repository on the Hugging Face hub.
         hidden_size: the base model's hidden size H, to check against.
         vocab_size: the base model's vocabulary size V, to check against. For heads with a
-            shared projection or a token_map the tensors do not say it; the default is then the config's, or else the
-            base model's config's.
-        dtype: float16, bfloat16 or float32; None keeps the file's.
+            shared projection or a token_map, and without a parents' term, the tensors do not say it; the default is
+            then the config's, or else the base model's config's.
+        dtype: float16, bfloat16 or float32; None keeps the file's. Projections in 8 bits stay as they are.
         device: where the heads go.
         revision: branch, tag or commit of a hub repository; unused for a folder.
 
@@ -184,8 +184,8 @@ def _recognise(folder: Path) -> tuple[Format, dict[str, Any], list[str]]:
 
 
 def _vocab_size(layout: Layout, config: Mapping[str, Any], base: str | None, folder: Path) -> int:
-    if layout.rows is not None and layout.trimmed is None:
-        return layout.rows
+    if layout.vocab_size is not None:
+        return layout.vocab_size
     size = config.get("vocab_size")
     if isinstance(size, int) and size > 0:
         return size

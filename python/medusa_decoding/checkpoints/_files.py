@@ -21,6 +21,7 @@ _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,

@@ -1,7 +1,9 @@
 """From named tensors of single heads to packed `MedusaHeads` and back, checked before anything is used.
 
 The names are the paper's: `{h}.{l}.linear.weight`, `{h}.{l}.linear.bias`, `{h}.{L}.weight` for head h, residual block l
-of L, and `token_map`. A format with other names maps them to these. This module does not know files or folders.
+of L. What the paper does not have: `token_map`; `{h}.{L}.weight_scale` beside a projection in 8 bits; `parent_tokens`,
+`candidate_tokens` and `{h}.parent_mix` of heads whose guesses depend on their parent token. A format with other names
+maps them to these. This module does not know files or folders.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from typing import Any
 import torch
 
 from medusa_decoding.checkpoints._files import StoredTensor
-from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.heads import STORED, MedusaHeads, Storage
 
 TOKEN_MAP = "token_map"
+PARENTS, CANDIDATES = "parent_tokens", "candidate_tokens"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _BLOCK = re.compile(r"(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.linear\.(weight|bias)")
 _PROJECTION = re.compile(r"(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.weight")
+_MIX = re.compile(r"(0|[1-9]\d{0,2})\.parent_mix")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,10 @@ class Layout:
         bias: whether the residual blocks have biases.
         rows: V' of the projections; None when the base model's lm_head is shared.
         trimmed: length of the token_map; None without one.
-        dtype: of all weights.
+        dtype: of all weights but projections in 8 bits and their scales.
+        storage: of the projections.
+        parent_rank: r of the parents' term; 0 without it.
+        vocab_size: V, where the tensors say it: whole projections do, and parent_tokens.
     """
 
     num_heads: int
@@ -59,36 +66,53 @@ class Layout:
     rows: int | None
     trimmed: int | None
     dtype: torch.dtype
+    storage: Storage
+    parent_rank: int
+    vocab_size: int | None
 
-    def expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of every weight, head by head."""
-        hidden = self.hidden_size
+    def expected(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Yield name, shape and dtype of every weight, head by head."""
+        hidden, rank = self.hidden_size, self.parent_rank
         for head in range(self.num_heads):
             for layer in range(self.num_layers):
-                yield f"{head}.{layer}.linear.weight", (hidden, hidden)
+                yield f"{head}.{layer}.linear.weight", (hidden, hidden), self.dtype
                 if self.bias:
-                    yield f"{head}.{layer}.linear.bias", (hidden,)
+                    yield f"{head}.{layer}.linear.bias", (hidden,), self.dtype
             if self.rows is not None:
-                yield f"{head}.{self.num_layers}.weight", (self.rows, hidden)
+                name = f"{head}.{self.num_layers}.weight"
+                yield name, (self.rows, hidden), STORED.get(self.storage, self.dtype)
+                if self.storage != "float":
+                    yield f"{name}_scale", (self.rows,), torch.float32
+            if rank:
+                yield f"{head}.parent_mix", (rank, rank), self.dtype
+        if rank:
+            candidates = self.rows or self.trimmed or self.vocab_size or 0
+            yield PARENTS, (self.vocab_size or 0, rank), self.dtype
+            yield CANDIDATES, (candidates, rank), self.dtype
 
 
 def examine(found: HeadTensors) -> Layout:
     """Check names, shapes and dtypes, and return the sizes. No tensor is read.
 
     Raises:
-        ValueError: a missing, extra or misshapen tensor, a dtype other than float16, bfloat16 or float32, or mixed
-            dtypes; it names the tensor.
+        ValueError: a missing, extra or misshapen tensor, a dtype other than float16, bfloat16 or float32 (of
+            projections also int8 and float8_e4m3fn), or mixed dtypes; it names the tensor.
     """
     tensors = found.tensors
     blocks = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
     projections = [match for name in tensors if (match := _PROJECTION.fullmatch(name))]
-    num_heads = 1 + max((int(match[1]) for match in blocks + projections), default=0)
+    mixes = [match for name in tensors if (match := _MIX.fullmatch(name))]
+    num_heads = 1 + max((int(match[1]) for match in blocks + projections + mixes), default=0)
     num_layers = 1 + max((int(match[2]) for match in blocks), default=0)
     has_bias = any(match[3] == "bias" for match in blocks)
-    names = Layout(
-        num_heads, num_layers, 0, has_bias, 0 if projections else None, None, torch.float32
-    )  # sizes unknown yet: only its names are used
-    _check_names(found, [name for name, _ in names.expected()])
+    conditioned = bool(mixes) or PARENTS in tensors or CANDIDATES in tensors
+    stored = {tensors[match.string].dtype for match in projections}
+    # The projections in 8 bits among them, if any, decide; those of another dtype are found below.
+    storage: Storage = next((kind for kind in STORED if STORED[kind] in stored), "float")
+    owned = 0 if projections else None
+    # Sizes are unknown yet: only its names are used.
+    names = Layout(num_heads, num_layers, 0, has_bias, owned, None, torch.float32, storage, int(conditioned), 0)
+    _check_names(found, [name for name, *_ in names.expected()])
 
     first = tensors["0.0.linear.weight"]
     if len(first.shape) != 2 or first.shape[0] < 1:
@@ -107,15 +131,23 @@ def examine(found: HeadTensors) -> Layout:
             f"{first.name} in {first.file}: expected dtype float16, bfloat16 or float32, got {_word(first.dtype)}"
         )
     trimmed = _examine_token_map(tensors, rows)
-    layout = Layout(num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, first.dtype)
-    for name, shape in layout.expected():
+    rank, vocab_size = 0, None if trimmed is not None else rows
+    if conditioned:
+        parents = tensors[PARENTS]
+        if len(parents.shape) != 2 or min(parents.shape) < 1:
+            raise ValueError(f"{parents.name} in {parents.file}: expected shape [V, r], got {list(parents.shape)}")
+        rank, vocab_size = parents.shape[1], vocab_size or parents.shape[0]
+    layout = Layout(
+        num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, first.dtype, storage, rank, vocab_size
+    )
+    for name, shape, dtype in layout.expected():
         tensor = tensors[name]
         if tensor.shape != shape:
             raise ValueError(f"{tensor.name} in {tensor.file}: expected shape {list(shape)}, got {list(tensor.shape)}")
-        if tensor.dtype != first.dtype:
+        if tensor.dtype != dtype:
+            like = f" like {first.name}" if dtype == first.dtype and not name.endswith("_scale") else ""
             raise ValueError(
-                f"{tensor.name} in {tensor.file}: expected dtype {_word(first.dtype)} like {first.name}, "
-                f"got {_word(tensor.dtype)}"
+                f"{tensor.name} in {tensor.file}: expected dtype {_word(dtype)}{like}, got {_word(tensor.dtype)}"
             )
     return layout
 
@@ -139,18 +171,26 @@ def check_base(found: HeadTensors, layout: Layout, hidden_size: int | None, voca
             f"{projection.name} in {projection.file}: expected {vocab_size} rows (the base model's vocabulary), "
             f"got {layout.rows} and no {TOKEN_MAP}"
         )
+    if vocab_size is not None and layout.vocab_size not in (None, vocab_size):
+        parents = found.tensors[PARENTS]
+        raise ValueError(
+            f"{parents.name} in {parents.file}: expected {vocab_size} rows (the base model's vocabulary), "
+            f"got {layout.vocab_size}"
+        )
 
 
 def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
     """Describe where a config contradicts the tensors; the tensors are believed."""
     projection = "shared" if layout.rows is None else "own"
-    held = {
+    held: dict[str, Any] = {
         "medusa_num_heads": layout.num_heads,
         "medusa_num_layers": layout.num_layers,
         "hidden_size": layout.hidden_size,
+        "medusa_storage": layout.storage,
+        "medusa_parent_rank": layout.parent_rank,
     }
-    if layout.rows is not None and layout.trimmed is None:
-        held["vocab_size"] = layout.rows
+    if layout.vocab_size is not None:
+        held["vocab_size"] = layout.vocab_size
     notes = [
         f"config.json: {key} is {config[key]!r}, the tensors hold {value}; the tensors are believed"
         for key, value in held.items()
@@ -174,24 +214,27 @@ def pack(
         found: tensors that `examine` accepted.
         layout: what it returned.
         vocab_size: V.
-        dtype: of the packed weights; None keeps the file's.
+        dtype: of the packed weights; None keeps the file's. Projections in 8 bits and their scales stay as they are.
         device: of the packed weights.
 
     Raises:
         ValueError: NaN or Inf among the weights, before or after the conversion to `dtype`; a token_map that repeats
             ids or leaves the vocabulary.
     """
-    heads = MedusaHeads(
-        layout.hidden_size,
-        vocab_size,
-        layout.num_heads,
-        layout.num_layers,
-        shared_projection=layout.rows is None,
-        bias=layout.bias,
-        token_map=None if layout.trimmed is None else found.tensors[TOKEN_MAP].load(),
-        dtype=layout.dtype if dtype is None else dtype,
-        device=device,
-    )
+    with torch.random.fork_rng(devices=[]):  # whose random first weights are replaced at once
+        heads = MedusaHeads(
+            layout.hidden_size,
+            vocab_size,
+            layout.num_heads,
+            layout.num_layers,
+            shared_projection=layout.rows is None,
+            bias=layout.bias,
+            token_map=None if layout.trimmed is None else found.tensors[TOKEN_MAP].load(),
+            storage=layout.storage,
+            parent_rank=layout.parent_rank,
+            dtype=layout.dtype if dtype is None else dtype,
+            device=device,
+        )
     heads.requires_grad_(False)
     for name, target in unpack(heads).items():
         if name == TOKEN_MAP:
@@ -215,6 +258,13 @@ def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
                 named[f"{head}.{layer}.linear.bias"] = heads.b1.detach()[head, layer]
         if heads.w2 is not None:
             named[f"{head}.{heads.num_layers}.weight"] = heads.w2.detach()[head]
+        if heads.w2_scale is not None:
+            named[f"{head}.{heads.num_layers}.weight_scale"] = heads.w2_scale[head]
+        if heads.parent_mix is not None:
+            named[f"{head}.parent_mix"] = heads.parent_mix.detach()[head]
+    for name, packed in ((PARENTS, heads.parent_tokens), (CANDIDATES, heads.candidate_tokens)):
+        if packed is not None:
+            named[name] = packed.detach()
     if heads.token_map is not None:
         named[TOKEN_MAP] = heads.token_map
     return named
@@ -223,6 +273,9 @@ def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
 def check_finite(stored: StoredTensor, values: torch.Tensor, when: str = "") -> None:
     """Raise ValueError naming the tensor if any value is NaN or Inf."""
     # Both extremes are finite exactly when all values are, and no mask of the tensor's size is made.
+    if values.dtype == STORED["fp8"]:
+        # Whose extremes PyTorch does not tell: those of a part at a time, widened.
+        values = torch.stack([torch.stack(torch.aminmax(part.float())) for part in values.split(4096)])
     low, high = (float(extreme) for extreme in torch.aminmax(values))
     if not (float("-inf") < low and high < float("inf")):
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
+from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints.embedded import PREFIX
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ def load_base_model(
     checkpoint: HeadsCheckpoint, base_model: str | Path | None = None, **kwargs: Any
 ) -> PreTrainedModel:
     """Load the base model of a heads checkpoint.
+
+    A folder with an adapter of peft (as training leaves it beside a quantised model) stands for the model that the
+    adapter names, with the adapter in it.
 
     The config's `model_type` decides the class, as with `AutoModelForCausalLM`; `architectures` such as
     MedusaLlamaForCausalLM and an `auto_map` are ignored.
@@ -51,6 +55,9 @@ def load_base_model(
     for name in ("load_in_4bit", "load_in_8bit"):
         if kwargs.pop(name, False):
             raise ValueError(f"{name}: expected quantization_config=BitsAndBytesConfig({name}=True), got {name}=True")
+    adapter = _adapter(path)
+    if adapter is not None:
+        path = adapter["base_model_name_or_path"]
     config, kwargs = _config(path, kwargs)
     heads = checkpoint.heads
     for name, wanted in (("hidden_size", heads.hidden_size), ("vocab_size", heads.vocab_size)):
@@ -59,7 +66,23 @@ def load_base_model(
             raise ValueError(
                 f"base_model: expected {name} {wanted} like the heads in {checkpoint.path}, got {got} in {path}"
             )
-    return _load(path, config, kwargs)
+    model = _load(path, config, kwargs)
+    if adapter is not None:
+        model.load_adapter(str(adapter["folder"]))
+    return model
+
+
+def _adapter(path: str | Path) -> dict[str, Any] | None:
+    """Return an adapter's config with its folder, or None where the path is no folder of an adapter alone."""
+    folder = Path(path).expanduser()
+    file = folder / "adapter_config.json"
+    if not file.is_file() or any(folder.glob("model*.safetensors")):
+        return None
+    found = read_json(file)
+    name = found.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{file}: expected base_model_name_or_path of the adapter's model, got {name!r}")
+    return found | {"folder": folder}
 
 
 def stated_vocab_size(base_model: str) -> int | None:

@@ -1,7 +1,9 @@
 """The paper's heads-only folder: `config.json` beside `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
 Version 1 stores a vocabulary projection a head, version 2 only the residual blocks and shares the base model's lm_head;
-which one a file is, its tensors say. This module does not know other formats or how a base model is loaded.
+which one a file is, its tensors say, as they say what the paper does not have (`_layout`). The config repeats it:
+`medusa_storage` ("int8" or "fp8") and `medusa_parent_rank`, where they are not "float" and 0. This module does not know
+other formats or how a base model is loaded.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def write_heads(
         )
         for name, tensor in tensors.items()
     }
-    for name, _ in examine(HeadTensors(stored)).expected():
+    for name, *_ in examine(HeadTensors(stored)).expected():
         check_finite(stored[name], tensors[name])
 
     staging = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.tmp"
@@ -143,7 +145,8 @@ def _fields(heads: MedusaHeads, base: str, extra: Mapping[str, Any]) -> dict[str
     }
     if heads.shared_projection:
         fields["version"] = "2"
-    for key, value in fields.items():
+    beyond_the_paper = {"medusa_storage": heads.storage, "medusa_parent_rank": heads.parent_rank}
+    for key, value in (fields | beyond_the_paper).items():
         if key in extra and extra[key] != value:
             raise ValueError(f"config: expected {key} {value!r} like the heads, got {extra[key]!r}")
-    return {**extra, **fields}
+    return {**extra, **fields, **{key: value for key, value in beyond_the_paper.items() if value not in ("float", 0)}}

@@ -8,6 +8,7 @@ import torch
 
 from medusa_decoding.decode.lookup import look_up
 from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.heads import Children
 from medusa_decoding.tree import Tree
 
 
@@ -24,6 +25,8 @@ class TreeOnDevice:
         slots: int64 [choices], where node i + 1's token stands in the flattened guesses [K * top_k].
         top_k: guesses a head.
         children: the nodes below each node, on the host.
+        levels: for each depth from 1 the guessed nodes there, in their order: int64 [n] places of their parents among
+            the nodes one level higher, int64 [n] ranks.
     """
 
     tree: Tree
@@ -34,6 +37,7 @@ class TreeOnDevice:
     slots: torch.Tensor
     top_k: int
     children: list[list[int]]
+    levels: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def make(cls, tree: Tree, device: torch.device) -> TreeOnDevice:
@@ -54,15 +58,37 @@ class TreeOnDevice:
             slots.long().to(device),
             top_k,
             children,
+            _levels(tree, device),
         )
 
 
-def arrange(state: DecodeState, guesses: torch.Tensor | None, shape: TreeOnDevice) -> torch.Tensor:
+def arrange(state: DecodeState, guesses: torch.Tensor | Children | None, shape: TreeOnDevice) -> torch.Tensor:
     """Lay tokens out in node order: the root, guesses int64 [B, K, top_k], what is copied from the text -> [B, N]."""
     parts = [state.root[:, None]]
-    if guesses is not None:
+    if isinstance(guesses, Children):
+        parts += _depth_by_depth(guesses, shape)
+    elif guesses is not None:
         parts.append(guesses.flatten(1)[:, shape.slots])
     if shape.tree.lookup:
         assert state.text is not None, "the loop gives a state its text where a tree copies from it"
         parts.append(look_up(state.text, state.output, state.count, shape.tree.lookup))
     return torch.cat(parts, dim=1)
+
+
+def _depth_by_depth(guesses: Children, shape: TreeOnDevice) -> list[torch.Tensor]:
+    """Return the tokens of each depth, [B, n]: the child of rank r is the r-th best behind its parent's candidate."""
+    found, order = [], guesses.order.flatten(2)
+    places = torch.zeros_like(guesses.tokens[:, 0, :1])  # the root, whose row is the first (they are all equal)
+    for depth, (parents, ranks) in enumerate(shape.levels):
+        places = order[:, depth].gather(1, places[:, parents] * shape.top_k + ranks)
+        found.append(guesses.tokens[:, depth].gather(1, places))
+    return found
+
+
+def _levels(tree: Tree, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    depths, found, above = tree.depths[: 1 + len(tree.choices)], [], 0
+    for depth in range(1, int(depths.max()) + 1):
+        nodes = (depths == depth).nonzero().squeeze(1)
+        found.append(((tree.parents[nodes].long() - above).to(device), tree.ranks[nodes].long().to(device)))
+        above = int(nodes[0])
+    return found

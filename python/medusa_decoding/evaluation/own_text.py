@@ -24,7 +24,6 @@ ROWS = 256
 """Positions a call, which bounds what is held of their logits."""
 
 
-@torch.no_grad()
 def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) -> HeadAccuracy:
     """Count how often each head's 1 to 10 likeliest candidates hold the token that the text goes on with.
 
@@ -39,28 +38,51 @@ def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) ->
     Raises:
         ValueError: a model without heads, or a prompt without tokens.
     """
+    found = own_text_ranks(model, tokens, prompt)
+    accuracy = HeadAccuracy.empty(found.shape[1], RANKS)
+    for n in range(RANKS):
+        accuracy.hits[:, n] = ((found >= 0) & (found <= n)).sum(0)
+    accuracy.total += (found != IGNORE).sum(0)
+    return accuracy
+
+
+@torch.no_grad()
+def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> torch.Tensor:
+    """Find the place of the token that the text goes on with among each head's 10 likeliest candidates.
+
+    Args:
+        model: the model with heads that wrote the text.
+        tokens: the prompt and what was written behind it.
+        prompt: tokens of the prompt, at least 1.
+
+    Returns:
+        int64 [P, K] on the CPU, a row a position with a target: the rank, from 0; -1 where it is not among the
+        candidates; IGNORE where the text has ended.
+
+    Raises:
+        ValueError: a model without heads, or a prompt without tokens.
+    """
     heads, trunk = model.heads, model.trunk
     if heads is None:
         raise ValueError("model: expected one with heads, got one without")
     if not 1 <= prompt <= len(tokens):
         raise ValueError(f"prompt: expected 1 to {len(tokens)} tokens, got {prompt}")
-    accuracy = HeadAccuracy.empty(heads.num_heads, RANKS)
     ids = torch.tensor(tokens, dtype=torch.int64, device=trunk.device)
     text = ids[prompt - 1 :]
     count = len(text) - 2  # positions with a target
     if count < 1:
-        return accuracy
+        return torch.empty(0, heads.num_heads, dtype=torch.int64)
     # Entry k of a row: the token k + 1 places later; the first is the root, head k's target is entry k + 1.
     later = shifted_labels(text, range(1, heads.num_heads + 2)).T[:count]
     hidden = trunk.decoder(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 :][:count].to(heads.w1.dtype)
     ranks = min(RANKS, heads.num_candidates)
+    found = []
     for states, tokens_later in zip(hidden.split(ROWS), later.split(ROWS), strict=True):
         guesses = _guesses(heads, states, tokens_later[:, :-1], ranks, trunk.lm_head)
-        hits = (guesses == tokens_later[:, 1:, None]).cumsum(-1).sum(0).cpu()
-        accuracy.hits[:, :ranks] += hits
-        accuracy.hits[:, ranks:] += hits[:, -1:]
-    accuracy.total += (later[:, 1:] != IGNORE).sum(0).cpu()
-    return accuracy
+        hits = guesses == tokens_later[:, 1:, None]
+        place = hits.int().argmax(-1).where(hits.any(-1), -1)
+        found.append(place.where(tokens_later[:, 1:] != IGNORE, IGNORE).cpu())
+    return torch.cat(found)
 
 
 def _guesses(

@@ -10,11 +10,16 @@ From text to tokens: a turn's first token is the first one in which the whole co
 the text before the turn, its last the last one that they share with those of the text up to the turn's end. So a token
 that holds both the end of the prompt and the start of the answer is the answer's, as the model would have to write it;
 one that reaches beyond the answer's end is not. This needs no character offsets, which not every tokenizer has right.
+
+A record that carries its exact tokens is taken as it is. Such records come of `prompt` and `following`: what a model is
+given to answer, and what stands between its answer and the next one, so that the tokens it wrote stay those it wrote.
 This module knows tokenizers and templates; it does not know files or rows.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +31,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from medusa_decoding.training.data import BadRecordError, Record, Report
+from medusa_decoding.training.data import BadRecordError, Record, Report, Tokens
 
 # Vicuna's format: system, turns "USER: ..." and "ASSISTANT: ...</s>". The system message is the data's or the config's.
 # The tokenizer puts the start token in front, as it does for that model's own users: written as text, it would change
@@ -85,6 +90,7 @@ class ChatEncoder:
         turns: "joint" learns all assistant turns of a conversation at once; "each" makes one example a turn, with the
             conversation up to it, for templates that render a turn differently once others follow.
         arguments: further variables of the template.
+        vocab_size: token ids that exact records may hold, the model's; None for the tokenizer's.
 
     Raises:
         ValueError: no template, no such file, or a template that needs an end token where the tokenizer has none.
@@ -97,24 +103,28 @@ class ChatEncoder:
         *,
         turns: str = "joint",
         arguments: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         if turns not in ("joint", "each"):
             raise ValueError(f"turns: expected 'joint' or 'each', got {turns!r}")
         self._tokenizer, self._each = tokenizer, turns == "each"
         self._template = _template(tokenizer, template)
         self._built_in = template in TEMPLATES
+        self._vocab_size = vocab_size
         self._marked = _MARKED.search(self._template) is not None
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(arguments or {})}
         added = [str(token) for token in tokenizer.get_added_vocab()]
         self._special = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token.strip())
 
     def encode(self, record: Record) -> list[Example]:
-        """Return a record's examples: one, or one an assistant turn with `turns="each"`.
+        """Return a record's examples: one, or one an assistant turn with `turns="each"`. Exact tokens are one example.
 
         Raises:
-            BadRecordError: the template refuses the conversation.
-            ValueError: the template does not render prefixes of a conversation as prefixes.
+            BadRecordError: the template refuses the conversation, or there are token ids beyond the vocabulary.
+            ValueError: the template does not render prefixes of a conversation as prefixes; another tokenizer's tokens.
         """
+        if record.tokens is not None:
+            return [self._exact(record, record.tokens)]
         if record.text is not None:
             return [self._encode_text(record.text, record.where)]
         messages = list(record.messages)
@@ -122,6 +132,113 @@ class ChatEncoder:
         if not self._each:
             return [self._encode_turns(messages, answers, record.where)]
         return [self._encode_turns(messages[: place + 1], [place], record.where) for place in answers]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The tokenizer's, see `fingerprint`."""
+        return fingerprint(self._tokenizer)
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """What decides how conversations become tokens, the tokenizer apart, as JSON has it."""
+        text = hashlib.blake2b(self._template.encode(), digest_size=8).hexdigest()
+        added = {
+            name: value for name, value in self._variables.items() if name not in self._tokenizer.special_tokens_map
+        }
+        return {"template": text, "arguments": added, "turns": "each" if self._each else "joint"}
+
+    @functools.cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token that the template puts behind an answer; None where it puts something else there."""
+        said = "8fe31b"  # stands nowhere in a template, and has no space to lose
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+        try:
+            behind = self._rendered(messages)[0].split(said)
+        except jinja2.TemplateError:
+            return None
+        return self._special_first(behind[1]) if len(behind) == 2 else None
+
+    def opening(self, text: str, count: int) -> list[int]:
+        """Return the first tokens of a text, at most `count`, for a model to continue."""
+        return self._without_end(text, list(self._tokenizer(text, verbose=False)["input_ids"]))[:count]
+
+    def prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+        """Return what a model is given to answer the last of some messages: its text and its tokens.
+
+        Raises:
+            BadRecordError: the template refuses the messages.
+        """
+        try:
+            text, _ = self._rendered(messages, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise BadRecordError(f"the chat template refuses it ({error})") from error
+        return text, self._without_end(text, self._tokens([text])[0])
+
+    def following(self, before: str, answer: str, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+        """Return the text of a further prompt, and the tokens that it has behind the answer.
+
+        The further prompt's tokens are those of the prompt before, those of the answer as the model wrote them, and
+        the ones returned, of which the first is the answer's end token. This holds if the template keeps what stood
+        there and the answer (white space around it aside), and goes on with a special token, across which no
+        tokenizer joins anything.
+
+        Args:
+            before: the text of the prompt that was answered.
+            answer: its answer's text without the end token.
+            messages: all messages so far, that answer and a further user turn at their end.
+
+        Raises:
+            BadRecordError: it does not hold, or the template refuses the messages.
+        """
+        text, whole = self.prompt(messages)
+        if not text.startswith(before):
+            raise BadRecordError("the chat template renders earlier turns otherwise once others follow")
+        rest, said = text[len(before) :].lstrip(), answer.strip()
+        if not rest.startswith(said):
+            raise BadRecordError("the chat template does not keep an earlier answer as it was written")
+        behind = rest[len(said) :].lstrip()
+        ids = self._bare(behind)
+        if self._special_first(behind) is None:
+            raise BadRecordError("the chat template does not close an earlier answer with a special token")
+        if whole[-len(ids) :] != ids:
+            raise BadRecordError("what the chat template puts behind an answer has other tokens when it stands alone")
+        return text, ids
+
+    def spelt(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        text: Any = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _special_first(self, text: str) -> int | None:
+        text = text.lstrip()
+        return self._bare(text)[0] if text.startswith(self._special) else None
+
+    def _bare(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _without_end(self, text: str, ids: list[int]) -> list[int]:
+        # Some tokenizers end every text themselves; what shall go on has no end.
+        end = self._tokenizer.eos_token
+        added = end is not None and ids[-1:] == [self._tokenizer.eos_token_id] and not text.rstrip().endswith(end)
+        return ids[:-1] if added else ids
+
+    def _exact(self, record: Record, tokens: Tokens) -> Example:
+        if tokens.tokenizer != self.fingerprint:
+            raise ValueError(
+                f"tokenizer: expected the one that {record.where} was written with, fingerprint {tokens.tokenizer}, "
+                f"got {self.fingerprint}"
+            )
+        size = self._vocab_size if self._vocab_size is not None else self._tokens_known
+        if int(tokens.ids.max()) >= size:
+            raise BadRecordError(f"a token id is not below {size}, the size of the vocabulary")
+        learnt = np.zeros(len(tokens.ids), dtype=bool)
+        for start, end in tokens.learnt:
+            learnt[start:end] = True
+        return Example(tokens.ids, learnt, record.where, is_text=record.text is not None)
+
+    @functools.cached_property
+    def _tokens_known(self) -> int:
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     def _encode_text(self, text: str, where: str) -> Example:
         ids = list(self._tokenizer(text, verbose=False)["input_ids"])
@@ -187,6 +304,12 @@ class ChatEncoder:
         # A template of the tokenizer's or a file writes the start token itself.
         found = self._tokenizer(texts, add_special_tokens=self._built_in, verbose=False)
         return [list(ids) for ids in found["input_ids"]]
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what tells tokenizers apart whose token ids mean different things: a hash of all tokens with their ids."""
+    tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=8).hexdigest()
 
 
 def encode_records(records: Iterable[Record], encoder: ChatEncoder, report: Report) -> Iterator[Example]:

@@ -94,11 +94,14 @@ class Matrix:
         weight: [K, V', H], a matrix a head, or [V, H], one for all.
         dtype: of the products' operands.
         token_map: int64 [V'], with a matrix for all: the rows of it that are the vocabulary.
+        scale: fp32 [K, V'], the factor of each row of a weight in 8 bits, which takes no gradient.
     """
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, token_map: Tensor | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, dtype: torch.dtype, token_map: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         self.parameters: tuple[Tensor, ...] = (weight,)
-        self._weight, self._dtype, self._map = weight.detach(), dtype, token_map
+        self._weight, self._dtype, self._map, self._scale = weight.detach(), dtype, token_map, scale
         self._trains = weight.requires_grad
         self._operands: tuple[int, Tensor] | None = None
         self._gradient: Tensor | None = None
@@ -111,6 +114,7 @@ class Matrix:
             self._operands = None
             weight = self._weight[head] if self._weight.ndim == 3 else self._weight
             rows = weight if self._map is None else weight.index_select(0, self._map)
+            rows = rows if self._scale is None else rows.float() * self._scale[head, :, None]
             self._operands = key, _operand(rows, self._dtype)
         return self._operands[1]
 

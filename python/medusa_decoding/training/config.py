@@ -205,7 +205,7 @@ class GenerationConfig:
         str | None, Note("folder or hub id of heads to generate with; null: plainly, or heads.initial", OURS, WORDS)
     ] = None
     max_new_tokens: Annotated[int, Note("of an answer", OURS, at_least(1))] = 512
-    temperature: Annotated[float, Note("of sampling; 0: greedy", "2.3.2: varied, no figure", at_least(0))] = 0.7
+    temperature: Annotated[float, Note("of sampling; 0: greedy", "3.2", at_least(0))] = 0.3
     top_p: Annotated[float, Note("nucleus of sampling; 1: all", OURS, POSITIVE)] = 1.0
     turns: Annotated[int, Note("user turns of a seed that are answered, one after the other", OURS, at_least(1))] = 4
     prompt_tokens: Annotated[int, Note("of a text, so many tokens at its start are the prompt", OURS, at_least(1))] = (

@@ -1,10 +1,12 @@
 """Conversations and texts read from files and from the hub, checked record by record, and split for measuring.
 
 Records are ShareGPT's (`conversations`, turns of `from` and `value`), messages (`messages`, of `role` and `content`) or
-plain (`text`). Files are .jsonl, .json (a list, or a record a line), .txt (a text a file), all of them also as .gz, and
-.parquet; a folder stands for all such files in it, in the order of their names. What is wrong with a record is noted
-with its line and reason, and the record left out; more than a given share of those is an error. Parquet files and hub
-names go through the `datasets` library. This module does not know tokenizers or templates.
+plain (`text`). Those that a model wrote carry their exact tokens besides (`input_ids`, the spans `learnt` of them, the
+`tokenizer`'s fingerprint): their text, tokenised again, would be another sequence. Files are .jsonl, .json (a list, or
+a record a line), .txt (a text a file), all of them also as .gz, and .parquet; a folder stands for all such files in it,
+in the order of their names. What is wrong with a record is noted with its line and reason, and the record left out;
+more than a given share of those is an error. Parquet files and hub names go through the `datasets` library. This module
+does not know tokenizers or templates.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
+
 from medusa_decoding.training.config import SourceConfig
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -33,23 +37,45 @@ class BadRecordError(ValueError):
     """What is wrong with a record; it is left out."""
 
 
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The exact tokens of a record.
+
+    Attributes:
+        ids: int32 [T] token ids.
+        learnt: spans (start, end) of them in order, the tokens that losses are about.
+        tokenizer: fingerprint of the tokenizer (see `chat.fingerprint`).
+        prompt: what a text began with before a model continued it, or None.
+    """
+
+    ids: np.ndarray
+    learnt: tuple[tuple[int, int], ...]
+    tokenizer: str
+    prompt: str | None = None
+
+
 @dataclass(frozen=True)
 class Record:
     """A conversation or a text.
 
     Attributes:
-        messages: turns as `{"role": ..., "content": ...}`, the last one an assistant's; empty for a text.
+        messages: turns as `{"role": ..., "content": ...}`, the last one an assistant's (or, of seeds, a user's); empty
+            for a text.
         text: a plain text, or None.
         where: its file and line, or another place that a reader finds it by.
+        tokens: what is learnt from in place of messages and text, which are for readers then; or None.
     """
 
     messages: tuple[Mapping[str, str], ...]
     text: str | None
     where: str
+    tokens: Tokens | None = None
 
     @property
     def prompt(self) -> str:
-        """What the record is an answer to: the first user turn; of a text, all of it."""
+        """What the record is an answer to: the first user turn; of a text, what was continued, or all of it."""
+        if self.tokens is not None and self.tokens.prompt is not None:
+            return self.tokens.prompt
         if self.text is not None:
             return self.text
         return next(turn["content"] for turn in self.messages if turn["role"] == "user")
@@ -99,18 +125,24 @@ class Report:
 
 
 def read_records(
-    sources: Sequence[SourceConfig], report: Report, *, system: str | None = None, limit: int | None = None
+    sources: Sequence[SourceConfig],
+    report: Report,
+    *,
+    system: str | None = None,
+    limit: int | None = None,
+    seeds: bool = False,
 ) -> Iterator[Record]:
     """Yield the sound records of all sources, in order.
 
     Assistant turns before the first user turn and turns after the last assistant turn are left off: the former answer
-    nothing, the latter teach nothing.
+    nothing, the latter teach nothing. Seeds, whose user turns a model will answer, need no assistant turn.
 
     Args:
         sources: what to read.
         report: where bad records are noted; `Report.check` is the caller's to call once all are read.
         system: a system message for conversations that have none.
         limit: stop after so many sound records.
+        seeds: keep all turns from the first user turn on, and take conversations without an answer.
 
     Raises:
         ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
@@ -123,7 +155,7 @@ def read_records(
                 return
             report.read += 1
             try:
-                record = _record(raw, source.format, where, system, report.notes)
+                record = _record(raw, source.format, where, system, report.notes, seeds)
             except BadRecordError as error:
                 report.reject(where, str(error))
                 continue
@@ -151,11 +183,13 @@ def split_records(records: Iterable[Record], share: float, seed: int = 0) -> tup
     return sides
 
 
-def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[str]) -> Record:
+def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[str], seeds: bool) -> Record:
     if isinstance(raw, BadRecordError):
         raise raw
     if not isinstance(raw, Mapping):
         raise BadRecordError(f"expected a record with named fields, got {type(raw).__name__}")
+    if form == "auto" and raw.get("input_ids") is not None:
+        return _exact(raw, where)
     if form == "auto":
         keys = [*((key, name) for name, (key, _, _) in _LISTS.items()), ("text", "text")]
         form = next((name for key, name in keys if raw.get(key) is not None), "")
@@ -169,10 +203,47 @@ def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[
     if not isinstance(turns, list) or not turns:
         raise BadRecordError(f"{key} is not a list of turns")
     messages = [_turn(turn, number, role_key, content_key) for number, turn in enumerate(turns, start=1)]
-    return Record(tuple(_trimmed(messages, system, notes)), None, where)
+    return Record(tuple(_trimmed(messages, system, notes, seeds)), None, where)
 
 
-def _turn(turn: Any, number: int, role_key: str, content_key: str) -> dict[str, str]:
+def _exact(raw: Mapping[str, Any], where: str) -> Record:
+    ids, spans = _whole_numbers(raw["input_ids"]), _whole_numbers(raw.get("learnt"))
+    if ids is None or ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= 2**31:
+        raise BadRecordError("input_ids is not a list of token ids")
+    if raw.get("learnt") == []:
+        spans = np.zeros((0, 2), dtype=np.int64)
+    bad = spans is None or spans.ndim != 2 or spans.shape[1] != 2
+    if spans is None or bad or (np.diff(spans, axis=1) < 1).any() or (np.diff(spans.flatten()) < 0).any():
+        raise BadRecordError("learnt is not a list of spans [start, end] in order")
+    if len(spans) and (spans[0, 0] < 0 or spans[-1, 1] > len(ids)):
+        raise BadRecordError("learnt reaches beyond input_ids")
+    turns = raw.get("messages")
+    if turns is not None and not isinstance(turns, list):
+        raise BadRecordError("messages is not a list of turns")
+    # A model's answer may be empty.
+    messages = [_turn(turn, number, "role", "content", True) for number, turn in enumerate(turns or (), start=1)]
+    text = None if messages else _text(raw.get("text"), "text")
+    if messages and "user" not in [message["role"] for message in messages]:
+        raise BadRecordError("no user turn")
+    prompt = None if raw.get("prompt") is None else _text(raw["prompt"], "prompt")
+    learnt = tuple((start, end) for start, end in spans.tolist())
+    return Record(
+        tuple(messages),
+        text,
+        where,
+        Tokens(ids.astype(np.int32), learnt, _text(raw.get("tokenizer"), "tokenizer"), prompt),
+    )
+
+
+def _whole_numbers(value: Any) -> np.ndarray | None:
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, OverflowError):  # lists of several lengths
+        return None
+    return found if found.dtype.kind == "i" else None
+
+
+def _turn(turn: Any, number: int, role_key: str, content_key: str, may_be_empty: bool = False) -> dict[str, str]:
     if not isinstance(turn, Mapping):
         raise BadRecordError(f"turn {number} has no named fields")
     name = turn.get(role_key)
@@ -182,13 +253,13 @@ def _turn(turn: Any, number: int, role_key: str, content_key: str) -> dict[str, 
     content = turn.get(content_key)
     if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
         content = "".join(_text(part.get("text"), f"a part of turn {number}") for part in content)
-    return {"role": role, "content": _text(content, f"the {content_key} of turn {number}")}
+    return {"role": role, "content": _text(content, f"the {content_key} of turn {number}", may_be_empty)}
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise BadRecordError(f"{name} is not text")
-    if not value.strip():
+    if not value.strip() and not may_be_empty:
         raise BadRecordError(f"{name} is empty")
     try:
         value.encode()
@@ -197,14 +268,16 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _trimmed(messages: list[dict[str, str]], system: str | None, notes: Counter[str]) -> list[dict[str, str]]:
+def _trimmed(
+    messages: list[dict[str, str]], system: str | None, notes: Counter[str], seeds: bool
+) -> list[dict[str, str]]:
     roles = [message["role"] for message in messages]
     if "user" not in roles:
         raise BadRecordError("no user turn")
     first = roles.index("user")
-    if "assistant" not in roles[first:]:
+    if "assistant" not in roles[first:] and not seeds:
         raise BadRecordError("no assistant turn after a user turn")
-    last = len(roles) - roles[::-1].index("assistant")
+    last = len(roles) if seeds else len(roles) - roles[::-1].index("assistant")
     head = [message for message in messages[:first] if message["role"] == "system"]
     if len(head) < first:
         notes["assistant turns before the first user turn left off"] += 1

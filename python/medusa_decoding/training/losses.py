@@ -12,6 +12,7 @@ micro-batches or processes a mean of means would depend on how the text was divi
 divided by counts that the caller has added up over all of them (`targets.target_counts`).
 
 A target that a trimmed vocabulary lacks is left out of the loss, counted as `outside`, and a miss in the accuracies.
+Heads whose guesses depend on their parent token (`parent_rank`) learn with the text's own token in its place.
 This module does not know models, tokenizers or optimisers.
 """
 
@@ -36,7 +37,16 @@ from medusa_decoding.training.chunked import (
     compute_type,
     sum_type,
 )
-from medusa_decoding.training.targets import IGNORE, Targets, check_range, check_vector, head_targets, shifted_labels
+from medusa_decoding.training.parents import Parents
+from medusa_decoding.training.targets import (
+    IGNORE,
+    Targets,
+    check_ids,
+    check_range,
+    check_vector,
+    head_targets,
+    shifted_labels,
+)
 
 HEAD_DECAY = 0.8
 TOP = 10
@@ -83,6 +93,7 @@ def medusa_loss(
     heads: MedusaHeads,
     labels: Tensor | Targets,
     *,
+    tokens: Tensor | None = None,
     segments: Tensor | None = None,
     lm_head: nn.Module | Tensor | None = None,
     weights: Tensor | None = None,
@@ -99,9 +110,12 @@ def medusa_loss(
 
     Args:
         hidden: [T, H] states after the model's final norm; any floating type (cast to that of the heads).
-        heads: K heads; their parameters get a gradient where they require one.
+        heads: K heads; their parameters get a gradient where they require one. Projections stored in 8 bits cannot
+            be trained, only measured, under `torch.no_grad()`.
         labels: int64 [T], the token id at each position or IGNORE; or the `Targets` of positions picked from several
-            sequences.
+            sequences, with their parents where the heads have a parent_rank.
+        tokens: int64 [T], the text's token ids, labelled or not; needed exactly when the heads have a parent_rank and
+            labels are not Targets. The parent of head k's target at position t is the token at t + k + 1.
         segments: int64 [T], see `shifted_labels`; not with Targets.
         lm_head: the model's own, needed exactly when the heads share it: its weight [V, H], or the module. One that is
             not a plain Linear without bias (LoRA around it, quantised) is called as it is.
@@ -112,7 +126,7 @@ def medusa_loss(
         chunk: positions whose logits are held at a time; as many as make 128 MiB without it.
         top: accuracies are counted for the 1 to `top` likeliest candidates; 0 for none.
         condition: wraps the projection to logits in another, told the positions [R] that rows stand for: the place for
-            terms that depend on a parent token; see `Projection`.
+            further terms; see `Projection`.
         repeatable: allow more than one backward pass; costs a copy of every gradient.
 
     Returns:
@@ -120,17 +134,24 @@ def medusa_loss(
 
     Raises:
         ValueError: shapes, dtypes or counts that do not fit, a label that is neither IGNORE nor in the vocabulary, a
-            missing or superfluous lm_head.
+            missing or superfluous lm_head, missing or superfluous tokens or parents, 8-bit projections to be trained.
     """
     _check_hidden(hidden, heads)
+    if heads.storage != "float" and torch.is_grad_enabled():
+        raise ValueError(
+            "heads: expected projections in floats to be trained (others are measured, under torch.no_grad()), "
+            f"got {heads.storage}"
+        )
     if (lm_head is not None) != heads.shared_projection:
         wanted = (
             "the model's lm_head (the heads share it)" if heads.shared_projection else "None (the heads own theirs)"
         )
         raise ValueError(f"lm_head: expected {wanted}, got {type(lm_head).__name__}")
+    _check_parents(heads, labels, tokens)
     if isinstance(labels, Targets):
-        if segments is not None:
-            raise ValueError("segments: expected None with Targets, got a tensor")
+        for name, tensor in (("segments", segments), ("tokens", tokens)):
+            if tensor is not None:
+                raise ValueError(f"{name}: expected None with Targets, got a tensor")
         if labels.index.shape != (heads.num_heads, len(hidden)):
             got = list(labels.index.shape)
             raise ValueError(f"labels: expected targets [{heads.num_heads}, {len(hidden)}], got {got}")
@@ -139,7 +160,7 @@ def medusa_loss(
     else:
         check_vector("labels", labels, len(hidden))
         check_range("labels", labels, heads.vocab_size)
-        wanted_targets = head_targets(labels, heads, segments)
+        wanted_targets = head_targets(labels, heads, segments, tokens)
     counts = wanted_targets.counts
     divisor = counts if normaliser is None else normaliser
     weights = head_weights(heads.num_heads) if weights is None else weights
@@ -151,6 +172,8 @@ def medusa_loss(
     hidden = hidden if through_backbone else hidden.detach()
     states = heads.residual(hidden.index_select(0, kept).to(heads.w1.dtype)).transpose(0, 1)
     projection: Projection = _heads_projection(heads, lm_head, states, through_backbone)
+    if wanted_targets.parents is not None:
+        projection = Parents(projection, heads, wanted_targets.parents.index_select(1, kept))
     if condition is not None:
         projection = condition(projection, kept)
     sums_in = sum_type(states.dtype)
@@ -269,7 +292,7 @@ def _heads_projection(
     heads: MedusaHeads, lm_head: nn.Module | Tensor | None, states: Tensor, trains: bool
 ) -> Matrix | Called:
     if heads.w2 is not None:
-        return Matrix(heads.w2, compute_type(states))
+        return Matrix(heads.w2, compute_type(states), scale=heads.w2_scale)
     weight = lm_head if isinstance(lm_head, Tensor) else plain_weight(lm_head)
     if weight is not None:
         if weight.shape != (heads.vocab_size, heads.hidden_size):
@@ -318,6 +341,22 @@ def _divisor(normaliser: Tensor | None, counts: Tensor, like: Tensor) -> Tensor:
     if divisor.shape != (1,):
         raise ValueError(f"normaliser: expected shape [1], got {list(divisor.shape)}")
     return divisor.to(like).clamp(min=1)
+
+
+def _check_parents(heads: MedusaHeads, labels: Tensor | Targets, tokens: Tensor | None) -> None:
+    if isinstance(labels, Targets):
+        parents = labels.parents
+        if heads.parent_rank and (parents is None or parents.shape != labels.index.shape):
+            got = None if parents is None else list(parents.shape)
+            raise ValueError(f"labels: expected targets with parents {list(labels.index.shape)}, got {got}")
+        if heads.parent_rank and parents is not None:
+            check_ids("labels.parents", parents, heads.vocab_size)
+        elif parents is not None:
+            raise ValueError("labels: expected targets without parents (the heads have no parent_rank), got some")
+    elif heads.parent_rank and tokens is None:
+        raise ValueError("tokens: expected the text's ids (the heads have a parent_rank), got None")
+    elif not heads.parent_rank and tokens is not None:
+        raise ValueError("tokens: expected None (the heads have no parent_rank), got a tensor")
 
 
 def _check_hidden(hidden: Tensor, heads: MedusaHeads) -> None:

@@ -113,7 +113,7 @@ class Objective(nn.Module):
         heads = self._heads_loss(hidden, labels, ids, segments, normalisers, joint, top)
         loss = heads.loss
         if joint or measured:
-            model = self._model_loss(batch, hidden, labels, segments, normalisers, joint)
+            model = self._model_loss(batch, hidden, labels, segments, normalisers, joint, min(top, 1))
             found |= {"model_sum": model.sums, "model_count": model.counts}
             if model.hits.numel():
                 found["model_hits"] = model.hits
@@ -161,11 +161,14 @@ class Objective(nn.Module):
         segments: Tensor,
         normalisers: Normalisers | None,
         joint: bool,
+        top: int,
     ) -> Loss:
         backbone, chunk = self._backbone, self._config.loss.chunk
         divisor = None if normalisers is None else normalisers.model
         if not joint or self._config.method != "self-distillation":
-            return language_loss(hidden, backbone.lm_head, labels, segments=segments, normaliser=divisor, chunk=chunk)
+            return language_loss(
+                hidden, backbone.lm_head, labels, segments=segments, normaliser=divisor, chunk=chunk, top=top
+            )
         with torch.no_grad(), backbone.original():
             teacher = backbone.hidden(batch).flatten(0, 1)
         return distillation_loss(

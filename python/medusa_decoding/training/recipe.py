@@ -25,6 +25,7 @@ import transformers
 
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.checkpoints._files import read_json
+from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training import card, chat, data, packing, strict
 from medusa_decoding.training.accuracy import HeadAccuracy
@@ -110,7 +111,7 @@ def train(
     start = _where_to_start(config, folder, resume)
     torch.manual_seed(config.optimisation.seed)
     tokenizer = load_tokenizer(config.model)
-    rows = load_rows(config, tokenizer)
+    rows = load_rows(config, tokenizer, stated_vocab_size(config.model.name))
     say(
         f"{rows.records[0]} records in {len(rows.train)} rows ({rows.train.fill:.0%} filled), "
         f"{rows.records[1]} held out"
@@ -206,15 +207,24 @@ def _apart(one: Any, other: Any, path: str = "") -> str:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def load_rows(config: Config, tokenizer: Any) -> Rows:
+def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> Rows:
     """Read, encode, split and pack the data of a configuration.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        vocab_size: ids that exact records may hold, the model's; None for the tokenizer's.
 
     Raises:
         ValueError: unreadable data, too many bad records, or nothing to learn.
     """
     settings = config.data
     encoder = chat.ChatEncoder(
-        tokenizer, settings.template, turns=settings.turns, arguments=settings.template_arguments
+        tokenizer,
+        settings.template,
+        turns=settings.turns,
+        arguments=settings.template_arguments,
+        vocab_size=vocab_size,
     )
     report = data.Report()
     records = list(data.read_records(settings.train, report, system=settings.system, limit=settings.limit))
@@ -321,7 +331,6 @@ def make_heads(config: Config, backbone: Backbone, tokenizer: Any, rows: Rows) -
 
 
 def _token_map(size: int, vocabulary: int, tokenizer: Any, rows: Rows) -> torch.Tensor:
-    from medusa_decoding.training.targets import most_frequent_tokens
 
     if size > vocabulary:
         raise ValueError(f"heads.token_map_size: expected at most the {vocabulary} tokens there are, got {size}")

@@ -2,13 +2,14 @@
 
 Head k (0-based) predicts the token k + 2 places after its input position, k + 1 beyond the model's own next token
 (Medusa paper, section 2.2.1). A position has a target where that token is labelled (part of an assistant turn) and lies
-in the same conversation. With a trimmed vocabulary a target that no candidate stands for is left out and counted.
-This module knows token ids and conversations; it does not know models or losses.
+in the same conversation. With a trimmed vocabulary (`most_frequent_tokens`) a target that no candidate stands for is
+left out and counted. The token before a target is its parent, on which a head's guess may depend. This module knows
+token ids and conversations; it does not know models or losses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,13 @@ class Targets:
     Attributes:
         index: int64 [K, T], the row of the projection (the token id, or its place in `token_map`); IGNORE where none.
         outside: int64 [K], labelled targets that a trimmed vocabulary lacks.
+        parents: int64 [K, T], the token before each target, any id where there is no target; None where no guess
+            depends on it.
     """
 
     index: Tensor
     outside: Tensor
+    parents: Tensor | None = None
 
     @property
     def counts(self) -> Tensor:
@@ -81,10 +85,28 @@ def shifted_labels(
     return found
 
 
-def head_targets(labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None) -> Targets:
-    """Return the targets of all heads, k + 2 places later for head k; see `shifted_labels` for arguments and errors."""
+def head_targets(
+    labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None, tokens: Tensor | None = None
+) -> Targets:
+    """Return the targets of all heads, k + 2 places later for head k, and their parents, k + 1 places later.
+
+    Args:
+        labels: int64 [T], see `shifted_labels`.
+        heads: how many they are, and their token_map.
+        segments: int64 [T], see `shifted_labels`.
+        tokens: int64 [T], the text's token ids, labelled or not; without it there are no parents.
+
+    Raises:
+        ValueError: as `shifted_labels`; tokens of another shape or dtype, or outside the vocabulary.
+    """
     found = shifted_labels(labels, range(2, heads.num_heads + 2), segments=segments, token_map=heads.token_map)
-    return Targets(found.masked_fill(found == -1, IGNORE), (found == -1).sum(1))
+    parents = None
+    if tokens is not None:
+        check_vector("tokens", tokens, len(labels))
+        check_ids("tokens", tokens, heads.vocab_size)
+        # A target that lies in the same conversation has its parent there, too.
+        parents = shifted_labels(tokens, range(1, heads.num_heads + 1)).clamp(min=0)
+    return Targets(found.masked_fill(found == -1, IGNORE), (found == -1).sum(1), parents)
 
 
 def target_counts(labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None) -> Tensor:
@@ -106,6 +128,46 @@ def check_range(name: str, tensor: Tensor, size: int) -> None:
         if bool(wrong.any()):
             got = int(tensor[wrong][0])
             raise ValueError(f"{name}: expected {IGNORE} or an id in [0, {size}), got {got}")
+
+
+def check_ids(name: str, tensor: Tensor, size: int) -> None:
+    """Raise unless every value is in [0, size)."""
+    low, high = (0, 0) if not tensor.numel() else map(int, torch.stack(torch.aminmax(tensor)).tolist())
+    if low < 0 or high >= size:
+        raise ValueError(f"{name}: expected ids in [0, {size}), got {low} to {high}")
+
+
+def most_frequent_tokens(counts: Mapping[int, int], size: int, always: Iterable[int] = ()) -> Tensor:
+    """Return a trimmed vocabulary, the `token_map` of heads: the tokens seen most often, the most frequent first.
+
+    Args:
+        counts: how often each token id was seen, 0 for one that is missing. Among equals the lower id goes first.
+        size: V', how many tokens, at most V.
+        always: ids that are among them however rare they are, such as end-of-text and other special tokens.
+
+    Returns:
+        int64 [size].
+
+    Raises:
+        ValueError: a size below 1, a negative id or count, or more ids in `always` than fit.
+    """
+    kept = set(always)
+    if size < 1:
+        raise ValueError(f"size: expected at least 1, got {size}")
+    if len(kept) > size:
+        raise ValueError(f"always: expected at most {size} ids (the size), got {len(kept)}")
+    for name, lowest in (("counts", min(counts, default=0)), ("always", min(kept, default=0))):
+        if lowest < 0:
+            raise ValueError(f"{name}: expected ids from 0, got {lowest}")
+    if min(counts.values(), default=0) < 0:
+        raise ValueError(f"counts: expected numbers from 0, got {min(counts.values())}")
+
+    def place(token: int) -> tuple[int, int]:
+        return -counts.get(token, 0), token
+
+    # Where fewer tokens were seen than wanted, the lowest ids fill up.
+    others = sorted((counts.keys() | range(size)) - kept, key=place)
+    return torch.tensor(sorted(kept.union(others[: size - len(kept)]), key=place), dtype=torch.int64)
 
 
 def _places(labels: Tensor, token_map: Tensor) -> Tensor:

@@ -134,12 +134,13 @@ class Trainer:
                 self._begin_stage(stage)
             while self.at.step < stage.steps:
                 started = time.monotonic()
-                line = self._step(stage)
+                last = self.at.step + 1 == stage.steps
+                logged = (self.at.step + 1) % self.config.output.log_steps == 0 or last or self.at.step == 0
+                line = self._step(stage, logged)
                 self.at.step += 1
                 self.at.done += 1
                 self.at.seconds += time.monotonic() - started
-                last = self.at.step == stage.steps
-                if self.at.step % self.config.output.log_steps == 0 or last or self.at.step == 1:
+                if logged:
                     self._log(line | {"seconds": round(self.at.seconds, 2)})
                 if self.held_out is not None and (self._evaluation_due(stage) or last):
                     self.measured = self.measure(self.held_out)
@@ -184,7 +185,8 @@ class Trainer:
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    def _step(self, stage: Stage) -> dict[str, Any]:
+    def _step(self, stage: Stage, logged: bool = True) -> dict[str, Any]:
+        """Make a step; return its line of the log, with accuracies where it is `logged` (they cost time)."""
         config, processes = self.config, self.processes
         numbers = self._rows_of_step(self.at.step)
         batches = [self._batch(part) for part in self._micro_batches(numbers)]
@@ -197,7 +199,7 @@ class Trainer:
         for place, batch in enumerate(batches):
             more = place + 1 < len(batches)
             with processes.gradients_kept(self.wrapped, more), self._precision():
-                found = self.wrapped(batch, normalisers, 1.0 if weight is None else weight)
+                found = self.wrapped(batch, normalisers, 1.0 if weight is None else weight, int(logged))
                 # Gradients are averaged over the processes, where the step's is their sum.
                 (found["loss"] * processes.size).backward()
             for name, value in found.items():
@@ -448,10 +450,9 @@ def _means(sums: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return losses and accuracies a token, from sums over a step."""
     counts = sums["head_counts"].clamp(min=1)
     asked = (sums["head_counts"] + sums["head_outside"]).clamp(min=1)
-    found: dict[str, Any] = {
-        "head_losses": (sums["head_sums"] / counts).tolist(),
-        "head_top1": (sums["head_hits"][:, 0] / asked).tolist(),
-    }
+    found: dict[str, Any] = {"head_losses": (sums["head_sums"] / counts).tolist()}
+    if sums["head_hits"].numel():
+        found["head_top1"] = (sums["head_hits"][:, 0] / asked).tolist()
     if "model_sum" in sums:
         found["model_loss"] = float(sums["model_sum"] / sums["model_count"].clamp(min=1))
     if "model_hits" in sums:

@@ -1,0 +1,233 @@
+"""Have a model write its own training data from seed prompts, then train heads on it (Medusa paper, section 2.3.2).
+
+    medusa distill --config recipes/self-distillation.yaml
+    medusa distill --config recipes/self-distillation.yaml --only-data --limit 100
+    medusa distill --config recipes/self-distillation.yaml --resume
+
+The configuration is that of `medusa train`; its data are the seeds, its section `generation` says how the model answers
+them. The model generates with heads where generation.heads or heads.initial names some: the same text, faster where
+batches are small. Records are in OUTPUT/generated; a run that was stopped, while it generated or while it trained, goes
+on with --resume. With method self-distillation the model's adapter is trained towards the model itself; with medusa-1
+the heads alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.cli import train as training
+from medusa_decoding.cli._arguments import at_least_one
+from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
+from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
+from medusa_decoding.training.data import Report, read_records
+from medusa_decoding.training.generated import finished
+from medusa_decoding.tree import Tree
+
+FILE = Path("generated") / "records.jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    training.add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="go on where a run of the same settings was stopped")
+    parser.add_argument("--only-data", action="store_true", help="generate the records, and do not train")
+    parser.add_argument("--limit", type=at_least_one, metavar="N", help="use the first N seeds (over data.limit)")
+    parser.add_argument("--json", action="store_true", help="print what came of it as JSON, and no progress")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate, then train."""
+    config = training.read_config(args)
+    if args.limit is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, limit=args.limit))
+    if not args.only_data:
+        _check_trainable(config, args.resume)
+    file = Path(config.output.folder) / FILE
+    asked = _asked(config)
+    figures = finished(file, asked) if args.resume else None
+    if figures is None:
+        figures = _generate(args, config, file, asked)
+    elif not args.json:
+        print(f"{figures['records']} records are in {file}, all that were asked for", file=sys.stderr)
+    summary: dict[str, Any] = {"records": str(file), "generation": figures}
+    if not args.only_data:
+        summary["training"] = _train(args, on_own_data(config, file))
+    if args.json:
+        print(json.dumps(summary))
+    return 0
+
+
+def on_own_data(config: Config, file: Path) -> Config:
+    """Return a configuration that trains on generated records in place of the seeds."""
+    data = dataclasses.replace(config.data, train=(SourceConfig(str(file)),), limit=None)
+    return dataclasses.replace(config, data=data)
+
+
+def _check_trainable(config: Config, resume: bool) -> None:
+    if config.method == "medusa-2":
+        raise ValueError(
+            "method: expected self-distillation or medusa-1 (the paper: learning its own text makes the model worse, "
+            "section 2.3.2), or --only-data, got medusa-2"
+        )
+    heads = Path(config.output.folder) / "heads"
+    if heads.exists() and not resume:
+        raise ValueError(f"output.folder: expected one without trained heads, or --only-data, got {heads}")
+
+
+def _asked(config: Config) -> dict[str, Any]:
+    """Return the settings that records depend on."""
+    values = dataclasses.asdict(config)
+    data = values["data"]
+    wanted = ("train", "limit", "template", "template_arguments", "system", "turns", "length", "overlong")
+    return {
+        "model": values["model"],
+        "generation": values["generation"],
+        "heads": config.heads.initial,
+        "data": {name: data[name] for name in wanted},
+    }
+
+
+def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "processes: expected one to generate (run it with --only-data first, then all of them with --resume), got "
+            f"{os.environ['WORLD_SIZE']}"
+        )
+    from medusa_decoding.training.backbone import load_tokenizer
+    from medusa_decoding.training.distill import generate_records
+
+    data, found = config.data, Report()
+    seeds = list(read_records(data.train, found, system=data.system, limit=data.limit, seeds=True))
+    found.check(data.max_bad_share)
+    if not args.json:
+        print(f"{len(seeds)} seeds; {found}", file=sys.stderr)
+    tokenizer = load_tokenizer(config.model)
+    bar = _Bar(len(seeds), quiet=args.json)
+    model = load(config)
+    try:
+        report = generate_records(
+            model,
+            tokenizer,
+            seeds,
+            config.generation,
+            file,
+            template=data.template,
+            turns=data.turns,
+            arguments=data.template_arguments,
+            # What training would cut off is not generated.
+            length=None if data.overlong == "split" else data.length,
+            resume=args.resume,
+            asked=asked,
+            progress=bar,
+        )
+    except KeyboardInterrupt:
+        bar.close()
+        print(f"medusa: what was generated is in {file}; --resume goes on from there", file=sys.stderr)
+        raise
+    finally:
+        bar.close()
+        model.undo()
+        del model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if not args.json:
+        print(f"{report}\nin {file}", file=sys.stderr)
+    if report.records == 0:
+        raise ValueError(f"data.train: expected seeds that the model can answer, got none; {report}")
+    return report.as_json()
+
+
+def load(config: Config) -> MedusaModel:
+    """Load the model as it will be trained, without an adapter, and the heads to generate with, if any.
+
+    Raises:
+        ValueError: no such model or heads, or heads of another model.
+    """
+    from medusa_decoding.training.backbone import Backbone
+
+    plain = dataclasses.replace(
+        config,
+        method="medusa-1",
+        model=dataclasses.replace(config.model, gradient_checkpointing=False),
+        lora=LoraConfig(),
+        loss=dataclasses.replace(config.loss, lambda_0=None),
+        optimisation=dataclasses.replace(config.optimisation, heads_first_epochs=0.0),
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = config.generation.heads or config.heads.initial
+    # Heads are looked at first: the model takes longer.
+    checkpoint = None if name is None else read_heads(name, vocab_size=_vocab_size(config))
+    base = Backbone.load(plain, device).causal
+    if checkpoint is None:
+        return MedusaModel(base)
+    norm = base.model.norm.weight
+    file = checkpoint.path / DEFAULT_TREE_FILE
+    tree = Tree.load(file) if file.is_file() else None
+    return MedusaModel(base, checkpoint.heads.to(device=norm.device, dtype=norm.dtype), tree)
+
+
+def _vocab_size(config: Config) -> int | None:
+    from medusa_decoding.checkpoints.base import stated_vocab_size
+
+    return stated_vocab_size(config.model.name)
+
+
+def _train(args: argparse.Namespace, config: Config) -> dict[str, Any]:
+    from medusa_decoding.training.recipe import train
+
+    bar = None if args.json else training.Bar()
+    try:
+        result = train(
+            config,
+            resume=args.resume,
+            watchers=[] if bar is None else [bar],
+            announce=lambda words: None if args.json else print(words, file=sys.stderr),
+        )
+    except KeyboardInterrupt:
+        print("medusa: --resume goes on from the last checkpoint", file=sys.stderr)
+        raise
+    finally:
+        if bar is not None:
+            bar.close()
+    return training.summary(result)
+
+
+class _Bar:
+    """A progress bar over seeds."""
+
+    def __init__(self, seeds: int, quiet: bool) -> None:
+        self._seeds, self._quiet = seeds, quiet
+        self._bar: Any = None
+
+    def __call__(self, report: Any) -> None:
+        """Show a report so far."""
+        if self._quiet:
+            return
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._seeds, unit="seed", file=sys.stderr)
+        done = report.answered + report.left_out.total()
+        self._bar.update(max(0, done - self._bar.n))
+        a_step = "" if report.tokens_per_step is None else f", {report.tokens_per_step:.2f} a step"
+        self._bar.set_postfix_str(f"{report.tokens_per_second:.0f} tokens/s{a_step}")
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+__all__ = ["add_arguments", "load", "on_own_data", "run"]

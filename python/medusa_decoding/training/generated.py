@@ -1,0 +1,167 @@
+"""The file that generated records are appended to, in a way that a stopped run can go on from.
+
+`records.jsonl` has a record a line; `records.jsonl.settings` beside it says what they were made with, and records of
+other settings are never added; `records.jsonl.finished` is there once all are written. Records are appended and
+brought to the disk a block at a time; a last line that a kill has left half written is cut off when the run goes on.
+This module knows lines and files; it does not know models or seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class GeneratedFile:
+    """Records that are being written.
+
+    Args:
+        path: of the records; its folder is made.
+        settings: what they are made with, as JSON has it.
+        resume: go on where a stopped run left off; without one, begin.
+
+    Attributes:
+        path: as given.
+
+    Raises:
+        ValueError: records that are there and shall not be gone on with; other settings than theirs; a damaged file.
+        OSError: a folder that cannot be written to.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+        self.path = path
+        stated = _beside(path, "settings")
+        if not resume and (path.exists() or stated.exists()):
+            raise ValueError(
+                f"output: expected no generated records in {path}, or to go on with them (--resume), got some"
+            )
+        if path.exists() and not stated.exists():
+            raise ValueError(f"output: expected {stated} beside {path}, which says what it was made with, got none")
+        if stated.exists():
+            _check_same(stated, json.loads(json.dumps(settings)))
+        self._parts: dict[int, set[int]] = {}
+        self._complete: set[int] = set()
+        self._digests: dict[int, str] = {}
+        self._there = list(self._read()) if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not stated.exists():
+            _write(stated, settings)
+        _beside(path, "finished").unlink(missing_ok=True)
+
+    def there(self) -> list[dict[str, Any]]:
+        """Return what is known of the records that a run before has written, without their tokens."""
+        return self._there
+
+    def has(self, number: int, digest: str) -> bool:
+        """Return whether all records of a seed are there.
+
+        Raises:
+            ValueError: they are of another seed that had this number.
+        """
+        if self._digests.get(number, digest) != digest:
+            raise ValueError(
+                f"data.train: expected the seeds that {self.path} was begun with, got another one in place {number + 1}"
+            )
+        return number in self._complete
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Write those records that are not there yet, as one block, and return them.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        new = [record for record in records if record["seed"]["part"] not in self._parts.get(_number(record), ())]
+        block = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in new).encode("utf-8", "replace")
+        with self.path.open("ab") as file:
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        for record in new:
+            self._note(record)
+        return new
+
+    def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
+        """Say that all is written, with a report and what was asked for."""
+        _write(_beside(self.path, "finished"), {"asked": asked, "report": report})
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        seed, number = record["seed"], _number(record)
+        self._digests[number] = seed["digest"]
+        parts = self._parts.setdefault(number, set())
+        parts.add(seed["part"])
+        if len(parts) == seed["parts"]:
+            self._complete.add(number)
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        with self.path.open("rb+") as file:
+            end = 0
+            for place, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    file.truncate(end)
+                    break
+                end += len(line)
+                try:
+                    record = json.loads(line)
+                    self._note(record)
+                    known = {key: record[key] for key in ("seed", "cut", "ended", "learnt")}
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{self.path}:{place}: expected a generated record, got another line") from error
+                yield known
+
+
+def finished(path: Path, asked: Any) -> dict[str, Any] | None:
+    """Return the report of the run that finished a file, if the very same was asked for; else None."""
+    marker = _beside(path, "finished")
+    if not (marker.is_file() and path.is_file()):
+        return None
+    found = _json(marker)
+    report: dict[str, Any] = found["report"]
+    return report if found.get("asked") == json.loads(json.dumps(asked)) else None
+
+
+def _number(record: Mapping[str, Any]) -> int:
+    number: int = record["seed"]["number"]
+    return number
+
+
+def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
+    stated = _json(file)
+    for name in sorted({*stated, *settings}):
+        before, now = stated.get(name), settings.get(name)
+        if before != now:
+            raise ValueError(
+                f"{name}: expected {before} like the records that are there ({file}), got {now}; use another folder "
+                "for other settings"
+            )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: expected JSON, got text that does not parse ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: expected named fields, got {type(found).__name__}")
+    return found
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(f"{path.name}.{what}")
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    # All of it or nothing, also where the machine stops meanwhile.
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,279 @@
+"""What the paper's layout does not have: 8-bit projections with scales, and the parents' term."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from medusa_decoding.checkpoints import read_heads, write_heads
+from medusa_decoding.heads import MedusaHeads, Storage
+
+HIDDEN, VOCAB = 6, 11
+MAP = torch.tensor([10, 0, 4])
+Tensors = dict[str, torch.Tensor]
+
+KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
+    "int8": ("int8", {}),
+    "fp8": ("fp8", {}),
+    "fp8 beside bfloat16": ("fp8", {"dtype": torch.bfloat16}),
+    "parents": ("float", {"parent_rank": 3}),
+    "parents of one rank, no bias": ("float", {"parent_rank": 1, "bias": False}),
+    "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
+    "shared, parents": ("float", {"shared_projection": True, "parent_rank": 2}),
+    "int8, trimmed, parents": ("int8", {"token_map": MAP, "parent_rank": 2}),
+    "fp8, trimmed, parents, bfloat16": ("fp8", {"token_map": MAP, "parent_rank": 2, "dtype": torch.bfloat16}),
+}
+
+
+def made(kind: str, seed: int = 0) -> MedusaHeads:
+    storage, arguments = KINDS[kind]
+    heads = MedusaHeads(HIDDEN, VOCAB, 3, 2, **arguments)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return heads if storage == "float" else heads.quantized(storage)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(tmp_path: Path, kind: str) -> None:
+    heads = made(kind)
+    write_heads(heads, tmp_path / "heads", base_model="someone/base")
+    torch.manual_seed(1)
+    read = read_heads(tmp_path / "heads", hidden_size=HIDDEN, vocab_size=VOCAB)
+    drawn = torch.rand(2)
+    torch.manual_seed(1)
+    assert torch.equal(drawn, torch.rand(2)), "reading drew random numbers"
+    assert read.notes == []
+    assert (read.heads.storage, read.heads.parent_rank) == (heads.storage, heads.parent_rank)
+    before, after = heads.state_dict(), read.heads.state_dict()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name].float(), tensor.float()), name
+    assert not any(parameter.requires_grad for parameter in read.heads.parameters())
+
+
+def test_names_and_config(tmp_path: Path) -> None:
+    heads = made("int8, trimmed, parents")
+    write_heads(heads, tmp_path / "heads", base_model="someone/base")
+    tensors = load_file(tmp_path / "heads" / "medusa_lm_head.safetensors")
+    beside = {"token_map", "parent_tokens", "candidate_tokens"}
+    a_head = ("0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight", "2.weight_scale")
+    assert set(tensors) == beside | {f"{h}.{name}" for h in range(3) for name in (*a_head, "parent_mix")}
+    assert (tensors["1.2.weight"].dtype, tensors["1.2.weight"].shape) == (torch.int8, (3, HIDDEN))
+    assert (tensors["1.2.weight_scale"].dtype, tensors["1.2.weight_scale"].shape) == (torch.float32, (3,))
+    assert tensors["parent_tokens"].shape == (VOCAB, 2)
+    assert tensors["candidate_tokens"].shape == (3, 2)
+    assert torch.equal(tensors["2.parent_mix"], heads.parent_mix[2])  # type: ignore[index]
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    assert (config["medusa_storage"], config["medusa_parent_rank"]) == ("int8", 2)
+    write_heads(MedusaHeads(HIDDEN, VOCAB, 3), tmp_path / "plain", base_model="someone/base")
+    assert (
+        not {"medusa_storage", "medusa_parent_rank"}
+        & json.loads((tmp_path / "plain" / "config.json").read_text()).keys()
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_heads(made("int8, trimmed, parents"), tmp_path / "heads", base_model="someone/base")
+    return tmp_path / "heads"
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    file = folder / "medusa_lm_head.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_dtype_asked_for_is_not_that_of_8_bits(folder: Path, dtype: torch.dtype) -> None:
+    heads, stored = read_heads(folder, dtype=dtype).heads, made("int8, trimmed, parents")
+    assert {parameter.dtype for parameter in heads.parameters()} == {dtype}
+    assert torch.equal(heads.w2, stored.w2)  # type: ignore[arg-type]
+    assert torch.equal(heads.w2_scale, stored.w2_scale)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_pytorch_files(tmp_path: Path, kind: str) -> None:
+    heads = made(kind)
+    write_heads(heads, tmp_path / "heads", base_model="someone/base")
+    file = tmp_path / "heads" / "medusa_lm_head.safetensors"
+    torch.save(load_file(file), file.with_suffix(".pt"))
+    file.unlink()
+    read = read_heads(tmp_path / "heads").heads
+    assert read.w2 is not None
+    assert heads.w2 is not None
+    assert read.w2.dtype == heads.w2.dtype
+    assert torch.equal(read.w2.float(), heads.w2.float())
+
+
+def test_a_full_model_with_such_heads_in_it(tmp_path: Path, folder: Path, tiny_llama: LlamaForCausalLM) -> None:
+    heads = load_file(folder / "medusa_lm_head.safetensors")
+    tensors = {name: tensor.clone() for name, tensor in tiny_llama.state_dict().items()}
+    tiny_llama.config.save_pretrained(tmp_path / "model")
+    save_file(
+        tensors | {f"medusa_head.{name}": tensor for name, tensor in heads.items()},
+        tmp_path / "model" / "model.safetensors",
+    )
+    read = read_heads(tmp_path / "model", vocab_size=VOCAB)
+    assert read.format == "embedded"
+    for name, tensor in made("int8, trimmed, parents").state_dict().items():
+        assert torch.equal(read.heads.state_dict()[name], tensor)
+
+
+def test_the_parents_say_the_vocabulary(tmp_path: Path) -> None:
+    write_heads(made("shared, trimmed, parents"), tmp_path / "heads", base_model=str(tmp_path / "gone"))
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
+    read = read_heads(tmp_path / "heads")
+    assert read.heads.vocab_size == VOCAB
+    assert read.notes == ["config.json: vocab_size is 99, the tensors hold 11; the tensors are believed"]
+    with pytest.raises(ValueError, match=r"parent_tokens in .*: expected 12 rows \(the base model's voc.*, got 11"):
+        read_heads(tmp_path / "heads", vocab_size=12)
+
+
+@pytest.mark.parametrize(
+    ("field", "said", "held"),
+    [("medusa_storage", "fp8", "int8"), ("medusa_storage", "float", "int8"), ("medusa_parent_rank", 5, 2)],
+)
+def test_a_config_that_contradicts_is_reported(folder: Path, field: str, said: object, held: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: said}))
+    read = read_heads(folder)
+    assert read.notes == [f"config.json: {field} is {said!r}, the tensors hold {held}; the tensors are believed"]
+    assert (read.heads.storage, read.heads.parent_rank) == ("int8", 2)
+
+
+def poisoned(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] = value
+    return tensor
+
+
+DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "no scales": (
+        lambda t: [t.pop(f"{h}.2.weight_scale") for h in range(3)],
+        r"missing 0\.2\.weight_scale, 1\.2\.weight_scale, 2\.2\.weight_scale$",
+    ),
+    "one scale missing": (lambda t: t.pop("1.2.weight_scale"), r"missing 1\.2\.weight_scale$"),
+    "scales of float projections": (
+        lambda t: t.update({f"{h}.2.weight": torch.ones(3, HIDDEN) for h in range(3)}),
+        r"unexpected 0\.2\.weight_scale",
+    ),
+    "a misshapen scale": (
+        lambda t: t.update({"1.2.weight_scale": torch.ones(4)}),
+        r"1\.2\.weight_scale in .*: expected shape \[3\], got \[4\]",
+    ),
+    "a scale of another dtype": (
+        lambda t: t.update({"0.2.weight_scale": torch.ones(3, dtype=torch.bfloat16)}),
+        r"0\.2\.weight_scale in .*: expected dtype float32, got bfloat16",
+    ),
+    "an infinite scale": (
+        lambda t: t.update({"2.2.weight_scale": poisoned(t["2.2.weight_scale"], float("inf"))}),
+        r"2\.2\.weight_scale in .*: expected finite weights",
+    ),
+    "a float projection among them": (
+        lambda t: t.update({"1.2.weight": torch.ones(3, HIDDEN)}),
+        r"1\.2\.weight in .*: expected dtype int8, got float32",
+    ),
+    "another 8 bits among them": (
+        lambda t: t.update({"0.2.weight": torch.ones(3, HIDDEN).to(torch.float8_e4m3fn)}),
+        r"0\.2\.weight in .*: expected dtype int8, got float8_e4m3fn",
+    ),
+    "8 bits of no known kind": (
+        lambda t: t.update({f"{h}.2.weight": torch.ones(3, HIDDEN, dtype=torch.uint8) for h in range(3)}),
+        r"unexpected 0\.2\.weight_scale",
+    ),
+    "NaN in fp8": (
+        lambda t: t.update(
+            {f"{h}.2.weight": poisoned(torch.ones(3, HIDDEN), float("nan")).to(torch.float8_e4m3fn) for h in range(3)}
+        ),
+        r"0\.2\.weight in .*: expected finite weights, got values from nan",
+    ),
+    "no candidates": (lambda t: t.pop("candidate_tokens"), r"missing candidate_tokens$"),
+    "one mix missing": (lambda t: t.pop("2.parent_mix"), r"missing 2\.parent_mix$"),
+    "a mix of one more head": (
+        lambda t: t.update({"3.parent_mix": torch.eye(2)}),
+        r"missing 3\.0\.linear\.weight",
+    ),
+    "mixes alone": (
+        lambda t: [t.pop("parent_tokens"), t.pop("candidate_tokens")],
+        r"missing parent_tokens, candidate_tokens$",
+    ),
+    "parents that are no matrix": (
+        lambda t: t.update({"parent_tokens": torch.ones(VOCAB)}),
+        r"parent_tokens in .*: expected shape \[V, r\], got \[11\]",
+    ),
+    "candidates of all tokens": (
+        lambda t: t.update({"candidate_tokens": torch.ones(VOCAB, 2)}),
+        r"candidate_tokens in .*: expected shape \[3, 2\], got \[11, 2\]",
+    ),
+    "a mix of another rank": (
+        lambda t: t.update({"1.parent_mix": torch.eye(3)}),
+        r"1\.parent_mix in .*: expected shape \[2, 2\], got \[3, 3\]",
+    ),
+    "parents of another dtype": (
+        lambda t: t.update({"parent_tokens": t["parent_tokens"].half()}),
+        r"parent_tokens in .*: expected dtype float32 like 0\.0\.linear\.weight, got float16",
+    ),
+    "NaN in the parents": (
+        lambda t: t.update({"parent_tokens": poisoned(t["parent_tokens"], float("nan"))}),
+        r"parent_tokens in .*: expected finite weights",
+    ),
+    "-Inf in a mix": (
+        lambda t: t.update({"0.parent_mix": poisoned(t["0.parent_mix"], float("-inf"))}),
+        r"0\.parent_mix in .*: expected finite weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named(folder: Path, damage: str) -> None:
+    change, message = DAMAGES[damage]
+    rewrite(folder, change)
+    with pytest.raises(ValueError, match=message):
+        read_heads(folder, vocab_size=VOCAB)
+
+
+def test_parents_of_whole_projections_have_their_vocabulary(tmp_path: Path) -> None:
+    write_heads(made("parents"), tmp_path / "heads", base_model="someone/base")
+    rewrite(tmp_path / "heads", lambda t: t.update({"parent_tokens": torch.ones(12, 3)}))
+    with pytest.raises(ValueError, match=r"parent_tokens in .*: expected shape \[11, 3\], got \[12, 3\]"):
+        read_heads(tmp_path / "heads")
+
+
+class TestRefusesToWrite:
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"medusa_storage": "fp8"}, "config: expected medusa_storage 'int8' like the heads, got 'fp8'"),
+            ({"medusa_parent_rank": 0}, "config: expected medusa_parent_rank 2 like the heads, got 0"),
+        ],
+    )
+    def test_a_config_that_contradicts(self, tmp_path: Path, config: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            write_heads(made("int8, trimmed, parents"), tmp_path / "heads", base_model="b", config=config)
+        with pytest.raises(ValueError, match="config: expected medusa_storage 'float' like the heads, got 'int8'"):
+            write_heads(made("parents"), tmp_path / "heads", base_model="b", config={"medusa_storage": "int8"})
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [("w2_scale", r"2\.2\.weight_scale .*expected finite"), ("parent_tokens", "parent_tokens .*expected finite")],
+    )
+    def test_weights_a_reader_would_refuse(self, tmp_path: Path, name: str, message: str) -> None:
+        heads = made("int8, trimmed, parents")
+        getattr(heads, name).view(-1)[-1] = float("nan")
+        with pytest.raises(ValueError, match=message):
+            write_heads(heads, tmp_path / "heads", base_model="someone/base")
+        assert list(tmp_path.iterdir()) == []

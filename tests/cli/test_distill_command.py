@@ -1,0 +1,190 @@
+"""The command `medusa distill`: what it generates, what it hands to training, how it is stopped and how it refuses."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from medusa_decoding import MedusaModel
+from medusa_decoding.cli import main
+from medusa_decoding.training import distill, recipe
+
+QUESTIONS = [["how are you", "and then"], ["hello"], ["tell me more", "why"], ["a seat", "ten", "more"], ["no"]]
+
+
+@pytest.fixture
+def place(chat, tmp_path):
+    """A chat checkpoint, seeds, and a way to run the command with sections of its configuration changed."""
+    seeds = tmp_path / "seeds.jsonl"
+    lines = [{"messages": [{"role": "user", "content": text} for text in texts]} for texts in QUESTIONS]
+    seeds.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = {
+        "model": {"name": str(chat.folder / "base"), "dtype": "float32", "quantization": "none"},
+        "data": {"train": [{"path": str(seeds)}], "length": 200, "held_out_share": 0.2},
+        "generation": {"max_new_tokens": 9, "temperature": 0.0, "turns": 2, "batch_size": 2},
+        "output": {"folder": str(tmp_path / "out"), "tensorboard": False},
+    }
+
+    def run(*argv, method="self-distillation", **changes):
+        given = {name: values.get(name, {}) | changes.get(name, {}) for name in {*values, *changes}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(given | {"method": method}))
+        return main(["distill", "--config", str(tmp_path / "config.yaml"), *argv])
+
+    return SimpleNamespace(run=run, seeds=seeds, file=tmp_path / "out" / "generated" / "records.jsonl", chat=chat)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Stand in for training: what it was asked to do."""
+    asked = []
+
+    def train(config, **options):
+        asked.append((config, options))
+        return SimpleNamespace(measured=None, heads="out/heads", base_model="../model", steps=7, seconds=1.0)
+
+    monkeypatch.setattr(recipe, "train", train)
+    return asked
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def check_answers(chat, file, questions=QUESTIONS, turns=2):
+    found = {line["seed"]["number"]: line for line in lines(file)}
+    assert sorted(found) == list(range(len(questions)))
+    for number, texts in enumerate(questions):
+        line = found[number]
+        ids = line["input_ids"]
+        assert ids[: line["learnt"][0][0]] == chat.ids([{"role": "user", "content": texts[0]}])
+        assert len(line["learnt"]) == min(turns, len(texts))
+        for start, end in line["learnt"]:
+            assert ids[start:end] == chat.write(ids[:start], 9)
+        said = [turn["content"] for turn in line["messages"] if turn["role"] == "user"]
+        assert said == texts[:turns]
+
+
+@pytest.mark.parametrize("heads", [{}, {"generation": "heads"}, {"initial": "heads"}])
+def test_the_model_s_own_answers_are_written(capsys, place, heads):
+    changes = {}
+    if "generation" in heads:
+        changes["generation"] = {"heads": place.chat.heads}
+    if "initial" in heads:
+        changes["heads"] = {"initial": place.chat.heads, "num_heads": 3}
+    assert place.run("--only-data", "--json", **changes) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["records"] == str(place.file)
+    assert (out["generation"]["records"], out["generation"]["answers"]) == (5, 8)
+    assert "training" not in out
+    check_answers(place.chat, place.file)
+    told = json.loads((place.file.parent / "records.jsonl.settings").read_text())
+    assert (told["heads"] is None) == (not heads)
+    figures = out["generation"]
+    assert figures["tokens_per_step"] == 1.0 if not heads else figures["tokens_per_step"] > 1.0
+
+
+@pytest.mark.parametrize("method", ["self-distillation", "medusa-1"])
+def test_training_is_handed_the_generated_records(capsys, place, trained, method):
+    assert place.run("--json", method=method, data={"system": None, "limit": 4}) == 0
+    ((config, options),) = trained
+    assert [source.path for source in config.data.train] == [str(place.file)]
+    assert (config.method, config.data.limit, config.data.held_out_share) == (method, None, 0.2)
+    assert options["resume"] is False
+    out = json.loads(capsys.readouterr().out)
+    assert out["training"]["steps"] == 7
+    assert out["generation"]["records"] == len(lines(place.file)) == 4
+
+
+def test_the_limit_over_the_configuration_s(place, trained, capsys):
+    assert place.run("--limit", "3", "--only-data", data={"limit": 5}) == 0
+    check_answers(place.chat, place.file, QUESTIONS[:3])
+    assert trained == []
+    err = capsys.readouterr().err
+    assert "3 records of 3 seeds" in err
+    assert str(place.file) in err
+
+
+def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(capsys, place, trained, monkeypatch):
+    answers = distill._answers
+    calls = []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return answers(*args)
+
+    monkeypatch.setattr(distill, "_answers", interrupted)
+    assert place.run() == 130
+    err = capsys.readouterr().err
+    assert f"what was generated is in {place.file}; --resume goes on from there" in err
+    assert len(lines(place.file)) == 2
+    before = place.file.read_bytes()
+    monkeypatch.setattr(distill, "_answers", answers)
+    assert place.run() == 2
+    assert "to go on with them (--resume)" in capsys.readouterr().err
+    assert place.file.read_bytes() == before
+    assert trained == []
+    assert place.run("--resume") == 0
+    assert place.file.read_bytes().startswith(before)
+    check_answers(place.chat, place.file)
+    assert trained[0][1]["resume"] is True
+
+
+def test_what_is_finished_is_not_generated_again(capsys, place, trained, monkeypatch):
+    assert place.run("--only-data") == 0
+    monkeypatch.setattr(distill, "generate_records", lambda *args, **options: pytest.fail("generates"))
+    monkeypatch.setenv("WORLD_SIZE", "2")  # nor do several processes generate
+    assert place.run("--resume") == 0
+    assert f"5 records are in {place.file}, all that were asked for" in capsys.readouterr().err
+    assert len(trained) == 1
+    assert place.run("--resume", "--limit", "4") == 2
+    assert "processes: expected one to generate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "medusa-2"}, "method: expected self-distillation or medusa-1 .* got medusa-2"),
+        ({"generation": {"temperature": -1}}, "generation.temperature: expected at least 0, got -1"),
+        ({"data": {"train": [{"path": "none.jsonl"}]}}, "expected a file, a folder or a hub name, got none.jsonl"),
+        ({"model": {"name": "no/model/here"}}, "model.name: expected"),
+        ({"generation": {"heads": "/no/heads"}}, "expected an existing folder or a hub repository"),
+        ({"data": {"template": "none.jinja"}}, "template: expected"),
+        ({"data": {"length": 20}}, "data.train: expected seeds that the model can answer, got none"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(capsys, place, trained, changes, words, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert place.run(**changes) == 2
+    (first, *_) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("medusa: ")]
+    assert re.search(words, first)
+    assert trained == []
+    assert not place.file.exists() or place.file.read_bytes() == b""
+
+
+def test_heads_that_are_there_are_not_trained_over(capsys, place, trained):
+    (place.file.parent.parent / "heads").mkdir(parents=True)
+    assert place.run() == 2
+    assert "output.folder: expected one without trained heads" in capsys.readouterr().err
+    assert not place.file.exists()
+    assert place.run("--only-data") == 0
+
+
+@pytest.mark.parametrize("method", ["self-distillation", "medusa-1"])
+def test_heads_come_of_it(capsys, place, method):
+    pytest.importorskip("accelerate", reason="the extra 'train' is not installed")
+    pytest.importorskip("peft", reason="the extra 'train' is not installed")
+    rates = {"optimizer": "adamw", "batch_size": 2, "warmup_steps": 1, "max_steps": 4, "epochs": 9.0}
+    sections = {"heads": {"num_heads": 2}, "optimisation": rates}
+    assert place.run("--json", method=method, **sections) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["training"]["steps"] == 4
+    with MedusaModel.from_pretrained(out["training"]["heads"]) as model:
+        assert model.heads.num_heads == 2
+        trained = [weight for weight in model.trunk.causal.parameters() if weight.ndim == 2]
+        given = [weight for weight in place.chat.model.parameters() if weight.ndim == 2]
+        changed = any(bool((one != other).any()) for one, other in zip(trained, given, strict=True))
+        assert changed == (method == "self-distillation")

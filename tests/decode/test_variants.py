@@ -1,0 +1,383 @@
+"""Heads with 8-bit projections, trimmed vocabularies and guesses that depend on their parent: still lossless."""
+
+import copy
+import functools
+import io
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+from models import heads_for, padded, prompts, tiny, transformers_greedy
+from oracles import new_tokens
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from medusa_decoding import MedusaHeads, MedusaModel, Tree
+from medusa_decoding.decode.arrange import TreeOnDevice, arrange
+from medusa_decoding.decode.propose import propose
+
+MAP = torch.tensor([9, 0, 4, 2, 7, 10, 1, 5])
+TREES = {
+    "cartesian": Tree.cartesian([4, 3, 2]),
+    "uneven": Tree([[2], [0], [1], [2, 3], [0, 1], [2, 0], [2, 3, 0], [0, 1, 4], [5], [2, 3, 1], [2, 3, 0, 1]]),
+}
+VARIANTS = {
+    "parents": {"parent_rank": 3},
+    "int8": {"storage": "int8"},
+    "fp8": {"storage": "fp8"},
+    "trimmed": {"token_map": MAP},
+    "shared, trimmed, parents": {"shared": True, "token_map": MAP, "parent_rank": 3},
+    "int8, trimmed, parents": {"storage": "int8", "token_map": MAP, "parent_rank": 3},
+    "fp8, parents, two layers": {"storage": "fp8", "parent_rank": 2, "num_layers": 2},
+}
+NEW = 24
+
+
+def variant(model, *, storage="float", token_map=None, parent_rank=0, shared=False, num_layers=1, strength=1.0):
+    """The heads of `heads_for` as a variant; the parents' scores are as large as the logits' differences."""
+    plain = heads_for(model, num_layers=num_layers, shared=shared).float()
+    heads = MedusaHeads(
+        plain.hidden_size, plain.vocab_size, plain.num_heads, num_layers, shared_projection=shared,
+        token_map=token_map, parent_rank=parent_rank,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        heads.w1.copy_(plain.w1)
+        heads.b1.copy_(plain.b1)
+        if not shared:
+            heads.w2.copy_(plain.w2 if token_map is None else plain.w2[:, token_map])
+        for name in ("parent_tokens", "candidate_tokens", "parent_mix") if parent_rank else ():
+            parameter = getattr(heads, name)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * strength)
+    heads = heads.to(next(model.parameters()).dtype)
+    return heads.eval() if storage == "float" else heads.quantized(storage)
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_greedy_text_is_transformers(name, batch, tree):
+    model = tiny()
+    rows = prompts(batch, [7, 1, 19])
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = padded(rows)
+    with MedusaModel(model, variant(model, **VARIANTS[name]), tree) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+    assert new_tokens(output, ids.shape[1]) == expected
+    assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sampled_text_is_that_of_plain_decoding(name):
+    model = tiny("qwen3")
+    ids, mask = padded(prompts(3, [7, 1, 19]))
+    kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": 11}
+    with MedusaModel(model, variant(model, **VARIANTS[name])) as medusa:
+        plain = medusa.generate(ids, mask, tree=Tree([]), **kwargs)
+        for tree in (TREES["cartesian"], Tree.cartesian([3, 2]).with_lookup(4)):
+            output = medusa.generate(ids, mask, tree=tree, **kwargs)
+            assert output.sequences.tolist() == plain.sequences.tolist()
+            assert output.steps < plain.steps
+    assert len(set(new_tokens(plain, ids.shape[1])[0])) > 2
+
+
+def wide_heads(parent_rank, *, token_map=None, shared=False, seed=0):
+    """Random heads over 70 tokens, of which 32 are ranked anew."""
+    heads = MedusaHeads(8, 70, 3, 2, shared_projection=shared, token_map=token_map, parent_rank=parent_rank)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.6)
+        if parent_rank:
+            heads.candidate_tokens *= 4  # as large as the logits' differences
+    lm_head = torch.nn.Linear(8, 70, bias=False)
+    with torch.no_grad():
+        lm_head.weight.copy_(torch.randn(lm_head.weight.shape, generator=generator))
+    return heads, lm_head
+
+
+def walked(heads, lm_head, hidden, root, tree):
+    """The tokens of a tree's nodes in float64, node by node, from the definition."""
+    vocabulary = heads.token_map.tolist() if heads.token_map is not None else range(heads.vocab_size)
+    value = {name: p.detach().double().numpy() for name, p in heads.named_parameters()}
+    best = []
+    for head in range(heads.num_heads):
+        state = hidden.double().numpy()
+        for layer in range(heads.num_layers):
+            inner = value["w1"][head, layer] @ state + value["b1"][head, layer]
+            state = state + inner / (1 + np.exp(-inner))
+        rows = value["w2"][head] if "w2" in value else lm_head.weight.detach().double().numpy()[list(vocabulary)]
+        logits = rows @ state
+        logprobs = logits - math.log(np.exp(logits).sum())
+        best.append(sorted(zip(logprobs, range(len(logprobs)), strict=True), reverse=True)[:32])
+    token = {(): int(root)}
+    for path in map(tuple, tree.choices):
+        head = len(path) - 1
+        parent = value["parent_tokens"][token[path[:-1]]] @ value["parent_mix"][head]
+        scored = sorted(((lp + parent @ value["candidate_tokens"][row], row) for lp, row in best[head]), reverse=True)
+        token[path] = vocabulary[scored[path[-1]][1]]
+    return [token[()], *(token[tuple(path)] for path in tree.choices)]
+
+
+def arranged(heads, lm_head, hidden, root, tree):
+    state = types.SimpleNamespace(hidden=hidden, root=root, text=None)
+    shape = TreeOnDevice.make(tree, hidden.device)
+    return arrange(state, propose(state, heads, lm_head, shape), shape)
+
+
+@pytest.mark.parametrize("kind", ["own", "own, trimmed", "shared", "shared, trimmed"])
+def test_children_are_the_best_behind_their_own_parent(kind):
+    tree = Tree([[0], [1], [5], [0, 0], [0, 2], [1, 0], [1, 1], [5, 0], [0, 2, 0], [1, 0, 0], [1, 0, 30], [5, 0, 0]])
+    token_map = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50] if "trimmed" in kind else None
+    heads, lm_head = wide_heads(4, token_map=token_map, shared="shared" in kind)
+    generator = torch.Generator().manual_seed(2)
+    hidden, root = torch.randn(5, 8, generator=generator), torch.randint(0, 70, (5,), generator=generator)
+    with torch.no_grad():
+        found = arranged(heads, lm_head, hidden, root, tree).tolist()
+        heads.parent_rank = 0
+        without = arranged(heads, lm_head, hidden, root, tree).tolist()
+    assert found == [walked(heads, lm_head, hidden[row], root[row], tree) for row in range(5)]
+    # Cousins of one rank differ, as do the root's children: the case is not one that plain heads would pass.
+    first = [tree.choices.index(path) + 1 for path in ([0, 0], [1, 0], [5, 0])]
+    assert sum(len({row[node] for node in first}) > 1 for row in found) >= 3
+    assert all(row[1:4] != plain[1:4] for row, plain in zip(found, without, strict=True))
+
+
+def test_a_fresh_term_changes_nothing():
+    plain, _ = wide_heads(0)
+    torch.manual_seed(3)
+    heads = MedusaHeads(8, 70, 3, 2, parent_rank=6)
+    assert torch.equal(heads.parent_mix, torch.eye(6).expand(3, -1, -1))
+    assert not heads.candidate_tokens.any()
+    assert 0.9 < heads.parent_tokens.norm(dim=1).mean() < 1.1
+    torch.manual_seed(3)
+    assert torch.equal(MedusaHeads(8, 70, 3, 2, parent_rank=6).parent_tokens, heads.parent_tokens)
+    with torch.no_grad():
+        for name in ("w1", "b1", "w2"):
+            getattr(heads, name).copy_(getattr(plain, name))
+        hidden, root = torch.randn(4, 8), torch.tensor([1, 69, 0, 7])
+        tree = Tree.cartesian([6, 4, 3])
+        assert torch.equal(arranged(heads, None, hidden, root, tree), arranged(plain, None, hidden, root, tree))
+        # Equal logits stay in the order in which they were proposed.
+        heads.w2[:, 20:40] = heads.w2[:, :20]
+        order = heads.propose_children(hidden, root, 32).order
+        assert torch.equal(order, torch.arange(32).expand(4, 3, 32, 32))
+
+
+def test_forward_adds_the_term_where_parents_are_given():
+    heads, lm_head = wide_heads(4, token_map=MAP, shared=True)
+    hidden, parents = torch.randn(5, 8), torch.randint(0, 70, (5, 3))
+    base, whole = heads(hidden, lm_head), heads(hidden, lm_head, parents)
+    for row in range(5):
+        for head in range(3):
+            term = heads.candidate_tokens @ (heads.parent_mix[head].T @ heads.parent_tokens[parents[row, head]])
+            torch.testing.assert_close(whole[row, head], base[row, head] + term)
+    with pytest.raises(ValueError, match=r"heads: expected some whose guesses depend on .*, got parent_rank 0"):
+        wide_heads(0)[0](hidden, parents=parents)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_guessing_reads_nothing_on_the_host(name):
+    model = tiny()
+    heads = variant(model, **VARIANTS[name])
+    shape = TreeOnDevice.make(TREES["uneven"], model.device)
+    # Tensors without values: what asks for one, or for a size that depends on one, is an error.
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        root = torch.zeros(3, dtype=torch.int64)
+        state = types.SimpleNamespace(hidden=torch.zeros(3, heads.hidden_size), root=root, text=None)
+        tokens = arrange(state, propose(state, heads, model.lm_head, shape), shape)
+    assert isinstance(tokens, FakeTensor)
+    assert (tokens.dtype, tokens.shape) == (torch.int64, (3, TREES["uneven"].num_nodes))
+
+
+def test_a_compiled_step_writes_transformers_text(monkeypatch):
+    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
+    model = tiny()
+    [row] = prompts(1, [6])
+    expected = transformers_greedy(model, row, 12)
+    heads = variant(model, **VARIANTS["fp8, parents, two layers"])
+    with MedusaModel(model, heads, TREES["cartesian"], backend="compiled") as medusa:
+        assert new_tokens(medusa.generate(row[None], max_new_tokens=12), 6) == [expected]
+
+
+def test_trees_are_checked_against_the_candidates():
+    model = tiny()
+    with MedusaModel(model, variant(model, token_map=MAP, parent_rank=2), TREES["cartesian"]) as medusa:
+        with pytest.raises(ValueError, match=r"tree: path \[8\] has rank 8, expected below 8"):
+            medusa.generate(torch.tensor([[1, 2]]), max_new_tokens=4, tree=Tree([[8]]))
+        with pytest.raises(ValueError, match="has depth 5, expected at most 4"):
+            medusa.generate(torch.tensor([[1, 2]]), max_new_tokens=4, tree=Tree.chain(5))
+
+
+@pytest.fixture
+def floats():
+    generator = torch.Generator().manual_seed(4)
+    heads = MedusaHeads(16, 30, 3, token_map=torch.arange(29), parent_rank=2)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        heads.w2 *= torch.logspace(-6, 6, 29)[:, None]
+        heads.w2[1, 3] = 0.0
+        heads.w2[2, 4] = 1e-42
+    return heads
+
+
+@pytest.mark.parametrize(("storage", "limit"), [("int8", 127), ("fp8", 448)])
+def test_quantised_rows_are_the_nearest_multiples_of_their_scale(floats, storage, limit):
+    heads = floats.quantized(storage)
+    assert heads.storage == storage
+    assert heads.w2.dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[storage]
+    assert heads.w2_scale.dtype == torch.float32
+    multiples, scale = heads.w2.double(), heads.w2_scale.double()[..., None]
+    exact = floats.w2.detach().double()
+    usual = torch.ones(3, 29, dtype=torch.bool)
+    usual[1, 3] = usual[2, 4] = False
+    assert (multiples.abs().amax(-1)[usual] == limit).all()
+    assert not multiples[1, 3].any()
+    error = (multiples * scale - exact).abs()
+    # int8: half a step. fp8: half a step of three bits behind the leading one, or of the smallest numbers.
+    allowed = scale / 2 if storage == "int8" else torch.maximum(exact.abs() / 16, scale * 2.0**-10)
+    assert (error <= allowed * (1 + 1e-5)).all()
+    assert error.max() > 0
+    for name in ("w1", "b1", "token_map", "parent_tokens", "parent_mix", "candidate_tokens"):
+        assert torch.equal(getattr(heads, name), getattr(floats, name))
+        assert getattr(heads, name).data_ptr() != getattr(floats, name).data_ptr()
+    assert not heads.training
+    assert not any(parameter.requires_grad for parameter in heads.parameters())
+    assert floats.w2.requires_grad
+    # Reference and op agree with the dequantised weights.
+    hidden = torch.randn(4, 16)
+    inner = torch.einsum("bh,kgh->bkg", hidden.double(), floats.w1[:, 0].double()) + floats.b1[:, 0].double()
+    states = hidden[:, None].double() + inner * torch.sigmoid(inner)
+    logits = torch.einsum("bkh,kvh->bkv", states, multiples * scale)
+    torch.testing.assert_close(heads(hidden).double(), logits, rtol=1e-4, atol=1e-4)
+    logprobs, tokens = heads.propose(hidden, 5)
+    best = logits.log_softmax(-1).topk(5)
+    torch.testing.assert_close(logprobs.double(), best.values, rtol=1e-4, atol=1e-3)
+    assert torch.equal(tokens, best.indices)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda heads: heads.half(),
+        lambda heads: heads.to(torch.bfloat16),
+        lambda heads: heads.bfloat16().float(),
+        lambda heads: heads.double(),
+        lambda heads: heads.type(torch.float16),
+        lambda heads: heads.to("cpu", torch.float16),
+    ],
+    ids=["half", "to", "there and back", "double", "type", "device and dtype"],
+)
+def test_no_conversion_reaches_what_is_stored_in_8_bits(floats, storage, convert):
+    heads = floats.quantized(storage)
+    bits, scale = heads.w2.view(torch.uint8).clone(), heads.w2_scale.clone()
+    made = convert(heads)
+    assert made is heads
+    assert made.w2.dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[storage]
+    assert torch.equal(made.w2.view(torch.uint8), bits)
+    assert made.w2_scale.dtype == torch.float32
+    assert torch.equal(made.w2_scale, scale)
+    assert {p.dtype for p in made.parameters()} == {made.w1.dtype}
+
+
+def test_copies_and_states_of_8_bit_heads(floats):
+    heads = floats.quantized("fp8")
+    twin = copy.deepcopy(heads).to("meta")
+    assert (twin.w2.dtype, twin.w2.device.type, twin.w2_scale.dtype) == (torch.float8_e4m3fn, "meta", torch.float32)
+    file = io.BytesIO()
+    torch.save(heads.state_dict(), file)
+    file.seek(0)
+    other = MedusaHeads(16, 30, 3, token_map=torch.arange(1, 30), parent_rank=2, storage="fp8")
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other.w2.view(torch.uint8), heads.w2.view(torch.uint8))
+    assert torch.equal(other.w2_scale, heads.w2_scale)
+    with pytest.raises(ValueError, match=r"w2: expected torch.int8 \(storage 'int8'\), got torch.float8_e4m3fn"):
+        MedusaHeads(16, 30, 3, token_map=torch.arange(29), parent_rank=2, storage="int8").load_state_dict(
+            heads.state_dict()
+        )
+    with pytest.raises(ValueError, match=r"w2: expected a floating type \(storage 'float'\), got torch.float8_e4m3fn"):
+        floats.load_state_dict(heads.state_dict())
+    with pytest.raises(ValueError, match=r"w2: expected torch.float8_e4m3fn .*, got torch.float32"):
+        other.load_state_dict(floats.state_dict())
+
+
+def test_a_state_brings_its_own_trimmed_vocabulary():
+    heads, _ = wide_heads(4, token_map=torch.arange(50))
+    other, _ = wide_heads(4, token_map=torch.arange(20, 70))
+    other.load_state_dict(heads.state_dict())
+    hidden, root = torch.randn(3, 8), torch.tensor([4, 0, 69])
+    found, expected = (these.propose_children(hidden, root, 4) for these in (other, heads))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.order, expected.order)
+
+
+def test_quantising_leaves_the_random_numbers_alone(floats):
+    torch.manual_seed(5)
+    floats.quantized("int8")
+    after = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), after)
+
+
+def poisoned(value):
+    heads = MedusaHeads(4, 6, 2)
+    with torch.no_grad():
+        heads.w2[1, 5, 2] = value
+    return heads
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MedusaHeads(4, 6, 2).quantized("int4"), "storage: expected 'int8' or 'fp8', got 'int4'"),
+        (lambda: MedusaHeads(4, 6, 2).quantized("float"), "storage: expected 'int8' or 'fp8', got 'float'"),
+        (lambda: MedusaHeads(4, 6, 2).quantized("int8").quantized("int8"), "heads: expected an .* got one in int8"),
+        (lambda: MedusaHeads(4, 6, 2, shared_projection=True).quantized("fp8"), "heads: expected an .* a shared one"),
+        (lambda: MedusaHeads(4, 6, 2, shared_projection=True, storage="fp8"), "storage: expected 'float' with a"),
+        (lambda: MedusaHeads(4, 6, 2, storage="e5m2"), "storage: expected 'float', 'int8' or 'fp8', got 'e5m2'"),
+        (lambda: MedusaHeads(4, 6, 2, parent_rank=-1), "parent_rank: expected at least 0, got -1"),
+        (lambda: poisoned(math.nan).quantized("int8"), r"w2\[1\]: expected finite weights, got NaN or Inf"),
+        (lambda: poisoned(-math.inf).quantized("fp8"), r"w2\[1\]: expected finite weights, got NaN or Inf"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bytes_of_a_step():
+    # K = 2 heads of one block of 4 x 4 with bias; V = 40, V' = 36 where trimmed.
+    trimmed = torch.arange(36)
+    heads = MedusaHeads(4, 40, 2, dtype=torch.bfloat16)
+    assert heads.step_bytes() == {"residual": 2 * (2 * 16 + 2 * 4), "projection": 2 * 2 * 40 * 4, "parents": 0}
+    assert heads.quantized("int8").step_bytes()["projection"] == 2 * 40 * 4 + 4 * 2 * 40
+    heads = MedusaHeads(4, 40, 2, shared_projection=True, dtype=torch.bfloat16)
+    assert heads.step_bytes()["projection"] == 2 * 40 * 4
+    heads = MedusaHeads(4, 40, 2, shared_projection=True, token_map=trimmed, dtype=torch.bfloat16)
+    assert heads.step_bytes()["projection"] == 2 * 36 * 4 + 8 * 36
+    heads = MedusaHeads(4, 40, 2, token_map=trimmed, parent_rank=3, dtype=torch.float32)
+    # Rows of A: the root's and 32 of head 0; of C: 32 a head; M: two of 3 x 3.
+    assert heads.step_bytes() == {
+        "residual": 4 * (2 * 16 + 2 * 4), "projection": 4 * 2 * 36 * 4, "parents": 4 * 3 * (33 + 64) + 4 * 2 * 9
+    }  # fmt: skip
+    assert str(heads) == "MedusaHeads(heads=2, layers=1, hidden=4, projection=own [36], parent_rank=3)"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["eager", "graph"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_on_a_gpu_greedy_text_is_transformers(name, backend):
+    model = tiny()
+    heads = variant(model, **VARIANTS[name]).cuda()
+    model.cuda()
+    rows = [row.cuda() for row in prompts(3, [7, 1, 19])]
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = (tensor.cuda() for tensor in padded(rows))
+    with MedusaModel(model, heads, TREES["uneven"], backend=backend) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+    assert new_tokens(output, ids.shape[1]) == expected
+    assert sum(map(sum, output.accept_lengths)) > 0
