@@ -25,7 +25,7 @@ from medusa_decoding import settings
 from medusa_decoding.checkpoints import load_base_model, read_heads
 from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.decode.follow import Follower
-from medusa_decoding.decode.ladder import VICUNA_7B, Belief, Ladder
+from medusa_decoding.decode.ladder import Belief, Ladder
 from medusa_decoding.decode.loop import Hooks, Run, run
 from medusa_decoding.decode.policy import Adaptive, Fixed, Policy
 from medusa_decoding.decode.processed import Processed
@@ -40,6 +40,8 @@ from medusa_decoding.parallel import Peers
 from medusa_decoding.session import Session
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
+from medusa_decoding.tuning import stored
+from medusa_decoding.tuning.choice import CALIBRATION, Accuracies, find_accuracies, published
 
 DEFAULT_TREE_FILE = "medusa_tree.json"
 logger = logging.getLogger(__name__)
@@ -152,6 +154,9 @@ class MedusaModel:
             self.backend = backend
             self._steps = Steps(self.trunk, heads)
             self._adaptive: Adaptive | None = None
+            self._accuracies: Accuracies | None = None
+            self._tuning: stored.Tuning | None = None
+            self._tuned_tree: Tree | None = None
         except BaseException:
             self.trunk.swap.undo()
             raise
@@ -174,7 +179,11 @@ class MedusaModel:
             base_model: folder or hub id; overrides the checkpoint's `base_model_name_or_path`.
             dtype: of the base model; "auto" keeps the checkpoint's. The heads follow the base model.
             device_map: passed to transformers.
-            tree: as in the constructor; by default the checkpoint's `medusa_tree.json` if it has one.
+            tree: as in the constructor. By default what `medusa tune` has stored beside the heads: in each generation
+                the tree chosen for the nearest batch and prefix length. It holds for the device, model, heads, dtype
+                and backend that it was measured with; elsewhere a warning says what has changed, and the default is the
+                checkpoint's `medusa_tree.json` if it has one. "auto" starts from the step times stored there, under the
+                same conditions, and from the accuracies that stand beside the heads.
             backend: as in the constructor.
             **hf_kwargs: passed to `AutoModelForCausalLM.from_pretrained`. Remote code is never run.
 
@@ -188,10 +197,28 @@ class MedusaModel:
         checkpoint = read_heads(heads, vocab_size=vocab_size)
         base = load_base_model(checkpoint, base_model, dtype=dtype, device_map=device_map, **hf_kwargs)
         tree_file = checkpoint.path / DEFAULT_TREE_FILE
-        if tree is None and tree_file.is_file():
-            tree = Tree.load(tree_file)
+        stated = Tree.load(tree_file) if tree is None and tree_file.is_file() else tree
         norm = base.model.norm.weight
-        return cls(base.eval(), checkpoint.heads.to(device=norm.device, dtype=norm.dtype), tree, backend)
+        model = cls(base.eval(), checkpoint.heads.to(device=norm.device, dtype=norm.dtype), stated, backend)
+        model._recall(checkpoint.path, use_tree=tree is None)
+        return model
+
+    def _recall(self, folder: Path, use_tree: bool) -> None:
+        """Take over what was measured before: step times and trees chosen by them, and how often heads are right."""
+        assert self.heads is not None
+        try:
+            self._accuracies = find_accuracies(
+                folder,
+                self.heads.num_heads,
+                min(MAX_TOP_K, self.heads.num_candidates),
+                stored.fingerprint(self.heads) if (folder / CALIBRATION).is_file() else None,
+                str(self.trunk.dtype).removeprefix("torch."),
+            )
+        except (ValueError, OSError) as error:
+            logger.warning("accuracies refused, published ones of other heads serve: %s", error)
+        self._tuning = stored.recall(folder / stored.FILE, self)
+        if self._tuning is not None and use_tree:
+            self.tree = self._tuned_tree = self._tuning.cases[0].tree
 
     def generate(
         self,
@@ -338,7 +365,7 @@ class MedusaModel:
         if request.session is not None and self.trunk.peers.size > 1:
             # Each process would have to find the same rows in its own memory.
             raise ValueError(f"session: expected a model in one process, got one over {self.trunk.peers.size}")
-        policy = self._policy(tree)
+        policy = self._policy(tree, request.prompts)
         backend = resolve_backend(self.backend, self.trunk.device, self.trunk.peers.size)
         # States outlive this call, so they are not inference tensors, which nothing outside of that mode may change.
         with torch.inference_mode(False), torch.no_grad(), self._current_device():
@@ -362,15 +389,20 @@ class MedusaModel:
                 self._steps.arena.give_back(done.state)
         return output
 
-    def _policy(self, tree: Tree | Literal["auto"] | None) -> Policy:
+    def _policy(self, tree: Tree | Literal["auto"] | None, prompts: Sequence[torch.Tensor]) -> Policy:
         chosen = self.tree if tree is None else tree
         self._check_tree(chosen)
+        tuning = self._tuning if self._tuning is not None and self._tuning.place.still_holds(self) else None
         if isinstance(chosen, Tree):
+            if tree is None and tuning is not None and chosen is self._tuned_tree:
+                chosen = tuning.nearest(len(prompts), max(map(len, prompts))).tree
             return Fixed(chosen)
         if self._adaptive is None:
             # What it learns of step times and heads serves the generations that follow.
-            ladder = Ladder(_published_accuracies(self.heads) if self.heads is not None else [])
-            self._adaptive = Adaptive(ladder, StepTimes(), Belief(ladder))
+            accuracies = [] if self.heads is None else (self._accuracies or _published(self.heads)).by_rank
+            ladder = Ladder(accuracies)
+            times = StepTimes() if tuning is None else tuning.times()
+            self._adaptive = Adaptive(ladder, times, Belief(ladder))
         return self._adaptive
 
     def _follower(self, request: Request, prompts: list[torch.Tensor], choice: Choice) -> Follower | None:
@@ -408,7 +440,7 @@ class MedusaModel:
         return self._heads
 
     def free(self) -> None:
-        """Free what is kept between generations (caches, compiled and captured steps, measured step times).
+        """Free what is kept between generations (caches, compiled and captured steps, step times learnt meanwhile).
 
         All of it is made again on use.
         """
@@ -447,7 +479,7 @@ class MedusaModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as what it was made from: a copy swaps the modules of its own copy of the base model."""
-        return type(self), (self.base, self.heads, self.tree, self.backend)
+        return type(self), (self.base, self.heads, self.tree, self.backend), {"_accuracies": self._accuracies}
 
     def __enter__(self) -> MedusaModel:
         """Return the model itself."""
@@ -495,15 +527,14 @@ def default_tree(heads: MedusaHeads | None) -> Tree:
     """
     if heads is None:
         return Tree([])
-    accuracies = _published_accuracies(heads)
+    accuracies = _published(heads).by_rank
     possible = sum(len(accuracies[0]) ** depth for depth in range(len(accuracies) + 1))
     return Tree.optimal(accuracies, min(64, possible))
 
 
-def _published_accuracies(heads: MedusaHeads) -> list[list[float]]:
-    """What is assumed of heads that nobody has calibrated: accuracy of each rank alone, as far as they reach."""
-    ranks = min(len(VICUNA_7B[0]), heads.num_candidates)
-    return [row[:ranks] for row in VICUNA_7B[: heads.num_heads]]
+def _published(heads: MedusaHeads) -> Accuracies:
+    """What is assumed of heads that nobody has calibrated."""
+    return published(heads.num_heads, heads.num_candidates)
 
 
 @contextlib.contextmanager

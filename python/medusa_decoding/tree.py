@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -178,6 +179,27 @@ class Tree:
                 raise ValueError(f"tree: path {path} has depth {len(path)}, expected at most {num_heads} (the heads)")
             if max(path) >= top_k:
                 raise ValueError(f"tree: path {path} has rank {max(path)}, expected below {top_k} (the heads' top-k)")
+
+    def plot(self, accuracies: Sequence[Sequence[float]] | None = None, path: str | Path | None = None) -> Any:
+        """Draw the tree as the paper's figure 6 does: by depth, likelier nodes darker.
+
+        Args:
+            accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right; without them,
+                all nodes look alike.
+            path: an image file to write as well; its ending says which kind.
+
+        Returns:
+            A matplotlib Figure.
+
+        Raises:
+            ValueError: matplotlib is not installed, or accuracies for too few heads or ranks.
+        """
+        from medusa_decoding.tuning.drawing import as_figure, path_shares, save_figure
+
+        figure = as_figure(self, None if accuracies is None else path_shares(self, accuracies))
+        if path is not None:
+            save_figure(figure, path)
+        return figure
 
     @property
     def top_k(self) -> int:

@@ -298,10 +298,7 @@ def make_heads(config: Config, backbone: Backbone, tokenizer: Any, rows: Rows) -
             wanted, got = getattr(settings, name), getattr(heads, name)
             if wanted != got:
                 raise ValueError(f"heads.{name}: expected {got} like the heads in {settings.initial}, got {wanted}")
-        heads = heads.to(device)
-        heads.train()
-        heads.requires_grad_(True)
-        return heads
+        return _to_train(heads, settings.parent_rank, device)
     token_map = None
     if settings.token_map_size is not None:
         token_map = _token_map(settings.token_map_size, vocabulary, tokenizer, rows)
@@ -328,6 +325,37 @@ def make_heads(config: Config, backbone: Backbone, tokenizer: Any, rows: Rows) -
         with torch.no_grad():
             heads.w2.copy_((weight if token_map is None else weight[token_map.to(weight.device)]).expand_as(heads.w2))
     return heads
+
+
+def _to_train(heads: MedusaHeads, parent_rank: int, device: torch.device) -> MedusaHeads:
+    """Return given heads ready to be trained; with a fresh parents' term where they have none and one is asked for."""
+    if heads.storage != "float":
+        raise ValueError(f"heads.initial: expected heads in floats, got some in {heads.storage}")
+    if parent_rank != heads.parent_rank:
+        if heads.parent_rank:
+            raise ValueError(f"heads.parent_rank: expected {heads.parent_rank} like the heads, got {parent_rank}")
+        fresh = _like(heads, parent_rank, torch.float32)
+        with torch.no_grad():
+            for name, weight in heads.named_parameters():
+                fresh.get_parameter(name).copy_(weight)
+        heads = fresh
+    heads = heads.to(device).train()
+    heads.requires_grad_(True)
+    return heads
+
+
+def _like(heads: MedusaHeads, parent_rank: int, dtype: torch.dtype) -> MedusaHeads:
+    return MedusaHeads(
+        heads.hidden_size,
+        heads.vocab_size,
+        heads.num_heads,
+        heads.num_layers,
+        shared_projection=heads.shared_projection,
+        bias=heads.b1 is not None,
+        token_map=None if heads.token_map is None else heads.token_map.cpu(),
+        parent_rank=parent_rank,
+        dtype=dtype,
+    )
 
 
 def _token_map(size: int, vocabulary: int, tokenizer: Any, rows: Rows) -> torch.Tensor:
@@ -448,18 +476,7 @@ def _machine(processes: Processes) -> str:
 
 
 def _copy_of(heads: MedusaHeads, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> MedusaHeads:
-    token_map = None if heads.token_map is None else heads.token_map.cpu()
-    copy = MedusaHeads(
-        heads.hidden_size,
-        heads.vocab_size,
-        heads.num_heads,
-        heads.num_layers,
-        shared_projection=heads.shared_projection,
-        bias=heads.b1 is not None,
-        token_map=token_map,
-        dtype=dtype,
-        parent_rank=heads.parent_rank,
-    )
+    copy = _like(heads, heads.parent_rank, dtype)
     with torch.no_grad():
         for name, weight in copy.named_parameters():
             weight.copy_(weights[f"heads.{name}"])

@@ -1,0 +1,135 @@
+"""Calibrate heads on your own prompts: how often each guess is right, alone and along whole paths.
+
+The base model answers the prompts, greedily and without its heads, and the heads are measured on what it wrote.
+Prompts are read as `medusa eval` reads them. The result is a JSON file for `medusa tree search`, `medusa tree show` and
+`medusa simulate --accuracies`; a run that was stopped goes on with --resume, prompt by prompt.
+
+    medusa calibrate --model HEADS --prompts mine.jsonl --dtype bfloat16 --device cuda
+    medusa calibrate --model HEADS --prompts mt_bench.jsonl --limit 5 --out calibration.json --resume
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from medusa_decoding.cli import _arguments
+from medusa_decoding.decode.step_graph import BACKENDS
+from medusa_decoding.evaluation import read_prompts
+from medusa_decoding.evaluation.prompts import TURNS
+from medusa_decoding.evaluation.run import PROMPT_TOKENS
+from medusa_decoding.tree import Tree
+from medusa_decoding.tuning.accuracy import CALIBRATION_FILE, Calibration, wilson
+
+NEW_TOKENS = 256
+SHOWN = (1, 2, 3, 5, 10)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    _arguments.add_model(parser)
+    # The base model alone writes the texts.
+    parser.set_defaults(tree=Tree([]))
+    _arguments.add_template(parser)
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="files, folders or hub names")
+    parser.add_argument(
+        "--limit", type=_arguments.at_least_one, metavar="N", help="the first N prompts of each category (default: all)"
+    )
+    parser.add_argument(
+        "--turns",
+        type=_arguments.at_least_one,
+        default=TURNS,
+        metavar="N",
+        help=f"at most N turns of a prompt (default: {TURNS})",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_arguments.at_least_one,
+        default=PROMPT_TOKENS,
+        metavar="N",
+        help=f"of a plain text, its first N tokens are the prompt (default: {PROMPT_TOKENS})",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_arguments.at_least_one,
+        default=NEW_TOKENS,
+        metavar="N",
+        help=f"of each text (default: {NEW_TOKENS})",
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"default: {CALIBRATION_FILE} in the folder of the heads"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on where a stopped run left off")
+    parser.add_argument("--json", action="store_true", help="print the file's content instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, load, measure, print."""
+    from medusa_decoding.tuning.calibrate import calibrate
+
+    _arguments.check_device(args)
+    out = place(args)
+    try:
+        prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    tokenizer = _arguments.load_tokenizer(args)
+    with _arguments.load_model(args) as model:
+        calibration = calibrate(
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=args.max_new_tokens,
+            prompt_tokens=args.prompt_tokens,
+            template=args.template,
+            out=out,
+            resume=args.resume,
+            progress=True,
+        )
+    print(json.dumps(calibration.to_json()) if args.json else f"{as_text(calibration)}\n\nin {out}")
+    return 0
+
+
+def place(args: argparse.Namespace) -> Path:
+    """Return where the result goes.
+
+    Raises:
+        ValueError: no such folder, or none that can be written to.
+    """
+    if args.out is not None:
+        if args.out.is_dir() or not args.out.absolute().parent.is_dir():
+            raise ValueError(f"--out: expected a file in a folder that exists, got {args.out}")
+        chosen: Path = args.out
+        return chosen
+    # The package's own folder is not the user's to write into.
+    if args.model is None or not Path(args.model).is_dir() or not os.access(args.model, os.W_OK):
+        named = "the embedded demo checkpoint" if args.model is None else args.model
+        raise ValueError(f"--out: expected a file, because {named} is no folder of yours to write into, got none")
+    return Path(args.model) / CALIBRATION_FILE
+
+
+def as_text(calibration: Calibration) -> str:
+    """Return the counts as a table for people: percent of positions, with 95 % intervals."""
+    shown = [n for n in SHOWN if n <= calibration.ranks]
+    rows = [["", *(f"top-{n}" for n in shown)]]
+    for head, hits in enumerate(calibration.hits, start=1):
+        cells = []
+        for n in shown:
+            low, high = wilson(hits[n - 1], calibration.positions)
+            share = hits[n - 1] / calibration.positions
+            cells.append(f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})")
+        rows.append([f"head {head}", *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    made = calibration.made
+    return "\n".join(
+        [
+            *table,
+            "",
+            f"Percent of {calibration.positions} positions in {made['texts']} texts ({made['tokens']} tokens); 95 % "
+            "intervals, positions taken as independent",
+        ]
+    )

@@ -1,0 +1,203 @@
+"""Calibration: which of the heads' guesses are right on the user's own prompts, one by one and along whole paths.
+
+At each position of a text every head has a list of candidates; the places of the true tokens in these lists are one
+path of ranks. Counts of paths hold all that a tree can be weighed with: how often each rank is right (Medusa paper,
+section 2.3.3), and how often a whole path is, without taking heads as independent. A position counts if the text goes
+on for as long as the heads reach, so that every share is one of the same positions: the last K tokens of a text are
+targets only.
+
+This module knows counts; it does not know where they come from (see `calibrate`) nor which tree is best (see `search`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from medusa_decoding.tree import Tree
+
+NONE = -1
+"""The rank of a token that is not among a head's candidates."""
+CALIBRATION_FILE = "calibration.json"
+Z = 1.959963984540054
+"""Half the width of a normal distribution's 95 % interval, in standard deviations."""
+RankPath = tuple[int, ...]
+
+
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a share (Wilson, 1927), taking trials as independent; (0, 1) without any."""
+    if not total:
+        return 0.0, 1.0
+    share, square = hits / total, Z * Z / total
+    middle = (share + square / 2) / (1 + square)
+    half = Z / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
+    # At the ends the two are equal but for rounding.
+    low, high = 0.0 if hits == 0 else middle - half, 1.0 if hits == total else middle + half
+    return max(0.0, low), min(1.0, high)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Counts of paths.
+
+    Args:
+        num_heads: K.
+        ranks: R, candidates of a head that were looked at, 1 to 10.
+        paths: how many positions have each path of ranks, of length K; NONE where a head did not name the token.
+        made: what was measured and how, by name: fingerprints, prompts, settings, versions, texts, tokens.
+
+    Raises:
+        ValueError: a path of another length or with other ranks, a count below 1, no path at all.
+    """
+
+    num_heads: int
+    ranks: int
+    paths: Mapping[RankPath, int]
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path, count in self.paths.items():
+            if len(path) != self.num_heads or not all(rank == NONE or 0 <= rank < self.ranks for rank in path):
+                raise ValueError(
+                    f"paths: expected {self.num_heads} ranks below {self.ranks} (or {NONE}) each, got {list(path)}"
+                )
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"paths: expected a count from 1 for {list(path)}, got {count!r}")
+        if not self.paths:
+            raise ValueError("paths: expected at least one, got none")
+
+    @cached_property
+    def positions(self) -> int:
+        """How many positions were counted."""
+        return sum(self.paths.values())
+
+    @cached_property
+    def _alone(self) -> list[list[int]]:
+        counts = [[0] * self.ranks for _ in range(self.num_heads)]
+        for path, count in self.paths.items():
+            for head, rank in enumerate(path):
+                if rank != NONE:
+                    counts[head][rank] += count
+        return counts
+
+    @cached_property
+    def _beginnings(self) -> Counter[RankPath]:
+        counts: Counter[RankPath] = Counter()
+        for path, count in self.paths.items():
+            known = path[: path.index(NONE)] if NONE in path else path
+            for length in range(len(known) + 1):
+                counts[known[:length]] += count
+        return counts
+
+    @property
+    def hits(self) -> list[list[int]]:
+        """Positions at which the token is among the n likeliest of each head, n from 1: a row of R a head."""
+        return [list(accumulate(row)) for row in self._alone]
+
+    @property
+    def accuracies(self) -> list[list[float]]:
+        """Share of positions at which each head's n-th best alone is right: what `Tree.optimal` takes."""
+        return [[count / self.positions for count in row] for row in self._alone]
+
+    def count(self, path: Sequence[int]) -> int:
+        """Return at how many positions a whole path of ranks from the root is right."""
+        return self._beginnings[tuple(path)]
+
+    def shares(self, tree: Tree) -> list[float]:
+        """Return how likely each of a tree's choices is right, its ancestors included.
+
+        Raises:
+            ValueError: a tree that the heads cannot fill, or with ranks that were not looked at.
+        """
+        tree.check_fits(self.num_heads, self.ranks)
+        return [self.count(path) / self.positions for path in tree.choices]
+
+    def expected_tokens(self, tree: Tree) -> float:
+        """Return the expected tokens a step, root included, at a position drawn at random; no independence is assumed.
+
+        A copied branch is not counted.
+
+        Raises:
+            ValueError: a tree that the heads cannot fill, or with ranks that were not looked at.
+        """
+        return 1.0 + sum(self.shares(tree))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all as JSON has it; `accuracy` is what `medusa simulate --accuracies` reads as well."""
+        hits, total = self.hits, self.positions
+        intervals = [[[round(end, 6) for end in wilson(count, total)] for count in row] for row in hits]
+        # Known ranks first, so that the order is the same whatever the order of counting was.
+        order = sorted(self.paths, key=lambda path: [rank if rank != NONE else self.ranks for rank in path])
+        return {
+            "made": dict(self.made),
+            "accuracy": {"hits": hits, "total": [total] * self.num_heads, "intervals": intervals},
+            "ranks": self.ranks,
+            "paths": {name_of(path): self.paths[path] for path in order},
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Calibration:
+        """Read what `to_json` returned.
+
+        Raises:
+            ValueError: anything else, or counts that contradict each other.
+        """
+        try:
+            accuracy, ranks, made = values["accuracy"], values["ranks"], values["made"]
+            hits, total = accuracy["hits"], accuracy["total"]
+            paths = {ranks_of(name): count for name, count in values["paths"].items()}
+            found = cls(len(hits), ranks, paths, made)
+            sums = found.hits, [found.positions] * found.num_heads
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"calibration: expected made, accuracy, ranks and paths, got {error!r}") from error
+        if sums != (hits, total):
+            raise ValueError(f"calibration: expected hits and totals that the paths add up to, {sums}, got others")
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON; the file appears whole or not at all."""
+        write_whole(Path(path), (json.dumps(self.to_json(), indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: another file; it is named.
+            OSError: it cannot be read.
+        """
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError(f"calibration: expected named fields, got {type(values).__name__}")
+            return cls.from_json(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: expected a file that `medusa calibrate` wrote, got: {error}") from error
+
+
+def name_of(path: Iterable[int]) -> str:
+    """Return a path as text: its ranks, and a dash where there is none."""
+    return " ".join("-" if rank == NONE else str(rank) for rank in path)
+
+
+def ranks_of(name: str) -> RankPath:
+    """Return the path that `name_of` has made text of."""
+    return tuple(NONE if rank == "-" else int(rank) for rank in name.split(" "))
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write all of a file or nothing, also where the machine stops meanwhile."""
+    scratch = path.with_name(path.name + ".partial")
+    with scratch.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)

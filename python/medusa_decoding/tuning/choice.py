@@ -1,0 +1,152 @@
+"""The tree with the most tokens a second: expected tokens of a step over what the step takes on this device.
+
+Expected tokens come from the accuracies of the heads (Medusa paper, section 2.3.3): counted on the user's prompts, or
+else by the trainer on held-out data, or else those published for other heads. This module knows neither models nor how
+durations were measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa_decoding.decode.ladder import VICUNA_7B
+from medusa_decoding.tree import Tree
+from medusa_decoding.tuning.acceleration import read_accuracies
+
+CALIBRATION, MEASURED, PUBLISHED = "calibration.json", "measured.json", "published"
+"""Where accuracies are from: `medusa calibrate`, the trainer (both beside the heads), or the paper's own heads."""
+
+
+@dataclass(frozen=True)
+class Accuracies:
+    """How often heads are right.
+
+    Attributes:
+        source: CALIBRATION, MEASURED or PUBLISHED.
+        by_rank: by_rank[k][i] is the share of positions at which head k's i-th best token alone is right.
+    """
+
+    source: str
+    by_rank: list[list[float]]
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest tree that these ranks can fill."""
+        possible, level = 1, 1
+        for row in self.by_rank:
+            level *= len(row)
+            possible += level
+        return possible
+
+    def __str__(self) -> str:
+        """Say where they are from."""
+        return {
+            CALIBRATION: f"{CALIBRATION} (counted on prompts)",
+            MEASURED: f"{MEASURED} (counted by the trainer on held-out data)",
+        }.get(self.source, "published for Vicuna-7B's heads, not counted for these (see medusa calibrate)")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One tree, and what a step with it gives and takes.
+
+    Attributes:
+        tree: the best tree of its size.
+        tokens: expected tokens a step and row, root included.
+        seconds: of a step.
+    """
+
+    tree: Tree
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second and row."""
+        return self.tokens / self.seconds
+
+
+def published(num_heads: int, num_candidates: int) -> Accuracies:
+    """Return what is assumed of heads that nobody has counted, as far as they reach."""
+    ranks = min(len(VICUNA_7B[0]), num_candidates)
+    return Accuracies(PUBLISHED, [row[:ranks] for row in VICUNA_7B[:num_heads]])
+
+
+def find_accuracies(
+    folder: Path, num_heads: int, num_candidates: int, heads: str | None = None, dtype: str | None = None
+) -> Accuracies | None:
+    """Read the accuracies that stand beside a checkpoint of heads; None where there are none.
+
+    Args:
+        folder: of the heads.
+        num_heads: K.
+        num_candidates: tokens that a head may be asked for: further ranks are left out.
+        heads: fingerprint of the heads as they are loaded. A calibration that was made of others is refused.
+        dtype: that they are loaded in. In another one a calibration's fingerprint tells nothing.
+
+    Raises:
+        ValueError: a file that is damaged, or of other heads; it names the file.
+    """
+    for source in (CALIBRATION, MEASURED):
+        file = folder / source
+        if not file.is_file():
+            continue
+        rows = read_accuracies(file)
+        if len(rows) != num_heads:
+            raise ValueError(f"{file}: expected accuracies of {num_heads} heads, got {len(rows)}")
+        if heads is not None and not _is_of(file, heads, dtype):
+            raise ValueError(f"{file}: expected a calibration of these heads, got one of others")
+        return Accuracies(source, [row[:num_candidates] for row in rows])
+    return None
+
+
+def _is_of(file: Path, heads: str, dtype: str | None) -> bool:
+    """Return whether a file is of heads with this fingerprint, as far as it says of which ones it is."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    made = values.get("made") if isinstance(values, dict) else None
+    if not isinstance(made, dict) or not isinstance(made.get("settings"), dict) or "heads" not in made:
+        return True
+    return made["settings"].get("dtype") != dtype or made["heads"] == heads
+
+
+def trees_of(accuracies: Sequence[Sequence[float]], sizes: Sequence[int]) -> list[Tree]:
+    """Return the best tree of each size; of size 1, plain decoding.
+
+    Raises:
+        ValueError: a size that the heads cannot fill.
+    """
+    return [Tree([]) if size == 1 else Tree.optimal(accuracies, size) for size in sizes]
+
+
+def candidates(accuracies: Sequence[Sequence[float]], seconds: Mapping[int, float]) -> list[Candidate]:
+    """Weigh the best tree of each size.
+
+    Args:
+        accuracies: of the heads, a list a head, each rank alone.
+        seconds: of a step, by nodes; 1 is plain decoding.
+
+    Raises:
+        ValueError: a size that the heads cannot fill, a duration that is not above 0.
+    """
+    for nodes, value in seconds.items():
+        if not value > 0:
+            raise ValueError(f"seconds: expected above 0 for {nodes} nodes, got {value}")
+    sizes = sorted(seconds)
+    return [
+        Candidate(tree, tree.expected_tokens(accuracies), seconds[size])
+        for size, tree in zip(sizes, trees_of(accuracies, sizes), strict=True)
+    ]
+
+
+def best(found: Sequence[Candidate]) -> Candidate:
+    """Return the candidate with the most tokens a second; of equal ones the smallest tree.
+
+    Raises:
+        ValueError: no candidate.
+    """
+    if not found:
+        raise ValueError("candidates: expected at least one, got none")
+    return max(found, key=lambda one: (one.rate, -one.tree.num_nodes))

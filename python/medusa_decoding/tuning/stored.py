@@ -1,0 +1,396 @@
+"""`tuning.json` beside a checkpoint of heads: what was measured on which device with which model, and what was chosen.
+
+Written by `medusa tune`, read by `MedusaModel.from_pretrained`. It counts only where it was made: another device, other
+weights, another dtype or backend refuse it, and say which. Versions of libraries are kept, but refuse nothing. This
+module does not know how steps are timed (see `latency`), nor which tree is best (see `choice`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from medusa_decoding.decode.step_graph import resolve_backend
+from medusa_decoding.decode.step_times import KEPT, StepTimes
+from medusa_decoding.tree import Tree
+from medusa_decoding.tuning.choice import Accuracies, Candidate
+
+if TYPE_CHECKING:
+    from medusa_decoding.model import MedusaModel
+    from medusa_decoding.tuning.latency import Latency
+
+FILE, FORMAT = "tuning.json", 1
+SAMPLED = 1024
+"""Values of each weight that a fingerprint looks at."""
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where step times hold: what they may not be used without.
+
+    Attributes:
+        device: the GPU's name and sizes, or the CPU's name with the number of threads.
+        dtype: of activations and cache.
+        backend: how steps run.
+        processes: that the model is sharded over.
+        model: the base model's class and fingerprint.
+        heads: their fingerprint.
+    """
+
+    device: str
+    dtype: str
+    backend: str
+    processes: int
+    model: str
+    heads: str
+
+    @classmethod
+    def of(cls, model: MedusaModel) -> Place:
+        """Look at a model as it is now."""
+        if model.heads is None:
+            raise ValueError("model: expected one with heads, got one without")
+        causal = model.trunk.causal
+        return cls(
+            **_surroundings(model),
+            model=f"{type(causal).__name__} {fingerprint(causal)}",
+            heads=fingerprint(model.heads),
+        )
+
+    def differences(self, now: Place) -> list[str]:
+        """Say what is not as it was, a sentence's part each: "device: tuned on A, now B"; empty where all is."""
+        changed = [name for name, value in asdict(self).items() if getattr(now, name) != value]
+        if "dtype" in changed:  # which the fingerprints depend on
+            changed = [name for name in changed if name not in ("model", "heads")]
+        return [f"{name}: tuned with {getattr(self, name)}, now {getattr(now, name)}" for name in changed]
+
+    def still_holds(self, model: MedusaModel) -> bool:
+        """Return whether a model runs where it was when it was compared with this; weights are not looked at."""
+        return _surroundings(model).items() <= asdict(self).items()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What was measured and is expected of one size of tree.
+
+    Attributes:
+        nodes: root included.
+        seconds: typical duration of a step (see `Latency`).
+        median: of the durations.
+        low, high: quartiles of the durations.
+        steps: how many were timed.
+        tokens: expected tokens a step and row.
+    """
+
+    nodes: int
+    seconds: float
+    median: float
+    low: float
+    high: float
+    steps: int
+    tokens: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second and row."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """What was chosen for one batch and one prefix length.
+
+    Attributes:
+        batch: rows of the batch.
+        prefix: committed tokens of each row.
+        rows: rows of the cache.
+        tree: the chosen one; `Tree([])` where plain decoding is the fastest.
+        sizes: what it was chosen among, in ascending order.
+    """
+
+    batch: int
+    prefix: int
+    rows: int
+    tree: Tree
+    sizes: tuple[Size, ...]
+
+    @classmethod
+    def of(cls, measured: Sequence[Latency], chosen: Candidate, weighed: Sequence[Candidate]) -> Case:
+        """Put together what was measured for a batch and a prefix, and what was made of it."""
+        tokens = {one.tree.num_nodes: one.tokens for one in weighed}
+        sizes = [
+            Size(one.nodes, one.typical, one.median, *one.quartiles, len(one.seconds), tokens[one.nodes])
+            for one in sorted(measured, key=lambda one: one.nodes)
+        ]
+        first = measured[0]
+        return cls(first.batch, first.prefix, first.rows, chosen.tree, tuple(sizes))
+
+    @property
+    def chosen(self) -> Size:
+        """The size of the chosen tree."""
+        return next(size for size in self.sizes if size.nodes == self.tree.num_nodes)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All of a file.
+
+    Attributes:
+        place: where it holds.
+        accuracies: of the heads, that trees were weighed with.
+        cases: by batch and prefix, in ascending order.
+        step_times: JSON of a `StepTimes`.
+        versions: of libraries, by name.
+    """
+
+    place: Place
+    accuracies: Accuracies
+    cases: tuple[Case, ...]
+    step_times: str
+    versions: Mapping[str, str]
+
+    @classmethod
+    def of(cls, place: Place, accuracies: Accuracies, cases: Iterable[Case], measured: Iterable[Latency]) -> Tuning:
+        """Put together what was found."""
+        times = StepTimes(*_names(place))
+        for one in measured:
+            for seconds in _few(one.seconds):
+                times.profile(one.batch, one.rows).add(one.nodes, seconds)
+        ordered = sorted(cases, key=lambda case: (case.batch, case.prefix))
+        return cls(place, accuracies, tuple(ordered), times.to_json(), versions())
+
+    def nearest(self, batch: int, prefix: int) -> Case:
+        """Return the case of the nearest batch, and of those the one of the nearest prefix, both by their ratio."""
+
+        def distance(case: Case) -> tuple[float, float]:
+            return abs(math.log2(case.batch / batch)), abs(math.log2((case.prefix + 1) / (prefix + 1)))
+
+        return min(self.cases, key=distance)
+
+    def times(self) -> StepTimes:
+        """Return the step times, for a policy to go on with."""
+        device, model = _names(self.place)
+        return StepTimes.from_json(self.step_times, device=device, model=model)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all as JSON has it, with the rates that follow."""
+        return {
+            "format": FORMAT,
+            **asdict(self.place),
+            "versions": dict(self.versions),
+            "accuracies": {"source": self.accuracies.source, "by_rank": self.accuracies.by_rank},
+            "cases": [
+                {
+                    "batch": case.batch,
+                    "prefix": case.prefix,
+                    "rows": case.rows,
+                    "nodes": case.tree.num_nodes,
+                    "choices": case.tree.choices,
+                    "speedup": case.chosen.rate / case.sizes[0].rate,
+                    "sizes": [asdict(size) | {"tokens_per_second": size.rate} for size in case.sizes],
+                }
+                for case in self.cases
+            ],
+            "step_times": json.loads(self.step_times),
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> Tuning:
+        """Read what `to_json` returned.
+
+        Raises:
+            ValueError: anything else; it says what.
+        """
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            got = values.get("format") if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"tuning: expected format {FORMAT}, got {got}")
+        try:
+            place = Place(**{part.name: values[part.name] for part in fields(Place)})
+            accuracies = Accuracies(
+                str(values["accuracies"]["source"]),
+                [[float(value) for value in row] for row in values["accuracies"]["by_rank"]],
+            )
+            cases = tuple(_case(case) for case in values["cases"])
+            found = cls(place, accuracies, cases, json.dumps(values["step_times"]), dict(values["versions"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"tuning: expected device, model, accuracies, cases and step_times, got {error!r}"
+            ) from error
+        if not cases:
+            raise ValueError("tuning: expected at least one case, got none")
+        found.times()
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write as JSON; the file appears whole or not at all."""
+        scratch = path.with_name(path.name + ".partial")
+        scratch.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        scratch.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Tuning:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: another or a damaged file; it is named.
+            OSError: it cannot be read.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:  # what json and the decoder raise as well
+            raise ValueError(f"{path}: expected a file that `medusa tune` wrote, got: {error}") from error
+
+
+def load_for(path: Path, model: MedusaModel) -> Tuning:
+    """Read a file and compare it with a model as it runs here.
+
+    Raises:
+        ValueError: a damaged file, one of another device, model, dtype or backend (it names what has changed), or trees
+            that the heads cannot fill.
+        OSError: it cannot be read.
+    """
+    found = Tuning.load(path)
+    changed = found.place.differences(Place.of(model))
+    if changed:
+        raise ValueError(f"{path}: {'; '.join(changed)}")
+    for case in found.cases:
+        model._check_tree(case.tree)
+    return found
+
+
+def recall(path: Path, model: MedusaModel) -> Tuning | None:
+    """Read a file if it is there and holds for a model; where it does not, say so in a warning and return None."""
+    if model.heads is None or not path.is_file():
+        return None
+    try:
+        return load_for(path, model)
+    except (ValueError, OSError) as error:
+        logger.warning("tuning refused (run `medusa tune` again): %s", error)
+        return None
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Return the processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device by what step times depend on, and nothing that a new driver changes."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        memory = round(found.total_memory / 2**30)
+        return f"{found.name}, {found.multi_processor_count} SMs, {memory} GiB, sm_{found.major}{found.minor}"
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {capability}"
+    return device.type
+
+
+def fingerprint(module: torch.nn.Module) -> str:
+    """Return what tells models apart: a hash of the shape, dtype and some evenly spaced values of every weight.
+
+    Training changes about every value. A change of single values between those that are looked at is not seen.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for weight in module.state_dict().values():
+        if isinstance(weight, torch.Tensor):
+            _digest(weight.detach(), digest)
+    return digest.hexdigest()
+
+
+def _digest(weight: torch.Tensor, digest: hashlib.blake2b) -> None:
+    digest.update(f"{list(weight.shape)} {weight.dtype}".encode())
+    if is_traceable_wrapper_subclass(weight):  # quantised by torchao, say: made of plain tensors
+        names, _ = weight.__tensor_flatten__()
+        for name in names:
+            _digest(getattr(weight, name), digest)
+        return
+    values = weight.as_subclass(torch.Tensor).reshape(-1)
+    sample = values[:: max(1, len(values) // SAMPLED)][:SAMPLED].contiguous().cpu()
+    digest.update(sample.view(torch.uint8).numpy().tobytes())
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what steps are made with."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "triton", "transformers", "medusa-kernels"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _surroundings(model: MedusaModel) -> dict[str, Any]:
+    trunk = model.trunk
+    return {
+        "device": device_name(trunk.device),
+        "dtype": str(trunk.dtype).removeprefix("torch."),
+        "backend": str(resolve_backend(model.backend, trunk.device, trunk.peers.size)),
+        "processes": trunk.peers.size,
+    }
+
+
+def _names(place: Place) -> tuple[str, str]:
+    """Return what a `StepTimes` calls the device and the model."""
+    return f"{place.device}, {place.backend}", f"{place.model}, {place.dtype}, heads {place.heads}"
+
+
+def _few(seconds: Sequence[float]) -> list[float]:
+    """Return as many durations as `StepTimes` keeps: evenly spaced quantiles, so that the median is that of all."""
+    if len(seconds) <= KEPT:
+        return list(seconds)
+    between = statistics.quantiles(seconds, n=KEPT + 1, method="inclusive")
+    return between[:KEPT]
+
+
+def _case(values: Any) -> Case:
+    counts = {name: _count(name, values[name]) for name in ("batch", "prefix", "rows", "nodes")}
+    sizes = tuple(
+        Size(
+            nodes=_count("nodes", size["nodes"]),
+            seconds=_positive("seconds", size["seconds"]),
+            median=_positive("median", size["median"]),
+            low=_positive("low", size["low"]),
+            high=_positive("high", size["high"]),
+            steps=_count("steps", size["steps"]),
+            tokens=_positive("tokens", size["tokens"]),
+        )
+        for size in values["sizes"]
+    )
+    tree = Tree(values["choices"])
+    known = [size.nodes for size in sizes]
+    if tree.num_nodes != counts["nodes"] or tree.num_nodes not in known or known[:1] != [1] or known != sorted(known):
+        raise ValueError(f"cases: expected a tree of one of the sizes from 1 on, got {tree.num_nodes} nodes of {known}")
+    return Case(counts["batch"], counts["prefix"], counts["rows"], tree, sizes)
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
+    return value
+
+
+def _positive(name: str, value: Any) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+    return float(value)

@@ -1,0 +1,370 @@
+"""Calibration: counts against a walk with full logits and transformers' text; stopped runs; the file."""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.evaluation import Prompt
+from medusa_decoding.tuning import calibrate as module
+from medusa_decoding.tuning.acceleration import read_accuracies
+from medusa_decoding.tuning.accuracy import NONE, Calibration, wilson
+from medusa_decoding.tuning.calibrate import calibrate
+
+K = 3
+PROMPTS = [
+    Prompt(("abc", "go on"), system="say"),
+    Prompt(("which is it?",)),
+    Prompt(("to be continued as it stands", ), is_text=True),
+    Prompt(("zz",)),
+]  # fmt: skip
+
+
+# --- counts and what follows from them, by hand ---
+
+
+@pytest.fixture
+def counted():
+    """Ten positions of two heads, two ranks each."""
+    return Calibration(2, 2, {(0, 1): 4, (0, NONE): 2, (NONE, 1): 1, (1, 0): 2, (NONE, NONE): 1}, {"texts": 3})
+
+
+def test_accuracies_and_hits_by_hand(counted):
+    assert counted.positions == 10
+    assert counted.hits == [[6, 8], [2, 7]]
+    assert counted.accuracies == [[0.6, 0.2], [0.2, 0.5]]
+
+
+def test_paths_by_hand(counted):
+    # The second head's rank 1 is right at 5 positions, but behind the first head's rank 0 at 4 of them.
+    assert counted.count([]) == 10
+    assert counted.count([0]) == 6
+    assert counted.count([0, 1]) == 4
+    assert counted.count([1, 0]) == 2
+    assert counted.count([1, 1]) == 0
+    tree = Tree([[0], [1], [0, 1], [1, 1]])
+    assert counted.shares(tree) == [0.6, 0.2, 0.4, 0.0]
+    assert counted.expected_tokens(tree) == pytest.approx(2.2)
+    assert tree.expected_tokens(counted.accuracies) == pytest.approx(1 + 0.6 + 0.2 + 0.6 * 0.5 + 0.2 * 0.5)
+    assert counted.expected_tokens(Tree([[0]], lookup=3)) == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [([[0], [0, 0], [0, 0, 0]], r"depth 3, expected at most 2"), ([[0], [2]], r"rank 2, expected below 2")],
+)
+def test_trees_that_were_not_counted_are_refused(counted, choices, words):
+    with pytest.raises(ValueError, match=words):
+        counted.expected_tokens(Tree(choices))
+
+
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        ({(0,): 1}, r"expected 2 ranks below 2 \(or -1\) each, got \[0\]"),
+        ({(0, 2): 1}, r"got \[0, 2\]"),
+        ({(0, -2): 1}, r"got \[0, -2\]"),
+        ({(0, 1): 0}, r"a count from 1 for \[0, 1\], got 0"),
+        ({}, "at least one, got none"),
+    ],
+)
+def test_bad_counts_are_refused(paths, words):
+    with pytest.raises(ValueError, match=words):
+        Calibration(2, 2, paths)
+
+
+@pytest.mark.parametrize(
+    ("hits", "total", "low", "high"), [(8, 10, 0.4902, 0.9433), (0, 10, 0, 0.2775), (1, 1, 0.2065, 1)]
+)
+def test_wilson_against_printed_values(hits, total, low, high):
+    assert wilson(hits, total) == pytest.approx((low, high), abs=6e-5)
+
+
+@pytest.mark.parametrize(("hits", "total"), [(1, 3), (50, 101), (9_999, 10_000)])
+def test_wilson_ends_are_shares_that_the_count_is_just_two_sigma_from(hits, total):
+    for end in wilson(hits, total):
+        assert abs(hits / total - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / total), rel=1e-6)
+    assert wilson(0, 0) == (0, 1)
+
+
+# --- the file ---
+
+
+def test_file_round_trip_and_its_readers(counted, tmp_path):
+    counted.save(tmp_path / "c.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
+    values = json.loads((tmp_path / "c.json").read_text())
+    assert values["paths"] == {"0 1": 4, "0 -": 2, "1 0": 2, "- 1": 1, "- -": 1}
+    assert list(values["paths"]) == ["0 1", "0 -", "1 0", "- 1", "- -"]
+    assert values["accuracy"]["hits"] == [[6, 8], [2, 7]]
+    assert values["accuracy"]["total"] == [10, 10]
+    low, high = values["accuracy"]["intervals"][0][1]
+    assert (low, high) == pytest.approx((0.4902, 0.9433), abs=6e-5)
+    assert Calibration.load(tmp_path / "c.json") == counted
+    # What medusa simulate reads of it.
+    assert read_accuracies(tmp_path / "c.json") == [pytest.approx([0.6, 0.2]), pytest.approx([0.2, 0.5])]
+
+
+def test_bytes_do_not_depend_on_the_order_of_counting(counted, tmp_path):
+    other = Calibration(2, 2, dict(reversed(counted.paths.items())), counted.made)
+    counted.save(tmp_path / "a.json")
+    other.save(tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values["accuracy"]["hits"][0].__setitem__(0, 5), "that the paths add up to"),
+        (lambda values: values["accuracy"]["total"].__setitem__(0, 11), "that the paths add up to"),
+        (lambda values: values["paths"].__setitem__("0 x", 1), "invalid literal"),
+        (lambda values: values.pop("paths"), "expected made, accuracy, ranks and paths"),
+    ],
+)
+def test_other_files_are_refused(counted, tmp_path, change, words):
+    values = counted.to_json()
+    change(values)
+    (tmp_path / "c.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"c.json: expected a file that `medusa calibrate` wrote, .*{words}"):
+        Calibration.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", ""])
+def test_no_json_object_is_refused(tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ValueError, match=r"c.json: expected a file that `medusa calibrate` wrote"):
+        Calibration.load(tmp_path / "c.json")
+
+
+# --- counting, against transformers' text and a walk over its positions ---
+
+
+@torch.no_grad()
+def walked(base, heads, prompt, new):
+    """Paths of ranks at each position that the heads' reach allows, from full logits by the heads' formula."""
+    tokens = prompt + new
+    states = base.model(torch.tensor([tokens])).last_hidden_state[0]
+    paths = []
+    for t in range(len(prompt) - 1, len(tokens) - K - 1):
+        path = []
+        for k in range(K):
+            inner = heads.w1[k, 0] @ states[t] + heads.b1[k, 0]
+            logits = heads.w2[k] @ (states[t] + inner * torch.sigmoid(inner))
+            # The rank of a token: how many have a larger logit.
+            rank = int((logits > logits[tokens[t + k + 2]]).sum())
+            path.append(rank if rank < 10 else NONE)
+        paths.append(tuple(path))
+    return paths
+
+
+def greedy(base, prompt, new_tokens, eos):
+    ids = torch.tensor([prompt])
+    out = base.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=eos
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def test_counts_are_those_of_a_walk_over_the_models_own_texts(make):
+    from chats import CHAT_TEMPLATE
+
+    model, tokenizer = make(CHAT_TEMPLATE)
+    heads, base = model.heads, model.base
+    model.undo()
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    paths, texts, tokens = [], 0, 0
+    for prompt in PROMPTS:
+        if prompt.is_text:
+            ids = tokenizer(prompt.turns[0])["input_ids"][:6]
+            new = greedy(base, ids, 24, None)
+            paths += walked(base, heads, ids, new)
+            texts, tokens = texts + 1, tokens + len(new)
+            continue
+        said = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        for turn in prompt.turns:
+            said.append({"role": "user", "content": turn})
+            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
+            new = greedy(base, ids, 24, [end])
+            paths += walked(base, heads, ids, new)
+            texts, tokens = texts + 1, tokens + len(new)
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            said.append({"role": "assistant", "content": text})
+    with MedusaModel(base, heads) as again:
+        found = calibrate(again, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6)
+    assert found.paths == Counter(paths)
+    assert (found.num_heads, found.ranks) == (K, 10)
+    assert (found.made["texts"], found.made["tokens"], found.made["left_out"]) == (texts, tokens, 0) == (5, tokens, 0)
+    # The case says something: named and unnamed tokens, several ranks, paths that are right from end to end.
+    assert any(NONE in path for path in found.paths)
+    assert any(NONE not in path for path in found.paths)
+    assert len({path[0] for path in found.paths}) > 3
+
+
+def test_turns_without_room_are_left_out(make):
+    model, tokenizer = make(max_position_embeddings=24)
+    asked = [Prompt(("abcdefgh", "i")), Prompt(("a" * 24, "b"))]
+    found = calibrate(model, tokenizer, asked, max_new_tokens=200)
+    assert (found.made["texts"], found.made["tokens"], found.made["left_out"]) == (1, 16, 3)
+    assert found.positions == 16 - K
+
+
+def test_few_candidates_bound_the_ranks():
+    """No tree may ask for ranks that a trimmed vocabulary does not have."""
+    from chats import chat_tokenizer
+    from models import tiny
+
+    from medusa_decoding import MedusaHeads
+
+    tokenizer = chat_tokenizer([], None)
+    base = tiny(vocab_size=len(tokenizer), max_position_embeddings=256)
+    kept = torch.arange(0, len(tokenizer), 6)
+    heads = MedusaHeads(base.config.hidden_size, len(tokenizer), K, token_map=kept)
+    with torch.no_grad():
+        heads.w2.copy_(base.lm_head.weight[kept].expand_as(heads.w2))
+    with MedusaModel(base, heads.eval()) as model:
+        found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24)
+    assert found.ranks == len(kept) < 10
+    assert all(len(row) == len(kept) for row in found.accuracies)
+
+
+# --- stopped runs ---
+
+
+def run(make, out, resume, prompts=PROMPTS, **settings):
+    model, tokenizer = make()
+    return calibrate(
+        model, tokenizer, prompts, out=out, resume=resume, **({"max_new_tokens": 16, "prompt_tokens": 6} | settings)
+    )
+
+
+@pytest.fixture
+def finished(make, tmp_path, monkeypatch):
+    """The bytes of an undisturbed run's result, and of its progress before that was deleted."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Progress, "remove", lambda self: None)
+        run(make, tmp_path / "whole.json", False)
+    progress = tmp_path / "whole.json.progress"
+    content = progress.read_bytes()
+    progress.unlink()
+    return (tmp_path / "whole.json").read_bytes(), content
+
+
+def test_a_run_killed_at_any_point_ends_in_the_same_bytes(make, tmp_path, finished, monkeypatch):
+    whole, progress = finished
+    lines = progress.splitlines(keepends=True)
+    assert len(lines) == 1 + len(PROMPTS)
+    asked = []
+    answer = module._Writer.count
+    monkeypatch.setattr(module._Writer, "count", lambda self, prompt: asked.append(prompt) or answer(self, prompt))
+    starts = [sum(map(len, lines[:n])) for n in range(1, len(lines) + 1)]
+    for done, start in enumerate(starts):
+        for torn in (0, 1, len(lines[done + 1]) - 1) if done + 1 < len(lines) else (0,):
+            out = tmp_path / f"{done}-{torn}.json"
+            out.with_name(out.name + ".progress").write_bytes(progress[: start + torn])
+            asked.clear()
+            run(make, out, True)
+            assert out.read_bytes() == whole
+            assert asked == PROMPTS[done:]  # nothing twice
+            assert not out.with_name(out.name + ".progress").exists()
+
+
+def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch):
+    out = tmp_path / "c.json"
+    answer = module._Writer.count
+    left = iter([True, True, False])
+
+    def count(self, prompt):
+        if not next(left):
+            raise KeyboardInterrupt
+        return answer(self, prompt)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Writer, "count", count)
+        with pytest.raises(KeyboardInterrupt):
+            run(make, out, False)
+    assert not out.exists()
+    with pytest.raises(ValueError, match=r"resume: expected True \(--resume\) to go on from .*c.json.progress"):
+        run(make, out, False)
+    run(make, out, True)
+    assert out.read_bytes() == finished[0]
+
+
+def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, finished, monkeypatch):
+    out = tmp_path / "whole.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Writer, "count", lambda self, prompt: pytest.fail("asked again"))
+        assert run(make, out, True) == Calibration.load(out)
+    other = run(make, out, True, max_new_tokens=20)
+    assert other.made["settings"]["max_new_tokens"] == 20
+    assert Calibration.load(out) == other
+    run(make, out, False)  # anew, over the other one
+    assert out.read_bytes() == finished[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_new_tokens": 17}, "settings: expected .*'max_new_tokens': 16"),
+        ({"prompts": PROMPTS[::-1]}, "prompts: expected"),
+        ({"prompts": [*PROMPTS[:3], Prompt(("zy",))]}, "prompts: expected"),
+    ],
+)
+def test_progress_of_something_else_is_refused(make, tmp_path, finished, changes, words):
+    progress = tmp_path / "c.json.progress"
+    progress.write_bytes(finished[1])
+    with pytest.raises(ValueError, match=rf"{words}.* like the counts in .*c.json.progress"):
+        run(make, tmp_path / "c.json", True, **changes)
+    assert progress.read_bytes() == finished[1]
+
+
+def test_other_weights_are_told_apart(make, tmp_path, finished):
+    (tmp_path / "c.json.progress").write_bytes(finished[1])
+    model, tokenizer = make()
+    with torch.no_grad():
+        model.heads.b1 += 0.01
+    with pytest.raises(ValueError, match="heads: expected"):
+        calibrate(
+            model, tokenizer, PROMPTS, max_new_tokens=16, prompt_tokens=6, out=tmp_path / "c.json", resume=True
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"rubbish\n", "HEADER{}\n", 'HEADER{"paths": 3}\n'])
+def test_damaged_progress_is_refused(make, tmp_path, finished, content):
+    if isinstance(content, str):
+        content = content.encode().replace(b"HEADER", finished[1].splitlines(keepends=True)[0])
+    (tmp_path / "c.json.progress").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"expected .*c\.json\.progress|c\.json\.progress.*: expected|like the counts in"
+    ):
+        run(make, tmp_path / "c.json", True)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number from 1, got 0"),
+        ({"max_new_tokens": True}, "max_new_tokens: expected a whole number from 1, got True"),
+        ({"prompt_tokens": 0}, "prompt_tokens: expected a whole number from 1, got 0"),
+        ({"prompts": []}, "prompts: expected at least one, got none"),
+        ({"resume": True, "out": None}, r"resume: expected a file \(out\) to go on from, got none"),
+        ({"max_new_tokens": K}, r"at least 4 new tokens .*, got 5 texts with 15 tokens"),
+    ],
+)
+def test_bad_arguments_are_refused(make, settings, words):
+    arguments = {"resume": False, "out": None} | settings
+    with pytest.raises(ValueError, match=words):
+        run(make, **arguments)
+
+
+def test_a_model_without_heads_is_refused(make):
+    model, tokenizer = make()
+    base = model.base
+    model.undo()
+    with MedusaModel(base) as plain, pytest.raises(ValueError, match="model: expected one with heads, got one without"):
+        calibrate(plain, tokenizer, PROMPTS)

@@ -1,0 +1,160 @@
+"""Searches of trees, against every tree there is and against all paths sorted."""
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_decoding import Tree
+from medusa_decoding.tuning.accuracy import NONE, Calibration
+from medusa_decoding.tuning.search import compare, joint_tree, most_nodes
+
+
+def every_tree(heads, ranks, size):
+    """All prefix-closed sets of `size` paths."""
+    paths = [path for d in range(1, heads + 1) for path in itertools.product(range(ranks), repeat=d)]
+    for subset in itertools.combinations(paths, size):
+        chosen = set(subset)
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            yield chosen
+
+
+def steps_tokens(paths, choices):
+    """Mean tokens of a step, position by position: the root, then as deep as the tree goes along with the text."""
+    tokens = 0
+    for path, count in paths.items():
+        depth = 0
+        while depth < len(path) and path[: depth + 1] in choices:
+            depth += 1
+        tokens += count * (1 + depth)
+    return tokens / sum(paths.values())
+
+
+@st.composite
+def counts(draw):
+    heads, ranks = draw(st.sampled_from([(1, 4), (2, 2), (2, 3), (3, 2)]))
+    rank = st.integers(NONE, ranks - 1)
+    paths = draw(st.dictionaries(st.tuples(*[rank] * heads), st.integers(1, 20), min_size=1, max_size=12))
+    return Calibration(heads, ranks, paths)
+
+
+@given(counts(), st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_joint_tree_is_the_best_of_all_trees(calibration, size):
+    heads, ranks = calibration.num_heads, calibration.ranks
+    size = min(size, sum(ranks**depth for depth in range(1, heads + 1)))
+    best = max(steps_tokens(calibration.paths, chosen) for chosen in every_tree(heads, ranks, size))
+    tree = joint_tree(calibration, size + 1)
+    assert tree.num_nodes == size + 1
+    assert steps_tokens(calibration.paths, {*map(tuple, tree.choices)}) == pytest.approx(best, abs=1e-12)
+    assert calibration.expected_tokens(tree) == pytest.approx(best, abs=1e-12)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(2, 3), (3, 2), (1, 5)]), st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_products_search_is_the_best_of_all_trees(seed, shape, size):
+    """Accuracies may rise with the rank, and be zero."""
+    drawn = random.Random(seed)
+    heads, ranks = shape
+    accuracies = [[drawn.choice([0.0, drawn.random()]) for _ in range(ranks)] for _ in range(heads)]
+    size = min(size, sum(ranks**depth for depth in range(1, heads + 1)))
+    best = max(
+        1 + sum(math.prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in chosen)
+        for chosen in every_tree(heads, ranks, size)
+    )
+    tree = Tree.optimal(accuracies, size + 1)
+    found = sum(math.prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in tree.choices)
+    assert 1 + found == pytest.approx(best, abs=1e-12)
+
+
+def many_paths(positions, heads, ranks):
+    """Positions that are easy or hard for all heads at once, so that heads are not independent."""
+    drawn = random.Random(7)
+    paths = Counter()
+    for _ in range(positions):
+        ease = drawn.random() ** 0.5
+        path = []
+        for head in range(heads):
+            rank = int(drawn.expovariate(1.2 * ease / (1 + 0.2 * head)))
+            path.append(rank if rank < ranks and drawn.random() < ease else NONE)
+        paths[tuple(path)] += 1
+    return paths
+
+
+@pytest.mark.parametrize("nodes", [64, 256])
+def test_large_trees_hold_the_most_frequent_paths(nodes):
+    paths = many_paths(6000, heads=5, ranks=10)
+    calibration = Calibration(5, 10, paths)
+    beginnings = Counter()
+    for path, count in paths.items():
+        for depth in range(1, 6):
+            if NONE in path[:depth]:
+                break
+            beginnings[path[:depth]] += count
+    best = 1 + sum(count for _, count in beginnings.most_common(nodes - 1)) / 6000
+    tree = joint_tree(calibration, nodes)
+    assert tree.num_nodes == nodes
+    assert steps_tokens(paths, {*map(tuple, tree.choices)}) == pytest.approx(best)
+    # And by products, all paths that there are sorted.
+    accuracies = calibration.accuracies
+    products = sorted(
+        (
+            math.prod(accuracies[k][rank] for k, rank in enumerate(path))
+            for depth in range(1, 6)
+            for path in itertools.product(range(10), repeat=depth)
+        ),
+        reverse=True,
+    )
+    tree = Tree.optimal(accuracies, nodes)
+    assert tree.expected_tokens(accuracies) == pytest.approx(1 + sum(products[: nodes - 1]))
+
+
+def test_paths_never_seen_are_told_apart_by_their_product():
+    # [0, 0] is seen; of the rest, all equal, the likeliest by product is [1, 0]: 0.25 * 0.5.
+    calibration = Calibration(2, 2, {(0, 0): 2, (1, NONE): 1, (NONE, 1): 1})
+    assert joint_tree(calibration, 4).choices == [[0], [1], [0, 0]]
+    # 0.5 * 0.25 beats 0.25 * 0.5 by its place alone, and both beat 0.25 * 0.25.
+    assert joint_tree(calibration, 6).choices == [[0], [1], [0, 0], [0, 1], [1, 0]]
+
+
+def test_comparison_by_hand():
+    """Heads that are right together: behind rank 0 only rank 0, behind rank 1 only rank 1."""
+    calibration = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
+    held_out = Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2})
+    three, five = compare(calibration, [3, 5], held_out)
+    assert three.independent == Tree([[0], [1]])  # 0.5, 0.4, then 0.5 * 0.5
+    assert three.joint == Tree([[0], [0, 0]])
+    assert three.different == 1
+    assert (three.estimate, three.independent_tokens, three.joint_tokens) == pytest.approx((1.9, 1.9, 2.0))
+    assert three.held_out == pytest.approx((1 + 0.75 + 0.25, 1 + 0.75 + 0.25))
+    assert five.joint == Tree([[0], [1], [0, 0], [1, 1]])
+    # 0.5, 0.4, 0.25, and one of the two paths of 0.2, which were never seen.
+    assert (five.estimate, five.independent_tokens, five.joint_tokens) == pytest.approx((2.35, 2.4, 2.8))
+    assert five.different == 1
+    assert five.held_out[1] == pytest.approx(1 + 0.75 + 0.25 + 0.25 + 0.0)
+    assert compare(calibration, [3])[0].held_out is None
+
+
+def test_heads_that_are_independent_give_one_tree():
+    """Every pair of ranks as often as its product says: both searches are worth the same."""
+    first, second = {0: 6, 1: 3, NONE: 1}, {0: 5, 1: 2, NONE: 3}
+    paths = {(a, b): n * m for a, n in first.items() for b, m in second.items()}
+    for one in compare(Calibration(2, 2, paths), [2, 3, 4, 5, 6, 7]):
+        assert one.estimate == pytest.approx(one.independent_tokens)
+        assert one.estimate == pytest.approx(one.joint_tokens)
+
+
+def test_most_nodes():
+    assert [most_nodes(0, 10), most_nodes(1, 10), most_nodes(2, 3), most_nodes(3, 6), most_nodes(5, 10)] == [
+        1, 11, 13, 256, 256
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "words"), [(0, "1 to 256"), (257, "1 to 256"), (8, "at most 7 with these heads")])
+def test_sizes_that_cannot_be_are_refused(nodes, words):
+    with pytest.raises(ValueError, match=rf"num_nodes: expected {words}.*, got {nodes}"):
+        joint_tree(Calibration(2, 2, {(0, 0): 1}), nodes)
