@@ -6,6 +6,7 @@
 #   make kernels         every kernel compiled for sm_80, 86, 90: registers, spills, memory, instructions; checked
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
+#   make train-demo      heads for the demo model from nothing, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
@@ -47,11 +48,19 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo test test-interpreted test-lowest lint format types bench wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo test test-interpreted test-lowest lint format types bench wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/medusa demo
+
+# The model continues pieces of code, new heads learn what it wrote, and decode with it. Remove runs/demo to start anew.
+SEEDS ?= 1200
+TRAIN_ARGS ?=
+train-demo: $(EDITABLE)
+	$(BIN)/python -m medusa_decoding.demo.seeds runs/demo/seeds.jsonl --count $(SEEDS)
+	$(BIN)/medusa distill --config recipes/demo-cpu.yaml $(TRAIN_ARGS)
+	$(BIN)/medusa generate --model runs/demo/out/heads --prompt "def read_lines(path):" --max-new-tokens 64
 
 test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) $(TESTS)

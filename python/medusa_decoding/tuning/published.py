@@ -2,8 +2,8 @@
 
 `published.json` holds, for each checkpoint, how often the token is among the n likeliest of each head (from the
 training logs of the original project: Medusa-1, Vicuna v1.3) and the best trees of 16, 32 and 64 nodes by these (Medusa
-paper, section 2.3.3). Trees from a calibration of one's own are better (`medusa calibrate`). This module knows names and
-trees; it does not know models.
+paper, section 2.3.3). Trees from a calibration of one's own are better (`medusa calibrate`). This module knows names
+and trees; it does not know models.
 """
 
 from __future__ import annotations

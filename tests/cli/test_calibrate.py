@@ -1,0 +1,135 @@
+"""medusa calibrate: where the result goes, going on after a stop, and refusals."""
+
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+
+from medusa_decoding.cli import main
+
+PROMPTS = [
+    {"question_id": 1, "category": "code", "turns": ["def f(x):\n", "def g(x):\n"]},
+    {"question_id": 2, "category": "tests", "turns": ["import os\n"]},
+    {"category": "code", "text": "a text that is to be continued"},
+]
+LIMITS = ["--max-new-tokens", "12", "--prompt-tokens", "8"]
+HEADS = 3
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return str(path)
+
+
+@pytest.fixture
+def heads(checkpoint, tmp_path):
+    """A copy of the heads' folder that a test may write into."""
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    return tmp_path / "checkpoint" / "heads"
+
+
+def test_the_result_lies_beside_the_heads_and_is_read_by_the_other_commands(capsys, file, heads):
+    assert main(["calibrate", "--model", str(heads), "--prompts", file, *LIMITS]) == 0
+    printed = capsys.readouterr().out
+    values = json.loads((heads / "calibration.json").read_text())
+    # Four texts of 12 tokens; the last three of each are targets only.
+    assert values["accuracy"]["total"] == [4 * (12 - HEADS)] * HEADS
+    assert sum(values["paths"].values()) == 36
+    assert (values["made"]["texts"], values["made"]["tokens"]) == (4, 48)
+    assert values["made"]["prompts"]["count"] == 3
+    hits = values["accuracy"]["hits"]
+    head, first, *_ = printed.splitlines()
+    assert head.split() == ["top-1", "top-2", "top-3", "top-5", "top-10"]
+    assert first.split()[:3] == ["head", "1", f"{100 * hits[0][0] / 36:.1f}"]
+    assert "36 positions in 4 texts (48 tokens)" in printed
+    assert str(heads / "calibration.json") in printed
+    left = {path.name for path in heads.iterdir()}
+    assert not {name for name in left if name.endswith((".progress", ".partial"))}
+
+    # The heads are loaded as before, and the file is found readable elsewhere.
+    assert main(["generate", "--model", str(heads), "--prompt", "abc", "--max-new-tokens", "4"]) == 0
+    capsys.readouterr()
+    argv = ["simulate", "--accuracies", str(heads / "calibration.json"), "--nodes", "2", "--batch", "1", "--json"]
+    assert main(argv) == 0
+    [point] = json.loads(capsys.readouterr().out)["points"]
+    assert point["acceleration"] == pytest.approx(1 + max(hits[0][0], *_gains(hits[0])) / 36, abs=1e-3)
+
+
+def _gains(row):
+    return [more - less for less, more in itertools.pairwise(row)]
+
+
+def test_limit_json_and_resume(capsys, file, heads, tmp_path):
+    out = tmp_path / "c.json"
+    argv = ["calibrate", "--model", str(heads), "--prompts", file, *LIMITS, "--out", str(out), "--json"]
+    assert main([*argv, "--limit", "1"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values == json.loads(out.read_text())
+    assert values["made"]["prompts"]["count"] == 2  # the first of each category
+    assert main(argv) == 0
+    whole = out.read_bytes()
+    out.unlink()
+    # A run that was stopped behind its first line: the header of the one that is on the way to the same result.
+    header = json.dumps({name: json.loads(whole)["made"][name] for name in _made(whole)}) + "\n"
+    progress = out.with_name("c.json.progress")
+    progress.write_text(header)
+    capsys.readouterr()
+    assert main(argv) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0
+    assert out.read_bytes() == whole
+    assert not progress.exists()
+
+
+def _made(whole):
+    return [name for name in json.loads(whole)["made"] if name not in ("texts", "tokens", "left_out")]
+
+
+def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    answer = chat.write(chat.ids([{"role": "user", "content": "hello"}]), 40)
+    out = str(tmp_path / "c.json")
+    argv = [
+        "calibrate",
+        "--model",
+        chat.heads,
+        "--prompts",
+        str(path),
+        "--max-new-tokens",
+        "40",
+        "--out",
+        out,
+        "--json",
+    ]
+    assert main(argv) == 0
+    made = json.loads(capsys.readouterr().out)["made"]
+    assert made["tokens"] == len(answer) < 40  # the template's end of turn was found
+    assert made["settings"]["template"] == "chat"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "--out: expected a file, because the embedded demo checkpoint is no folder of yours"),
+        (["--model", "some/hub-id"], "--out: expected a file, because some/hub-id is no folder of yours"),
+        (["--out", "no/such/folder/c.json"], "--out: expected a file in a folder that exists"),
+        (["--out", "HERE"], "--out: expected a file in a folder that exists"),
+        (["--out", "OUT", "--template", "missing.jinja"], "missing.jinja"),
+        (["--model", "HEADS", "--max-new-tokens", "3"], "at least 4 new tokens .* got 4 texts with 12 tokens"),
+    ],
+)
+def test_refusals(capsys, file, heads, tmp_path, argv, words):
+    places = {"HEADS": str(heads), "HERE": str(tmp_path), "OUT": str(tmp_path / "c.json")}
+    given = [places.get(word, word) for word in argv]
+    assert main(["calibrate", "--prompts", file, *LIMITS, *given]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
+    assert re.search(words, line)
+    assert not (heads / "calibration.json").exists()
+    assert not (tmp_path / "c.json").exists()

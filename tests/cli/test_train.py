@@ -1,0 +1,98 @@
+"""`medusa train`: settings from file and arguments, what it prints, and refusals."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from medusa_decoding.cli import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+import workshop
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    base, data = workshop.make_base(tmp_path / "base"), workshop.make_data(tmp_path / "data.jsonl")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(workshop.config(tmp_path / "out", base, data).to_yaml())
+    return file
+
+
+def test_a_file_and_changes_to_it_are_trained(recipe, tmp_path, capsys):
+    arguments = ["train", "--config", str(recipe), "--set", "optimisation.epochs=1", "--set", "heads.num_heads=2"]
+    assert main([*arguments, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["heads"] == str(tmp_path / "out" / "heads")
+    assert len(printed["held_out"]["head_top1"]) == 2
+    assert printed["steps"] == max(line["step"] for line in workshop.curve(tmp_path / "out"))
+    assert main(arguments) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main([*arguments, "--resume"]) == 0
+    shown = capsys.readouterr().err
+    assert "goes on from" in shown
+
+
+def test_progress_shows_loss_and_every_head(recipe, capsys):
+    assert main(["train", "--config", str(recipe), "--set", "optimisation.max_steps=3"]) == 0
+    shown = capsys.readouterr().err
+    assert "records in" in shown
+    assert "heads, loss" in shown
+    line = next(line for line in shown.splitlines() if "held out: model" in line)
+    assert len(line.rpartition("heads' top-1 ")[2].split()) == 3
+
+
+def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
+    assert main(["train", "--config", str(recipe), "--check"]) == 0
+    shown = capsys.readouterr().out
+    assert "18 records in 9 rows" in shown
+    assert "4 held out" in shown
+    assert "steps of 4 rows: heads" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_setting_is_listed_with_its_source(capsys):
+    assert main(["train", "--settings"]) == 0
+    shown = capsys.readouterr().out
+    assert "| lora.rank |" in shown
+    assert "B.2" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config: expected a YAML file, got none"),
+        (["--config", "none.yaml"], "config: expected a readable file, got none.yaml"),
+        (["--set", "optimisation.epochs"], "--set: expected KEY=VALUE, got 'optimisation.epochs'"),
+        (["--set", "optimisation.epochs=none"], "optimisation.epochs: expected"),
+        (["--set", "optimisation.epoch=1"], "optimisation.epoch"),
+        (["--set", "method.x=1"], "--set: expected a key of the settings, got 'method.x'"),
+        (["--set", "model.name=nowhere/there"], "model.name: expected a model"),
+        (["--set", "model.dtype=float16"], "model.dtype: expected one of bfloat16, float32 in training, got float16"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(recipe, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = [] if not arguments or arguments[0] == "--config" else ["--config", str(recipe)]
+    assert main(["train", *config, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert not (tmp_path / "out" / "heads").exists()
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_recipes_can_be_read(file):
+    from medusa_decoding.training import Config
+
+    config = Config.read(file)
+    assert config.output.folder.startswith("runs/")
+    assert config.warnings() == []
+
+
+def test_there_are_recipes_for_the_models_people_ask_for():
+    names = {file.stem for file in RECIPES}
+    assert {"vicuna-7b", "llama-3-8b", "mistral-7b", "qwen3-8b", "demo-cpu", "chat-cpu"} <= names

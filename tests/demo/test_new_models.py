@@ -1,0 +1,50 @@
+"""What the recipes of small models start from: pieces of code, and a chat model with random weights."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa_decoding.demo import chat_base, corpus, seeds
+from medusa_decoding.training.chat import ChatEncoder
+from medusa_decoding.training.data import Record
+
+
+def test_seeds_are_pieces_of_one_side_of_the_corpus(tmp_path):
+    split = corpus.split()
+    for held_out, names in ((False, split.train), (True, split.held_out)):
+        file = tmp_path / "new" / f"{held_out}.jsonl"
+        seeds.write_seeds(file, 12, seed=3, held_out=held_out)
+        pieces = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        assert len(pieces) == 12
+        assert len(set(pieces)) > 6
+        whole = [split.read(name) for name in names]
+        for piece in pieces:
+            assert piece.strip()
+            assert any(text.startswith(piece) or f"\n{piece}" in text for text in whole)
+    seeds.write_seeds(tmp_path / "again.jsonl", 12, seed=3)
+    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "new" / "False.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="count: expected at least 1, got 0"):
+        seeds.write_seeds(tmp_path / "none.jsonl", 0)
+
+
+def test_a_chat_model_with_a_template_that_marks_its_answers(tmp_path):
+    data = tmp_path / "chats.jsonl"
+    turns = [{"from": "human", "value": "Hello, who are you?"}, {"from": "gpt", "value": "I am a test, hello."}]
+    data.write_text("".join(json.dumps({"conversations": turns}) + "\n" for _ in range(3)))
+    chat_base.make_base(str(data), tmp_path / "base", vocab_size=300, hidden_size=128, num_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    assert (model.config.hidden_size, model.config.num_hidden_layers) == (128, 2)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    messages = ({"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "I am."})
+    (example,) = ChatEncoder(tokenizer).encode(Record(messages, None, "here"))
+    assert tokenizer.decode(example.ids) == "<|user|>Hello?<|end|><|assistant|>I am.<|end|>"
+    assert tokenizer.decode(example.ids[example.learnt]) == "I am.<|end|>"
+    prompt = tokenizer.apply_chat_template(list(messages[:1]), add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|user|>Hello?<|end|><|assistant|>"
+    with pytest.raises(ValueError, match="out: expected a new folder"):
+        chat_base.make_base(str(data), tmp_path / "base")
+    with pytest.raises(ValueError, match="hidden_size: expected a multiple of 64, got 100"):
+        chat_base.make_base(str(data), tmp_path / "other", hidden_size=100)

@@ -1,0 +1,197 @@
+"""The choice of a tree: known optima, the accuracies' sources, and the pick in simulated generations of every tree."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from simulation import BETTER, CPU, GPU, USELESS, commit
+
+from medusa_decoding import Tree
+from medusa_decoding.decode.ladder import VICUNA_7B
+from medusa_decoding.tuning.choice import (
+    CALIBRATION,
+    MEASURED,
+    PUBLISHED,
+    best,
+    candidates,
+    find_accuracies,
+    published,
+    trees_of,
+)
+from medusa_decoding.tuning.latency import Latency
+from medusa_decoding.tuning.sweep import Swept, Written, judge, sweep
+
+HEADS = [[0.6, 0.2], [0.5, 0.1]]
+# By hand: the best trees add paths in the order (0) 0.6, (0, 0) 0.3, (1) 0.2, (1, 0) 0.1, (0, 1) 0.06, (1, 1) 0.02.
+TOKENS = {1: 1.0, 2: 1.6, 3: 1.9, 4: 2.1, 5: 2.2, 7: 2.28}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 1.0, 7: 1.0}, 7),  # nothing costs: the largest
+        ({1: 1.0, 2: 1.61, 4: 2.2, 7: 2.3}, 1),  # no tree pays
+        ({1: 1.0, 2: 1.59, 4: 2.2, 7: 2.3}, 2),  # only the smallest does
+        ({1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.4}, 4),  # 1, 1.4545, 1.5833, 1.6154, 1.5714
+        ({1: 1.0, 2: 1.6}, 1),  # equal: the smaller
+    ],
+)
+def test_known_optima(seconds, chosen):
+    found = candidates(HEADS, seconds)
+    assert [one.tokens for one in found] == pytest.approx([TOKENS[nodes] for nodes in seconds])
+    assert best(found).tree.num_nodes == chosen
+    assert best(found).rate == pytest.approx(TOKENS[chosen] / seconds[chosen])
+
+
+def test_the_best_tree_of_a_size():
+    assert trees_of(HEADS, [1, 4]) == [Tree([]), Tree([[0], [0, 0], [1]])]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
+def test_durations_must_be_above_zero(seconds):
+    with pytest.raises(ValueError, match="seconds: expected above 0 for 2 nodes"):
+        candidates(HEADS, {1: 1.0, 2: seconds})
+
+
+def test_sizes_that_the_heads_cannot_fill_are_refused():
+    with pytest.raises(ValueError, match="num_nodes: expected at most 7"):
+        candidates(HEADS, {1: 1.0, 8: 1.0})
+    with pytest.raises(ValueError, match="candidates: expected at least one"):
+        best([])
+
+
+# Sources
+
+
+def counts(hits, total, **more):
+    return json.dumps({"accuracy": {"hits": hits, "total": total}} | more)
+
+
+def test_a_calibration_comes_before_the_trainers_figures(tmp_path):
+    assert find_accuracies(tmp_path, 2, 9) is None
+    (tmp_path / MEASURED).write_text(counts([[50, 60], [10, 30]], [100, 50]))
+    found = find_accuracies(tmp_path, 2, 9)
+    assert found.source == MEASURED
+    assert found.by_rank == [pytest.approx([0.5, 0.1]), pytest.approx([0.2, 0.4])]
+    (tmp_path / CALIBRATION).write_text(json.dumps({"hits": [[7], [3]], "total": [10, 10]}))
+    found = find_accuracies(tmp_path, 2, 9)
+    assert (found.source, found.by_rank) == (CALIBRATION, [[0.7], [0.3]])
+    assert found.most_nodes == 3
+
+
+def test_ranks_that_heads_cannot_be_asked_for_are_left_out(tmp_path):
+    (tmp_path / MEASURED).write_text(counts([[5, 6, 7]], [10]))
+    assert find_accuracies(tmp_path, 1, 2).by_rank == [pytest.approx([0.5, 0.1])]
+    assert published(3, 2).by_rank == [row[:2] for row in VICUNA_7B[:3]]
+    assert published(9, 2).source == PUBLISHED
+    assert published(2, 3).most_nodes == 1 + 3 + 9
+
+
+def test_files_of_other_heads_or_damaged_ones_are_named(tmp_path):
+    made = {"heads": "abc", "settings": {"dtype": "float32"}}
+    (tmp_path / CALIBRATION).write_text(counts([[5], [6]], [10, 10], made=made))
+    assert find_accuracies(tmp_path, 2, 9, "abc", "float32").source == CALIBRATION
+    assert find_accuracies(tmp_path, 2, 9, "other", "bfloat16").source == CALIBRATION  # nothing to compare with
+    with pytest.raises(ValueError, match=r"calibration.json: expected a calibration of these heads, got one of others"):
+        find_accuracies(tmp_path, 2, 9, "other", "float32")
+    with pytest.raises(ValueError, match=r"calibration.json: expected accuracies of 3 heads, got 2"):
+        find_accuracies(tmp_path, 3, 9)
+    for text in ("{", counts([[5]], [0]), counts([[11]], [10]), "[]"):
+        (tmp_path / CALIBRATION).write_text(text)
+        with pytest.raises(ValueError, match=r"calibration.json: expected"):
+            find_accuracies(tmp_path, 1, 9)
+
+
+# Every tree in generations, with a clock that only counts
+
+
+def counted(heads, draws, positions=20_000):
+    """Accuracies as a calibration finds them: shares of draws."""
+    found = []
+    for row in heads:
+        hits = [0] * len(row)
+        for _ in range(positions):
+            left = draws.random()
+            for rank, accuracy in enumerate(row):
+                if left < accuracy:
+                    hits[rank] += 1
+                    break
+                left -= accuracy
+        found.append([count / positions for count in hits])
+    return found
+
+
+def disturbed(seconds, draws):
+    """A measured duration: some scatter, two speeds, and now and then something else entirely."""
+    speed = 1.25 if draws.random() < 0.3 else 1.0
+    return seconds * speed * math.exp(0.03 * draws.gauss(0, 1)) * (20.0 if draws.random() < 0.03 else 1.0)
+
+
+@pytest.mark.parametrize("heads", [BETTER, USELESS, VICUNA_7B], ids=["better", "useless", "published"])
+@pytest.mark.parametrize("times", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_pick_is_within_three_percent_of_the_best_of_all(times, heads, seed):
+    draws = random.Random(seed)
+    accuracies = counted(heads, draws)
+    measured = [
+        Latency(1, 128, 512, nodes, tuple(disturbed(seconds, draws) for _ in range(60)))
+        for nodes, seconds in times.items()
+    ]
+    pick = best(candidates(accuracies, {one.nodes: one.typical for one in measured}))
+
+    def write(text, tree):
+        tokens = steps = 0
+        while tokens < 2000:
+            tokens += commit(tree, heads, draws)
+            steps += 1
+        return Written(tokens, steps, steps * times[tree.num_nodes])
+
+    found = sweep(write, trees_of(accuracies, sorted(times)), texts=10, rounds=1)
+    verdict = judge(pick.tree, found)
+    assert 0.0 <= verdict.behind <= 0.03
+    slowest = min(found, key=lambda one: one.rate)
+    assert judge(slowest.tree, found).behind > 0.1  # to pick any of them would not do
+    if heads is USELESS:
+        assert pick.tree == Tree([])
+
+
+def test_sweep_adds_up_and_shuffles():
+    trees, wrote = [Tree([]), Tree.chain(1), Tree.chain(2)], []
+    times = {1: [1.0, 5.0, 1.0], 2: [2.0, 2.0, 9.0], 3: [3.0, 3.0, 3.0]}
+    seen = {}
+
+    def write(text, tree):
+        wrote.append((text, tree.num_nodes))
+        number = seen[text, tree.num_nodes] = seen.get((text, tree.num_nodes), -1) + 1
+        warm = 1 if text == 0 else 0
+        seconds = 1000.0 if number < warm else times[tree.num_nodes][number - warm] * (text + 1)
+        return Written(10 * tree.num_nodes, 10, seconds)
+
+    texts = []
+    found = sweep(write, trees, texts=2, rounds=3, on_text=lambda: texts.append(len(wrote)))
+    assert texts == list(range(4, 22))
+    assert wrote[:3] == [(0, 1), (0, 2), (0, 3)]
+    orders = [[nodes for _, nodes in wrote[place : place + 3]] for place in range(3, 21, 3)]
+    assert all(sorted(order) == [1, 2, 3] for order in orders)
+    assert len(set(map(tuple, orders))) > 1
+    plain, chain, longer = found
+    # Of each text the median of its rounds: 1 s and 2 s for 20 tokens; 2 s and 4 s for 40; 3 s and 6 s for 60.
+    assert [one.rate for one in found] == pytest.approx([20 / 3, 40 / 6, 60 / 9])
+    assert (plain.low, plain.high) == (pytest.approx(20 / 15), pytest.approx(20 / 3))
+    assert (chain.low, longer.tokens_per_step) == (pytest.approx(40 / 27), 3.0)
+
+
+def test_verdicts():
+    found = [Swept(Tree.chain(n), rate, rate, rate, 1.0) for n, rate in ((0, 8.0), (1, 10.0), (2, 9.0))]
+    assert judge(Tree.chain(1), found) == judge(Tree.chain(1), found[::-1])
+    verdict = judge(Tree.chain(0), found)
+    assert (verdict.rank, verdict.behind, verdict.best) == (3, pytest.approx(0.2), Tree.chain(1))
+    with pytest.raises(ValueError, match="chosen: expected one of the trees that were compared"):
+        judge(Tree.chain(3), found)
+    with pytest.raises(ValueError, match="texts: expected some of more than one new token"):
+        sweep(lambda text, tree: Written(0, 0, 0.0), [Tree([])], 1)
+    with pytest.raises(ValueError, match="texts: expected at least 1, got 0"):
+        sweep(lambda text, tree: Written(1, 1, 1.0), [Tree([])], 0)

@@ -1,0 +1,274 @@
+"""tuning.json: written whole, read back, refused where something has changed, and used by from_pretrained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from models import heads_for, prompts, tiny, transformers_greedy
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.checkpoints import read_heads, write_heads
+from medusa_decoding.decode.policy import Adaptive
+from medusa_decoding.tuning import stored
+from medusa_decoding.tuning.choice import Accuracies, best, candidates
+from medusa_decoding.tuning.latency import Latency
+from medusa_decoding.tuning.stored import Case, Place, Tuning, fingerprint, load_for
+
+ACCURACIES = Accuracies("calibration.json", [[0.6, 0.2], [0.5, 0.1]])
+# Seconds by nodes: short prefixes are best served by 4 nodes, long ones plainly, a batch by 2 nodes.
+SHORT, LONG, BATCH = {1: 1.0, 2: 1.2, 4: 1.3}, {1: 1.0, 2: 2.0, 4: 3.0}, {1: 1.0, 2: 1.1, 4: 3.0}
+
+
+def made_up(model, cases=((1, 8, SHORT), (1, 64, LONG), (4, 8, BATCH))):
+    """A tuning of a model whose durations nobody has measured."""
+    measured, chosen = [], []
+    for batch, prefix, times in cases:
+        here = [Latency(batch, prefix, prefix + 300, nodes, (seconds,) * 5) for nodes, seconds in times.items()]
+        weighed = candidates(ACCURACIES.by_rank, times)
+        chosen.append(Case.of(here, best(weighed), weighed))
+        measured += here
+    return Tuning.of(Place.of(model), ACCURACIES, chosen, measured)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    model = tiny(max_position_embeddings=512)
+    model.save_pretrained(tmp_path / "base")
+    write_heads(heads_for(model, shared=True), tmp_path / "heads", base_model="../base")
+    Tree.chain(1).save(tmp_path / "heads" / "medusa_tree.json")
+    return tmp_path
+
+
+@pytest.fixture
+def tuned(folders):
+    """A checkpoint with a tuning beside it."""
+    with MedusaModel.from_pretrained(folders / "heads") as model:
+        tuning = made_up(model)
+    tuning.save(folders / "heads" / stored.FILE)
+    return folders
+
+
+def used(model, rows, **settings):
+    ids = torch.stack(rows)
+    output = model.generate(ids, max_new_tokens=12, metrics=True, **settings)
+    return set(output.metrics.tree_nodes), output
+
+
+# Used by default
+
+
+def test_the_tuned_tree_is_the_default(tuned):
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        assert model.tree.num_nodes == 4
+        for length, batch, nodes in ((7, 1, 4), (20, 1, 4), (60, 1, 1), (200, 1, 1), (7, 4, 2), (7, 3, 2), (60, 4, 2)):
+            rows = prompts(batch, [length])
+            found, output = used(model, rows)
+            assert found == {nodes}
+            for row, ids in zip(rows, output.sequences, strict=True):
+                assert ids[length:].tolist() == transformers_greedy(model.base, row, 12)
+
+
+def test_another_tree_may_be_asked_for(tuned):
+    [row] = prompts(1, [7])
+    with MedusaModel.from_pretrained(tuned / "heads", tree=Tree.chain(3)) as model:
+        assert model.tree == Tree.chain(3)
+        assert used(model, [row])[0] == {4}
+        assert used(model, prompts(1, [60]))[0] == {4}
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        assert used(model, [row], tree=Tree.chain(2))[0] == {3}
+        model.tree = Tree.chain(2)
+        assert used(model, [row])[0] == {3}
+
+
+def test_auto_starts_from_the_stored_times(tuned):
+    [short], [long] = prompts(1, [7]), prompts(1, [70])
+    with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
+        assert model.tree == "auto"
+        for row, pays in ((short, True), (long, False)):
+            policy = model._policy(None, [row])
+            assert isinstance(policy, Adaptive)
+            policy.begin(0.0, batch=1, rows=len(row) + 300)
+            # Before it has seen anything: where trees pay, the first step has one.
+            assert (policy.choose().num_nodes > 1) == pays
+        model.free()
+        assert model._policy("auto", [short]).times.profile(1, 308).known() == SHORT
+        assert model._policy("auto", [short]).times.device.endswith(", eager")
+    (tuned / "heads" / stored.FILE).unlink()
+    with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
+        policy = model._policy(None, [short])
+        policy.begin(0.0, batch=1, rows=307)
+        assert policy.choose().num_nodes == 1
+
+
+def test_autos_ladder_knows_the_counts_beside_the_heads(folders, caplog):
+    def shares():
+        with MedusaModel.from_pretrained(folders / "heads") as model:
+            ladder = model._policy("auto", prompts(1, [3])).belief.ladder
+        # Odds against the first child of the two-node tree.
+        return 1 / (1 + ladder.odds_against[1][0])
+
+    assert shares() == pytest.approx(0.56)  # published
+    (folders / "heads" / "measured.json").write_text(
+        json.dumps({"accuracy": {"hits": [[30, 40]] * 4, "total": [100] * 4}})
+    )
+    assert shares() == pytest.approx(0.3)
+    (folders / "heads" / "calibration.json").write_text(json.dumps({"hits": [[20, 40]] * 4, "total": [100] * 4}))
+    assert shares() == pytest.approx(0.2)
+    assert caplog.text == ""
+    (folders / "heads" / "calibration.json").write_text(json.dumps({"hits": [[20, 40]] * 3, "total": [100] * 3}))
+    assert shares() == pytest.approx(0.56)
+    assert "expected accuracies of 4 heads, got 3" in caplog.text
+
+
+# Refused
+
+
+def refused(folders, caplog, **settings):
+    """What the warning says when the model is loaded; the checkpoint's own tree serves then."""
+    caplog.clear()
+    with MedusaModel.from_pretrained(folders / "heads", **settings) as model:
+        assert model.tree == Tree.chain(1)
+        [row] = prompts(1, [9])
+        nodes, output = used(model, [row])
+        assert nodes == {2}
+        if "dtype" not in settings:
+            assert output.sequences[0, 9:].tolist() == transformers_greedy(model.base, row, 12)
+    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    return record.getMessage()
+
+
+def test_changed_heads_are_refused(tuned, caplog):
+    checkpoint = read_heads(tuned / "heads")
+    with torch.no_grad():
+        checkpoint.heads.w1[1] *= 1.01
+    write_heads(checkpoint.heads, tuned / "heads", base_model="../base")
+    words = refused(tuned, caplog)
+    assert "medusa tune" in words
+    assert "heads: tuned with" in words
+    assert "model: tuned with" not in words
+
+
+def test_a_changed_model_is_refused(tuned, caplog):
+    tiny(seed=5, max_position_embeddings=512).save_pretrained(tuned / "base")
+    words = refused(tuned, caplog)
+    assert "model: tuned with LlamaForCausalLM" in words
+    assert "heads: tuned with" not in words
+
+
+def test_another_dtype_is_refused_by_that_name_alone(tuned, caplog):
+    words = refused(tuned, caplog, dtype="bfloat16")
+    assert words.endswith("dtype: tuned with float32, now bfloat16")
+
+
+def test_another_backend_is_refused(tuned, caplog):
+    with MedusaModel.from_pretrained(tuned / "heads", backend="compiled") as model:
+        assert model.tree == Tree.chain(1)
+    assert "backend: tuned with eager, now compiled" in caplog.text
+
+
+def test_another_device_or_number_of_threads_is_refused(tuned, caplog, monkeypatch):
+    file = tuned / "heads" / stored.FILE
+    own, gpu = json.loads(file.read_text())["device"], "NVIDIA H200, 132 SMs, 140 GiB, sm_90"
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    words = refused(tuned, caplog)
+    assert f"device: tuned with {own}, now {own.split(',')[0]}, 77 threads" in words
+    monkeypatch.undo()
+    file.write_text(file.read_text().replace(own, gpu))
+    assert refused(tuned, caplog).endswith(f"device: tuned with {gpu}, now {own}")
+
+
+def test_a_model_that_moves_on_is_not_served_by_it(tuned):
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        model.base.to(torch.bfloat16)
+        model.heads.to(torch.bfloat16)
+        nodes, _ = used(model, prompts(1, [60]))
+        assert nodes == {4}  # the default tree as it was set, and no choice by length
+        assert model._policy("auto", prompts(1, [7])).times.device == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: "{", "expected a file that `medusa tune` wrote"),
+        (lambda v: "[]", "expected format 1, got list"),
+        (lambda v: v | {"format": 2}, "expected format 1, got 2"),
+        (lambda v: {name: v[name] for name in v if name != "heads"}, "KeyError"),
+        (lambda v: v | {"cases": []}, "at least one case"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"batch": 0}]}, "batch: expected a whole number from 1, got 0"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"nodes": 3}]}, "expected a tree of one of the sizes"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"choices": [[0, 0]]}]}, "needs its prefix"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"choices": [[0], [0, 0], [999]]}]}, "rank 999"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"sizes": 3}]}, "TypeError"),
+        (lambda v: v | {"step_times": {}}, "step times: expected device"),
+        (lambda v: v | {"step_times": v["step_times"] | {"step_times": [{}]}}, "step_times: expected batch"),
+        (lambda v: v | {"accuracies": {"source": "x", "by_rank": [["y"]]}}, "could not convert"),
+    ],
+)
+def test_a_damaged_file_does_not_make_the_model_unusable(tuned, caplog, change, words):
+    file = tuned / "heads" / stored.FILE
+    values = change(json.loads(file.read_text()))
+    file.write_text(values if isinstance(values, str) else json.dumps(values))
+    assert words in refused(tuned, caplog)
+
+
+def test_nothing_is_said_where_nothing_is_stored(folders, caplog):
+    with MedusaModel.from_pretrained(folders / "heads") as model:
+        assert model.tree == Tree.chain(1)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+# The file
+
+
+def test_round_trip(tuned):
+    file = tuned / "heads" / stored.FILE
+    assert [path.name for path in file.parent.iterdir() if "partial" in path.name] == []
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        wanted, found = made_up(model), load_for(file, model)
+    assert found.to_json() == wanted.to_json() == json.loads(file.read_text())
+    assert (found.place, found.accuracies) == (wanted.place, wanted.accuracies)
+    assert found.cases == wanted.cases
+    assert [case.tree.num_nodes for case in found.cases] == [4, 1, 2]
+    assert found.cases[0].chosen.rate == pytest.approx(2.1 / 1.3)
+    assert set(found.versions) >= {"python", "torch", "transformers"}
+
+
+def test_step_times_keep_the_median_of_many(folders):
+    seconds = tuple(float(value) for value in range(1, 102))
+    with MedusaModel.from_pretrained(folders / "heads") as model:
+        one = Latency(1, 8, 300, 1, seconds)
+        weighed = candidates(ACCURACIES.by_rank, {1: 51.0})
+        tuning = Tuning.of(Place.of(model), ACCURACIES, [Case.of([one], best(weighed), weighed)], [one])
+    assert tuning.times().profile(1, 300).known() == {1: pytest.approx(51.0)}
+
+
+def test_fingerprints_see_every_weight_and_nothing_else():
+    base = tiny()
+    own = fingerprint(base)
+    with MedusaModel(base, heads_for(base)) as model:
+        assert fingerprint(model.trunk.causal) == own
+        model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+        assert fingerprint(model.trunk.causal) == own
+    assert fingerprint(copy.deepcopy(base)) == own
+    for name, _ in base.named_parameters():
+        other = copy.deepcopy(base)
+        with torch.no_grad():
+            other.get_parameter(name).mul_(1.001).add_(1e-4)
+        assert fingerprint(other) != own, name
+    assert fingerprint(copy.deepcopy(base).to(torch.float16)) != own
+
+
+def test_a_quantised_model_has_a_fingerprint():
+    quantisation = pytest.importorskip("torchao.quantization")
+    base = tiny(hidden_size=64, intermediate_size=64, head_dim=16)
+    before = fingerprint(base)
+    quantisation.quantize_(base, quantisation.Int8WeightOnlyConfig())
+    own = fingerprint(base)
+    assert own != before
+    other = tiny(hidden_size=64, intermediate_size=64, head_dim=16, seed=3)
+    quantisation.quantize_(other, quantisation.Int8WeightOnlyConfig())
+    assert fingerprint(other) != own
