@@ -365,7 +365,7 @@ class MedusaModel:
         if request.session is not None and self.trunk.peers.size > 1:
             # Each process would have to find the same rows in its own memory.
             raise ValueError(f"session: expected a model in one process, got one over {self.trunk.peers.size}")
-        policy = self._policy(tree, request.prompts)
+        policy = self._policy(self._tuned_for(request.prompts) if tree is None else tree)
         backend = resolve_backend(self.backend, self.trunk.device, self.trunk.peers.size)
         # States outlive this call, so they are not inference tensors, which nothing outside of that mode may change.
         with torch.inference_mode(False), torch.no_grad(), self._current_device():
@@ -389,21 +389,27 @@ class MedusaModel:
                 self._steps.arena.give_back(done.state)
         return output
 
-    def _policy(self, tree: Tree | Literal["auto"] | None, prompts: Sequence[torch.Tensor]) -> Policy:
+    def _policy(self, tree: Tree | Literal["auto"] | None) -> Policy:
         chosen = self.tree if tree is None else tree
         self._check_tree(chosen)
-        tuning = self._tuning if self._tuning is not None and self._tuning.place.still_holds(self) else None
         if isinstance(chosen, Tree):
-            if tree is None and tuning is not None and chosen is self._tuned_tree:
-                chosen = tuning.nearest(len(prompts), max(map(len, prompts))).tree
             return Fixed(chosen)
         if self._adaptive is None:
             # What it learns of step times and heads serves the generations that follow.
-            accuracies = [] if self.heads is None else (self._accuracies or _published(self.heads)).by_rank
-            ladder = Ladder(accuracies)
+            ladder = Ladder((self._accuracies or _published(self.heads)).by_rank if self.heads is not None else [])
+            tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
             self._adaptive = Adaptive(ladder, times, Belief(ladder))
         return self._adaptive
+
+    def _tuning_here(self) -> stored.Tuning | None:
+        """Return what `medusa tune` has found, as long as the model runs where that was."""
+        return self._tuning if self._tuning is not None and self._tuning.place.still_holds(self) else None
+
+    def _tuned_for(self, prompts: Sequence[torch.Tensor]) -> Tree | None:
+        """Return the tree that was tuned for such prompts; None where the default is another one."""
+        tuning = self._tuning_here() if self.tree is self._tuned_tree else None
+        return None if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
 
     def _follower(self, request: Request, prompts: list[torch.Tensor], choice: Choice) -> Follower | None:
         if not request.criteria and request.streamer is None:

@@ -117,15 +117,18 @@ def test_plain_texts_are_transformers_own(small: Any) -> None:
     assert [tokens for tokens, _ in found.timed] == [6, 6]
 
 
+SAME, OTHER = [1, 2, 1, 2, 1, 2, 3], [1, 2, 1, 2, 1, 3, 3]
+
+
 def made(losses: list[float], hits: list[float], text: list[int]) -> table2.Measured:
     scores = np.array([losses, [10.0, 30.0], hits]).T
-    plain = table2.Decoded([text, [1, 2]], [(1, 1), (1, 1)], [(2, 1.0), (2, 1.0)])
-    tree = table2.Decoded([[1, 2], [1, 2]], [(4, 2), (5, 1)], [(2, 0.25), (2, 0.75)])
+    plain = table2.Decoded([text, SAME], [(1, 1), (1, 1)], [(2, 1.0), (2, 1.0)])
+    tree = table2.Decoded([SAME, SAME], [(4, 2), (5, 1)], [(2, 0.25), (2, 0.75)])
     return table2.Measured(scores, {table2.PLAIN: plain, table2.CHAIN: tree})
 
 
 def test_figures_by_hand() -> None:
-    baseline, one = made([20.0, 60.0], [5.0, 15.0], [1, 2]), made([10.0, 50.0], [6.0, 18.0], [3, 4])
+    baseline, one = made([20.0, 60.0], [5.0, 15.0], SAME), made([10.0, 50.0], [6.0, 18.0], OTHER)
     found = table2.figures(one, baseline)
     assert found["perplexity"]["value"] == pytest.approx(math.exp(60 / 40))
     over = found["perplexity_over_baseline"]
@@ -138,6 +141,7 @@ def test_figures_by_hand() -> None:
     assert found["tokens_per_step"][table2.CHAIN]["value"] == pytest.approx(9 / 3)
     assert found["speedup"][table2.CHAIN]["value"] == pytest.approx(2.0)
     assert (found["texts_as_baseline"], found["texts_unlike_plain"]) == (1, 1)
+    assert found["distinct_4_grams"] == pytest.approx((4 / 4 + 3 / 4) / 2)
 
 
 def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -185,7 +189,7 @@ def _drawn(cls: Any, sizes: table2.Sizes, files: corpus.Split, tokenizer: Tokeni
 
 def test_a_text_that_is_not_the_models_own_fails(tmp_path: Path, monkeypatch: Any) -> None:
     def broken(*arguments: Any) -> dict[str, Any]:
-        column = table2.figures(made([1.0, 1.0], [0.0, 0.0], [3, 4]), made([1.0, 1.0], [0.0, 0.0], [1, 2]))
+        column = table2.figures(made([1.0, 1.0], [0.0, 0.0], OTHER), made([1.0, 1.0], [0.0, 0.0], SAME))
         return {"settings": {"medusa-1": column | {"training_seconds": 0.0}}}
 
     monkeypatch.setattr(table2, "run", broken)

@@ -210,6 +210,62 @@ def test_without_an_adapter_all_of_the_model_is_trained(shop, tmp_path):
     assert not any(torch.equal(tensor, original[name]) for name, tensor in trained.items())
 
 
+@pytest.mark.parametrize("quantization", ["8bit", "4bit"])
+@pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
+def test_a_quantised_backbone_is_trained_on(shop, tmp_path, quantization, method):
+    # bitsandbytes' kernels for CPUs want sides that blocks divide.
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 2}
+    base = workshop.make_base(tmp_path / "base", **sizes)
+    model = {"quantization": quantization, "dtype": "bfloat16"}
+    rates = {"optimizer": "adamw_8bit", "epochs": 6.0}
+    result = train(workshop.config(tmp_path / "run", base, shop[1], method, model=model, optimisation=rates))
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]
+    assert result.base_model == (str(base) if method == "medusa-1" else "../adapter")
+    heads = read_heads(result.heads).heads
+    assert heads.w1.dtype == torch.bfloat16
+    assert heads.w1.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"shared_projection": True, "num_layers": 2},
+        {"token_map_size": 60, "storage": "int8"},
+        {"parent_rank": 4, "storage": "fp8"},
+        {"shared_projection": True, "parent_rank": 4, "token_map_size": 60, "bias": False},
+    ],
+    ids=["shared", "trimmed, int8", "parents, fp8", "shared, parents, trimmed"],
+)
+def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, variant):
+    base, data = shop
+    result = train(workshop.config(tmp_path / "run", base, data, heads=variant, optimisation={"epochs": 6.0}))
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.97 * found[0]  # the shared projection of a random model leaves little to learn
+    with MedusaModel.from_pretrained(result.heads, dtype=torch.float32) as model:
+        heads = model.heads
+        assert heads.storage == variant.get("storage", "float")
+        assert heads.parent_rank == variant.get("parent_rank", 0)
+        assert heads.num_candidates == variant.get("token_map_size", heads.vocab_size)
+        if heads.parent_rank:
+            assert heads.candidate_tokens.abs().max() > 0
+        ids = torch.tensor([[5, 9, 30, 12]])
+        expected = AutoModelForCausalLM.from_pretrained(base).generate(ids, max_new_tokens=12, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=12).sequences, expected)
+
+
+def test_given_heads_are_trained_on_and_get_a_fresh_parents_term(shop, tmp_path):
+    base, data = shop
+    first = train(workshop.config(tmp_path / "first", base, data, optimisation={"epochs": 6.0}))
+    heads = {"initial": str(first.heads), "parent_rank": 4}
+    train(workshop.config(tmp_path / "second", base, data, heads=heads))
+    assert losses(tmp_path / "second")[0] < 1.2 * losses(tmp_path / "first")[-1]
+    assert losses(tmp_path / "second")[0] < 0.8 * losses(tmp_path / "first")[0]
+    heads = {"initial": str(first.heads), "num_heads": 2}
+    with pytest.raises(ValueError, match=r"heads.num_heads: expected 3 like the heads in .*, got 2"):
+        train(workshop.config(tmp_path / "third", base, data, heads=heads))
+
+
 # The teacher
 
 

@@ -17,12 +17,12 @@ BASE = {
 }  # fmt: skip
 
 
-def make_base(folder, seed=0):
+def make_base(folder, seed=0, **sizes):
     """Write a random model and its tokenizer."""
     tokenizer = toy.tokenizer("bytes", toy.marked(toy.SPACED))
     torch.manual_seed(seed)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **BASE))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **BASE | sizes))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -89,17 +89,17 @@ def test_auto_starts_from_the_stored_times(tuned):
     with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
         assert model.tree == "auto"
         for row, pays in ((short, True), (long, False)):
-            policy = model._policy(None, [row])
+            policy = model._policy("auto")
             assert isinstance(policy, Adaptive)
             policy.begin(0.0, batch=1, rows=len(row) + 300)
             # Before it has seen anything: where trees pay, the first step has one.
             assert (policy.choose().num_nodes > 1) == pays
         model.free()
-        assert model._policy("auto", [short]).times.profile(1, 308).known() == SHORT
-        assert model._policy("auto", [short]).times.device.endswith(", eager")
+        assert model._policy("auto").times.profile(1, 308).known() == SHORT
+        assert model._policy("auto").times.device.endswith(", eager")
     (tuned / "heads" / stored.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
-        policy = model._policy(None, [short])
+        policy = model._policy("auto")
         policy.begin(0.0, batch=1, rows=307)
         assert policy.choose().num_nodes == 1
 
@@ -107,7 +107,7 @@ def test_auto_starts_from_the_stored_times(tuned):
 def test_autos_ladder_knows_the_counts_beside_the_heads(folders, caplog):
     def shares():
         with MedusaModel.from_pretrained(folders / "heads") as model:
-            ladder = model._policy("auto", prompts(1, [3])).belief.ladder
+            ladder = model._policy("auto").belief.ladder
         # Odds against the first child of the two-node tree.
         return 1 / (1 + ladder.odds_against[1][0])
 
@@ -187,7 +187,7 @@ def test_a_model_that_moves_on_is_not_served_by_it(tuned):
         model.heads.to(torch.bfloat16)
         nodes, _ = used(model, prompts(1, [60]))
         assert nodes == {4}  # the default tree as it was set, and no choice by length
-        assert model._policy("auto", prompts(1, [7])).times.device == ""
+        assert model._policy("auto").times.device == ""
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ checkpoint with the same numbers. This module does not know where rows, models o
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import time
@@ -176,12 +177,14 @@ class Trainer:
         self.schedule = cosine(self.optimiser, config.optimisation.warmup_steps, stage.steps)
         self.clipped = [weight for group in groups for weight in group["params"]]
 
+    @functools.cached_property
+    def _trained_names(self) -> list[str]:
+        return list(self.backbone.trained())
+
     @property
     def _trained_weights(self) -> dict[str, nn.Parameter]:
-        if not hasattr(self, "_names"):
-            self._names = list(self.backbone.trained())
         weights = dict(self.backbone.module.named_parameters())
-        return {name: weights[name] for name in self._names}
+        return {name: weights[name] for name in self._trained_names}
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -258,17 +261,12 @@ class Trainer:
         batch = {name: torch.stack([self.rows[number][name] for number in numbers]) for name in self.rows[0]}
         return Normalisers.count([batch], self._shape_of_heads)
 
-    @property
+    @functools.cached_property
     def _shape_of_heads(self) -> MedusaHeads:
         # Targets depend on the heads' number and vocabulary, which are looked at on the host.
-        if not hasattr(self, "_shape"):
-            heads = self.heads
-            token_map = None if heads.token_map is None else heads.token_map.cpu()
-            with torch.device("meta"):
-                shape = MedusaHeads(1, heads.vocab_size, heads.num_heads, shared_projection=True)
-            shape.token_map = token_map
-            self._shape = shape
-        return self._shape
+        heads = self.heads
+        token_map = None if heads.token_map is None else heads.token_map.cpu()
+        return MedusaHeads(1, heads.vocab_size, heads.num_heads, shared_projection=True, token_map=token_map)
 
     def _clip(self) -> Tensor:
         limit = self.config.optimisation.max_gradient_norm

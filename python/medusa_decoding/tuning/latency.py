@@ -129,8 +129,11 @@ def measure(
                 None,
                 NEW_TOKENS,
             )
+            watch = Watch(state, timed=True)
             prefill(trunk, prompts, state, rules)
-            before, watch = state.snapshot(), Watch(state, timed=True)
+            watch.record(state)
+            _read(watch)
+            before = state.snapshot()
 
             def block(tree: Tree) -> list[float]:
                 state.restore(before)
