@@ -112,6 +112,23 @@ def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
     assert made["settings"]["template"] == "chat"
 
 
+def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
+    from medusa_decoding.tuning import calibrate as module
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module._Writer, "count", interrupt)
+    assert main(["calibrate", "--model", str(heads), "--prompts", file, *LIMITS]) == 130
+    place = heads / "calibration.json.progress"
+    assert f"what was counted is in {place}; --resume goes on" in capsys.readouterr().err
+    assert place.is_file()
+    # Without it, refused before the model is loaded.
+    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
+    assert main(["calibrate", "--model", str(heads), "--prompts", file, *LIMITS]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

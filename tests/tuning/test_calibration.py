@@ -271,23 +271,34 @@ def test_a_run_killed_at_any_point_ends_in_the_same_bytes(make, tmp_path, finish
             assert not out.with_name(out.name + ".progress").exists()
 
 
-def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch):
+@pytest.mark.parametrize("torn", [False, True])
+def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch, torn):
+    """Stopped twice, the second time behind a line that the first one left half written, or not."""
     out = tmp_path / "c.json"
+    progress = out.with_name("c.json.progress")
     answer = module._Writer.count
-    left = iter([True, True, False])
 
-    def count(self, prompt):
-        if not next(left):
-            raise KeyboardInterrupt
-        return answer(self, prompt)
+    def stopped_after(prompts, resume):
+        left = iter([True] * prompts + [False])
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module._Writer, "count", count)
-        with pytest.raises(KeyboardInterrupt):
-            run(make, out, False)
+        def count(self, prompt):
+            if not next(left):
+                raise KeyboardInterrupt
+            return answer(self, prompt)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module._Writer, "count", count)
+            with pytest.raises(KeyboardInterrupt):
+                run(make, out, resume)
+
+    stopped_after(2, resume=False)
     assert not out.exists()
     with pytest.raises(ValueError, match=r"resume: expected True \(--resume\) to go on from .*c.json.progress"):
         run(make, out, False)
+    if torn:
+        progress.write_bytes(progress.read_bytes()[:-3])
+    stopped_after(1, resume=True)
+    assert len(progress.read_bytes().splitlines()) == 1 + (2 if torn else 3)
     run(make, out, True)
     assert out.read_bytes() == finished[0]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 from medusa_decoding.cli import _arguments
@@ -68,27 +69,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, load, measure, print."""
-    from medusa_decoding.tuning.calibrate import calibrate
+    from medusa_decoding.tuning.calibrate import calibrate, check_fresh, progress_file
 
     _arguments.check_device(args)
     out = place(args)
+    check_fresh(out, args.resume)
     try:
         prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from error
     tokenizer = _arguments.load_tokenizer(args)
-    with _arguments.load_model(args) as model:
-        calibration = calibrate(
-            model,
-            tokenizer,
-            prompts,
-            max_new_tokens=args.max_new_tokens,
-            prompt_tokens=args.prompt_tokens,
-            template=args.template,
-            out=out,
-            resume=args.resume,
-            progress=True,
-        )
+    try:
+        with _arguments.load_model(args) as model:
+            calibration = calibrate(
+                model,
+                tokenizer,
+                prompts,
+                max_new_tokens=args.max_new_tokens,
+                prompt_tokens=args.prompt_tokens,
+                template=args.template,
+                out=out,
+                resume=args.resume,
+                progress=True,
+            )
+    except KeyboardInterrupt:
+        if progress_file(out).exists():
+            print(f"medusa: what was counted is in {progress_file(out)}; --resume goes on from there", file=sys.stderr)
+        raise
     print(json.dumps(calibration.to_json()) if args.json else f"{as_text(calibration)}\n\nin {out}")
     return 0
 

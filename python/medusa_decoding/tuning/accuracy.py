@@ -123,7 +123,8 @@ class Calibration:
     def expected_tokens(self, tree: Tree) -> float:
         """Return the expected tokens a step, root included, at a position drawn at random; no independence is assumed.
 
-        A copied branch is not counted.
+        Real steps commit fewer: one that accepts much passes over easy positions, so that steps land on hard ones more
+        often (docs/trees.md has figures). A copied branch is not counted.
 
         Raises:
             ValueError: a tree that the heads cannot fill, or with ranks that were not looked at.

@@ -72,6 +72,8 @@ def calibrate(
         raise ValueError("prompts: expected at least one, got none")
     if resume and out is None:
         raise ValueError("resume: expected a file (out) to go on from, got none")
+    if out is not None:
+        check_fresh(Path(out), resume)
     eos = token_list(model.trunk.causal.generation_config.eos_token_id)
     writer = _Writer(
         model, conversation_of(tokenizer, template, eos), AsItStands(tokenizer, eos), eos, max_new_tokens, prompt_tokens
@@ -82,7 +84,7 @@ def calibrate(
         there = Calibration.load(file)
         if {name: there.made.get(name) for name in made} == made:
             return there
-    counted = _Progress(None if file is None else file.with_name(file.name + ".progress"), made, resume)
+    counted = _Progress(None if file is None else progress_file(file), made)
     with tqdm(total=len(prompts), initial=counted.done, unit="prompt", disable=None if progress else True) as bar:
         for prompt in prompts[counted.done :]:
             counted.add(writer.count(prompt))
@@ -100,6 +102,19 @@ def calibrate(
         result.save(file)
         counted.remove()
     return result
+
+
+def progress_file(out: Path) -> Path:
+    """Return where what is counted so far is kept."""
+    return out.with_name(out.name + ".progress")
+
+
+def check_fresh(out: Path, resume: bool) -> None:
+    """Raise `ValueError` where a stopped run has left its progress and nobody has said to go on with it."""
+    if progress_file(out).exists() and not resume:
+        raise ValueError(
+            f"resume: expected True (--resume) to go on from {progress_file(out)}, or no such file, got False"
+        )
 
 
 @dataclass
@@ -208,14 +223,12 @@ class _Progress(_Counted):
         done: prompts counted.
     """
 
-    def __init__(self, path: Path | None, made: Mapping[str, Any], resume: bool) -> None:
+    def __init__(self, path: Path | None, made: Mapping[str, Any]) -> None:
         super().__init__()
         self.done = 0
         self._path = path
         if path is None:
             return
-        if path.exists() and not resume:
-            raise ValueError(f"resume: expected True (--resume) to go on from {path}, or no such file, got False")
         if path.exists():
             self._read(path, made)
         else:
