@@ -42,6 +42,7 @@ from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
 from medusa_decoding.tuning import stored
 from medusa_decoding.tuning.choice import CALIBRATION, Accuracies, find_accuracies, published
+from medusa_decoding.tuning.published import published_tree
 
 DEFAULT_TREE_FILE = "medusa_tree.json"
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class MedusaModel:
             if heads is not None:
                 self._check_heads(heads)
             self._heads = heads
-            self.tree = tree if tree is not None else default_tree(heads)
+            self.tree = tree if tree is not None else default_tree(heads, self.trunk.config._name_or_path)
             self._check_tree(self.tree)
             self.backend = backend
             self._steps = Steps(self.trunk, heads)
@@ -200,10 +201,10 @@ class MedusaModel:
         stated = Tree.load(tree_file) if tree is None and tree_file.is_file() else tree
         norm = base.model.norm.weight
         model = cls(base.eval(), checkpoint.heads.to(device=norm.device, dtype=norm.dtype), stated, backend)
-        model._recall(checkpoint.path, use_tree=tree is None)
+        model._recall(checkpoint.path, tree)
         return model
 
-    def _recall(self, folder: Path, use_tree: bool) -> None:
+    def _recall(self, folder: Path, asked: Tree | Literal["auto"] | None) -> None:
         """Take over what was measured before: step times and trees chosen by them, and how often heads are right."""
         assert self.heads is not None
         try:
@@ -216,8 +217,10 @@ class MedusaModel:
             )
         except (ValueError, OSError) as error:
             logger.warning("accuracies refused, published ones of other heads serve: %s", error)
-        self._tuning = stored.recall(folder / stored.FILE, self)
-        if self._tuning is not None and use_tree:
+        # Who asks for a tree of their own need not be told that another one is refused.
+        level = logging.INFO if isinstance(asked, Tree) else logging.WARNING
+        self._tuning = stored.recall(folder / stored.FILE, self, level)
+        if self._tuning is not None and asked is None:
             self.tree = self._tuned_tree = self._tuning.cases[0].tree
 
     def generate(
@@ -525,14 +528,22 @@ class MedusaModel:
         tree.check_fits(self.heads.num_heads, min(MAX_TOP_K, self.heads.num_candidates))
 
 
-def default_tree(heads: MedusaHeads | None) -> Tree:
+def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tree:
     """The tree used when neither caller nor checkpoint names one.
 
-    64 nodes (or all there are), searched for the accuracies published for Vicuna-7B's Medusa-1 heads: a shape that
-    suits heads whose accuracy falls off with depth. A calibrated tree is better; this one never needs calibration.
+    64 nodes (or all there are), searched for published accuracies: those of the base model's own heads where the
+    paper's authors have published some (Vicuna 7B, 13B, 33B), else those of Vicuna-7B's, a shape that suits heads whose
+    accuracy falls off with depth. A calibrated tree is better; this one never needs calibration.
+
+    Args:
+        heads: None for plain decoding.
+        base_model: its name, a hub id or a folder.
     """
     if heads is None:
         return Tree([])
+    own = published_tree(base_model)
+    if own is not None and own.depth <= heads.num_heads and own.top_k <= heads.num_candidates:
+        return own
     accuracies = _published(heads).by_rank
     possible = sum(len(accuracies[0]) ** depth for depth in range(len(accuracies) + 1))
     return Tree.optimal(accuracies, min(64, possible))

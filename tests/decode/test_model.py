@@ -301,6 +301,17 @@ def test_default_tree_fits_the_heads(heads, vocab, nodes):
     tree.check_fits(heads, vocab)
 
 
+def test_default_tree_of_a_published_checkpoint_is_its_own():
+    heads = MedusaHeads(8, 100, 5)
+    other = default_tree(heads)
+    assert default_tree(heads, "somebody/their-model") == other
+    assert default_tree(heads, "lmsys/vicuna-7b-v1.3") == other  # whose accuracies serve for all
+    own = default_tree(heads, "lmsys/vicuna-33b-v1.3")
+    assert own != other
+    assert own.num_nodes == 64
+    assert default_tree(MedusaHeads(8, 100, 2), "lmsys/vicuna-33b-v1.3").depth == 2
+
+
 def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     rows = prompts(3, [5, 2, 9])

@@ -181,6 +181,15 @@ def test_another_device_or_number_of_threads_is_refused(tuned, caplog, monkeypat
     assert refused(tuned, caplog).endswith(f"device: tuned with {gpu}, now {own}")
 
 
+def test_who_asks_for_a_tree_is_not_warned(tuned, caplog):
+    with MedusaModel.from_pretrained(tuned / "heads", tree=Tree.chain(3), dtype="bfloat16") as model:
+        assert model.tree == Tree.chain(3)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    with MedusaModel.from_pretrained(tuned / "heads", tree="auto", dtype="bfloat16") as model:
+        assert model.tree == "auto"
+    assert "dtype: tuned with float32, now bfloat16" in caplog.text
+
+
 def test_a_model_that_moves_on_is_not_served_by_it(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         model.base.to(torch.bfloat16)

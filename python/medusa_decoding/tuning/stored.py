@@ -272,14 +272,14 @@ def load_for(path: Path, model: MedusaModel) -> Tuning:
     return found
 
 
-def recall(path: Path, model: MedusaModel) -> Tuning | None:
-    """Read a file if it is there and holds for a model; where it does not, say so in a warning and return None."""
+def recall(path: Path, model: MedusaModel, level: int = logging.WARNING) -> Tuning | None:
+    """Read a file if it is there and holds for a model; where it does not, log why at this level and return None."""
     if model.heads is None or not path.is_file():
         return None
     try:
         return load_for(path, model)
     except (ValueError, OSError) as error:
-        logger.warning("tuning refused (run `medusa tune` again): %s", error)
+        logger.log(level, "tuning refused (run `medusa tune` again): %s", error)
         return None
 
 
