@@ -261,9 +261,10 @@ def test_given_heads_are_trained_on_and_get_a_fresh_parents_term(shop, tmp_path)
     train(workshop.config(tmp_path / "second", base, data, heads=heads))
     assert losses(tmp_path / "second")[0] < 1.2 * losses(tmp_path / "first")[-1]
     assert losses(tmp_path / "second")[0] < 0.8 * losses(tmp_path / "first")[0]
-    heads = {"initial": str(first.heads), "num_heads": 2}
-    with pytest.raises(ValueError, match=r"heads.num_heads: expected 3 like the heads in .*, got 2"):
-        train(workshop.config(tmp_path / "third", base, data, heads=heads))
+    for name, value, own in (("num_heads", 2, 3), ("bias", False, True), ("token_map_size", 60, None)):
+        heads = {"initial": str(first.heads), name: value}
+        with pytest.raises(ValueError, match=rf"heads.{name}: expected {own} like the heads in .*, got {value}"):
+            train(workshop.config(tmp_path / "third", base, data, heads=heads))
 
 
 # The teacher
@@ -402,6 +403,83 @@ def test_a_folder_with_a_run_is_not_trained_over(shop, tmp_path):
     assert train(allowed, resume=True).steps > 0
 
 
+def test_a_run_goes_on_with_its_own_data_only(shop, tmp_path):
+    base, data = shop
+    own = tmp_path / "own.jsonl"
+    own.write_bytes(data.read_bytes())
+    train(workshop.config(tmp_path / "run", base, own))
+    own.write_text("".join(reversed(data.read_text().splitlines(keepends=True))))
+    with pytest.raises(ValueError, match=r"expected a run on these very rows, got one on others"):
+        train(workshop.config(tmp_path / "run", base, own), resume=True)
+
+
+def test_a_model_in_the_output_folder_is_not_written_over(shop, tmp_path):
+    base, data = shop
+    folder = tmp_path / "project"
+    copy = workshop.make_base(folder / "model", seed=3)
+    before = (copy / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"output.folder: expected a new one, got .*, in which there is model"):
+        train(workshop.config(folder, copy, data, "medusa-2"))
+    assert (copy / "model.safetensors").read_bytes() == before
+
+
+def test_what_was_trained_is_written_later_where_the_disk_was_full(shop, tmp_path, monkeypatch):
+    from transformers import PreTrainedModel
+
+    config = workshop.config(tmp_path / "run", *shop, "medusa-2")
+
+    def full(self, folder, **options):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        raise RuntimeError("No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(OSError, match=r"could not be written .*No space left.*--resume writes it from .*step-"):
+        train(config)
+    monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.yaml", "log.jsonl"]
+    result = train(config, resume=True)
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert result.heads.is_dir()
+
+
+def test_four_bit_layers_pass_gradients_also_behind_a_pass_without(shop, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 2}
+    base = workshop.make_base(tmp_path / "base", **sizes)
+    model = {"quantization": "4bit", "dtype": "bfloat16"}
+    lora = {"dropout": 0.0}
+    config = workshop.config(tmp_path / "run", base, shop[1], "medusa-2", model=model, lora=lora)
+    torch.manual_seed(0)
+    backbone = Backbone.load(config, torch.device("cpu"))
+    batch = {"input_ids": torch.tensor([[5, 9, 30, 12, 7, 7, 40, 41]]), "position_ids": torch.arange(8)[None]}
+
+    def gradients():
+        backbone.module.train()
+        for weight in backbone.trained().values():
+            weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            backbone.hidden(batch).float().square().sum().backward()
+        return {name: weight.grad.clone() for name, weight in backbone.trained().items() if weight.grad is not None}
+
+    before = gradients()
+    backbone.module.eval()
+    with torch.no_grad():
+        backbone.hidden(batch)
+    after = gradients()
+    used = [name for name, gradient in before.items() if gradient.abs().max() > 0]
+    assert len(used) >= 14  # the second matrix of each of two layers' seven adapters
+    for name in used:
+        assert torch.equal(after[name], before[name]), name
+
+
+def test_an_adapter_is_found_from_any_folder(shop, tmp_path, monkeypatch):
+    monkeypatch.chdir(shop[0].parent)
+    config = workshop.config(tmp_path / "run", "base", shop[1], "medusa-2", output={"merge": False})
+    result = train(config)
+    monkeypatch.chdir(tmp_path)
+    with MedusaModel.from_pretrained(result.heads, dtype=torch.float32) as model:
+        assert model.generate(torch.tensor([[5, 9, 30]]), max_new_tokens=4).sequences.shape == (1, 7)
+
+
 def test_a_damaged_checkpoint_is_named(shop, tmp_path):
     config = workshop.config(tmp_path / "run", *shop)
     train(config)
@@ -435,8 +513,10 @@ def test_states_on_disk_change_nothing_and_spare_the_backbone(shop, tmp_path, mo
     rows.clear()
     train(workshop.config(tmp_path / "again", *shop, data=cache, output={"evaluate_steps": 1000}))
     assert sum(rows) < 22 / 2, "the states were there: only held-out rows run"
-    with pytest.raises(ValueError, match=r"data.cache_hidden: expected .* with another"):
-        train(workshop.config(tmp_path / "other", *shop, data=cache | {"length": 40}))
+    other = workshop.make_base(tmp_path / "base", seed=9)
+    for base, changes in ((shop[0], {"length": 40}), (other, {})):
+        with pytest.raises(ValueError, match=r"data.cache_hidden: expected .* with another"):
+            train(workshop.config(tmp_path / "other", base, shop[1], data=cache | changes))
 
 
 def test_gradient_checkpointing_changes_nothing(shop, tmp_path):

@@ -1,8 +1,8 @@
 """Have a model write its own training data from seed prompts, then train heads on it (Medusa paper, section 2.3.2).
 
-    medusa distill --config recipes/self-distillation.yaml
-    medusa distill --config recipes/self-distillation.yaml --only-data --limit 100
-    medusa distill --config recipes/self-distillation.yaml --resume
+    medusa distill --config recipes/llama-3-8b.yaml
+    medusa distill --config recipes/llama-3-8b.yaml --only-data --limit 100
+    medusa distill --config recipes/llama-3-8b.yaml --resume
 
 The configuration is that of `medusa train`; its data are the seeds, its section `generation` says how the model answers
 them. The model generates with heads where generation.heads or heads.initial names some: the same text, faster where
@@ -55,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
     file = Path(config.output.folder) / FILE
     asked = _asked(config)
     figures = finished(file, asked) if args.resume else None
+    if figures is None and not args.only_data:
+        from medusa_decoding.training.processes import Processes
+        from medusa_decoding.training.recipe import check
+
+        check(config, Processes.join(config.optimisation.sharding))
     if figures is None:
         figures = _generate(args, config, file, asked)
     elif not args.json:

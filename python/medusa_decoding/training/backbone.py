@@ -44,8 +44,7 @@ class Backbone:
             ModuleNotFoundError: bitsandbytes or peft is missing.
         """
         settings = config.model
-        if settings.dtype not in DTYPES:
-            raise ValueError(f"model.dtype: expected one of {', '.join(DTYPES)} in training, got {settings.dtype}")
+        check_adaptable(config, None)
         dtype = DTYPES[settings.dtype]
         if config.trains_backbone and not config.lora.enabled:
             dtype = torch.float32  # the optimiser's steps are smaller than 16 bits can add
@@ -59,6 +58,12 @@ class Backbone:
                 f"model.name: expected a model's folder or hub id within reach, got {settings.name!r} "
                 f"({str(error).splitlines()[0]})"
             ) from error
+        if settings.quantization == "4bit":
+            layers: list[Any] = list(causal.modules())
+            for module in layers:
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    # On such CPUs a pass without gradients would repack the weights for a product that has none.
+                    module.support_avx512bf16_for_cpu = False
         causal.requires_grad_(False)
         causal.eval()
         if settings.quantization == "none":
@@ -81,11 +86,7 @@ class Backbone:
         from peft import LoraConfig, get_peft_model
 
         lora = config.lora
-        if lora.lm_head and self.causal.config.tie_word_embeddings:
-            raise ValueError(
-                "lora.lm_head: expected false for a model whose lm_head is tied to its embeddings (they would be "
-                "adapted unseen), got true"
-            )
+        check_adaptable(config, self.causal.config)
         if lora.target == "all-linear":
             targets = {
                 name.rpartition(".")[2]
@@ -151,6 +152,17 @@ class Backbone:
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the weights that a run trains, by name: the adapter's, or all of them, or none."""
         return {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+
+
+def check_adaptable(config: Config, model: Any) -> None:
+    """Raise `ValueError` where the adapter asked for cannot be put into a model of this transformers config."""
+    if config.lora.enabled and config.lora.lm_head and getattr(model, "tie_word_embeddings", False):
+        raise ValueError(
+            "lora.lm_head: expected false for a model whose lm_head is tied to its embeddings (they would be "
+            "adapted unseen), got true"
+        )
+    if config.model.dtype not in DTYPES:
+        raise ValueError(f"model.dtype: expected one of {', '.join(DTYPES)} in training, got {config.model.dtype}")
 
 
 def _quantised(settings: ModelConfig, dtype: torch.dtype) -> Any:

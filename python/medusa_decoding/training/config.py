@@ -193,7 +193,8 @@ class OutputConfig:
     ] = None
     tensorboard: Annotated[bool, Note("write its event files", OURS)] = True
     merge: Annotated[
-        bool, Note("write the model with its adapter merged in, where nothing is quantised, not the adapter", OURS)
+        bool,
+        Note("write the model with its adapter merged in, not the adapter; quantised or divided weights: never", OURS),
     ] = True
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import AutoConfig
 
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.checkpoints._files import read_json
@@ -29,10 +30,12 @@ from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training import card, chat, data, packing, strict
 from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.training.backbone import DTYPES, Backbone, load_tokenizer
+from medusa_decoding.training.backbone import DTYPES, Backbone, check_adaptable, load_tokenizer
 from medusa_decoding.training.config import Config
+from medusa_decoding.training.distill import fingerprint as weights_fingerprint
 from medusa_decoding.training.processes import Processes
 from medusa_decoding.training.saving import STATE, Checkpoints
+from medusa_decoding.training.schedules import stages
 from medusa_decoding.training.states import StateCache, fingerprint
 from medusa_decoding.training.targets import most_frequent_tokens
 from medusa_decoding.training.trainer import LOG, Measured, Trainer, Watcher, read_log
@@ -100,15 +103,17 @@ def train(
         announce: is told in words what happens before and after the steps (main process only).
 
     Raises:
-        ValueError: settings, data or a checkpoint that do not fit; nothing has been written then.
+        ValueError: settings, data or a checkpoint that do not fit; nothing has been trained then.
         FloatingPointError: a loss that is not finite; names the step and the last good checkpoint.
         OSError: a file could not be written.
     """
     processes = Processes.join(config.optimisation.sharding)
     say: Announce = announce if processes.main else lambda words: None
     folder = Path(config.output.folder)
-    _check(config, processes)
+    check(config, processes)
     start = _where_to_start(config, folder, resume)
+    if start is None and resume:
+        say(f"no checkpoint in {folder}: begins anew")
     torch.manual_seed(config.optimisation.seed)
     tokenizer = load_tokenizer(config.model)
     rows = load_rows(config, tokenizer, stated_vocab_size(config.model.name))
@@ -117,6 +122,7 @@ def train(
         f"{rows.records[1]} held out"
     )
     say(str(rows.report))
+    stages(config, len(rows.train))  # refuses what does not fit before anything is loaded
     for warning in config.warnings():
         say(warning)
     backbone = Backbone.load(config, processes.device)
@@ -130,6 +136,8 @@ def train(
     if processes.main:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if start is None:
+                (folder / LOG).unlink(missing_ok=True)  # of a run that never came to a checkpoint
             (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         except OSError as caught:
             error = caught
@@ -146,8 +154,24 @@ def train(
     return _finish(trainer, rows, measured, say)
 
 
-def _check(config: Config, processes: Processes) -> None:
+def check(config: Config, processes: Processes) -> None:
+    """Refuse what can be known to fail before data is read, generated or a model loaded.
+
+    Raises:
+        ValueError: settings that do not go together with the model, the given heads or the processes.
+        ModuleNotFoundError: a library that they need.
+    """
     card.check_plotting()
+    try:
+        model = AutoConfig.from_pretrained(config.model.name, revision=config.model.revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.name: expected a model's folder or hub id within reach, got {config.model.name!r} "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    check_adaptable(config, model)
+    if config.heads.initial is not None:
+        _given_heads(config, int(model.hidden_size), int(model.vocab_size))
     if processes.sharded:
         for broken, words in (
             (config.data.cache_hidden is not None, "data.cache_hidden: expected null with divided weights"),
@@ -171,10 +195,9 @@ def _where_to_start(config: Config, folder: Path, resume: bool) -> Path | None:
     alone = Processes(0, 1, torch.device("cpu"), False)
     newest = Checkpoints(folder / "checkpoints", 1, alone).newest()
     if newest is None:
-        if (folder / "heads").exists():
-            raise ValueError(f"output.folder: expected a new one, got {folder}, which holds trained heads")
-        if (folder / LOG).is_file():
-            (folder / LOG).unlink()  # of a run that never came to a checkpoint
+        for name in ("heads", "model", "adapter"):
+            if (folder / name).exists():
+                raise ValueError(f"output.folder: expected a new one, got {folder}, in which there is {name}")
         return None
     if not resume:
         raise ValueError(
@@ -240,7 +263,8 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
                 other_report.notes["held-out prompts that are also trained on: left out"] += 1
             else:
                 apart.append(record)
-    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    fills = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    pad = next((token for token in fills if token is not None and (vocab_size is None or token < vocab_size)), 0)
 
     def pack(
         part: Sequence[data.Record], report: data.Report
@@ -253,7 +277,8 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
         return packing.PackedDataset(examples, settings.length, pad, pack=settings.pack), examples
 
     rows, examples = pack(records, report)
-    held_out, _ = pack(apart, other_report)
+    held_out, others_examples = pack(apart, other_report)
+    _check_ids([*examples, *others_examples], vocab_size)
     for each in {id(report): report, id(other_report): other_report}.values():
         each.check(settings.max_bad_share)
     if rows is None:
@@ -265,6 +290,14 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
     return Rows(rows, held_out, report, separate, (len(records), len(apart)), frequencies)
 
 
+def _check_ids(examples: Sequence[chat.Example], vocab_size: int | None) -> None:
+    if vocab_size is None:
+        return
+    largest = max((int(example.ids.max()) for example in examples), default=0)
+    if largest >= vocab_size:
+        raise ValueError(f"data: expected token ids below the model's {vocab_size}, got {largest} from its tokenizer")
+
+
 def _states(config: Config, backbone: Backbone, rows: Rows, processes: Processes) -> StateCache | None:
     if config.data.cache_hidden is None:
         return None
@@ -274,6 +307,7 @@ def _states(config: Config, backbone: Backbone, rows: Rows, processes: Processes
         "revision": model.revision,
         "quantization": model.quantization,
         "attention": model.attention,
+        "weights": weights_fingerprint(backbone.causal),
     }
     shape = len(rows.train), config.data.length, int(backbone.causal.config.hidden_size)
     key = fingerprint(rows.train, facts)
@@ -293,12 +327,7 @@ def make_heads(config: Config, backbone: Backbone, tokenizer: Any, rows: Rows) -
     vocabulary, size = int(causal.config.vocab_size), int(causal.config.hidden_size)
     device = next(backbone.module.parameters()).device
     if settings.initial is not None:
-        heads = read_heads(settings.initial, hidden_size=size, vocab_size=vocabulary, dtype=torch.float32).heads
-        for name in ("num_heads", "num_layers", "shared_projection"):
-            wanted, got = getattr(settings, name), getattr(heads, name)
-            if wanted != got:
-                raise ValueError(f"heads.{name}: expected {got} like the heads in {settings.initial}, got {wanted}")
-        return _to_train(heads, settings.parent_rank, device)
+        return _to_train(_given_heads(config, size, vocabulary), settings.parent_rank, device)
     token_map = None
     if settings.token_map_size is not None:
         token_map = _token_map(settings.token_map_size, vocabulary, tokenizer, rows)
@@ -327,13 +356,33 @@ def make_heads(config: Config, backbone: Backbone, tokenizer: Any, rows: Rows) -
     return heads
 
 
-def _to_train(heads: MedusaHeads, parent_rank: int, device: torch.device) -> MedusaHeads:
-    """Return given heads ready to be trained; with a fresh parents' term where they have none and one is asked for."""
+def _given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHeads:
+    """Read the heads to start from.
+
+    Raises:
+        ValueError: they are not what the configuration says, or not to be trained.
+    """
+    settings, name = config.heads, str(config.heads.initial)
+    heads = read_heads(name, hidden_size=hidden_size, vocab_size=vocab_size, dtype=torch.float32).heads
     if heads.storage != "float":
         raise ValueError(f"heads.initial: expected heads in floats, got some in {heads.storage}")
+    trimmed = None if heads.token_map is None else len(heads.token_map)
+    for key, wanted, got in (
+        ("num_heads", settings.num_heads, heads.num_heads),
+        ("num_layers", settings.num_layers, heads.num_layers),
+        ("shared_projection", settings.shared_projection, heads.shared_projection),
+        ("bias", settings.bias, heads.b1 is not None),
+        ("token_map_size", settings.token_map_size, trimmed),
+        ("parent_rank", settings.parent_rank, heads.parent_rank or settings.parent_rank),
+    ):
+        if wanted != got:
+            raise ValueError(f"heads.{key}: expected {got} like the heads in {name}, got {wanted}")
+    return heads
+
+
+def _to_train(heads: MedusaHeads, parent_rank: int, device: torch.device) -> MedusaHeads:
+    """Return given heads ready to be trained; with a fresh parents' term where they have none and one is asked for."""
     if parent_rank != heads.parent_rank:
-        if heads.parent_rank:
-            raise ValueError(f"heads.parent_rank: expected {heads.parent_rank} like the heads, got {parent_rank}")
         fresh = _like(heads, parent_rank, torch.float32)
         with torch.no_grad():
             for name, weight in heads.named_parameters():
@@ -359,7 +408,6 @@ def _like(heads: MedusaHeads, parent_rank: int, dtype: torch.dtype) -> MedusaHea
 
 
 def _token_map(size: int, vocabulary: int, tokenizer: Any, rows: Rows) -> torch.Tensor:
-
     if size > vocabulary:
         raise ValueError(f"heads.token_map_size: expected at most the {vocabulary} tokens there are, got {size}")
     ends = [token for token in (tokenizer.eos_token_id,) if token is not None]
@@ -380,8 +428,14 @@ def _finish(trainer: Trainer, rows: Rows, measured: Measured | None, say: Announ
         try:
             base = _write_backbone(trainer, weights)
             _write_heads(trainer, weights, base, rows, measured)
-        except (OSError, ValueError) as caught:
-            error = caught
+        except Exception as caught:  # safetensors and torch have errors of their own for a full disk
+            for left in folder.glob(".*.tmp"):
+                shutil.rmtree(left, ignore_errors=True)
+            newest = trainer.checkpoints.newest()
+            error = OSError(
+                f"{folder}: what was trained could not be written ({caught}); --resume writes it from {newest}"
+            )
+            error.__cause__ = caught
     processes.together(error)
     say(f"heads in {folder / 'heads'}, their base model is {base}")
     return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds)
@@ -404,7 +458,9 @@ def _write_backbone(trainer: Trainer, weights: Mapping[str, torch.Tensor]) -> st
     staging = folder / f".{name}.tmp"
     shutil.rmtree(staging, ignore_errors=True)
     if name == "adapter":
-        backbone.lora.save_pretrained(staging, state_dict=_adapter_state(backbone, own), save_embedding_layers=False)
+        for settings in backbone.lora.peft_config.values():
+            settings.base_model_name_or_path, settings.revision = _base_name(config), config.model.revision
+        backbone.lora.save_pretrained(staging, state_dict=own, save_embedding_layers=False)
         backbone.causal.config.save_pretrained(staging)  # says the vocabulary's size
     else:
         causal = backbone.causal
@@ -420,11 +476,6 @@ def _write_backbone(trainer: Trainer, weights: Mapping[str, torch.Tensor]) -> st
     shutil.rmtree(final, ignore_errors=True)
     os.rename(staging, final)
     return f"../{name}"
-
-
-def _adapter_state(backbone: Backbone, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    # peft picks its own weights from a whole state by name.
-    return dict(own)
 
 
 def _state_dtype(folder: Path, dtype: str) -> None:

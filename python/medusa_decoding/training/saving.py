@@ -84,23 +84,30 @@ class Checkpoints:
             error = self._named(caught)
         try:
             processes.together(error)
+            try:
+                if processes.main:
+                    self._put_in_place(staging, step)
+            except OSError as caught:
+                error = self._named(caught)
+            processes.together(error)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        if processes.main:
-            for file in staging.iterdir():
-                with open(file, "rb+") as written:
-                    os.fsync(written.fileno())
-            final = self.folder / f"step-{step:06d}"
-            if final.exists():
-                shutil.rmtree(final)
-            os.rename(staging, final)
-            for old in self.all()[: -self.keep]:
-                # Renamed first: half of a checkpoint is never found under its name.
-                gone = old.with_name(f".{old.name}.{secrets.token_hex(4)}.tmp")
-                os.rename(old, gone)
-                shutil.rmtree(gone, ignore_errors=True)
-        processes.wait()
+
+    def _put_in_place(self, staging: Path, step: int) -> None:
+        """Give a complete checkpoint its name, and remove those that are too many."""
+        for file in staging.iterdir():
+            with open(file, "rb+") as written:
+                os.fsync(written.fileno())
+        final = self.folder / f"step-{step:06d}"
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(staging, final)
+        for old in self.all()[: -self.keep]:
+            # Renamed first: half of a checkpoint is never found under its name.
+            gone = old.with_name(f".{old.name}.{secrets.token_hex(4)}.tmp")
+            os.rename(old, gone)
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _named(self, error: BaseException) -> OSError:
         newest = self.newest()
@@ -119,11 +126,10 @@ class Checkpoints:
                 torch.load(path / name, map_location="cpu", weights_only=True) for name in (WEIGHTS, OPTIMISER)
             )
             own = path / f"random-{self.processes.rank}.pt"
-            numbers = torch.load(own, map_location="cpu", weights_only=True) if own.is_file() else None
+            numbers = torch.load(own, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises many types on damaged bytes
             raise ValueError(f"{path}: expected a complete checkpoint, got a damaged one ({error})") from error
-        if numbers is not None:
-            restore_random(numbers, self.processes.device)
+        restore_random(numbers, self.processes.device)
         return state, weights, optimiser
 
 

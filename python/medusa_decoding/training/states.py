@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -66,7 +67,8 @@ class StateCache:
                             f"{shape[0]} rows of {shape[1]} states, got {free / 2**30:.1f} GiB"
                         )
                     with open(states, "wb") as file:
-                        file.truncate(size)
+                        # Its room is taken now: writing through a map has no way to report a full disk.
+                        os.posix_fallocate(file.fileno(), 0, size)
                     there.write_bytes(bytes(shape[0]))
                     about.write_text(json.dumps(facts) + "\n", encoding="utf-8")
             except (OSError, ValueError) as caught:

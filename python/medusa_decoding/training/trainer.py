@@ -30,7 +30,7 @@ from medusa_decoding.training.packing import PackedDataset, collate
 from medusa_decoding.training.processes import Processes, whole
 from medusa_decoding.training.saving import Checkpoints
 from medusa_decoding.training.schedules import Stage, cosine, lambda_0, parameter_groups, stages
-from medusa_decoding.training.states import StateCache
+from medusa_decoding.training.states import StateCache, fingerprint
 from medusa_decoding.training.targets import IGNORE
 
 LOG = "log.jsonl"
@@ -176,6 +176,10 @@ class Trainer:
         self.optimiser = _optimiser(groups, config, self.processes.sharded)
         self.schedule = cosine(self.optimiser, config.optimisation.warmup_steps, stage.steps)
         self.clipped = [weight for group in groups for weight in group["params"]]
+
+    @functools.cached_property
+    def _data(self) -> str:
+        return fingerprint(self.rows, {})
 
     @functools.cached_property
     def _trained_names(self) -> list[str]:
@@ -331,6 +335,7 @@ class Trainer:
             "tokens": self.at.tokens,
             "seconds": self.at.seconds,
             "rows": len(self.rows),
+            "data": self._data,
             "processes": self.processes.size,
             "sharded": self.processes.sharded,
             "config": self.config.to_yaml(),
@@ -349,6 +354,11 @@ class Trainer:
         for name, wanted in (("rows", len(self.rows)), ("processes", self.processes.size)):
             if state[name] != wanted:
                 raise ValueError(f"{path}: expected a run of {wanted} {name}, got one of {state[name]}")
+        if state["sharded"] != self.processes.sharded:
+            had, has = ("divided" if sharded else "whole" for sharded in (state["sharded"], self.processes.sharded))
+            raise ValueError(f"{path}: expected a run with {has} weights, got one with {had} weights")
+        if state["data"] != self._data:
+            raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
         self.at = Progress(state["stage"], state["step"], state["done"], state["tokens"], state["seconds"])
         if self.at.stage > 0:
             self._begin_stage(self.stages[self.at.stage])
@@ -363,10 +373,18 @@ class Trainer:
             self._cut_log()
 
     def trained(self) -> dict[str, Tensor]:
-        """Return whole copies of the trained weights on the CPU, by their names in heads and model; all must ask."""
+        """Return whole copies of the trained weights on the CPU, by their names in heads and model.
+
+        All processes must ask; only the main one is told.
+        """
         named = {f"heads.{name}": weight for name, weight in self.heads.named_parameters()}
         named |= {f"model.{name}": weight for name, weight in self._trained_weights.items()}
-        return {name: whole(weight.detach()).to("cpu", copy=True) for name, weight in named.items()}
+        found = {}
+        for name, weight in named.items():
+            values = whole(weight.detach())
+            if self.processes.main:
+                found[name] = values.to("cpu", copy=True)
+        return found
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         weights = self.trained()
@@ -399,8 +417,13 @@ class Trainer:
     def _log(self, line: Mapping[str, Any]) -> None:
         if not self.processes.main:
             return
-        with open(self.folder / LOG, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps(dict(line)) + "\n")
+        try:
+            with open(self.folder / LOG, "a", encoding="utf-8") as lines:
+                lines.write(json.dumps(dict(line)) + "\n")
+        except OSError as error:
+            newest = self.checkpoints.newest()
+            kept = f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
+            raise OSError(f"{self.folder / LOG}: could not be written ({error}); {kept}") from error
         for watcher in self.watchers:
             watcher(line)
 
@@ -433,6 +456,12 @@ def _optimiser(groups: list[dict[str, Any]], config: Config, sharded: bool) -> t
         return torch.optim.AdamW(groups, **options)
     if sharded:
         raise ValueError("optimisation.optimizer: expected adamw with divided weights, got adamw_8bit")
+    for weight in (weight for group in groups for weight in group["params"]):
+        if weight.numel() >= 2**31:
+            raise ValueError(
+                f"optimisation.optimizer: expected adamw for weights of {list(weight.shape)} (adamw_8bit counts in 32 "
+                "bits; or make them smaller with heads.token_map_size or heads.shared_projection), got adamw_8bit"
+            )
     try:
         from bitsandbytes.optim.adamw import AdamW8bit
     except ModuleNotFoundError as error:
