@@ -103,7 +103,7 @@ def measure(base: Any, heads: MedusaHeads, calibration: list[list[int]], held_ou
             committed.append(output.new_tokens[0] - 1)
             steps.append(output.steps)
             same += output.sequences[0].tolist() == text
-    rate = ratio([committed, steps])
+    rate = ratio(list(zip(committed, steps, strict=True)))
     cumulative = accuracy.cumulative
     return {
         "top1": [row[0] for row in cumulative],

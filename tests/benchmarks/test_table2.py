@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import table2
+from benchmarks import table2, table2_figures
 from medusa_decoding.demo import CHECKPOINT, corpus
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.training.schedules import stages
@@ -90,6 +90,8 @@ def test_training_text_is_of_training_files_alone(tmp_path: Path, tokenizer: Tok
     first = rows[0]["input_ids"]
     assert first[0] == tokenizer.token_to_id(corpus.END_OF_TEXT)
     assert first[1:] in [ids[:63] for ids in whole]
+    with pytest.raises(ValueError, match="steps: expected at most"):
+        table2.write_rows(dataclasses.replace(TINY, steps=100_000), files, tokenizer, path)
     windows = table2.held_out_windows(dataclasses.replace(TINY, windows=2), files, tokenizer)
     assert len(windows) == len(files.held_out)
     for rows_of_file, name in zip(windows, files.held_out, strict=True):
@@ -99,7 +101,7 @@ def test_training_text_is_of_training_files_alone(tmp_path: Path, tokenizer: Tok
 
 def test_score_is_transformers_own_loss(small: Any) -> None:
     windows = list(torch.randint(0, 2048, (5, 20), generator=torch.Generator().manual_seed(1)).split([2, 3]))
-    found = table2.score(small, windows)
+    found = table2_figures.score(small, windows)
     for (loss, count, hits), rows in zip(found, windows, strict=True):
         assert count == len(rows) * 19
         assert loss == pytest.approx(float(small(rows, labels=rows).loss) * count, rel=1e-5)
@@ -111,7 +113,7 @@ def test_plain_texts_are_transformers_own(small: Any) -> None:
     prompts = list(torch.randint(1, 2048, (2, 8), generator=torch.Generator().manual_seed(2)).split(1))
     expected = [small.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 8:] for ids in prompts]
     with MedusaModel(small) as model:
-        found = table2.decode(model, {"plain": Tree([])}, prompts, 6)["plain"]
+        found = table2_figures.decode(model, {"plain": Tree([])}, prompts, 6)["plain"]
     assert found.texts == [text.tolist() for text in expected]
     assert found.steps == [(5, 5)] * 2
     assert [tokens for tokens, _ in found.timed] == [6, 6]
@@ -120,16 +122,16 @@ def test_plain_texts_are_transformers_own(small: Any) -> None:
 SAME, OTHER = [1, 2, 1, 2, 1, 2, 3], [1, 2, 1, 2, 1, 3, 3]
 
 
-def made(losses: list[float], hits: list[float], text: list[int]) -> table2.Measured:
+def made(losses: list[float], hits: list[float], text: list[int]) -> table2_figures.Measured:
     scores = np.array([losses, [10.0, 30.0], hits]).T
-    plain = table2.Decoded([text, SAME], [(1, 1), (1, 1)], [(2, 1.0), (2, 1.0)])
-    tree = table2.Decoded([SAME, SAME], [(4, 2), (5, 1)], [(2, 0.25), (2, 0.75)])
-    return table2.Measured(scores, {table2.PLAIN: plain, table2.CHAIN: tree})
+    plain = table2_figures.Decoded([text, SAME], [(1, 1), (1, 1)], [(2, 1.0), (2, 1.0)])
+    tree = table2_figures.Decoded([SAME, SAME], [(4, 2), (5, 1)], [(2, 0.25), (2, 0.75)])
+    return table2_figures.Measured(scores, {table2_figures.PLAIN: plain, table2_figures.CHAIN: tree})
 
 
 def test_figures_by_hand() -> None:
     baseline, one = made([20.0, 60.0], [5.0, 15.0], SAME), made([10.0, 50.0], [6.0, 18.0], OTHER)
-    found = table2.figures(one, baseline)
+    found = table2_figures.figures(one, baseline)
     assert found["perplexity"]["value"] == pytest.approx(math.exp(60 / 40))
     over = found["perplexity_over_baseline"]
     # Of the two files one lost 1 nat a token and the other a third; one of them is drawn twice in half of the draws.
@@ -138,8 +140,8 @@ def test_figures_by_hand() -> None:
     )
     assert found["top1"]["value"] == pytest.approx(24 / 40)
     assert found["top1_less_baseline"]["value"] == pytest.approx(4 / 40)
-    assert found["tokens_per_step"][table2.CHAIN]["value"] == pytest.approx(9 / 3)
-    assert found["speedup"][table2.CHAIN]["value"] == pytest.approx(2.0)
+    assert found["tokens_per_step"][table2_figures.CHAIN]["value"] == pytest.approx(9 / 3)
+    assert found["speedup"][table2_figures.CHAIN]["value"] == pytest.approx(2.0)
     assert (found["texts_as_baseline"], found["texts_unlike_plain"]) == (1, 1)
     assert found["distinct_4_grams"] == pytest.approx((4 / 4 + 3 / 4) / 2)
 
@@ -148,9 +150,8 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
     pytest.importorskip("peft")
     files = few_files()
     monkeypatch.setattr(corpus, "split", lambda: files)
-    monkeypatch.setattr(table2.Material, "draw", classmethod(_drawn))
-    whole = table2.run
-    monkeypatch.setattr(table2, "run", lambda settings, sizes, out: whole(settings, TINY, out))
+    monkeypatch.setattr(table2, "draw", _drawn)
+    monkeypatch.setattr(table2, "Sizes", _Tiny)
     out = tmp_path / "out"
     assert table2.main(["--out", str(out)]) == 0
     [record] = results.records()
@@ -163,7 +164,7 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
     assert found["medusa-1"]["texts_as_baseline"] == TINY.prompts
     for name in ("direct", "medusa-2"):
         trained = AutoModelForCausalLM.from_pretrained(out / name / "model", dtype=torch.float32)
-        scores = table2.score(trained, MATERIAL[0].windows)
+        scores = table2_figures.score(trained, MATERIAL[0].windows)
         expected = math.exp(scores[:, 0].sum() / scores[:, 1].sum())
         assert found[name]["perplexity"]["value"] == pytest.approx(expected)
         assert expected != found["baseline"]["perplexity"]["value"]
@@ -172,28 +173,43 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
     assert all(column["texts_unlike_plain"] == 0 for column in found.values())
     assert "| | baseline | direct | medusa-1 | medusa-2 |" in capsys.readouterr().out
     assert json.loads((out / "figures.json").read_text())["settings"].keys() == found.keys()
+    trained = (out / "direct" / "heads" / "medusa_lm_head.safetensors").stat().st_mtime_ns
+    settings = [BY_NAME[name] for name in found]
+    table2.prepare(settings, TINY, out)
+    assert (out / "direct" / "heads" / "medusa_lm_head.safetensors").stat().st_mtime_ns == trained
     with pytest.raises(SystemExit):
-        table2.main(["--out", str(out)])
-    assert "expected a new or empty folder" in capsys.readouterr().err
+        table2.main(["--quick", "--steps", "6", "--out", str(tmp_path)])
+    assert "out: expected a new folder, or one that was begun with" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="out: expected a new folder, or one that was begun with"):
+        table2.prepare(settings, dataclasses.replace(TINY, steps=6), out)
 
 
-MATERIAL: list[table2.Material] = []
+class _Tiny:
+    steps, prompts = TINY.steps, TINY.prompts
+
+    def __new__(cls, **given: int) -> Any:
+        return TINY
 
 
-def _drawn(cls: Any, sizes: table2.Sizes, files: corpus.Split, tokenizer: Tokenizer) -> table2.Material:
+MATERIAL: list[table2_figures.Material] = []
+
+
+def _drawn(sizes: table2.Sizes, files: corpus.Split, tokenizer: Tokenizer) -> table2_figures.Material:
     ids = torch.from_numpy(corpus.encode(files, files.held_out, tokenizer)[1:].astype(np.int64))
     prompts = list(ids[: 5 * sizes.prompt_tokens].view(5, -1).split(1))
-    MATERIAL[:] = [cls(table2.held_out_windows(sizes, files, tokenizer), prompts[:3], prompts[3:])]
+    windows = table2.held_out_windows(sizes, files, tokenizer)
+    MATERIAL[:] = [table2_figures.Material(windows, prompts[:3], prompts[3:])]
     return MATERIAL[0]
 
 
 def test_a_text_that_is_not_the_models_own_fails(tmp_path: Path, monkeypatch: Any) -> None:
     def broken(*arguments: Any) -> dict[str, Any]:
-        column = table2.figures(made([1.0, 1.0], [0.0, 0.0], OTHER), made([1.0, 1.0], [0.0, 0.0], SAME))
-        return {"settings": {"medusa-1": column | {"training_seconds": 0.0}}}
+        column = table2_figures.figures(made([1.0, 1.0], [0.0, 0.0], OTHER), made([1.0, 1.0], [0.0, 0.0], SAME))
+        return {"settings": {"medusa-1": column}}
 
     monkeypatch.setattr(table2, "run", broken)
-    assert table2.main(["--quick", "--out", str(tmp_path / "out")]) == 1
+    monkeypatch.setattr(table2, "prepare", lambda *arguments: {})
+    assert table2.main(["--quick", "--out", str(tmp_path)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -201,6 +217,7 @@ def test_a_text_that_is_not_the_models_own_fails(tmp_path: Path, monkeypatch: An
     [
         ({"steps": 5}, "steps: expected an even number from 2"),
         ({"steps": 20, "warmup": 10}, "warmup: expected from 0 to below 10"),
+        ({"prompts": 0}, "prompts: expected at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit(given: dict[str, int], words: str) -> None:

@@ -351,6 +351,9 @@ class Trainer:
             ValueError: a damaged checkpoint, or one of other rows or another number of processes.
         """
         state, weights, optimiser = self.checkpoints.load(path)
+        for name in ("rows", "processes", "sharded", "data"):
+            if name not in state:
+                raise ValueError(f"{path}: expected a checkpoint of this version, got one that does not say its {name}")
         for name, wanted in (("rows", len(self.rows)), ("processes", self.processes.size)):
             if state[name] != wanted:
                 raise ValueError(f"{path}: expected a run of {wanted} {name}, got one of {state[name]}")
