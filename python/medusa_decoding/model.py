@@ -37,6 +37,7 @@ from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.inputs import split_prompts
 from medusa_decoding.metrics import GenerationMetrics
 from medusa_decoding.parallel import Peers
+from medusa_decoding.provenance import fingerprint
 from medusa_decoding.session import Session
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
@@ -212,7 +213,7 @@ class MedusaModel:
                 folder,
                 self.heads.num_heads,
                 min(MAX_TOP_K, self.heads.num_candidates),
-                stored.fingerprint(self.heads) if (folder / CALIBRATION).is_file() else None,
+                fingerprint(self.heads) if (folder / CALIBRATION).is_file() else None,
                 str(self.trunk.dtype).removeprefix("torch."),
             )
         except (ValueError, OSError) as error:

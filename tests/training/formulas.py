@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.targets import IGNORE
@@ -72,3 +73,18 @@ def plain_medusa(hidden, heads, labels, segments=None, weight=None, weights=None
 
 def gradients(loss, *tensors):
     return torch.autograd.grad(loss, tensors, allow_unused=True)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result

@@ -3,9 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from formulas import CASES, HEADS, HIDDEN, MAP, VOCAB, gradients, plain_medusa, plain_targets, random_heads, random_text
+from formulas import (
+    CASES,
+    HEADS,
+    HIDDEN,
+    MAP,
+    VOCAB,
+    Largest,
+    gradients,
+    plain_medusa,
+    plain_targets,
+    random_heads,
+    random_text,
+)
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding.training import losses
@@ -82,21 +93,6 @@ def test_an_lm_head_that_is_not_plain_is_called(token_map):
     lm_head.merge()
     with pytest.raises(ValueError, match="merged"):
         losses.without_adapter(lm_head)
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 @pytest.mark.parametrize("shared", [False, True])

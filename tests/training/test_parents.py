@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from formulas import HIDDEN, MAP, VOCAB, gradients, plain_targets, random_heads, random_text
+from formulas import HIDDEN, MAP, VOCAB, Largest, gradients, plain_targets, random_heads, random_text
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.losses import medusa_loss
@@ -190,21 +189,6 @@ def test_autocast_and_16_bits():
             got = getattr(heads, name).grad
             assert got.dtype == heads.w1.dtype
             assert (got - wanted).norm() < 0.05 * wanted.norm()
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor made."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
 
 
 def test_no_tensor_is_as_large_as_one_head_s_logits():

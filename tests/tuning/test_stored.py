@@ -13,10 +13,11 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.decode.policy import Adaptive
+from medusa_decoding.provenance import fingerprint
 from medusa_decoding.tuning import stored
 from medusa_decoding.tuning.choice import Accuracies, best, candidates
 from medusa_decoding.tuning.latency import Latency
-from medusa_decoding.tuning.stored import Case, Place, Tuning, fingerprint, load_for
+from medusa_decoding.tuning.stored import Case, Place, Tuning, load_for
 
 ACCURACIES = Accuracies("calibration.json", [[0.6, 0.2], [0.5, 0.1]])
 # Seconds by nodes: short prefixes are best served by 4 nodes, long ones plainly, a batch by 2 nodes.

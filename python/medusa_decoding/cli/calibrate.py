@@ -16,11 +16,9 @@ import os
 import sys
 from pathlib import Path
 
-from medusa_decoding.cli import _arguments
+from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.evaluation.prompts import TURNS
-from medusa_decoding.evaluation.run import PROMPT_TOKENS
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.accuracy import CALIBRATION_FILE, Calibration, wilson
 
@@ -35,23 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(tree=Tree([]))
     _arguments.add_template(parser)
     parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="files, folders or hub names")
-    parser.add_argument(
-        "--limit", type=_arguments.at_least_one, metavar="N", help="the first N prompts of each category (default: all)"
-    )
-    parser.add_argument(
-        "--turns",
-        type=_arguments.at_least_one,
-        default=TURNS,
-        metavar="N",
-        help=f"at most N turns of a prompt (default: {TURNS})",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=_arguments.at_least_one,
-        default=PROMPT_TOKENS,
-        metavar="N",
-        help=f"of a plain text, its first N tokens are the prompt (default: {PROMPT_TOKENS})",
-    )
+    _prompts.add_amounts(parser)
     parser.add_argument(
         "--max-new-tokens",
         type=_arguments.at_least_one,

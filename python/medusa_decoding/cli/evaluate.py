@@ -18,11 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.cli import _arguments
+from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
-from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.evaluation.report import as_text
-from medusa_decoding.evaluation.run import PROMPT_TOKENS
 
 NAME = "eval"
 NEW_TOKENS = 256
@@ -38,23 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders or hub names; a prompt's category is its own, or else its file's name",
     )
     parser.add_argument("--categories", nargs="+", metavar="NAME", help="only these (default: all)")
-    parser.add_argument(
-        "--limit", type=_arguments.at_least_one, metavar="N", help="the first N prompts of each category (default: all)"
-    )
-    parser.add_argument(
-        "--turns",
-        type=_arguments.at_least_one,
-        default=TURNS,
-        metavar="N",
-        help=f"at most N turns of a prompt (default: {TURNS})",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=_arguments.at_least_one,
-        default=PROMPT_TOKENS,
-        metavar="N",
-        help=f"of a plain text, its first N tokens are the prompt (default: {PROMPT_TOKENS})",
-    )
+    _prompts.add_amounts(parser)
     _arguments.add_model(parser)
     _arguments.add_template(parser)
     _arguments.add_decoding(parser, new_tokens=NEW_TOKENS)

@@ -33,6 +33,7 @@ from medusa_decoding.evaluation.run import PROMPT_TOKENS
 from medusa_decoding.heads import MAX_TOP_K
 from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.provenance import versions
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning import stored
 from medusa_decoding.tuning.choice import Accuracies, best, candidates, find_accuracies, published, trees_of
@@ -161,7 +162,7 @@ def accuracies_of(folder: Path, model: MedusaModel, place: Place) -> Accuracies:
 def check(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel) -> None:
     """Say that a stored choice holds; raise `ValueError` where it does not."""
     tuning = stored.load_for(file, model)
-    now = stored.versions()
+    now = versions(*stored.LIBRARIES)
     notes = [
         f"{name} was {tuning.versions.get(name, 'missing')}, is {now.get(name, 'missing')}"
         for name in sorted({*tuning.versions, *now})

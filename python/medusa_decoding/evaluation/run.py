@@ -10,8 +10,6 @@ files, nor how figures are added up.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import platform
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +26,7 @@ from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.report import MEDUSA, PLAIN, TRANSFORMERS, Evaluation, Measured
 from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.provenance import versions
 from medusa_decoding.tree import Tree
 
 PROMPT_TOKENS = 128
@@ -102,7 +101,7 @@ def evaluate(
         run.measured,
         rounds=rounds,
         settings=run.described(),
-        versions=_versions(),
+        versions=versions("torch", "transformers", "medusa-kernels"),
         left_out=run.left_out,
     )
 
@@ -294,10 +293,3 @@ def _departure(text: list[int], other: list[int]) -> int | None:
         return None
     pairs = enumerate(zip(text, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
-
-
-def _versions() -> dict[str, str]:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        versions["medusa-kernels"] = importlib.metadata.version("medusa-kernels")
-    return versions | {"python": platform.python_version()}

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding import settings as decoding
 from medusa_decoding.inputs import split_prompts, token_list
 from medusa_decoding.model import MedusaModel, Request
+from medusa_decoding.provenance import fingerprint
 from medusa_decoding.training.chat import ChatEncoder
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data import BadRecordError, Record
@@ -40,7 +40,6 @@ from medusa_decoding.tree import Tree
 WINDOW = 32
 """Batches' worth of seeds that are looked at together, to find prompts of similar length."""
 _EXAMPLES = 20
-_SAMPLED = 1024
 
 
 @dataclass
@@ -274,16 +273,3 @@ def _settings(
         "decoding": stated,
         **encoder.settings,
     }
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Return what tells models apart: a hash of the shape, dtype and 1,024 evenly spaced values of every weight."""
-    digest = hashlib.blake2b(digest_size=8)
-    for weight in module.state_dict().values():
-        if not isinstance(weight, torch.Tensor):
-            continue
-        values = weight.detach().reshape(-1)
-        sample = values[:: max(1, len(values) // _SAMPLED)][:_SAMPLED].contiguous().cpu()
-        digest.update(f"{list(weight.shape)} {weight.dtype}".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig
 
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.provenance import fingerprint as weights_fingerprint
+from medusa_decoding.provenance import versions
 from medusa_decoding.training import card, chat, data, packing, strict
 from medusa_decoding.training.accuracy import HeadAccuracy
 from medusa_decoding.training.backbone import DTYPES, Backbone, check_adaptable, load_tokenizer
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.distill import fingerprint as weights_fingerprint
 from medusa_decoding.training.processes import Processes
 from medusa_decoding.training.saving import STATE, Checkpoints
 from medusa_decoding.training.schedules import stages
@@ -514,7 +513,7 @@ def _facts(trainer: Trainer, base: str, rows: Rows, measured: Measured | None) -
         seconds=trainer.at.seconds,
         held_out_report=rows.held_out_report,
         tokens=len(rows.train) * config.data.length,
-        versions=versions(),
+        versions=versions("torch", "transformers"),
         machine=_machine(trainer.processes),
         trained_model=base if config.trains_backbone else None,
     )
@@ -558,9 +557,4 @@ def _board(config: Config, folder: Path, done: int) -> Watcher | None:
     return watch
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a run's figures depend on."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-__all__ = ["Result", "Rows", "load_rows", "make_heads", "train", "versions"]
+__all__ = ["Result", "Rows", "load_rows", "make_heads", "train"]

@@ -21,10 +21,10 @@ from tqdm.auto import tqdm
 from medusa_decoding.evaluation.conversation import AsItStands, Conversation, Message, conversation_of
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
 from medusa_decoding.evaluation.prompts import Prompt
-from medusa_decoding.evaluation.run import PROMPT_TOKENS, _versions
+from medusa_decoding.evaluation.run import PROMPT_TOKENS
 from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.training.distill import fingerprint
+from medusa_decoding.provenance import fingerprint, versions
 from medusa_decoding.training.targets import IGNORE
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.accuracy import Calibration, RankPath, name_of, ranks_of, write_whole
@@ -164,7 +164,7 @@ class _Writer:
                 "dtype": str(model.trunk.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             },
-            "versions": _versions(),
+            "versions": versions("torch", "transformers", "medusa-kernels"),
         }
 
     def count(self, prompt: Prompt) -> _Counted:

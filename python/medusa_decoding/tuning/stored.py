@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -22,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.decode.step_times import KEPT, StepTimes
+from medusa_decoding.provenance import fingerprint, versions
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.choice import Accuracies, Candidate
 
@@ -34,9 +32,10 @@ if TYPE_CHECKING:
     from medusa_decoding.tuning.latency import Latency
 
 FILE, FORMAT = "tuning.json", 1
-SAMPLED = 1024
-"""Values of each weight that a fingerprint looks at."""
 logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torch", "triton", "transformers", "medusa-kernels")
+"""What steps are made with."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class Tuning:
             for seconds in _few(one.seconds):
                 times.profile(one.batch, one.rows).add(one.nodes, seconds)
         ordered = sorted(cases, key=lambda case: (case.batch, case.prefix))
-        return cls(place, accuracies, tuple(ordered), times.to_json(), versions())
+        return cls(place, accuracies, tuple(ordered), times.to_json(), versions(*LIBRARIES))
 
     def nearest(self, batch: int, prefix: int) -> Case:
         """Return the case of the nearest batch, and of those the one of the nearest prefix, both by their ratio."""
@@ -304,39 +303,6 @@ def device_name(device: torch.device) -> str:
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {capability}"
     return device.type
-
-
-def fingerprint(module: torch.nn.Module) -> str:
-    """Return what tells models apart: a hash of the shape, dtype and some evenly spaced values of every weight.
-
-    Training changes about every value. A change of single values between those that are looked at is not seen.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for weight in module.state_dict().values():
-        if isinstance(weight, torch.Tensor):
-            _digest(weight.detach(), digest)
-    return digest.hexdigest()
-
-
-def _digest(weight: torch.Tensor, digest: hashlib.blake2b) -> None:
-    digest.update(f"{list(weight.shape)} {weight.dtype}".encode())
-    if is_traceable_wrapper_subclass(weight):  # quantised by torchao, say: made of plain tensors
-        names, _ = weight.__tensor_flatten__()
-        for name in names:
-            _digest(getattr(weight, name), digest)
-        return
-    values = weight.as_subclass(torch.Tensor).reshape(-1)
-    sample = values[:: max(1, len(values) // SAMPLED)][:SAMPLED].contiguous().cpu()
-    digest.update(sample.view(torch.uint8).numpy().tobytes())
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what steps are made with."""
-    found = {"python": platform.python_version()}
-    for name in ("torch", "triton", "transformers", "medusa-kernels"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def _surroundings(model: MedusaModel) -> dict[str, Any]:
