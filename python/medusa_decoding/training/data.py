@@ -163,12 +163,17 @@ def read_records(
             yield record
 
 
+def prompt_key(prompt: str) -> str:
+    """Return what prompts that count as the same share: white space and case make no difference."""
+    return " ".join(prompt.split()).casefold()
+
+
 def held_out(prompt: str, share: float, seed: int = 0) -> bool:
     """Decide by its hash alone whether a prompt is held out: the same prompt is always on the same side.
 
     Prompts that differ in white space or case only count as the same.
     """
-    text = f"{seed}\0{' '.join(prompt.split()).casefold()}"
+    text = f"{seed}\0{prompt_key(prompt)}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 

@@ -255,10 +255,10 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
         records, apart = data.split_records(records, config.held_out_share, settings.split_seed)
     other_report = data.Report() if settings.held_out else report
     if settings.held_out:
-        known = {" ".join(record.prompt.split()).casefold() for record in records}
+        known = {data.prompt_key(record.prompt) for record in records}
         others = data.read_records(settings.held_out, other_report, system=settings.system, limit=settings.limit)
         for record in others:
-            if " ".join(record.prompt.split()).casefold() in known:
+            if data.prompt_key(record.prompt) in known:
                 other_report.notes["held-out prompts that are also trained on: left out"] += 1
             else:
                 apart.append(record)

@@ -278,12 +278,14 @@ class Trainer:
 
     def _check_finite(self, value: Tensor, stage: Stage, name: str = "loss") -> None:
         if not bool(torch.isfinite(value)):
-            newest = self.checkpoints.newest()
-            kept = f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
             raise FloatingPointError(
                 f"{name}: expected a finite number, got {float(value)} at step {self.at.step + 1} of stage "
-                f"{stage.name}; {kept}"
+                f"{stage.name}; {self._last_good()}"
             )
+
+    def _last_good(self) -> str:
+        newest = self.checkpoints.newest()
+        return "there is no checkpoint yet" if newest is None else f"the last good checkpoint is {newest}"
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Multiply in bfloat16 where the model is of that type; weights that are trained stay in float32."""
@@ -424,9 +426,7 @@ class Trainer:
             with open(self.folder / LOG, "a", encoding="utf-8") as lines:
                 lines.write(json.dumps(dict(line)) + "\n")
         except OSError as error:
-            newest = self.checkpoints.newest()
-            kept = f"the last good checkpoint is {newest}" if newest is not None else "there is no checkpoint yet"
-            raise OSError(f"{self.folder / LOG}: could not be written ({error}); {kept}") from error
+            raise OSError(f"{self.folder / LOG}: could not be written ({error}); {self._last_good()}") from error
         for watcher in self.watchers:
             watcher(line)
 
