@@ -1,4 +1,4 @@
-"""Checkpoints of Medusa heads: recognise the format, read it with every check, write the paper's own layout.
+"""Checkpoints of Medusa heads: recognise the format, read it with every check, write the paper's layout, and others.
 
 One module a format. A format lists its tensors under the paper's names; the checks and the packing are shared. The
 tensors are believed, a config that contradicts them is reported. This package does not know trees or the decode loop.
@@ -10,12 +10,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from huggingface_hub import snapshot_download
 
-from medusa_decoding.checkpoints import embedded, original
+from medusa_decoding.checkpoints import _export, embedded, original, vllm
+from medusa_decoding.checkpoints._export import TARGETS, Exported, Target
 from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints._layout import (
     DTYPES,
@@ -27,10 +28,21 @@ from medusa_decoding.checkpoints._layout import (
     pack,
 )
 from medusa_decoding.checkpoints.base import load_base_model, stated_vocab_size
-from medusa_decoding.checkpoints.original import write_heads
-from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.checkpoints.original import REVISION, write_heads
+from medusa_decoding.heads import MedusaHeads, Storage
 
-__all__ = ["FORMATS", "HeadsCheckpoint", "find_base_model", "load_base_model", "read_heads", "write_heads"]
+__all__ = [
+    "FORMATS",
+    "TARGETS",
+    "Exported",
+    "HeadsCheckpoint",
+    "export",
+    "find_base_model",
+    "find_base_revision",
+    "load_base_model",
+    "read_heads",
+    "write_heads",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -59,11 +71,12 @@ class Format(Protocol):
         ...
 
 
-FORMATS: tuple[Format, ...] = (original, embedded)
+FORMATS: tuple[Format, ...] = (original, embedded, vllm)
 """Known formats; where several recognise a folder, the first reads it and a note says so."""
 
 # Weights and small files, among them those a base model in the same repository needs.
 _HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model"]
+_BASE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"]
 _HUB_IGNORED = ["*/*"]
 
 
@@ -78,6 +91,8 @@ class HeadsCheckpoint:
         path: the folder that was read.
         config: content of its `config.json`, as it stands; empty without one.
         notes: what a user should know: contradictions between config and tensors, files passed over.
+        base_revision: branch, tag or commit of the base model on the hub that the heads belong to; None when the
+            checkpoint does not say.
     """
 
     heads: MedusaHeads
@@ -86,6 +101,7 @@ class HeadsCheckpoint:
     path: Path
     config: dict[str, Any]
     notes: list[str]
+    base_revision: str | None = None
 
 
 def read_heads(
@@ -130,7 +146,7 @@ def read_heads(
     notes += [*found.notes, *disagreements(config, layout)]
     for note in notes:
         _log.warning("%s: %s", folder, note)
-    return HeadsCheckpoint(heads, base, module.NAME, folder, config, notes)
+    return HeadsCheckpoint(heads, base, module.NAME, folder, config, notes, _revision(module, config))
 
 
 def find_base_model(path_or_hub_id: str | Path, *, revision: str | None = None) -> str | None:
@@ -148,21 +164,133 @@ def find_base_model(path_or_hub_id: str | Path, *, revision: str | None = None) 
     return module.base_model(folder, config)
 
 
-def _folder(path_or_hub_id: str | Path, revision: str | None) -> Path:
+def find_base_revision(path_or_hub_id: str | Path, *, revision: str | None = None) -> str | None:
+    """Return the revision of its base model that a checkpoint belongs to, as `find_base_model` its name.
+
+    Args:
+        path_or_hub_id: as for `read_heads`.
+        revision: as for `read_heads`.
+
+    Raises:
+        ValueError: an unknown checkpoint.
+    """
+    module, config, _ = _recognise(_folder(path_or_hub_id, revision))
+    return _revision(module, config)
+
+
+def export(
+    path_or_hub_id: str | Path,
+    folder: str | Path,
+    format: Target,
+    *,
+    storage: Storage | None = None,
+    dtype: torch.dtype | None = None,
+    base_model: str | Path | None = None,
+    base_revision: str | None = None,
+    file: Literal["pt", "safetensors"] = "pt",
+    overwrite: bool = False,
+    revision: str | None = None,
+) -> Exported:
+    """Write the heads of a checkpoint in another format; the guesses of what is written are those of what is read.
+
+    Their model card, its figures and their tree go along.
+
+    Args:
+        path_or_hub_id: of the heads, in any known format.
+        folder: where to write; it appears when it is complete.
+        format: one of `TARGETS`.
+        storage: of the projections: "int8" or "fp8" stores floats in 8 bits, "float" turns 8 bits back into the numbers
+            that they stand for (in 16 bits rounded); None leaves them.
+        dtype: float16, bfloat16 or float32, of all that is not in 8 bits; None keeps the file's (where the base model's
+            lm_head comes in, the wider of the two).
+        base_model: hub id or folder; overrides the one the heads name.
+        base_revision: branch, tag or commit of it; by default the one the heads name, unless `base_model` overrides it.
+        file: "pt" or "safetensors", in the original formats. The project's own code reads the former alone,
+            text-generation-inference the latter.
+        overwrite: replace a folder that holds a checkpoint of heads.
+        revision: branch, tag or commit of the heads on the hub.
+
+    Returns:
+        What was written, with notes on who cannot read it.
+
+    Raises:
+        ValueError: heads that the format cannot hold (the message says what can be done), an unreadable checkpoint, no
+            base model known, or a `folder` that exists or that holds what is read.
+        OSError: a file could not be written; what was there before is unchanged.
+    """
+    if format not in TARGETS:
+        raise ValueError(f"format: expected one of {', '.join(TARGETS)}, got {format!r}")
+    if file not in ("pt", "safetensors"):
+        raise ValueError(f"file: expected pt or safetensors, got {file!r}")
+    out = Path(folder).expanduser().resolve()
+    source = _folder(path_or_hub_id, revision, files=[*_HUB_FILES, *_export.CARRIED])
+    _check_place(out, source, overwrite)
+    vocab_size = None if base_model is None else stated_vocab_size(str(base_model), base_revision)
+    checkpoint = read_heads(source, vocab_size=vocab_size)
+    base = checkpoint.base_model if base_model is None else str(base_model)
+    if base is None:
+        raise ValueError(f"base_model: expected a folder or hub id, because {source} names none, got None")
+    if base_revision is None and base == checkpoint.base_model:
+        base_revision = checkpoint.base_revision
+    local = Path(base).expanduser()
+    if local.is_dir():
+        base = str(local.resolve())
+        _check_place(out, local.resolve(), overwrite)
+    heads = _export.converted(checkpoint.heads, storage, dtype)
+    refusal = _export.refusal(heads, format)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return _export.write(
+        heads,
+        out,
+        format,
+        base_model=base,
+        base_revision=base_revision,
+        base_folder=lambda: _folder(base, base_revision, "base_model", _BASE_FILES),
+        dtype=dtype,
+        file=file,
+        source=source,
+        overwrite=overwrite,
+    )
+
+
+def _check_place(out: Path, read: Path, overwrite: bool) -> None:
+    """Refuse a folder that would be lost: one that exists, is no checkpoint of heads, or holds what is read."""
+    if not out.exists():
+        return
+    if out == read or out in read.parents:
+        raise ValueError(f"folder: expected another one than what is read, got {out}")
+    if not overwrite:
+        raise ValueError(f"folder: expected a new one (or overwrite, --overwrite), got {out}")
+    if not out.is_dir() or (any(out.iterdir()) and not any(module.recognise(out) for module in FORMATS)):
+        raise ValueError(f"folder: expected a checkpoint of heads to overwrite, got {out}")
+
+
+def _revision(module: Format, config: Mapping[str, Any]) -> str | None:
+    revision = config.get(REVISION)
+    return revision if isinstance(revision, str) and revision and module is not embedded else None
+
+
+def _folder(
+    path_or_hub_id: str | Path,
+    revision: str | None,
+    name: str = "path_or_hub_id",
+    files: list[str] = _HUB_FILES,
+) -> Path:
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path.resolve()
     if path.exists():
-        raise ValueError(f"path_or_hub_id: expected a checkpoint's folder or a hub id, got the file {path}")
+        raise ValueError(f"{name}: expected a checkpoint's folder or a hub id, got the file {path}")
     if isinstance(path_or_hub_id, Path):
-        raise ValueError(f"path_or_hub_id: expected an existing folder, got {path}")
+        raise ValueError(f"{name}: expected an existing folder, got {path}")
     try:
         snapshot = snapshot_download(
-            path_or_hub_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
+            path_or_hub_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_IGNORED
         )
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"path_or_hub_id: expected an existing folder or a hub repository within reach, got {path_or_hub_id!r} "
+            f"{name}: expected an existing folder or a hub repository within reach, got {path_or_hub_id!r} "
             f"({type(error).__name__}: {error})"
         ) from error
     return Path(snapshot)
@@ -189,7 +317,7 @@ def _vocab_size(layout: Layout, config: Mapping[str, Any], base: str | None, fol
     size = config.get("vocab_size")
     if isinstance(size, int) and size > 0:
         return size
-    size = None if base is None else stated_vocab_size(base)
+    size = None if base is None else stated_vocab_size(base, _revision(original, config))
     if size is None:
         raise ValueError(
             f"vocab_size: expected the base model's, because neither the tensors, nor config.json in {folder}, nor the "

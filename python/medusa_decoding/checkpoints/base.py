@@ -10,16 +10,42 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from medusa_decoding.checkpoints._files import read_json
-from medusa_decoding.checkpoints.embedded import PREFIX
+from medusa_decoding.checkpoints._layout import DTYPES
+from medusa_decoding.checkpoints.embedded import PREFIX, model_tensors
 
 if TYPE_CHECKING:
     from medusa_decoding.checkpoints import HeadsCheckpoint
 
 # These concern the weights; AutoConfig would take them for fields of the config.
 _WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
+
+
+def lm_head_weight(folder: Path) -> torch.Tensor:
+    """Return the lm_head [V, H] of a base model on disk, or its embeddings where these are the lm_head.
+
+    Raises:
+        ValueError: none there, one with a bias, or one that is no tensor of floats.
+    """
+    wanted = ["lm_head."]
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if config.get("tie_word_embeddings"):
+        wanted.append("model.embed_tokens.")
+    for prefix in wanted:
+        found = model_tensors(folder, prefix)
+        stored = found.pop(f"{prefix}weight", None)
+        if found:
+            raise ValueError(f"base_model: expected a plain lm_head, got {', '.join(sorted(found))} in {folder}")
+        if stored is None:
+            continue
+        if stored.dtype not in DTYPES:
+            raise ValueError(f"base_model: expected an lm_head of floats, got {stored.dtype} in {folder}")
+        return stored.load()
+    kind = "an adapter (merge it first)" if (folder / "adapter_config.json").is_file() else "none"
+    raise ValueError(f"base_model: expected a model with an lm_head in its weight files, got {kind} in {folder}")
 
 
 def load_base_model(
@@ -35,7 +61,7 @@ def load_base_model(
 
     Args:
         checkpoint: what `read_heads` returned.
-        base_model: folder or hub id; overrides the checkpoint's own.
+        base_model: folder or hub id; overrides the checkpoint's own, with its revision.
         kwargs: for transformers' `from_pretrained`, such as a `quantization_config` (which a model saved quantised does
             not need).
 
@@ -56,8 +82,11 @@ def load_base_model(
         if kwargs.pop(name, False):
             raise ValueError(f"{name}: expected quantization_config=BitsAndBytesConfig({name}=True), got {name}=True")
     adapter = _adapter(path)
+    revision = checkpoint.base_revision if str(path) == checkpoint.base_model else None
     if adapter is not None:
-        path = adapter["base_model_name_or_path"]
+        path, revision = adapter["base_model_name_or_path"], adapter.get("revision")
+    if revision is not None:
+        kwargs.setdefault("revision", revision)
     config, kwargs = _config(path, kwargs)
     heads = checkpoint.heads
     for name, wanted in (("hidden_size", heads.hidden_size), ("vocab_size", heads.vocab_size)):
@@ -85,10 +114,10 @@ def _adapter(path: str | Path) -> dict[str, Any] | None:
     return found | {"folder": folder}
 
 
-def stated_vocab_size(base_model: str) -> int | None:
+def stated_vocab_size(base_model: str, revision: str | None = None) -> int | None:
     """Return the vocabulary size in a base model's config; None where it cannot be had."""
     try:
-        config, _ = PretrainedConfig.get_config_dict(base_model)
+        config, _ = PretrainedConfig.get_config_dict(base_model, **({} if revision is None else {"revision": revision}))
     except (OSError, ValueError):
         return None
     size = config.get("vocab_size")

@@ -1,17 +1,21 @@
 """Full Medusa-2 models: the base model's weights with the heads among them as `medusa_head.{h}...`.
 
-Only the heads' tensors are read. This module does not know the base model, which `base.load_base_model` loads from the
-same folder.
+Only the heads' tensors are read. In writing the base model's files are copied as they are, and the heads become one
+more shard. This module does not know the base model, which `base.load_base_model` loads from the same folder.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.checkpoints._files import StoredTensor, open_sharded, open_tensors
+import torch
+
+from medusa_decoding.checkpoints._files import StoredTensor, open_sharded, open_tensors, read_json
 from medusa_decoding.checkpoints._layout import HeadTensors
+from medusa_decoding.checkpoints._writing import save_json, save_tensors
 
 NAME = "embedded"
 FILES = "model.safetensors or pytorch_model.bin, whole or sharded, with medusa_head.* tensors in it"
@@ -19,6 +23,9 @@ FILES = "model.safetensors or pytorch_model.bin, whole or sharded, with medusa_h
 # In the order in which transformers looks for them.
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 PREFIX = "medusa_head."
+_SHARD = "model-medusa-heads.safetensors"
+# What belongs to a model besides its weights: settings, tokenizer, chat template, terms of use. Never code.
+_BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 def recognise(folder: Path) -> bool:
@@ -41,10 +48,71 @@ def base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _tensors(folder: Path) -> dict[str, StoredTensor]:
+    return model_tensors(folder, PREFIX)
+
+
+def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
+    """List the tensors of a model's folder whose names start with `prefix`; none where there are no weights."""
     for name in _WEIGHTS:
         file = folder / name
         if file.is_file():
             if name.endswith(".json"):
-                return open_sharded(file, PREFIX)
-            return {key: tensor for key, tensor in open_tensors(file).items() if key.startswith(PREFIX)}
+                return open_sharded(file, prefix)
+            return {key: tensor for key, tensor in open_tensors(file).items() if key.startswith(prefix)}
     return {}
+
+
+def base_files(base: Path) -> list[Path]:
+    """Return the weight files of a base model that heads can be put into.
+
+    Raises:
+        ValueError: an adapter alone, or weights in other files than safetensors.
+    """
+    single, index = base / _WEIGHTS[0], base / _WEIGHTS[1]
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        kind = "an adapter (merge it first)" if (base / "adapter_config.json").is_file() else "none there"
+        raise ValueError(f"base_model: expected a model's safetensors files for {NAME}, got {kind} in {base}")
+    shards = read_json(index).get("weight_map", {}).values()
+    return [base / shard for shard in sorted({Path(str(shard)).name for shard in shards})]
+
+
+def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> None:
+    """Write the base model with heads in it.
+
+    Args:
+        staging: an empty folder.
+        base: folder of the base model; heads that are in it are left out.
+        tensors: of the heads, under the paper's names.
+        fields: what the config says of them.
+
+    Raises:
+        ValueError: see `base_files`.
+        OSError: a file could not be written.
+    """
+    files = base_files(base)
+    for pattern in _BESIDE:
+        for file in base.glob(pattern):
+            if file.is_file() and file.name not in (*_WEIGHTS, "config.json"):
+                shutil.copyfile(file, staging / file.name)
+    old = read_json(base / "config.json")
+    kept = {key: value for key, value in old.items() if not key.startswith("medusa_") and key != "version"}
+    save_json(kept | dict(fields), staging / "config.json")
+    weight_map: dict[str, str] = {}
+    size = 0
+    for number, file in enumerate(files, start=1):
+        # Under another name: transformers would look no further than a file model.safetensors.
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        stored = open_tensors(file)
+        own = {key: tensor for key, tensor in stored.items() if not key.startswith(PREFIX)}
+        if len(own) == len(stored):
+            shutil.copyfile(file, staging / name)
+        elif own:
+            save_tensors({key: tensor.load() for key, tensor in own.items()}, staging / name)
+        weight_map |= dict.fromkeys(own, name)
+        size += file.stat().st_size
+    save_tensors({PREFIX + key: tensor for key, tensor in tensors.items()}, staging / _SHARD)
+    weight_map |= dict.fromkeys((PREFIX + key for key in tensors), _SHARD)
+    total = {"total_size": size + (staging / _SHARD).stat().st_size}
+    save_json({"metadata": total, "weight_map": weight_map}, staging / _WEIGHTS[1])

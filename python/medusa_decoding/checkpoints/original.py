@@ -2,8 +2,9 @@
 
 Version 1 stores a vocabulary projection a head, version 2 only the residual blocks and shares the base model's lm_head;
 which one a file is, its tensors say, as they say what the paper does not have (`_layout`). The config repeats it:
-`medusa_storage` ("int8" or "fp8") and `medusa_parent_rank`, where they are not "float" and 0. This module does not know
-other formats or how a base model is loaded.
+`medusa_storage` ("int8" or "fp8") and `medusa_parent_rank`, where they are not "float" and 0. `base_model_revision`
+says which revision of its base model a checkpoint belongs to. This module does not know other formats or how a base
+model is loaded.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ FILES = "medusa_lm_head.safetensors or medusa_lm_head.pt"
 _WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # The paper's trainers save the whole wrapper's state, its loader the bare list of heads.
 _PREFIX = "medusa_head."
+REVISION = "base_model_revision"
 
 
 def recognise(folder: Path) -> bool:
@@ -64,7 +66,12 @@ def base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def write_heads(
-    heads: MedusaHeads, folder: str | Path, *, base_model: str | Path, config: Mapping[str, Any] | None = None
+    heads: MedusaHeads,
+    folder: str | Path,
+    *,
+    base_model: str | Path,
+    base_revision: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write heads in the paper's layout, completely or not at all.
 
@@ -75,6 +82,7 @@ def write_heads(
         heads: the heads; the projection is left out (version 2) when it is shared.
         folder: where to write; parents are made.
         base_model: hub id or folder of the base model; a relative folder is read as relative to `folder`.
+        base_revision: branch, tag or commit of the base model on the hub that the heads belong to; it is fetched then.
         config: further fields for `config.json`.
 
     Raises:
@@ -85,7 +93,7 @@ def write_heads(
     """
     folder = Path(folder).resolve()
     _refuse_foreign(folder)
-    fields = _fields(heads, str(base_model), config or {})
+    said = fields(heads, str(base_model), base_revision, config)
     tensors = {name: tensor.contiguous() for name, tensor in unpack(heads).items()}
     stored = {
         name: StoredTensor(
@@ -100,7 +108,7 @@ def write_heads(
     staging.mkdir(parents=True)
     try:
         settings, weights = staging / "config.json", staging / _WEIGHTS[0]
-        settings.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        settings.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, weights, metadata={"format": "pt"})
         # safetensors writes for its owner alone; a checkpoint is as readable as any new file here.
         shutil.copymode(settings, weights)
@@ -128,7 +136,15 @@ def _refuse_foreign(folder: Path) -> None:
             )
 
 
-def _fields(heads: MedusaHeads, base: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+def fields(
+    heads: MedusaHeads, base: str, revision: str | None = None, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the config says of heads.
+
+    Raises:
+        ValueError: see `write_heads`.
+    """
+    extra = extra or {}
     if not base:
         raise ValueError("base_model: expected a hub id or a folder, got an empty string")
     if "architectures" in extra:
@@ -136,7 +152,7 @@ def _fields(heads: MedusaHeads, base: str, extra: Mapping[str, Any]) -> dict[str
             "config: expected no architectures key (text-generation-inference then ignores the heads), "
             f"got {extra['architectures']!r}"
         )
-    fields: dict[str, Any] = {
+    found: dict[str, Any] = {
         "base_model_name_or_path": base,
         "medusa_num_heads": heads.num_heads,
         "medusa_num_layers": heads.num_layers,
@@ -144,9 +160,11 @@ def _fields(heads: MedusaHeads, base: str, extra: Mapping[str, Any]) -> dict[str
         "vocab_size": heads.vocab_size,
     }
     if heads.shared_projection:
-        fields["version"] = "2"
+        found["version"] = "2"
+    if revision is not None:
+        found[REVISION] = revision
     beyond_the_paper = {"medusa_storage": heads.storage, "medusa_parent_rank": heads.parent_rank}
-    for key, value in (fields | beyond_the_paper).items():
+    for key, value in (found | beyond_the_paper).items():
         if key in extra and extra[key] != value:
             raise ValueError(f"config: expected {key} {value!r} like the heads, got {extra[key]!r}")
-    return {**extra, **fields, **{key: value for key, value in beyond_the_paper.items() if value not in ("float", 0)}}
+    return {**extra, **found, **{key: value for key, value in beyond_the_paper.items() if value not in ("float", 0)}}

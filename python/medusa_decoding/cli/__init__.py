@@ -10,9 +10,22 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from medusa_decoding.cli import calibrate, chat, demo, distill, doctor, evaluate, generate, simulate, train, tree, tune
+from medusa_decoding.cli import (
+    calibrate,
+    chat,
+    demo,
+    distill,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    simulate,
+    train,
+    tree,
+    tune,
+)
 
-COMMANDS = (demo, generate, chat, evaluate, train, distill, calibrate, tree, tune, simulate, doctor)
+COMMANDS = (demo, generate, chat, evaluate, train, distill, calibrate, tree, tune, export, simulate, doctor)
 
 
 def name_of(command: ModuleType) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoTokenizer
 
-from medusa_decoding.checkpoints import find_base_model
+from medusa_decoding.checkpoints import find_base_model, find_base_revision
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel
@@ -62,9 +62,10 @@ factor = number("above 0", lambda value: 0 < value < math.inf)
 
 
 def tree(text: str) -> Tree | Literal["auto"]:
-    """Parse a tree: a JSON file, `chain:4`, `cartesian:7,6`, `root` (plain decoding), all with or without `+lookup:8`.
+    """Parse a tree: a JSON file, `chain:4`, `cartesian:7,6`, `root` (plain decoding), `dynamic:16,4` (nodes, depth).
 
-    A file is read as it is named, also where its name ends like that. `auto` stands for itself.
+    All with or without `+lookup:8`. A file is read as it is named, also where its name ends like that. `auto` stands
+    for itself.
     """
     if text == "auto":
         return "auto"
@@ -86,11 +87,17 @@ def _shape(text: str) -> Tree:
             return Tree.chain(int(rest))
         if kind == "cartesian":
             return Tree.cartesian([int(width) for width in rest.split(",")])
+        if kind == "dynamic":
+            numbers = [int(number) for number in rest.split(",")]
+            if len(numbers) not in (2, 3):
+                raise ValueError("expected NODES,DEPTH or NODES,DEPTH,GUESSES")
+            return Tree.dynamic(*numbers)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(
-            f"expected a JSON file, root, chain:LENGTH, cartesian:WIDTH,WIDTH.. or auto, got {text!r}"
+            "expected a JSON file, root, chain:LENGTH, cartesian:WIDTH,WIDTH.., dynamic:NODES,DEPTH or auto, "
+            f"got {text!r}"
         )
     try:
         return Tree.load(text)
@@ -117,8 +124,9 @@ def add_decoding(parser: argparse.ArgumentParser, new_tokens: int) -> None:
         "--tree",
         type=tree,
         metavar="TREE",
-        help="JSON file, chain:4, cartesian:7,6 or root (plain decoding); +lookup:8 behind it adds a branch of 8 "
-        "tokens copied from the text, as in root+lookup:8; auto: chosen while it runs, by what steps take and give; "
+        help="JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 for the 16 likeliest nodes of "
+        "each step, at most 4 deep (a third number: guesses a head); +lookup:8 behind any of them adds a branch of 8 "
+        "tokens copied from the text; auto: chosen while it runs, by what steps take and give; "
         "default: the checkpoint's",
     )
     parser.add_argument(
@@ -233,7 +241,8 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     Raises:
         ValueError: no base model known.
     """
-    return AutoTokenizer.from_pretrained(_base_model(args))
+    revision = None if args.base_model else find_base_revision(_heads(args))
+    return AutoTokenizer.from_pretrained(_base_model(args), **({} if revision is None else {"revision": revision}))
 
 
 def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:

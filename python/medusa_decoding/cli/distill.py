@@ -185,7 +185,7 @@ def load(config: Config) -> MedusaModel:
 def _vocab_size(config: Config) -> int | None:
     from medusa_decoding.checkpoints.base import stated_vocab_size
 
-    return stated_vocab_size(config.model.name)
+    return stated_vocab_size(config.model.name, config.model.revision)
 
 
 def _train(args: argparse.Namespace, config: Config) -> dict[str, Any]:

@@ -39,6 +39,10 @@ class Backbone:
     def load(cls, config: Config, device: torch.device) -> Backbone:
         """Load the model a configuration names, all of it frozen; with an adapter where one is asked for.
 
+        Args:
+            config: of the run.
+            device: where to; on "meta" the model has shapes alone, and its weights are never read.
+
         Raises:
             ValueError: no such model, a dtype that is not trained in, or an adapter that the model cannot take.
             ModuleNotFoundError: bitsandbytes or peft is missing.
@@ -52,7 +56,12 @@ class Backbone:
         if settings.quantization != "none":
             options |= {"quantization_config": _quantised(settings, dtype), "device_map": {"": device}}
         try:
-            causal = AutoModelForCausalLM.from_pretrained(settings.name, revision=settings.revision, **options)
+            if device.type == "meta":
+                shapes = AutoConfig.from_pretrained(settings.name, revision=settings.revision)
+                with device:
+                    causal = AutoModelForCausalLM.from_config(shapes, **options)
+            else:
+                causal = AutoModelForCausalLM.from_pretrained(settings.name, revision=settings.revision, **options)
         except OSError as error:
             raise ValueError(
                 f"model.name: expected a model's folder or hub id within reach, got {settings.name!r} "
@@ -66,7 +75,7 @@ class Backbone:
                     module.support_avx512bf16_for_cpu = False
         causal.requires_grad_(False)
         causal.eval()
-        if settings.quantization == "none":
+        if settings.quantization == "none" and device.type != "meta":
             torch.nn.Module.to(causal, device)
         found = cls(causal)
         if config.lora.enabled:

@@ -40,7 +40,7 @@ class CardFacts:
         config: of the run.
         report: what came of the training data's records.
         train_records, held_out_records: sound records on each side of the split.
-        accuracy: of the heads on the held-out data's text, at the end; its totals are 0 where there is none.
+        accuracy: of the heads, as they are stored, on the held-out data's text; its totals are 0 where there is none.
         losses: (step, training loss), in order; steps count over all stages.
         steps: optimiser steps of all stages.
         seconds: that training took.
@@ -119,8 +119,8 @@ def card_text(facts: CardFacts) -> str:
     sections = [
         _front_matter(config),
         f"# Medusa heads for {escaped(_shown_name(config.model.name))}",
-        f"{config.heads.num_heads} heads that guess further tokens of {escaped(config.model.name)}, trained with the "
-        f"method {config.method} of the [Medusa paper](https://arxiv.org/abs/2401.10774). "
+        f"{config.heads.num_heads} heads that guess further tokens of {escaped(config.model.name)}{_revision(config)}, "
+        f"trained with the method {config.method} of the [Medusa paper](https://arxiv.org/abs/2401.10774). "
         + (
             "They are of use with that model only."
             if facts.trained_model is None
@@ -162,8 +162,12 @@ def _shown_name(name: str) -> str:
     return name if _on_hub(name) else Path(name).name or name
 
 
+def _revision(config: Config) -> str:
+    return "" if config.model.revision is None else f" (revision {escaped(config.model.revision)})"
+
+
 def _accuracy(facts: CardFacts) -> list[str]:
-    accuracy = facts.accuracy
+    accuracy, storage = facts.accuracy, facts.config.heads.storage
     if not int(accuracy.total.sum()):
         return ["## Accuracy", "Not measured: there was no held-out data."]
     ranks = accuracy.hits.shape[1]
@@ -179,7 +183,8 @@ def _accuracy(facts: CardFacts) -> list[str]:
     return [
         "## Accuracy",
         "Percent of held-out tokens among each head's n likeliest candidates. Head k guesses the token k places beyond "
-        "the model's own next one.",
+        "the model's own next one."
+        + ("" if storage == "float" else f" Measured with the projections as they are stored, in {storage}."),
         _table(["", *(f"top-{n}" for n in range(1, ranks + 1)), "tokens"], rows),
         "Expected tokens a step of the best tree of so many nodes (root included) by section 2.3.3 of the paper. It "
         "takes the heads as independent of each other, and the accuracies are those on the data's text, not on the "

@@ -261,7 +261,10 @@ def _settings(
         for name, value in config.to_diff_dict().items()
         if not name.startswith("_") and name != "transformers_version"
     }
-    tree = model.tree.choices if isinstance(model.tree, Tree) else model.tree
+    tree: Any = model.tree
+    if isinstance(tree, Tree):
+        # Static trees without a copied branch are told by their choices, as before there were others.
+        tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
     return given | {
         "model": fingerprint(model.trunk.causal),
         "heads": None if model.heads is None else fingerprint(model.heads),

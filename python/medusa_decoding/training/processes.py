@@ -92,16 +92,28 @@ class Processes:
     def shard(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Divide a module's weights over the processes in place: each layer a unit, all else with the module itself.
 
-        Weights must be equal in all processes before.
+        Weights and buffers are the main process's; others may come on the meta device, and never hold more of them
+        than their shares and, for a moment, one whole weight.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        names = [name for name, _ in module.named_parameters()]
+        held = [weight.detach() for weight in module.parameters()] if self.main else []
         mesh = init_device_mesh(self.device.type, (self.size,))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
         # What a step ends with (lm_head, heads) is needed at once for the way back.
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        if not self.main:
+            module.to_empty(device=self.device)
+        with torch.no_grad():
+            for number, name in enumerate(names):
+                weight = module.get_parameter(name)
+                values = held[number] if self.main else torch.empty(weight.shape, dtype=weight.dtype)
+                fill(weight, values)
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
 
     def replicated(self, module: nn.Module) -> nn.Module:
         """Return a module to call whose gradients are averaged over the processes; the module itself where sharded."""
@@ -127,6 +139,17 @@ class Processes:
             sharded: Any = module
             sharded.set_requires_gradient_sync(not keep)
         yield
+
+
+def fill(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy whole values into a weight that may be divided; then those of the main process, and all must ask."""
+    spread = getattr(weight, "device_mesh", None)
+    if spread is None:
+        weight.copy_(values)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    weight.copy_(distribute_tensor(values.to(spread.device_type), spread, weight.placements))  # type: ignore[attr-defined]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

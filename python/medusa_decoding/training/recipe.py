@@ -115,7 +115,7 @@ def train(
         say(f"no checkpoint in {folder}: begins anew")
     torch.manual_seed(config.optimisation.seed)
     tokenizer = load_tokenizer(config.model)
-    rows = load_rows(config, tokenizer, stated_vocab_size(config.model.name))
+    rows = load_rows(config, tokenizer, stated_vocab_size(config.model.name, config.model.revision))
     say(
         f"{rows.records[0]} records in {len(rows.train)} rows ({rows.train.fill:.0%} filled), "
         f"{rows.records[1]} held out"
@@ -124,7 +124,7 @@ def train(
     stages(config, len(rows.train))  # refuses what does not fit before anything is loaded
     for warning in config.warnings():
         say(warning)
-    backbone = Backbone.load(config, processes.device)
+    backbone = Backbone.load(config, _device(processes))
     heads = make_heads(config, backbone, tokenizer, rows)
     states = _states(config, backbone, rows, processes)
     # Each process draws its own dropout; what all have in common was drawn before.
@@ -151,6 +151,13 @@ def train(
     say(f"{trainer.steps} steps: " + ", ".join(f"{stage.steps} {stage.name}" for stage in trainer.stages))
     measured = trainer.run()
     return _finish(trainer, rows, measured, say)
+
+
+def _device(processes: Processes) -> torch.device:
+    """Return where the model is loaded: weights to be divided by the main process alone, in the host's memory."""
+    if not processes.sharded:
+        return processes.device
+    return torch.device("cpu" if processes.main else "meta")
 
 
 def check(config: Config, processes: Processes) -> None:
@@ -420,6 +427,9 @@ def _token_map(size: int, vocabulary: int, tokenizer: Any, rows: Rows) -> torch.
 def _finish(trainer: Trainer, rows: Rows, measured: Measured | None, say: Announce) -> Result:
     config, processes = trainer.config, trainer.processes
     folder = trainer.folder
+    if measured is not None and trainer.held_out is not None and config.heads.storage != "float":
+        # What is written is what the figures beside it are of.
+        measured = trainer.measure_stored(trainer.held_out, config.heads.storage)
     weights = trainer.trained()
     base = _base_name(config)
     error: BaseException | None = None
@@ -492,7 +502,9 @@ def _write_heads(
     heads = _copy_of(trainer.heads, weights, DTYPES[config.model.dtype])
     if config.heads.storage != "float":
         heads = heads.quantized(config.heads.storage)
-    write_heads(heads, folder / "heads", base_model=base)
+    # A backbone that was trained along is a folder of this run.
+    revision = None if config.trains_backbone else config.model.revision
+    write_heads(heads, folder / "heads", base_model=base, base_revision=revision)
     if measured is not None:
         (folder / "heads" / MEASURED).write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
     card.write_card(folder / "heads", _facts(trainer, base, rows, measured))

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.heads import MedusaHeads, Storage
 from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.training.backbone import Backbone
+from medusa_decoding.training.backbone import DTYPES, Backbone
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.losses import TOP, Loss
 from medusa_decoding.training.objective import HIDDEN, Normalisers, Objective
 from medusa_decoding.training.packing import PackedDataset, collate
-from medusa_decoding.training.processes import Processes, whole
+from medusa_decoding.training.processes import Processes, fill, whole
 from medusa_decoding.training.saving import Checkpoints
 from medusa_decoding.training.schedules import Stage, cosine, lambda_0, parameter_groups, stages
 from medusa_decoding.training.states import StateCache, fingerprint
+from medusa_decoding.training.stored import as_stored
 from medusa_decoding.training.targets import IGNORE
 
 LOG = "log.jsonl"
@@ -196,8 +197,11 @@ class Trainer:
         """Make a step; return its line of the log, with accuracies where it is `logged` (they cost time)."""
         config, processes = self.config, self.processes
         numbers = self._rows_of_step(self.at.step)
-        batches = [self._batch(part) for part in self._micro_batches(numbers)]
-        normalisers = self._normalisers(numbers).to(processes.device)
+        # Every process has all rows, whose targets it counts; its own go to the device.
+        rows = {number: self.rows[number] for number in numbers}
+        batches = [self._batch(part, rows) for part in self._micro_batches(numbers)]
+        normalisers = self._normalisers(rows.values()).to(processes.device)
+        del rows
         weight = config.loss.lambda_0
         if weight is not None and stage.trains_backbone:
             weight = lambda_0(self.at.step, stage.steps, weight, config.loss.lambda_0_schedule)
@@ -242,13 +246,13 @@ class Trainer:
         own = numbers[self.processes.rank :: size]
         return [own[place * micro : (place + 1) * micro] for place in range(count)]
 
-    def _batch(self, numbers: list[int], rows: PackedDataset | None = None) -> dict[str, Any]:
+    def _batch(self, numbers: list[int], rows: Mapping[int, dict[str, Tensor]] | PackedDataset) -> dict[str, Any]:
         """Return rows on the device; without any, a row that nothing is learnt from, which keeps processes in step."""
-        data = self.rows if rows is None else rows
-        chosen = [data[number] for number in numbers] or [_blank(data[0])]
+        trained = not isinstance(rows, PackedDataset)
+        chosen = [rows[number] for number in numbers] or [_blank(self.rows[0] if trained else rows[0])]
         batch = collate(chosen, self.config.model.attention)
         states = None
-        if self.states is not None and rows is None and numbers:
+        if self.states is not None and trained and numbers:
             states = self.states.get(numbers)
             if states is None:
                 moved = _moved(batch, self.processes.device)
@@ -260,10 +264,9 @@ class Trainer:
             batch[HIDDEN] = states
         return _moved(batch, self.processes.device)
 
-    def _normalisers(self, numbers: list[int]) -> Normalisers:
-        """Count the targets of a whole step; every process has all rows, so that nobody has to be asked."""
-        batch = {name: torch.stack([self.rows[number][name] for number in numbers]) for name in self.rows[0]}
-        return Normalisers.count([batch], self._shape_of_heads)
+    def _normalisers(self, rows: Iterable[dict[str, Tensor]]) -> Normalisers:
+        """Count the targets of a whole step, of which every process has all rows: nobody has to be asked."""
+        return Normalisers.count([collate(list(rows))], self._shape_of_heads)
 
     @functools.cached_property
     def _shape_of_heads(self) -> MedusaHeads:
@@ -324,6 +327,21 @@ class Trainer:
         )  # fmt: skip
         targets = max(float(sums["model_count"]), 1.0)
         return Measured(accuracy, float(sums["model_sum"]) / targets, float(sums["model_hits"]) / targets)
+
+    def measure_stored(self, rows: PackedDataset, storage: Storage) -> Measured:
+        """Return the accuracy on rows that heads have whose projections are stored in 8 bits.
+
+        The heads themselves stay as they are. All processes must ask.
+        """
+        projections = self.heads.w2
+        assert isinstance(projections, nn.Parameter)
+        trained = whole(projections.detach()).clone()
+        with torch.no_grad():
+            fill(projections, as_stored(trained, storage, DTYPES[self.config.model.dtype]))
+            try:
+                return self.measure(rows)
+            finally:
+                fill(projections, trained)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -408,7 +426,7 @@ class Trainer:
             raise ValueError(f"checkpoint: expected the weights that this run trains, got others ({apart[0]}, say)")
         with torch.no_grad():
             for name, weight in named.items():
-                _copy_into(weight, weights[name])
+                fill(weight, weights[name])
         if not self.processes.sharded:
             self.optimiser.load_state_dict(optimiser)
             return
@@ -496,13 +514,3 @@ def _blank(row: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def _copy_into(weight: nn.Parameter, values: Tensor) -> None:
-    spread = getattr(weight, "device_mesh", None)
-    if spread is None:
-        weight.copy_(values)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    weight.copy_(distribute_tensor(values.to(spread.device_type), spread, weight.placements))  # type: ignore[attr-defined]

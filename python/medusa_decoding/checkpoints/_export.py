@@ -1,0 +1,222 @@
+"""Checkpoints of heads written in other formats: what each can hold, what is changed for it, and what is refused.
+
+Nothing is left out or approximated unasked: the guesses of the heads that are read back are those of the heads given.
+This module does not know names of tensors or files, which are the formats' own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from medusa_decoding.checkpoints import embedded, original, vllm
+from medusa_decoding.checkpoints._layout import DTYPES, unpack
+from medusa_decoding.checkpoints._writing import save_json, save_tensors, whole_folder
+from medusa_decoding.checkpoints.base import lm_head_weight
+from medusa_decoding.heads import MedusaHeads, Storage
+
+Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]
+
+TARGETS: dict[Target, str] = {
+    "native": "what this package writes itself; holds every kind of heads",
+    "embedded": "the base model with the heads in it, one folder; holds every kind of heads",
+    "original-v1": "the original project's: a projection a head (lm_head copied where it is shared)",
+    "original-v2": "the original project's: residual blocks alone, lm_head shared",
+    "vllm": "what vLLM reads",
+}
+"""Formats by name, and what they are."""
+
+CARRIED = ("README.md", "accuracy.png", "measured.json", "medusa_tree.json")
+"""Files beside heads that go with them. Calibrations and tuned trees hold for the very heads they were made with."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: where.
+        format: in which format.
+        base_model: what it names as its base model.
+        heads: as they were written: converted, with the projection they had.
+        notes: what a user should know.
+    """
+
+    folder: Path
+    format: Target
+    base_model: str
+    heads: MedusaHeads
+    notes: list[str]
+
+
+def refusal(heads: MedusaHeads, target: Target) -> str | None:
+    """Return why a format cannot hold such heads, and what can be done; None where it can."""
+    if target in ("native", "embedded"):
+        return None
+    anywhere = "native and embedded hold it"
+    if heads.parent_rank:
+        return (
+            f"heads: expected none whose guesses depend on their parent token for {target} ({anywhere}; heads trained "
+            f"with heads.parent_rank 0 have none), got parent_rank {heads.parent_rank}"
+        )
+    if heads.storage != "float":
+        return (
+            f"heads: expected projections in floats for {target} ({anywhere}; storage float, --storage float, turns "
+            f"them back), got {heads.storage}"
+        )
+    if target == "vllm":
+        return None
+    if heads.token_map is not None:
+        return (
+            f"heads: expected the whole vocabulary for {target} ({anywhere}, vllm too; what a trimmed one never "
+            f"proposes has no projection), got {heads.num_candidates} of {heads.vocab_size} tokens"
+        )
+    if target == "original-v2" and not heads.shared_projection:
+        return f"heads: expected a projection shared with lm_head for {target} (original-v1 holds own ones), got own"
+    if target == "original-v2" and heads.num_layers > 1:
+        return (
+            f"heads: expected one residual block a head for {target} ({anywhere}; the original project's code makes "
+            f"one block of several), got {heads.num_layers}"
+        )
+    return None
+
+
+def converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype | None) -> MedusaHeads:
+    """Return heads with projections stored otherwise, and weights of another dtype.
+
+    Projections in 8 bits become the floats that they stand for: in float32 those very numbers, in 16 bits rounded.
+
+    Raises:
+        ValueError: an unknown storage or dtype, a shared projection to be stored in 8 bits, 8 bits of another kind, or
+            numbers too large for the dtype.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16, float32 or None, got {dtype}")
+    if storage not in (None, "float", "int8", "fp8"):
+        raise ValueError(f"storage: expected 'float', 'int8', 'fp8' or None, got {storage!r}")
+    found = _stored(heads, storage, heads.w1.dtype if dtype is None else dtype)
+    for name, weight in unpack(found).items():
+        # In 8 bits nothing has been converted.
+        if weight.is_floating_point() and weight.element_size() > 1 and not bool(weight.isfinite().all()):
+            raise ValueError(f"dtype: expected one that holds {name}, got {dtype}, in which it is not finite")
+    return found
+
+
+def _stored(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype) -> MedusaHeads:
+    if storage in (None, heads.storage):
+        return heads.to(dtype)
+    if storage is not None and storage != "float":
+        # From the weights as they were given: two roundings are one too many.
+        return heads.quantized(storage).to(dtype)
+    with torch.random.fork_rng(devices=[]):
+        found = MedusaHeads(
+            heads.hidden_size, heads.vocab_size, heads.num_heads, heads.num_layers, bias=heads.b1 is not None,
+            token_map=heads.token_map, parent_rank=heads.parent_rank, dtype=dtype,
+        )  # fmt: skip
+    stored, scale, floats = heads.get_buffer("w2"), heads.get_buffer("w2_scale"), found.get_parameter("w2")
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if name != "w2":
+                parameter.copy_(heads.get_parameter(name))
+        for head in range(heads.num_heads):
+            floats[head] = stored[head].float() * scale[head, :, None]
+    return found.requires_grad_(False).eval()
+
+
+def write(
+    heads: MedusaHeads,
+    folder: Path,
+    target: Target,
+    *,
+    base_model: str,
+    base_revision: str | None,
+    base_folder: Callable[[], Path],
+    dtype: torch.dtype | None,
+    file: Literal["pt", "safetensors"],
+    source: Path,
+    overwrite: bool,
+) -> Exported:
+    """Write heads in a format, with the files that go with them.
+
+    Args:
+        heads: that the format can hold, see `refusal`; NaN or Inf are refused by who read them.
+        folder: where to; it appears whole or not at all.
+        target: the format.
+        base_model: what the config names as the base model.
+        base_revision: of it, or None.
+        base_folder: returns the folder of the base model, fetched if need be; asked where its weights are needed.
+        dtype: that was asked for, or None.
+        file: of the original formats: `.pt` is what the project's own code reads.
+        source: folder whose card, figures and tree go along.
+        overwrite: replace the folder.
+    """
+    notes: list[str] = []
+    lm_head = None
+    if target in ("original-v1", "vllm") and heads.shared_projection:
+        heads, lm_head = _with_lm_head(heads, base_folder(), dtype)
+    base = base_folder() if target == "embedded" else None
+    if base is not None:
+        embedded.base_files(base)
+    with whole_folder(folder, overwrite) as staging:
+        for name in CARRIED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, staging / name)
+        if target == "vllm":
+            if heads.token_map is not None and lm_head is None:
+                notes.append(
+                    "vLLM of 2026 makes own projections as large as the whole vocabulary and refuses these; its "
+                    "versions of 2025 read them"
+                )
+            save_json(vllm.fields(heads, base_model, base_revision), staging / "config.json")
+            save_tensors(vllm.tensors(heads, lm_head), staging / vllm.WEIGHTS)
+        elif base is not None:
+            said = original.fields(heads, base_model)
+            own = {key: value for key, value in said.items() if key.startswith("medusa_") or key == "version"}
+            embedded.write(staging, base, unpack(heads), own)
+        elif target == "native":
+            original.write_heads(heads, staging, base_model=base_model, base_revision=base_revision)
+        else:
+            if heads.num_layers > 1:
+                notes.append(
+                    "the original project's code makes one residual block of several and misreads these heads; "
+                    "text-generation-inference and TensorRT-LLM read them as they are"
+                )
+            _write_original(heads, lm_head, staging, file, original.fields(heads, base_model, base_revision))
+    return Exported(folder, target, base_model if base is None else str(folder), heads, notes)
+
+
+def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> tuple[MedusaHeads, torch.Tensor]:
+    """Return heads and the base model's lm_head in one dtype: the one asked for, or else one that rounds neither."""
+    weight = lm_head_weight(base)
+    if weight.shape != (heads.vocab_size, heads.hidden_size):
+        raise ValueError(
+            f"base_model: expected an lm_head [{heads.vocab_size}, {heads.hidden_size}] like the heads, got "
+            f"{list(weight.shape)} in {base}"
+        )
+    common = torch.promote_types(heads.w1.dtype, weight.dtype) if dtype is None else dtype
+    return heads.to(common), weight.to(common)
+
+
+def _write_original(
+    heads: MedusaHeads,
+    lm_head: torch.Tensor | None,
+    staging: Path,
+    file: Literal["pt", "safetensors"],
+    fields: dict[str, Any],
+) -> None:
+    tensors = unpack(heads)
+    if lm_head is not None:
+        tensors |= {f"{head}.{heads.num_layers}.weight": lm_head for head in range(heads.num_heads)}
+        del fields["version"]
+    if heads.b1 is None:
+        # Its code has biases, and would begin them with random numbers where a file has none.
+        zeros = torch.zeros(heads.hidden_size, dtype=heads.w1.dtype)
+        names = [f"{head}.{layer}.linear.bias" for head in range(heads.num_heads) for layer in range(heads.num_layers)]
+        tensors |= {name: zeros.clone() for name in names}
+    save_json(fields, staging / "config.json")
+    save_tensors(tensors, staging / f"medusa_lm_head.{file}")

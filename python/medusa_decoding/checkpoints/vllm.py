@@ -1,0 +1,144 @@
+"""vLLM's folder of Medusa heads: `config.json` with `model_type` medusa beside `model.safetensors`.
+
+    blocks.{h}.layers.{l}.weight, .bias     residual block l of head h; vLLM reads biases with `medusa_fc_bias` alone
+    lm_heads.{h}.weight                     its own projection, or with `original_lm_head` one for all: lm_head.weight
+    token_map                               of a trimmed vocabulary, with `truncated_vocab_size`
+
+vLLM passes over names that it does not know without a word, so everything else is refused here, in reading and in
+writing. A projection that all heads share is read as one of each head's own: the file holds it, whatever the base
+model's lm_head is. This module does not know other formats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_decoding.checkpoints._files import StoredTensor, open_tensors, read_json
+from medusa_decoding.checkpoints._layout import TOKEN_MAP, HeadTensors, unpack
+from medusa_decoding.checkpoints.original import REVISION, base_model
+from medusa_decoding.heads import MedusaHeads
+
+__all__ = ["FILES", "NAME", "base_model", "fields", "gather", "recognise", "tensors"]
+
+NAME = "vllm"
+FILES = "model.safetensors beside a config.json with model_type medusa"
+WEIGHTS = "model.safetensors"
+
+_PREFIX = "medusa_heads."
+_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+_OWN = re.compile(r"lm_heads\.(\d+)\.weight")
+_SHARED = "lm_head.weight"
+
+
+def recognise(folder: Path) -> bool:
+    """Return whether the folder holds heads as vLLM reads them."""
+    config = folder / "config.json"
+    return (folder / WEIGHTS).is_file() and config.is_file() and read_json(config).get("model_type") == "medusa"
+
+
+def gather(folder: Path) -> HeadTensors:
+    """List the heads' tensors under the paper's names.
+
+    Raises:
+        ValueError: a damaged file, a name that vLLM does not read, or no projections.
+    """
+    config = read_json(folder / "config.json")
+    stored = {name.replace(_PREFIX, ""): tensor for name, tensor in open_tensors(folder / WEIGHTS).items()}
+    blocks = {name: match for name in stored if (match := _BLOCK.fullmatch(name))}
+    heads = sorted({int(match[1]) for match in blocks.values()})
+    layers = 1 + max((int(match[2]) for match in blocks.values()), default=0)
+    found = {f"{match[1]}.{match[2]}.linear.{match[3]}": stored[name] for name, match in blocks.items()}
+    projections = {f"{match[1]}.{layers}.weight": stored[name] for name in stored if (match := _OWN.fullmatch(name))}
+    shared = stored.get(_SHARED)
+    if config.get("original_lm_head"):
+        shared = shared or stored.get("lm_heads.0.weight")
+        projections = {f"{head}.{layers}.weight": shared for head in heads if shared is not None}
+        known = {*blocks, _SHARED, "lm_heads.0.weight", TOKEN_MAP}
+    else:
+        known = {*blocks, *(name for name in stored if _OWN.fullmatch(name)), TOKEN_MAP}
+    for name, tensor in stored.items():
+        if name not in known:
+            raise ValueError(f"{tensor.name} in {tensor.file}: expected names that vLLM reads, got another")
+    if not projections:
+        wanted = _SHARED if config.get("original_lm_head") else "lm_heads.0.weight"
+        raise ValueError(f"{folder / WEIGHTS}: expected the projection {wanted}, got none")
+    notes = _notes(config, len(heads), layers, any(match[3] == "bias" for match in blocks.values()))
+    trimmed = _trimmed(config, stored.get(TOKEN_MAP), notes)
+    if trimmed is not None:
+        found[TOKEN_MAP] = trimmed
+        projections = {name: _rows_of(tensor, trimmed) for name, tensor in projections.items()}
+    return HeadTensors({**found, **projections}, notes=notes)
+
+
+def _notes(config: Mapping[str, Any], heads: int, layers: int, bias: bool) -> list[str]:
+    held = {"num_heads": heads, "num_hidden_layers": layers, "medusa_fc_bias": bias}
+    said = {"medusa_fc_bias": False, **config}
+    return [
+        f"config.json: {key} is {said[key]!r}, the tensors hold {value}; the tensors are believed"
+        for key, value in held.items()
+        if key in said and said[key] != value
+    ]
+
+
+def _trimmed(config: Mapping[str, Any], token_map: StoredTensor | None, notes: list[str]) -> StoredTensor | None:
+    """Return the token_map as int64, or None where vLLM passes it over."""
+    if token_map is None:
+        return None
+    size, whole = config.get("truncated_vocab_size"), config.get("vocab_size")
+    if size is None or size == whole:
+        notes.append("token_map: not read, as vLLM does not where truncated_vocab_size is not below vocab_size")
+        return None
+    if token_map.dtype != torch.int32:
+        return token_map
+    return replace(token_map, dtype=torch.int64, load=lambda: token_map.load().long())
+
+
+def _rows_of(projection: StoredTensor, token_map: StoredTensor) -> StoredTensor:
+    """Return the mapped rows of a projection that has them all."""
+    if len(projection.shape) != 2 or projection.shape[0] <= token_map.shape[0]:
+        return projection
+    shape = (token_map.shape[0], projection.shape[1])
+    return replace(projection, shape=shape, load=lambda: projection.load()[token_map.load()])
+
+
+def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Name the tensors of heads as vLLM reads them.
+
+    Args:
+        heads: with projections in floats and without a parents' term.
+        lm_head: [V, H], the base model's, where the heads share it.
+    """
+    layers = heads.num_layers
+    own = re.compile(rf"(\d+)\.{layers}\.weight")
+    named = {}
+    for name, tensor in unpack(heads).items():
+        name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+        named[own.sub(r"lm_heads.\1.weight", name)] = tensor
+    if lm_head is not None:
+        named[_SHARED] = lm_head if heads.token_map is None else lm_head[heads.token_map]
+    return named
+
+
+def fields(heads: MedusaHeads, base: str, revision: str | None) -> dict[str, Any]:
+    """Return what the config says of heads.
+
+    vLLM takes every key with "num" and "heads" in it for the number of heads: there is one such key.
+    """
+    origin = {"base_model_name_or_path": base} | ({} if revision is None else {REVISION: revision})
+    return origin | {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": heads.hidden_size,
+        "vocab_size": heads.vocab_size,
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_layers,
+        "truncated_vocab_size": None if heads.token_map is None else heads.num_candidates,
+        "medusa_fc_bias": heads.b1 is not None,
+        "original_lm_head": heads.shared_projection,
+    }

@@ -1,0 +1,87 @@
+"""Write heads in another format: for vLLM, the original project, text-generation-inference, or as one full model.
+
+    medusa export --model runs/vicuna-7b/heads --out for-vllm --format vllm
+    medusa export --model HEADS --out small --format native --storage int8
+    medusa export --model HEADS --out model --format embedded --dtype bfloat16
+    medusa export --model HEADS --out v1 --format original-v1 --file safetensors
+
+What is written guesses what the heads guess; their model card, its figures and their tree go along. Heads that a
+format cannot hold are refused, in a line that says what can be done. The formats:
+
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from medusa_decoding.checkpoints import TARGETS, export
+from medusa_decoding.cli import _arguments
+
+__doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words in TARGETS.items())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--model", required=True, metavar="HEADS", help="folder or hub id of the heads")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of the heads on the hub")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to write")
+    parser.add_argument("--format", required=True, choices=TARGETS, help="see above")
+    parser.add_argument(
+        "--storage",
+        choices=("float", "int8", "fp8"),
+        help="of the projections: in 8 bits with a scale a row, or floats again (default: as they are)",
+    )
+    parser.add_argument(
+        "--dtype", choices=_arguments.DTYPES, help="of all that is not in 8 bits (default: the checkpoint's)"
+    )
+    parser.add_argument(
+        "--base-model",
+        metavar="BASE",
+        help="folder or hub id of the base model (default: the one the heads name); its weights are read where the "
+        "format asks for them",
+    )
+    parser.add_argument(
+        "--base-revision", metavar="REV", help="branch, tag or commit of the base model (default: the heads')"
+    )
+    parser.add_argument(
+        "--file",
+        choices=("pt", "safetensors"),
+        default="pt",
+        help="of the original formats: pt, which the project's own code reads (default), or safetensors, which "
+        "text-generation-inference reads",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a folder of heads")
+    parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, convert, write, say what was written."""
+    done = export(
+        args.model,
+        args.out,
+        args.format,
+        storage=args.storage,
+        dtype=_arguments.DTYPES[args.dtype] if args.dtype else None,
+        base_model=args.base_model,
+        base_revision=args.base_revision,
+        file=args.file,
+        overwrite=args.overwrite,
+        revision=args.revision,
+    )
+    size = sum(file.stat().st_size for file in done.folder.iterdir())
+    if args.json:
+        figures = {
+            "folder": str(done.folder),
+            "format": done.format,
+            "base_model": done.base_model,
+            "bytes": size,
+            "notes": done.notes,
+        }
+        print(json.dumps(figures))
+        return 0
+    print(f"{done.heads.extra_repr()}\nas {done.format} in {done.folder} ({size / 1e6:.1f} MB)")
+    for note in done.notes:
+        print(f"note: {note}")
+    return 0

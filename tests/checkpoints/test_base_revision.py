@@ -1,0 +1,91 @@
+"""The base model's revision: written with heads, read, and asked for when the base model is fetched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from medusa_decoding.checkpoints import base, find_base_revision, load_base_model, read_heads, write_heads
+from medusa_decoding.heads import MedusaHeads
+
+
+class AskedError(Exception):
+    pass
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What is asked for when a base model is loaded."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def from_hub(name: str, **kwargs: Any) -> None:
+        calls.append((str(name), kwargs))
+        raise AskedError
+
+    monkeypatch.setattr(base.PretrainedConfig, "get_config_dict", from_hub)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("recorded", "base_model", "kwargs", "expected"),
+    [
+        ("v2", None, {}, ("someone/base", {"revision": "v2"})),
+        ("v2", "someone/base", {}, ("someone/base", {"revision": "v2"})),
+        ("v2", "other/base", {}, ("other/base", {})),
+        ("v2", None, {"revision": "main"}, ("someone/base", {"revision": "main"})),
+        (None, None, {}, ("someone/base", {})),
+    ],
+)
+def test_the_recorded_revision_is_fetched_unless_overridden(
+    tmp_path: Path, asked: list[Any], recorded: str | None, base_model: str | None, kwargs: Any, expected: Any
+) -> None:
+    write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision=recorded)
+    checkpoint = read_heads(tmp_path / "heads")
+    assert checkpoint.base_revision == find_base_revision(tmp_path / "heads") == recorded
+    with pytest.raises(AskedError):
+        load_base_model(checkpoint, base_model, **kwargs)
+    assert asked == [expected]
+
+
+def test_heads_that_share_lm_head_ask_for_the_vocabulary_at_that_revision(tmp_path: Path, asked: list[Any]) -> None:
+    heads = MedusaHeads(6, 11, 2, shared_projection=True)
+    write_heads(heads, tmp_path / "heads", base_model="someone/base", base_revision="v2")
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    del config["vocab_size"]
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AskedError):
+        read_heads(tmp_path / "heads")
+    assert asked == [("someone/base", {"revision": "v2"})]
+
+
+def test_an_adapter_names_its_model_s_revision(tmp_path: Path, asked: list[Any]) -> None:
+    (tmp_path / "adapter").mkdir()
+    settings = {"base_model_name_or_path": "someone/base", "revision": "v3"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="../adapter")
+    with pytest.raises(AskedError):
+        load_base_model(read_heads(tmp_path / "heads"))
+    assert asked == [("someone/base", {"revision": "v3"})]
+
+
+def test_a_full_model_has_none(tmp_path: Path) -> None:
+    tensors = {"medusa_head.0.0.linear.weight": torch.ones(6, 6), "medusa_head.0.1.weight": torch.ones(11, 6)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"base_model_revision": "v2"}))
+    assert read_heads(tmp_path).base_revision is None
+
+
+def test_a_config_that_contradicts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config: expected base_model_revision 'v2' like the heads, got 'v3'"):
+        write_heads(
+            MedusaHeads(6, 11, 2),
+            tmp_path / "heads",
+            base_model="someone/base",
+            base_revision="v2",
+            config={"base_model_revision": "v3"},
+        )

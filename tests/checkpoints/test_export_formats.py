@@ -1,0 +1,528 @@
+"""Heads of every kind in every format: what is written guesses the same, or is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from medusa_decoding import MedusaModel
+from medusa_decoding.checkpoints import TARGETS, _writing, export, read_heads, write_heads
+from medusa_decoding.heads import MedusaHeads, Storage
+
+HIDDEN, VOCAB = 8, 11
+MAP = torch.tensor([10, 0, 4, 7])
+
+KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
+    "own": ("float", {}),
+    "one head": ("float", {"num_heads": 1}),
+    "two blocks": ("float", {"num_layers": 2}),
+    "no bias": ("float", {"bias": False}),
+    "bfloat16": ("float", {"dtype": torch.bfloat16}),
+    "shared": ("float", {"shared_projection": True}),
+    "shared, two blocks": ("float", {"shared_projection": True, "num_layers": 2}),
+    "shared, no bias": ("float", {"shared_projection": True, "bias": False}),
+    "trimmed": ("float", {"token_map": MAP}),
+    "shared, trimmed": ("float", {"shared_projection": True, "token_map": MAP}),
+    "int8": ("int8", {}),
+    "fp8, trimmed": ("fp8", {"token_map": MAP}),
+    "parents": ("float", {"parent_rank": 2}),
+    "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
+    "int8, parents": ("int8", {"parent_rank": 2}),
+}
+
+REFUSED: dict[str, dict[str, str]] = {
+    "original-v1": {
+        "trimmed": "the whole vocabulary for original-v. .*vllm too.* got 4 of 11 tokens",
+        "shared, trimmed": "the whole vocabulary",
+        "int8": r"in floats for original-v. .*--storage float.*, got int8",
+        "fp8, trimmed": "in floats .*, got fp8",
+        "parents": r"parent token for original-v. .*heads\.parent_rank 0.*, got parent_rank 2",
+        "shared, trimmed, parents": "parent token",
+        "int8, parents": "parent token",
+    },
+    "vllm": {
+        "int8": "in floats for vllm .*--storage float.*, got int8",
+        "fp8, trimmed": "in floats",
+        "parents": "parent token for vllm",
+        "shared, trimmed, parents": "parent token",
+        "int8, parents": "parent token",
+    },
+}
+REFUSED["original-v2"] = REFUSED["original-v1"] | {
+    **{kind: r"shared with lm_head .*original-v1 .*, got own" for kind in ("own", "one head", "two blocks")},
+    **{kind: "shared with lm_head" for kind in ("no bias", "bfloat16")},
+    "shared, two blocks": "one residual block a head for original-v2 .*, got 2",
+}
+
+
+def made(kind: str) -> MedusaHeads:
+    storage, arguments = KINDS[kind]
+    heads = MedusaHeads(HIDDEN, VOCAB, **{"num_heads": 3, **arguments})
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return heads if storage == "float" else heads.quantized(storage)
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_llama: LlamaForCausalLM) -> Path:
+    tiny_llama.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    (tmp_path / "base" / "modeling_own.py").write_text("raise SystemExit")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, base: Path) -> Callable[..., Path]:
+    def write(kind: str) -> Path:
+        write_heads(made(kind), tmp_path / "heads", base_model="../base")
+        (tmp_path / "heads" / "README.md").write_text("the card")
+        (tmp_path / "heads" / "medusa_tree.json").write_text("[[0]]")
+        (tmp_path / "heads" / "calibration.json").write_text("{}")
+        return tmp_path / "heads"
+
+    return write
+
+
+def logits(heads: MedusaHeads, lm_head: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """The paper's formula over all of V, [K, B, V]; what is never proposed has -inf."""
+    found = []
+    for k in range(heads.num_heads):
+        state = hidden
+        for layer in range(heads.num_layers):
+            bias = 0 if heads.b1 is None else heads.b1[k, layer].float()
+            state = state + F.silu(state @ heads.w1[k, layer].float().T + bias)
+        if heads.w2 is None:
+            weight = lm_head if heads.token_map is None else lm_head[heads.token_map]
+        else:
+            weight = heads.w2[k].float() * (1 if heads.w2_scale is None else heads.w2_scale[k, :, None])
+        whole = torch.full((len(hidden), VOCAB), float("-inf"))
+        whole[:, torch.arange(VOCAB) if heads.token_map is None else heads.token_map] = state @ weight.T
+        found.append(whole)
+    return torch.stack(found)
+
+
+HIDDEN_STATES = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(8))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_in_every_format(
+    tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, kind: str, target: Any
+) -> None:
+    source, out = checkpoint(kind), tmp_path / "out"
+    message = REFUSED.get(target, {}).get(kind)
+    if message is not None:
+        with pytest.raises(ValueError, match=rf"^heads: expected .*{message}"):
+            export(source, out, target)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "heads"]
+        return
+    done = export(source, out, target)
+    assert (done.folder, done.format) == (out, target)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "heads", "out"]
+    read = read_heads(out)
+    assert read.notes == []
+    assert read.format == {"native": "original", "original-v1": "original", "original-v2": "original"}.get(
+        target, target
+    )
+    assert read.base_model == str(out if target == "embedded" else tmp_path / "base") == done.base_model
+    heads, lm_head = made(kind), tiny_llama.lm_head.weight.detach()
+    if target in ("native", "embedded"):
+        before, after = heads.state_dict(), read.heads.state_dict()
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert after[name].dtype == tensor.dtype
+            assert torch.equal(after[name].float(), tensor.float()), name
+    assert torch.equal(logits(read.heads, lm_head, HIDDEN_STATES), logits(heads, lm_head, HIDDEN_STATES))
+    if heads.w1.dtype == torch.float32:
+        best, guessed = (
+            found.propose(HIDDEN_STATES, 3, tiny_llama.lm_head if found.shared_projection else None)
+            for found in (heads, read.heads)
+        )
+        assert torch.equal(best[1], guessed[1])
+    assert (out / "README.md").read_text() == "the card"
+    assert (out / "medusa_tree.json").read_text() == "[[0]]"
+    assert not (out / "calibration.json").exists()
+
+
+class TestVllm:
+    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED["vllm"]])
+    def test_what_its_loader_makes_of_it(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, kind: str
+    ) -> None:
+        """Its rules as its source has them: which parameters the config asks for, and every one is there."""
+        export(checkpoint(kind), tmp_path / "out", "vllm")
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        tensors = load_file(tmp_path / "out" / "model.safetensors")
+        assert config["model_type"] == "medusa"
+        assert config["architectures"] == ["MedusaModel"]
+        assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
+        assert [key for key in config if "num" in key and "layers" in key] == ["num_hidden_layers"]
+        size = config["truncated_vocab_size"] or config["vocab_size"]
+        wanted = {}
+        for k in range(config["num_heads"]):
+            for layer in range(config["num_hidden_layers"]):
+                wanted[f"blocks.{k}.layers.{layer}.weight"] = (HIDDEN, HIDDEN)
+                if config["medusa_fc_bias"]:
+                    wanted[f"blocks.{k}.layers.{layer}.bias"] = (HIDDEN,)
+            wanted["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{k}.weight"] = (size, HIDDEN)
+        if size < config["vocab_size"]:
+            wanted["token_map"] = (size,)
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wanted
+        expected = logits(made(kind), tiny_llama.lm_head.weight.detach(), HIDDEN_STATES).argmax(-1)
+        for k in range(config["num_heads"]):
+            state = HIDDEN_STATES
+            for layer in range(config["num_hidden_layers"]):
+                name = f"blocks.{k}.layers.{layer}"
+                bias = tensors[f"{name}.bias"].float() if config["medusa_fc_bias"] else None
+                state = state + F.silu(F.linear(state, tensors[f"{name}.weight"].float(), bias))
+            weight = tensors["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{k}.weight"].float()
+            best = (state @ weight.T).argmax(-1)
+            assert torch.equal(tensors["token_map"][best] if "token_map" in tensors else best, expected[k])
+
+    def test_own_projections_of_a_trimmed_vocabulary_are_noted(
+        self, tmp_path: Path, checkpoint: Callable[..., Path]
+    ) -> None:
+        assert "refuses these" in export(checkpoint("trimmed"), tmp_path / "a", "vllm").notes[0]
+        assert export(checkpoint("shared, trimmed"), tmp_path / "b", "vllm").notes == []
+
+    @pytest.fixture
+    def published(self, tmp_path: Path) -> Callable[..., Path]:
+        """A folder as others write it, tensor by tensor."""
+
+        def write(tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+            (tmp_path / "v").mkdir()
+            sizes = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": 2}
+            (tmp_path / "v" / "config.json").write_text(json.dumps(sizes | {"num_hidden_layers": 1} | config))
+            save_file(tensors, tmp_path / "v" / "model.safetensors")
+            return tmp_path / "v"
+
+        return write
+
+    BLOCKS = {f"blocks.{k}.layers.0.weight": torch.full((HIDDEN, HIDDEN), k + 1.0) for k in range(2)}  # noqa: RUF012
+    OWN = {f"lm_heads.{k}.weight": torch.arange(88.0).view(VOCAB, HIDDEN) * (k + 1) for k in range(2)}  # noqa: RUF012
+
+    def test_a_published_folder(self, published: Callable[..., Path]) -> None:
+        tensors = {f"medusa_heads.{name}": tensor for name, tensor in (self.BLOCKS | self.OWN).items()}
+        read = read_heads(published(tensors, truncated_vocab_size=None, architectures=["MedusaModel"]))
+        assert (read.format, read.base_model, read.notes) == ("vllm", None, [])
+        assert (read.heads.num_heads, read.heads.num_layers, read.heads.b1) == (2, 1, None)
+        assert torch.equal(read.heads.w1[1, 0], torch.full((HIDDEN, HIDDEN), 2.0))
+        assert torch.equal(read.heads.w2[1], self.OWN["lm_heads.1.weight"])  # type: ignore[index]
+
+    def test_whole_projections_with_a_token_map_are_cut(self, published: Callable[..., Path]) -> None:
+        tensors = self.BLOCKS | self.OWN | {"token_map": MAP.int()}
+        read = read_heads(published(tensors, truncated_vocab_size=4))
+        assert torch.equal(read.heads.token_map, MAP)  # type: ignore[arg-type]
+        assert torch.equal(read.heads.w2[0], self.OWN["lm_heads.0.weight"][MAP])  # type: ignore[index]
+        assert read.heads.vocab_size == VOCAB
+
+    def test_a_token_map_that_it_passes_over(self, published: Callable[..., Path]) -> None:
+        read = read_heads(published(self.BLOCKS | self.OWN | {"token_map": MAP}, truncated_vocab_size=None))
+        assert read.heads.token_map is None
+        assert read.heads.w2.shape == (2, VOCAB, HIDDEN)  # type: ignore[union-attr]
+        assert "token_map: not read" in read.notes[0]
+
+    def test_one_projection_for_all(self, published: Callable[..., Path]) -> None:
+        tensors = self.BLOCKS | {"lm_heads.0.weight": self.OWN["lm_heads.1.weight"]}
+        read = read_heads(published(tensors, original_lm_head=True))
+        for k in range(2):
+            assert torch.equal(read.heads.w2[k], self.OWN["lm_heads.1.weight"])  # type: ignore[index]
+
+    def test_a_config_that_contradicts_is_reported(self, published: Callable[..., Path]) -> None:
+        bias = {f"blocks.{k}.layers.0.bias": torch.ones(HIDDEN) for k in range(2)}
+        read = read_heads(published(self.BLOCKS | self.OWN | bias, num_heads=5))
+        assert [note.split(",")[0] for note in read.notes] == [
+            "config.json: num_heads is 5",
+            "config.json: medusa_fc_bias is False",
+        ]
+        assert read.heads.b1 is not None
+
+    @pytest.mark.parametrize(
+        ("tensors", "message"),
+        [
+            (BLOCKS, r"expected the projection lm_heads\.0\.weight, got none"),
+            (BLOCKS | OWN | {"fc.weight": torch.ones(1)}, r"fc\.weight in .*: expected names that vLLM reads"),
+            (BLOCKS | {"lm_heads.0.weight": OWN["lm_heads.0.weight"]}, r"missing 1\.1\.weight"),
+        ],
+    )
+    def test_damage(self, published: Callable[..., Path], tensors: dict[str, torch.Tensor], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            read_heads(published(tensors))
+
+
+class TestOriginal:
+    @pytest.mark.parametrize("file", ["pt", "safetensors"])
+    @pytest.mark.parametrize("kind", ["own", "no bias", "shared", "shared, no bias"])
+    def test_the_modules_of_the_project_load_all_of_version_1(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, kind: str, file: Any
+    ) -> None:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + F.silu(self.linear(x))
+
+        export(checkpoint(kind), tmp_path / "out", "original-v1", file=file)
+        heads = nn.ModuleList(nn.Sequential(Block(), nn.Linear(HIDDEN, VOCAB, bias=False)) for _ in range(3))
+        path = tmp_path / "out" / f"medusa_lm_head.{file}"
+        heads.load_state_dict(torch.load(path, weights_only=True) if file == "pt" else load_file(path), strict=True)
+        expected = logits(made(kind), tiny_llama.lm_head.weight.detach(), HIDDEN_STATES)
+        for k, head in enumerate(heads):
+            assert torch.allclose(head(HIDDEN_STATES), expected[k], atol=1e-5)
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
+        assert not {"version", "architectures", "medusa_storage"} & config.keys()
+
+    def test_version_2_is_blocks_alone_and_biases(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        export(checkpoint("shared, no bias"), tmp_path / "out", "original-v2")
+        tensors = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
+        assert set(tensors) == {f"{k}.0.linear.{name}" for k in range(3) for name in ("weight", "bias")}
+        assert not any(tensors[f"{k}.0.linear.bias"].any() for k in range(3))
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["version"] == "2"
+
+    def test_a_lm_head_that_is_shared_is_written_once(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        export(checkpoint("shared"), tmp_path / "out", "original-v1")
+        tensors = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
+        assert len({tensors[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
+
+    def test_several_blocks_are_noted(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        assert "misreads" in export(checkpoint("two blocks"), tmp_path / "out", "original-v1").notes[0]
+
+
+class TestEmbedded:
+    @pytest.mark.parametrize("shards", ["1GB", "2KB"])
+    def test_the_base_model_is_in_it(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, shards: str
+    ) -> None:
+        source = checkpoint("own")
+        shutil.rmtree(tmp_path / "base")
+        tiny_llama.save_pretrained(tmp_path / "base", max_shard_size=shards)
+        assert (len(list((tmp_path / "base").glob("*.safetensors"))) > 1) == (shards == "2KB")
+        (tmp_path / "base" / "tokenizer.json").write_text("{}")
+        (tmp_path / "base" / "own.py").touch()
+        export(source, tmp_path / "out", "embedded")
+        shutil.rmtree(tmp_path / "base")
+        shutil.rmtree(source)
+        with MedusaModel.from_pretrained(tmp_path / "out", dtype=torch.float32) as model:
+            ids = torch.tensor([[1, 5, 9]])
+            expected = tiny_llama.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+            assert torch.equal(model.generate(ids, max_new_tokens=8).sequences, expected)
+        assert (tmp_path / "out" / "tokenizer.json").is_file()
+        assert not (tmp_path / "out" / "own.py").exists()
+
+    def test_heads_already_in_it_are_replaced(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        export(checkpoint("shared, two blocks"), tmp_path / "first", "embedded")
+        # All in one file, as the paper's trainer writes it.
+        tensors = {k: t for file in (tmp_path / "first").glob("*.safetensors") for k, t in load_file(file).items()}
+        for file in [*(tmp_path / "first").glob("*.safetensors"), *(tmp_path / "first").glob("*.index.json")]:
+            file.unlink()
+        save_file(tensors, tmp_path / "first" / "model.safetensors", metadata={"format": "pt"})
+        export(tmp_path / "first", tmp_path / "second", "embedded", dtype=torch.bfloat16)
+        held = [name for file in (tmp_path / "second").glob("*.safetensors") for name in load_file(file)]
+        assert len(held) == len(set(held)) == len(tensors)
+        read = read_heads(tmp_path / "second").heads
+        assert torch.equal(read.w1, made("shared, two blocks").w1.bfloat16())
+        config = json.loads((tmp_path / "second" / "config.json").read_text())
+        assert (config["medusa_num_layers"], config["version"], config["model_type"]) == (2, "2", "llama")
+
+    def test_a_base_model_without_weights_of_that_kind(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
+    ) -> None:
+        (base / "model.safetensors").rename(base / "weights.safetensors")
+        with pytest.raises(ValueError, match=r"^base_model: expected a model's safetensors files for embedded, got no"):
+            export(checkpoint("own"), tmp_path / "out", "embedded")
+        (base / "adapter_config.json").write_text("{}")
+        for target, words in (("embedded", "safetensors files"), ("vllm", "a model with an lm_head")):
+            with pytest.raises(ValueError, match=rf"^base_model: expected .*{words}.*, got an adapter \(merge it fir"):
+                export(checkpoint("shared"), tmp_path / "out", target)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+
+
+class TestSharedLmHead:
+    def test_of_tied_embeddings(self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path) -> None:
+        tensors = load_file(base / "model.safetensors")
+        embeddings = tensors["model.embed_tokens.weight"]
+        del tensors["lm_head.weight"]
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"^base_model: expected a model with an lm_head .*, got none in"):
+            export(checkpoint("shared"), tmp_path / "out", "vllm")
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        export(checkpoint("shared"), tmp_path / "out", "vllm")
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], embeddings)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"lm_head.bias": torch.ones(VOCAB)}, r"a plain lm_head, got lm_head\.bias"),
+            ({"lm_head.weight": torch.ones(VOCAB + 1, HIDDEN)}, r"an lm_head \[11, 8\] like the heads, got \[12, 8\]"),
+            ({"lm_head.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, "an lm_head of floats, got torch.int8"),
+        ],
+    )
+    def test_of_another_kind(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, change: Any, message: str
+    ) -> None:
+        save_file(load_file(base / "model.safetensors") | change, base / "model.safetensors")
+        with pytest.raises(ValueError, match=f"^base_model: expected {message}"):
+            export(checkpoint("shared"), tmp_path / "out", "original-v1")
+        assert not (tmp_path / "out").exists()
+
+    def test_neither_is_rounded_unless_asked(self, tmp_path: Path, base: Path, tiny_llama: LlamaForCausalLM) -> None:
+        heads = MedusaHeads(HIDDEN, VOCAB, 1, shared_projection=True, dtype=torch.bfloat16)
+        write_heads(heads, tmp_path / "heads", base_model=base)
+        for dtype, expected in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
+            done = export(tmp_path / "heads", tmp_path / str(dtype), "vllm", dtype=dtype)
+            found = load_file(done.folder / "model.safetensors")
+            assert {tensor.dtype for tensor in found.values()} == {expected}
+            assert torch.equal(found["lm_head.weight"], tiny_llama.lm_head.weight.to(expected))
+
+
+class TestConversion:
+    @pytest.mark.parametrize("storage", ["int8", "fp8"])
+    def test_into_8_bits_and_back(self, tmp_path: Path, checkpoint: Callable[..., Path], storage: Any) -> None:
+        stored = made("own").quantized(storage)
+        export(checkpoint("own"), tmp_path / "small", "native", storage=storage)
+        assert torch.equal(read_heads(tmp_path / "small").heads.w2.float(), stored.w2.float())  # type: ignore[union-attr]
+        export(tmp_path / "small", tmp_path / "back", "vllm", storage="float")
+        found = read_heads(tmp_path / "back").heads
+        assert torch.equal(found.w2, stored.w2.float() * stored.w2_scale[..., None])  # type: ignore[arg-type, index, union-attr]
+        assert torch.equal(found.w1, made("own").w1)
+
+    def test_with_parents_and_a_trimmed_vocabulary(self, tmp_path: Path, base: Path) -> None:
+        heads = MedusaHeads(HIDDEN, VOCAB, 2, parent_rank=2, token_map=MAP).quantized("int8")
+        write_heads(heads, tmp_path / "heads", base_model=base)
+        export(tmp_path / "heads", tmp_path / "out", "native", storage="float")
+        found = read_heads(tmp_path / "out").heads
+        assert torch.equal(found.parent_tokens, heads.parent_tokens)  # type: ignore[arg-type]
+        assert torch.equal(found.token_map, MAP)  # type: ignore[arg-type]
+        assert found.storage == "float"
+
+    @pytest.mark.parametrize(
+        ("kind", "arguments", "message"),
+        [
+            ("int8", {"storage": "fp8"}, "heads: expected an own projection in floats, got one in int8"),
+            ("shared", {"storage": "int8"}, "heads: expected an own projection in floats, got a shared one"),
+            ("own", {"storage": "int4"}, "storage: expected 'float', 'int8', 'fp8' or None, got 'int4'"),
+            ("own", {"dtype": torch.float64}, "dtype: expected float16, bfloat16, float32 or None"),
+            ("own", {"format": "trtllm"}, "format: expected one of native, embedded, .*, got 'trtllm'"),
+            ("own", {"file": "bin"}, "file: expected pt or safetensors, got 'bin'"),
+        ],
+    )
+    def test_refusals(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], kind: str, arguments: Any, message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            export(checkpoint(kind), tmp_path / "out", **{"format": "native"} | arguments)
+        assert not (tmp_path / "out").exists()
+
+    def test_numbers_too_large_for_the_dtype(self, tmp_path: Path) -> None:
+        heads = MedusaHeads(HIDDEN, VOCAB, 2)
+        with torch.no_grad():
+            heads.w1[1, 0, 0, 0] = 1e5
+        write_heads(heads, tmp_path / "heads", base_model="someone/base")
+        with pytest.raises(ValueError, match=r"^dtype: expected one that holds 1\.0\.linear\.weight, got torch.float1"):
+            export(tmp_path / "heads", tmp_path / "out", "vllm", dtype=torch.float16)
+
+
+class TestFolder:
+    def test_an_existing_one_is_left_unless_told(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        source = checkpoint("own")
+        export(source, tmp_path / "out", "vllm")
+        with pytest.raises(ValueError, match=r"^folder: expected a new one \(or overwrite, --overwrite\), got"):
+            export(source, tmp_path / "out", "original-v1")
+        export(source, tmp_path / "out", "original-v1", overwrite=True)
+        assert read_heads(tmp_path / "out").format == "original"
+        assert not (tmp_path / "out" / "model.safetensors").exists()
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "heads", "out"]
+
+    def test_what_is_read_or_no_checkpoint_is_never_overwritten(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
+    ) -> None:
+        source = checkpoint("shared")
+        for out in (source, tmp_path, base):
+            with pytest.raises(ValueError, match=r"^folder: expected (another one than what is read|a checkpoint)"):
+                export(source, out, "vllm", overwrite=True)
+        (tmp_path / "photos").mkdir()
+        (tmp_path / "photos" / "cat.jpg").touch()
+        with pytest.raises(ValueError, match=r"^folder: expected a checkpoint of heads to overwrite"):
+            export(source, tmp_path / "photos", "vllm", overwrite=True)
+        assert (tmp_path / "photos" / "cat.jpg").exists()
+
+    @pytest.mark.parametrize("target", ["native", "embedded", "original-v1", "vllm"])
+    def test_a_full_disk_leaves_what_was_there(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, target: Any
+    ) -> None:
+        source = checkpoint("own")
+        export(source, tmp_path / "out", "vllm")
+        before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+
+        def full(*args: object, **kwargs: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        for module in (_writing, __import__("medusa_decoding.checkpoints.original", fromlist=["x"])):
+            monkeypatch.setattr(module, "save_file", full)
+        monkeypatch.setattr(torch, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            export(source, tmp_path / "out", target, overwrite=True)
+        assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "heads", "out"]
+
+    def test_files_are_as_readable_as_any_new_file(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        export(checkpoint("own"), tmp_path / "out", "vllm")
+        (tmp_path / "usual").touch()
+        assert (tmp_path / "out" / "model.safetensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+class TestBaseModel:
+    def test_names_and_revisions_go_along(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("medusa_decoding.checkpoints.stated_vocab_size", lambda *asked: None)
+        write_heads(made("own"), tmp_path / "heads", base_model="someone/base", base_revision="v2")
+        cases: list[tuple[dict[str, Any], str, str | None]] = [
+            ({}, "someone/base", "v2"),
+            ({"base_model": "other/base"}, "other/base", None),
+            ({"base_model": "other/base", "base_revision": "r"}, "other/base", "r"),
+            ({"base_model": "someone/base"}, "someone/base", "v2"),
+            ({"base_revision": "v3"}, "someone/base", "v3"),
+        ]
+        for target in ("native", "vllm", "original-v1"):
+            for number, (arguments, base, revision) in enumerate(cases):
+                out = tmp_path / f"{target}-{number}"
+                export(tmp_path / "heads", out, target, **arguments)  # type: ignore[arg-type]
+                read = read_heads(out, vocab_size=VOCAB)
+                assert (read.base_model, read.base_revision) == (base, revision)
+
+    def test_one_is_needed(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        (checkpoint("own") / "config.json").unlink()
+        with pytest.raises(ValueError, match=r"^base_model: expected a folder or hub id, because .* names none"):
+            export(tmp_path / "heads", tmp_path / "out", "vllm")
+
+    def test_its_weights_are_fetched_at_its_revision(
+        self, tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = []
+        folders = {"someone/base": base, "someone/heads": tmp_path / "heads"}
+
+        def fetch(name: str, **arguments: Any) -> str:
+            wanted = {"someone/base": "LICENSE*", "someone/heads": "README.md"}
+            assert wanted[name] in arguments["allow_patterns"]
+            asked.append((name, arguments["revision"]))
+            return str(folders[name])
+
+        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", fetch)
+        write_heads(made("shared"), tmp_path / "heads", base_model="someone/base", base_revision="v2")
+        export("someone/heads", tmp_path / "out", "vllm", revision="r1")
+        assert asked == [("someone/heads", "r1"), ("someone/base", "v2")]

@@ -1,0 +1,90 @@
+"""medusa export: what it writes and says, and how it refuses."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from medusa_decoding import MedusaHeads, MedusaModel
+from medusa_decoding.checkpoints import read_heads, write_heads
+from medusa_decoding.cli import main
+
+
+def test_for_vllm_with_json(capsys, checkpoint, tmp_path):
+    argv = ["export", "--model", str(checkpoint / "heads"), "--out", str(tmp_path / "out"), "--format", "vllm"]
+    assert main([*argv, "--dtype", "bfloat16", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    file = tmp_path / "out" / "model.safetensors"
+    assert said == {
+        "folder": str(tmp_path / "out"),
+        "format": "vllm",
+        "base_model": str(checkpoint / "base"),
+        "bytes": file.stat().st_size + (tmp_path / "out" / "config.json").stat().st_size,
+        "notes": [],
+    }
+    tensors = load_file(file)
+    assert tensors["lm_heads.2.weight"].dtype == torch.bfloat16
+    assert torch.equal(tensors["lm_heads.2.weight"], read_heads(checkpoint / "heads").heads.w2[2].bfloat16())
+
+
+def test_an_embedded_model_in_int8_writes_the_same_text(capsys, checkpoint, tmp_path, model_text):
+    out = str(tmp_path / "out")
+    argv = ["export", "--model", str(checkpoint / "heads"), "--out", out, "--format", "embedded", "--storage", "int8"]
+    assert main(argv) == 0
+    assert re.search(r"storage=int8\nas embedded in .*out \(0\.\d MB\)", capsys.readouterr().out)
+    with MedusaModel.from_pretrained(out, dtype=torch.float32) as model:
+        assert model.heads.storage == "int8"
+    assert main(["generate", "--model", out, "--prompt", "abc", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") in (model_text("abc", 8), "abc" + model_text("abc", 8))
+
+
+def test_notes_are_printed(capsys, tmp_path):
+    write_heads(MedusaHeads(8, 11, 2, 2), tmp_path / "heads", base_model="someone/base")
+    argv = ["export", "--model", str(tmp_path / "heads"), "--out", str(tmp_path / "out"), "--format", "original-v1"]
+    assert main([*argv, "--file", "safetensors"]) == 0
+    assert "\nnote: the original project's code makes one residual block of several" in capsys.readouterr().out
+    assert main([*argv, "--overwrite"]) == 0
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "medusa_lm_head.pt"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--format", "original-v2"], "heads: expected a projection shared with lm_head for original-v2 .*, got own"),
+        (["--format", "native", "--out", "HEADS"], "folder: expected another one than what is read"),
+        (["--format", "vllm", "--storage", "int8"], "heads: expected projections in floats for vllm"),
+        (["--format", "vllm", "--model", "no/such/folder/there"], "path_or_hub_id: expected an existing folder"),
+    ],
+)
+def test_refusals(capsys, checkpoint, tmp_path, argv, words):
+    heads = str(checkpoint / "heads")
+    given = ["--model", heads, "--out", str(tmp_path / "out"), *(heads if word == "HEADS" else word for word in argv)]
+    assert main(["export", *given]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
+    assert re.search(words, line)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_formats_are_in_the_help(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["export", "--help"])
+    assert end.value.code == 0
+    assert re.search(r"original-v2 +the original project's: residual blocks alone", capsys.readouterr().out)
+
+
+def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):
+    from argparse import Namespace
+
+    from medusa_decoding.cli import _arguments
+
+    write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision="v2")
+    asked = []
+    fetch = lambda name, **arguments: asked.append((name, arguments))  # noqa: E731
+    monkeypatch.setattr(_arguments.AutoTokenizer, "from_pretrained", fetch)
+    for base in (None, "other/base"):
+        _arguments.load_tokenizer(Namespace(model=str(tmp_path / "heads"), base_model=base))
+    assert asked == [("someone/base", {"revision": "v2"}), ("other/base", {})]
