@@ -14,6 +14,7 @@ from medusa_kernels.reference import ancestor_words
 from medusa_kernels.rope_append import rope_append
 from medusa_kernels.tree_accept import tree_accept
 from medusa_kernels.tree_attention import tree_attention
+from medusa_kernels.tree_select import tree_select
 from medusa_kernels.tree_verify import tree_verify
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "served_by",
     "tree_accept",
     "tree_attention",
+    "tree_select",
     "tree_verify",
 ]

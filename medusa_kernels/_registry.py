@@ -30,6 +30,7 @@ OPS = (
     "decode_linear",
     "add_rms_norm",
     "tree_accept",
+    "tree_select",
 )
 
 logger = logging.getLogger(NAMESPACE)

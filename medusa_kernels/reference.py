@@ -254,14 +254,16 @@ def tree_accept(
     log: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The longest right path, and what a row carries to its next step; see the public `tree_accept`."""
-    (batch, nodes), places = tokens.shape, paths.shape[1]
+    (batch, nodes), places = tokens.shape, paths.shape[-1]
     row = torch.arange(batch, device=tokens.device)
-    node, parent = paths[:, 1:], paths[:, :-1]
-    right = ((tokens[:, node] == next_tokens[:, parent]) | (node == parent)).all(-1)
+    depths, paths = depths.expand(batch, nodes), paths.expand(batch, nodes, places)
+    node, parent = paths[..., 1:], paths[..., :-1]
+    rows = row[:, None, None]
+    right = ((tokens[rows, node] == next_tokens[rows, parent]) | (node == parent)).all(-1)
     # Grows with depth and falls with the node's number.
     order = depths * (nodes + 1) - torch.arange(nodes, dtype=torch.int32, device=tokens.device)
     last = torch.where(right, order, -nodes).argmax(1)
-    path, accepted = paths[last], depths[last]
+    path, accepted = paths[row, last], depths[row, last]
 
     emitted = next_tokens.gather(1, path)
     place = torch.arange(places, dtype=torch.int32, device=tokens.device)
@@ -284,3 +286,26 @@ def tree_accept(
     state_hidden.copy_(hidden[row, last])
     root.copy_(next_tokens[row, last])
     return path.to(torch.int32), kept, old_lengths
+
+
+def tree_select(
+    tokens: Tensor, logprobs: Tensor, depths: Tensor, paths: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Keep the candidates with the most probable paths; see the public `tree_select`."""
+    batch, places = len(tokens), paths.shape[1]
+    own = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    scores = torch.zeros_like(own)
+    for place in range(1, places):
+        on_path = paths[:, place] != paths[:, place - 1]
+        scores = scores + torch.where(on_path, own[:, paths[:, place]], 0.0)
+    # Stable: of equals the parent, which stands first, is taken first.
+    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
+    number = torch.arange(nodes, device=tokens.device).expand(batch, nodes)
+    numbers = torch.zeros_like(tokens).scatter_(1, chosen, number)
+    kept_depths = depths[chosen]
+    kept_paths = numbers.gather(1, paths[chosen].flatten(1)).view(batch, nodes, places)
+    parents = kept_paths.gather(2, (kept_depths - 1).clamp(min=0).long()[..., None])[..., 0]
+    parents = torch.where(kept_depths > 0, parents, -1).to(torch.int32)
+    visible = torch.zeros(batch, nodes, nodes, dtype=torch.bool, device=tokens.device)
+    visible = visible.scatter(2, kept_paths, torch.ones_like(kept_paths, dtype=torch.bool))
+    return tokens.gather(1, chosen), parents, kept_depths, ancestor_words(visible), kept_paths

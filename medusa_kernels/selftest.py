@@ -180,6 +180,16 @@ def _tree_accept(device: str, generator: torch.Generator) -> float:
     return max(_difference(a, b) for a, b in zip(*results, strict=True))
 
 
+def _tree_select(device: str, generator: torch.Generator) -> float:
+    paths = [[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 2, 2], [0, 1, 3, 3], [0, 1, 3, 4]]
+    depths = torch.tensor([0, 1, 1, 2, 3], dtype=torch.int32, device=device)
+    tokens = torch.randint(9, (3, len(paths)), generator=generator).to(device)
+    logprobs = -_random(device, generator, 3, len(paths)).abs()
+    arguments = (tokens, logprobs, depths, torch.tensor(paths, device=device), 3)
+    got, expected = medusa_kernels.tree_select(*arguments), reference.tree_select(*arguments)
+    return max(_difference(a, b) for a, b in zip(got, expected, strict=True))
+
+
 _CASES: dict[str, Callable[[str, torch.Generator], float]] = {
     "tree_attention": _tree_attention,
     "rope_append": _rope_append,
@@ -189,5 +199,6 @@ _CASES: dict[str, Callable[[str, torch.Generator], float]] = {
     "decode_linear": _decode_linear,
     "add_rms_norm": _add_rms_norm,
     "tree_accept": _tree_accept,
+    "tree_select": _tree_select,
 }
-_BOUNDS = {"kv_compact": 0.0, "tree_accept": 0.0}  # they compute no floats
+_BOUNDS = {"kv_compact": 0.0, "tree_accept": 0.0, "tree_select": 0.0}  # they compute no floats

@@ -41,8 +41,9 @@ def tree_accept(
         tokens: int64 `[B, N]`, the token of each node.
         next_tokens: int64 `[B, N]`, the model's choice at each node.
         hidden: `[B, N, H]`, of any dtype.
-        depths: int32 `[N]`, 0 for the root.
-        paths: int64 `[N, P]`, the nodes from the root to each node, padded with the last; P is the greatest depth + 1.
+        depths: int32 `[N]`, or `[B, N]` where rows have trees of their own; 0 for the root.
+        paths: int64 `[N, P]` or `[B, N, P]`, the nodes from the root to each node, padded with the last; P is at least
+            the greatest depth + 1.
         eos: int64 `[E]`, tokens that end a row.
         max_new: int32 `[B]`, tokens that a row may emit.
         step: int64 `[1]`, the column of `log` that the step writes.
@@ -63,16 +64,16 @@ def tree_accept(
     """
     _checks.axes("tokens", tokens, "B", "N")
     _checks.axes("hidden", hidden, "B", "N", "H")
-    _checks.axes("paths", paths, "N", "P")
+    _checks.axes("paths", paths, *(("N", "P") if paths.dim() == 2 else ("B", "N", "P")))
     _checks.require(tokens.shape[1] >= 1, "tokens", "at least 1 node", tokens.shape[1])
-    _checks.require(paths.shape[1] >= 1, "paths", "at least 1 step", paths.shape[1])
-    (batch, nodes), size, places = tokens.shape, hidden.shape[2], paths.shape[1]
+    _checks.require(paths.shape[-1] >= 1, "paths", "at least 1 step", paths.shape[-1])
+    (batch, nodes), size, places = tokens.shape, hidden.shape[2], paths.shape[-1]
     expected: dict[str, tuple[Tensor, tuple[int | str, ...], torch.dtype]] = {
         "tokens": (tokens, (batch, nodes), torch.int64),
         "next_tokens": (next_tokens, (batch, nodes), torch.int64),
         "hidden": (hidden, (batch, nodes, size), hidden.dtype),
-        "depths": (depths, (nodes,), torch.int32),
-        "paths": (paths, (nodes, places), torch.int64),
+        "depths": (depths, (nodes,) if depths.dim() == 1 else (batch, nodes), torch.int32),
+        "paths": (paths, (nodes, places) if paths.dim() == 2 else (batch, nodes, places), torch.int64),
         "eos": (eos, ("E",), torch.int64),
         "max_new": (max_new, (batch,), torch.int32),
         "step": (step, (1,), torch.int64),
@@ -109,7 +110,7 @@ def _fake(
     step: Tensor,
     **mutated: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, places = tokens.shape[0], paths.shape[1]
+    batch, places = tokens.shape[0], paths.shape[-1]
     return depths.new_empty(batch, places), depths.new_empty(batch), depths.new_empty(batch)
 
 

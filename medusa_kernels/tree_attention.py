@@ -169,8 +169,9 @@ class _Bias:
     mask: Tensor
 
 
-# The mask of the last tree. One decode step asks for it once a layer, and every step of a static tree does. Replaced as
-# a whole and never changed, so that threads at worst make it twice.
+# The mask of the last tree. One decode step asks for it once a layer, and every step of a static tree does; rows with
+# trees of their own have others at every step. Replaced as a whole and never changed, so that threads at worst make it
+# twice.
 _last_bias: _Bias | None = None
 _PREFIX_STEP = 512
 
@@ -193,7 +194,11 @@ def _tree_bias(ancestors: Tensor, nodes: int, groups: int, seen: int, window: in
         or last.form != form
         or last.prefix < seen
     ):
-        prefix = -(-seen // _PREFIX_STEP) * _PREFIX_STEP
+        # A tree of the rows' own is another one at the next step: no longer prefix is looked ahead to, and the last
+        # mask makes room for the new one.
+        own = ancestors.dim() == 3
+        last = _last_bias = None if own else last
+        prefix = seen if own else -(-seen // _PREFIX_STEP) * _PREFIX_STEP
         mask = _build_bias(ancestors, nodes, groups, prefix, window, dtype)
         last = _last_bias = _Bias(ancestors, version, form, prefix, mask)
     return last.mask
@@ -204,11 +209,14 @@ def _build_bias(
 ) -> Tensor:
     tree = reference.visible_nodes(ancestors.reshape(-1, *ancestors.shape[-2:]), nodes)
     batch = tree.shape[0]
+    if window is None:
+        bias = torch.zeros(batch, 1, nodes * groups, prefix + nodes, dtype=dtype)
+        bias[:, 0, :, prefix:].masked_fill_(~tree.repeat_interleave(groups, dim=1), -torch.inf)
+        return bias
     visible = torch.cat((tree.new_ones(batch, nodes, prefix), tree), dim=-1)
-    if window is not None:
-        depth = tree.sum(-1) - 1
-        before = torch.arange(-prefix, 0).expand(batch, prefix)
-        visible &= depth[:, :, None] - torch.cat((before, depth), dim=-1)[:, None] < window
+    depth = tree.sum(-1) - 1
+    before = torch.arange(-prefix, 0).expand(batch, prefix)
+    visible &= depth[:, :, None] - torch.cat((before, depth), dim=-1)[:, None] < window
     bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
     return bias.repeat_interleave(groups, dim=1).unsqueeze(1)
 

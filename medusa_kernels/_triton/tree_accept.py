@@ -53,11 +53,11 @@ def configuration(capability: launch.Capability, dtype: torch.dtype, nodes: int,
     )
 
 
-@triton.jit(do_not_specialize=["nodes", "places", "ends", "width", "log_width"])
+@triton.jit(do_not_specialize=["nodes", "places", "ends", "width", "log_width", "stride_d_b", "stride_p_b"])
 def _tree_accept_kernel(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
     lengths, root, state_hidden, output, count, finished, log, path, kept, old_lengths,
-    nodes, places, ends, size, width, log_width,
+    nodes, places, ends, size, width, log_width, stride_d_b, stride_p_b,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PLACES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     i_b = tl.program_id(0).to(tl.int64)
@@ -69,6 +69,9 @@ def _tree_accept_kernel(
 
     tokens += i_b * nodes
     next_tokens += i_b * nodes
+    # The tree may be the row's own.
+    depths += i_b * stride_d_b
+    paths += i_b * stride_p_b
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < nodes
     b_depth = tl.load(depths + o_n, mask=m_n, other=0)
@@ -138,7 +141,7 @@ def tree_accept(
     log: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel, a program a row; see the public `tree_accept`."""
-    (batch, nodes, size), places = hidden.shape, paths.shape[1]
+    (batch, nodes, size), places = hidden.shape, paths.shape[-1]
     path, kept, old_lengths = depths.new_empty(batch, places), depths.new_empty(batch), depths.new_empty(batch)
     if batch:
         config = configuration(launch.capability(tokens.device), hidden.dtype, nodes, places, size)
@@ -147,6 +150,7 @@ def tree_accept(
                 *(t.contiguous() for t in (tokens, next_tokens, hidden, depths, paths, eos, max_new)), step,
                 lengths, root, state_hidden, output, count, finished.view(torch.int8), log, path, kept, old_lengths,
                 nodes, places, eos.numel(), size, output.shape[1], log.shape[1],
+                nodes if depths.dim() == 2 else 0, nodes * places if paths.dim() == 3 else 0,
                 BLOCK_N=config.block_n, BLOCK_P=config.block_p, PLACES=config.places, BLOCK_E=BLOCK_E,
                 BLOCK_H=config.block_h, num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
@@ -171,7 +175,7 @@ def _form(
         ("*i64", ("tokens", "next_tokens", "paths", "eos", "step", "root", "output")),
         ("*i32", ("depths", "max_new", "lengths", "count", "log", "path", "kept", "old_lengths")),
         ("*i8", ("finished",)),
-        ("i32", ("nodes", "places", "ends", "size", "width", "log_width")),
+        ("i32", ("nodes", "places", "ends", "size", "width", "log_width", "stride_d_b", "stride_p_b")),
     ):
         kinds |= dict.fromkeys(names, kind)
     aligned = size % 16 == 0

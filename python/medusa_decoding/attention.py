@@ -36,8 +36,8 @@ class DecodeContext:
 
     Attributes:
         cache: where keys and values are appended, behind `cache.lengths` rows.
-        depths: int32 [N], each token's position behind `cache.lengths`.
-        ancestors: int64 [N, W] bit words of a tree pass; None for a prefill (causal).
+        depths: int32 [N] or [B, N], each token's position behind `cache.lengths`.
+        ancestors: int64 [N, W] or [B, N, W] bit words of a tree pass; None for a prefill (causal).
         offset: of a prefill, the cache rows before it, known to the host; `cache.lengths` says the same of every row.
     """
 

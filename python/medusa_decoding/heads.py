@@ -28,6 +28,18 @@ STORED: dict[Storage, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4
 """The dtype of own projections that are not stored as floats of 16 bits or more."""
 
 
+class Guesses(NamedTuple):
+    """The heads' best tokens at one position a row, best first.
+
+    Attributes:
+        logprobs: fp32 [B, K, k].
+        tokens: int64 [B, K, k].
+    """
+
+    logprobs: torch.Tensor
+    tokens: torch.Tensor
+
+
 class Children(NamedTuple):
     """What may stand behind what, among the best candidates of heads whose guesses depend on their parent.
 
@@ -35,10 +47,23 @@ class Children(NamedTuple):
         tokens: int64 [B, K, n], each head's n best tokens without regard to a parent.
         order: int64 [B, K, n, k], the places in `tokens[:, j]` of head j's k best guesses, best first, behind each of
             the n candidates of head j - 1. Head 0 has one parent, the root: its n rows are equal.
+        logprobs: fp32 [B, K, n], of `tokens`, without regard to a parent.
+        scores: fp32 [B, K, n, n], the scores of all n candidates behind each parent, best first.
     """
 
     tokens: torch.Tensor
     order: torch.Tensor
+    logprobs: torch.Tensor
+    scores: torch.Tensor
+
+    def of_children(self) -> torch.Tensor:
+        """Return log-probabilities fp32 [B, K, n, k] of what `order` names.
+
+        The n candidates share, behind whatever parent, the probability that the head gives them without regard to it:
+        the other tokens' scores, which exact ones would need, are not known.
+        """
+        together = self.logprobs.logsumexp(-1, keepdim=True) - self.scores.logsumexp(-1)
+        return self.scores[..., : self.order.shape[-1]] + together[..., None]
 
 
 class MedusaHeads(nn.Module):
@@ -200,9 +225,7 @@ class MedusaHeads(nn.Module):
     def _own_projections(self, w2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return w2 if self.w2_scale is None else (w2.float() * self.w2_scale[..., None]).to(dtype)
 
-    def propose(
-        self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def propose(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None) -> Guesses:
         """Return each head's k best tokens at one position a row, best first, through the op `heads_topk`.
 
         Their parents' term is left out: see `propose_children`.
@@ -214,7 +237,7 @@ class MedusaHeads(nn.Module):
                 Linear without bias (quantised, LoRA-wrapped) is called as the module it is.
 
         Returns:
-            logprobs fp32 [B, K, k] and tokens int64 [B, K, k].
+            logprobs fp32 [B, K, k] and tokens int64 [B, K, k], as a tuple.
         """
         last = self.num_layers - 1
         states = hidden if last == 0 else self.residual(hidden, last)
@@ -223,9 +246,10 @@ class MedusaHeads(nn.Module):
             return self._propose_through_module(hidden, k, lm_head)
         b1 = None if self.b1 is None else self.b1[:, last]
         gather = self.w2 is None and self.token_map is not None
-        return heads_topk(
+        best = heads_topk(
             states, self.w1[:, last], b1, weight, k, w2_scale=self.w2_scale, token_map=self.token_map, gather=gather
         )
+        return Guesses(*best)
 
     def propose_children(
         self, hidden: torch.Tensor, root: torch.Tensor, k: int, lm_head: nn.Module | None = None
@@ -249,16 +273,15 @@ class MedusaHeads(nn.Module):
         # [B, K, parents, r], then [B, K, parents, candidates].
         mixed = of_parents[before].float() @ mix.float()
         scores = mixed @ of_candidates[rows].float().transpose(-1, -2) + logprobs[:, :, None]
-        return Children(tokens, scores.sort(dim=-1, descending=True, stable=True).indices[..., :k])
+        ranked = scores.sort(dim=-1, descending=True, stable=True)
+        return Children(tokens, ranked.indices[..., :k], logprobs, ranked.values)
 
-    def _propose_through_module(
-        self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _propose_through_module(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None) -> Guesses:
         logits = self.forward(hidden, lm_head).float()
         values, tokens = logits.topk(k, dim=-1)
         if self.token_map is not None:
             tokens = self.token_map[tokens]
-        return values - logits.logsumexp(-1, keepdim=True), tokens
+        return Guesses(values - logits.logsumexp(-1, keepdim=True), tokens)
 
     def quantized(self, storage: Storage) -> MedusaHeads:
         """Return a copy, for decoding, whose own projections are stored in 8 bits.

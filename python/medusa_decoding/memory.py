@@ -78,6 +78,7 @@ def estimate(
     *,
     depth: int = 0,
     logits: bool = False,
+    own_trees: bool = False,
 ) -> MemoryUse:
     """State what a generation takes once it has written all it may.
 
@@ -90,13 +91,21 @@ def estimate(
         chunk: tokens that the prefill runs at once, all rows together.
         depth: of the tree.
         logits: whether a step makes the logits of all nodes (sampling, processors). On a CPU it always does.
+        own_trees: whether every row has a tree of its own (a dynamic one), and so, on a CPU, a mask.
     """
     rows = prompt + new_tokens + nodes + depth
-    return use_of_rows(trunk, batch, rows, new_tokens, min(chunk, batch * prompt), nodes, logits)
+    return use_of_rows(trunk, batch, rows, new_tokens, min(chunk, batch * prompt), nodes, logits, own_trees)
 
 
 def use_of_rows(
-    trunk: Trunk, batch: int, rows: int, budget: int, at_once: int, nodes: int = 1, logits: bool = False
+    trunk: Trunk,
+    batch: int,
+    rows: int,
+    budget: int,
+    at_once: int,
+    nodes: int = 1,
+    logits: bool = False,
+    own_trees: bool = False,
 ) -> MemoryUse:
     """State what a generation takes in a cache of at least `rows` rows a sequence.
 
@@ -108,6 +117,7 @@ def use_of_rows(
         at_once: tokens of the prefill's widest chunk, all rows together.
         nodes: N of the widest tree.
         logits: whether a step makes the logits of all nodes.
+        own_trees: whether every row has a tree of its own.
     """
     capacity, item = bucket(rows), trunk.dtype.itemsize
     kv = trunk.kv_shape(batch, capacity)
@@ -120,7 +130,7 @@ def use_of_rows(
         cache=torch.Size(kv).numel() * item,
         tables=2 * own * capacity * kv[-1] * item,
         state=batch * (bucket(budget + 1) * STATE_BYTES + trunk.config.hidden_size * item),
-        activations=max(_pass(trunk, at_once, item), _step(trunk, batch, nodes, capacity, item, logits)),
+        activations=max(_pass(trunk, at_once, item), _step(trunk, batch, nodes, capacity, item, logits, own_trees)),
     )
 
 
@@ -137,7 +147,7 @@ def _pass(trunk: Trunk, rows: int, item: int) -> int:
     return rows * (beside + max(norm, attention, mlp))
 
 
-def _step(trunk: Trunk, batch: int, nodes: int, capacity: int, item: int, logits: bool) -> int:
+def _step(trunk: Trunk, batch: int, nodes: int, capacity: int, item: int, logits: bool, own_trees: bool) -> int:
     """Bytes of the widest place of a step: its pass, or the logits behind it, beside the CPU's mask of the tree."""
     config, on_cpu = trunk.config, trunk.device.type == "cpu"
     # Logits come with a copy in fp32, and another one to change where they are asked for.
@@ -146,7 +156,12 @@ def _step(trunk: Trunk, batch: int, nodes: int, capacity: int, item: int, logits
     if not on_cpu or nodes == 1:
         return max(_pass(trunk, batch * nodes, item), wide)
     groups = config.num_attention_heads // config.num_key_value_heads
-    made, kept = nodes * capacity * (1 + item), nodes * capacity * groups * item
+    columns, masks = capacity, 1
+    if own_trees:
+        # Made anew at each step, of no more columns than are seen; those of a static tree look ahead.
+        windows = [layer.self_attn.window or capacity for layer in trunk.decoder.layers]
+        columns, masks = min(capacity, max(windows) + nodes), batch
+    made, kept = masks * nodes * columns * (1 + item), masks * nodes * columns * groups * item
     return max(_pass(trunk, batch * nodes, item) + made, wide) + kept
 
 

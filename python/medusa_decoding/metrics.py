@@ -18,8 +18,8 @@ class GenerationMetrics:
         new_tokens: tokens emitted in all rows, the prefill's included.
         steps: steps summed over the rows, each row's own (the prefill is not a step).
         accepted_histogram: accepted tokens below the root to the number of steps that accepted so many.
-        depth_acceptance: of the steps whose tree reached depth d + 1, the share that accepted a path of at least that
-            length; entry d.
+        depth_acceptance: of the steps whose tree may reach depth d + 1 (a dynamic one need not), the share that
+            accepted a path of at least that length; entry d.
         tree_nodes: nodes of the tree to the number of steps with it.
         prefill_seconds: the prompts' pass.
         decode_seconds: all steps.

@@ -4,10 +4,14 @@ A tree is a set of paths of child ranks. The path (r1, .., rd) stands for the ca
 head d's rd-th best token" behind the root, the model's own next token. The root is implied and is node 0; the other
 nodes are ordered by (path length, path). Everything derived from the shape (parents, depths, ancestor bit words, node
 paths) is made once, here. This module knows shapes only: no tokens, no models, no caches.
+
+One step past the paper, a tree may be dynamic: its paths are candidates, of which every step verifies the likeliest, by
+the probabilities that the heads give at that very step (`Tree.dynamic`).
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import json
 import math
@@ -18,8 +22,11 @@ from typing import Any
 import torch
 
 from medusa_kernels import ancestor_words
+from medusa_kernels.heads_topk import MAX_K
+from medusa_kernels.tree_select import MAX_CANDIDATES
 
 MAX_CHOICES = 255
+"""Nodes that a step may verify, the root not counted."""
 
 
 class Tree:
@@ -30,49 +37,56 @@ class Tree:
             `Tree([])` is plain decoding.
         lookup: length of one more branch, a chain below the root whose tokens are copied from the text instead of
             guessed by heads (see `decode.lookup`). Its nodes come last.
+        keep: None for a static tree, whose every node is verified. A number makes it dynamic: choices are candidates,
+            at most 8,191 with the copied branch, and a step verifies so many nodes, the root and the candidates with
+            the likeliest paths at that step; the copied branch besides. 1 to min(256 - lookup, 1 + candidates).
 
     Attributes:
         choices: list of paths (lists of int), ordered by (length, path); node i + 1 is choices[i].
         lookup: nodes of the copied branch.
-        num_nodes: N, root included.
+        keep: nodes that a step of a dynamic tree verifies, the copied branch's not counted; None for a static tree.
+        num_nodes: N, nodes that a step verifies, root included.
         depth: the longest path's length, the copied branch's included.
-        parents: int32 [N], parent node of each node; -1 for the root.
-        depths: int32 [N], path length of each node; 0 for the root.
-        ranks: int32 [N], rank of each node among its head's predictions; -1 for the root and the copied branch.
-        ancestors: int64 [N, W], W = ceil(N / 64): bit j % 64 of word j // 64 is set iff node j is an ancestor of the
+        parents: int32 [M], parent node of each node; -1 for the root. M is N; of a dynamic tree it is 1 +
+            len(choices) + lookup.
+        depths: int32 [M], path length of each node; 0 for the root.
+        ranks: int32 [M], rank of each node among its head's predictions; -1 for the root and the copied branch.
+        ancestors: int64 [M, W], W = ceil(M / 64): bit j % 64 of word j // 64 is set iff node j is an ancestor of the
             node or the node itself.
-        paths: int32 [N, depth + 1], the nodes from the root to each node, padded with the node itself.
+        paths: int32 [M, depth + 1], the nodes from the root to each node, padded with the node itself.
 
     Raises:
         ValueError: too many choices, an empty, repeated or malformed path, or one whose prefix is missing; it names
             the path.
     """
 
-    def __init__(self, choices: Iterable[Sequence[int]], lookup: int = 0) -> None:
-        self.choices = _ordered(choices)
-        if (
-            isinstance(lookup, bool)
-            or not isinstance(lookup, int)
-            or not 0 <= lookup <= MAX_CHOICES - len(self.choices)
-        ):
-            most = MAX_CHOICES - len(self.choices)
-            raise ValueError(f"lookup: expected 0 to {most} with {len(self.choices)} choices, got {lookup!r}")
-        self.lookup = lookup
+    def __init__(self, choices: Iterable[Sequence[int]], lookup: int = 0, keep: int | None = None) -> None:
+        limit = MAX_CHOICES if keep is None else MAX_CANDIDATES - 1
+        self.choices = _ordered(choices, limit)
+        if keep is not None:
+            _check_keep(keep, len(self.choices))
+        room = min(MAX_CHOICES + 1 - (keep or 1 + len(self.choices)), limit - len(self.choices))
+        if not _is_whole(lookup) or not 0 <= lookup <= room:
+            beside = f"{len(self.choices)} choices" if keep is None else f"{keep} nodes of {len(self.choices)} choices"
+            raise ValueError(f"lookup: expected 0 to {room} with {beside}, got {lookup!r}")
+        self.lookup, self.keep = lookup, keep
         index: dict[tuple[int, ...], int] = {(): 0} | {tuple(path): i + 1 for i, path in enumerate(self.choices)}
         # Copied tokens have no rank: their paths are made of -1.
         index |= {(-1,) * (i + 1): len(self.choices) + 1 + i for i in range(lookup)}
-        self.num_nodes = len(index)
+        self.num_nodes = len(index) if keep is None else keep + lookup
         self.depth = max((len(path) for path in index), default=0)
         lineage = [[index[path[:d]] for d in range(len(path) + 1)] for path in index]
         self.parents = torch.tensor([line[-2] if len(line) > 1 else -1 for line in lineage], dtype=torch.int32)
         self.depths = torch.tensor([len(line) - 1 for line in lineage], dtype=torch.int32)
         self.ranks = torch.tensor([path[-1] if path else -1 for path in index], dtype=torch.int32)
-        visible = torch.zeros(self.num_nodes, self.num_nodes, dtype=torch.bool)
-        for node, line in enumerate(lineage):
-            visible[node, line] = True
-        self.ancestors = ancestor_words(visible)
         padded = [line + [line[-1]] * (self.depth + 1 - len(line)) for line in lineage]
-        self.paths = torch.tensor(padded, dtype=torch.int32).view(self.num_nodes, self.depth + 1)
+        self.paths = torch.tensor(padded, dtype=torch.int32).view(len(index), self.depth + 1)
+
+    @functools.cached_property
+    def ancestors(self) -> torch.Tensor:
+        """See the class; made at first use, which of a dynamic tree no step asks for."""
+        visible = torch.zeros(len(self.paths), len(self.paths), dtype=torch.bool)
+        return ancestor_words(visible.scatter_(1, self.paths.long(), torch.ones_like(self.paths, dtype=torch.bool)))
 
     @classmethod
     def chain(cls, length: int) -> Tree:
@@ -133,8 +147,55 @@ class Tree:
         return cls(choices)
 
     @classmethod
+    def dynamic(cls, num_nodes: int, depth: int, top_k: int = 10) -> Tree:
+        """The `num_nodes` most probable nodes of each step, by the probabilities that the heads give at that step.
+
+        The static tree's greedy search (Medusa paper, section 2.3.3), with one step's own probabilities in the place of
+        accuracies over a data set. Candidates are all paths that can be among the likeliest: every path whose ranks are
+        nowhere higher, and every prefix of those, is at least as probable; a path with too many of them is none. For
+        heads whose guesses depend on their parent this holds among siblings only, and a few paths that might have been
+        among the likeliest are never looked at.
+
+        Args:
+            num_nodes: N, root included, 1 to 256.
+            depth: the longest path, at most the number of heads; 0 only with one node.
+            top_k: guesses a head, 1 to 32.
+
+        Raises:
+            ValueError: a value outside of its range, more nodes than there are paths, or more than 8,191 candidates.
+        """
+        for name, value, least, most in (
+            ("num_nodes", num_nodes, 1, MAX_CHOICES + 1),
+            ("depth", depth, 0 if num_nodes == 1 else 1, MAX_CHOICES),
+            ("top_k", top_k, 1, MAX_K),
+        ):
+            if not _is_whole(value) or not least <= value <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {value!r}")
+        choices: list[list[int]] = []
+        # A path, how many paths of its length are at least as probable, and how many paths of any length are.
+        open_ones: list[tuple[list[int], int, int]] = [([], 1, 0)] if depth else []
+        while open_ones:
+            path, alike, above = open_ones.pop()
+            for rank in range(min(top_k, (num_nodes - 1 - above) // alike)):
+                found = [*path, rank]
+                choices.append(found)
+                if len(choices) >= MAX_CANDIDATES:
+                    raise ValueError(
+                        f"num_nodes, depth, top_k: expected at most {MAX_CANDIDATES - 1} candidates, got more with "
+                        f"{num_nodes}, {depth} and {top_k}"
+                    )
+                if len(found) < depth:
+                    open_ones.append((found, alike * (rank + 1), above + alike * (rank + 1)))
+        if len(choices) < num_nodes - 1:
+            raise ValueError(
+                f"num_nodes: expected at most {len(choices) + 1} with depth {depth} and {top_k} guesses a head, "
+                f"got {num_nodes}"
+            )
+        return cls(choices, keep=num_nodes)
+
+    @classmethod
     def load(cls, path: str | Path) -> Tree:
-        """Read a tree from JSON: either `{"choices": [[0], ..], "lookup": 0}` or the bare list of paths."""
+        """Read a tree from JSON: `{"choices": [[0], ..], "lookup": 0, "keep": null}`, or the bare list of paths."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
@@ -142,27 +203,33 @@ class Tree:
         choices = data.get("choices") if isinstance(data, dict) else data
         if not isinstance(choices, list):
             raise ValueError(f'{path}: expected {{"choices": [[0], ..]}} or a list of paths, got {type(data).__name__}')
-        return cls(choices, data.get("lookup", 0) if isinstance(data, dict) else 0)
+        if isinstance(data, list):
+            return cls(choices)
+        return cls(choices, data.get("lookup", 0), data.get("keep"))
 
     def with_lookup(self, length: int) -> Tree:
         """The same tree with a copied branch of another length; 0 for none."""
-        return Tree(self.choices, length)
+        return Tree(self.choices, length, self.keep)
 
     def save(self, path: str | Path) -> None:
         """Write the tree as JSON; the file appears whole or not at all."""
         path = Path(path)
         scratch = path.with_name(path.name + ".partial")
-        scratch.write_text(
-            json.dumps({"choices": self.choices} | ({"lookup": self.lookup} if self.lookup else {})) + "\n",
-            encoding="utf-8",
-        )
+        parts = {"choices": self.choices, "lookup": self.lookup or None, "keep": self.keep}
+        stated = {name: value for name, value in parts.items() if value is not None}
+        scratch.write_text(json.dumps(stated) + "\n", encoding="utf-8")
         scratch.replace(path)
 
     def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
         """Expected tokens a step, root included, if heads are right independently (Medusa paper, section 2.3.3).
 
         A copied branch is not counted.
+
+        Raises:
+            ValueError: accuracies for too few heads or ranks, or a dynamic tree, whose nodes no accuracies tell.
         """
+        if self.keep is not None:
+            raise ValueError("tree: expected a static one, got a dynamic one, whose nodes are another step's others")
         rows = _checked_accuracies(accuracies)
         self.check_fits(len(rows), max((len(row) for row in rows), default=0))
         for path in self.choices:
@@ -207,20 +274,32 @@ class Tree:
         return max((max(path) for path in self.choices), default=-1) + 1
 
     def __eq__(self, other: object) -> bool:
-        """Trees are equal when their choices and copied branches are."""
-        return isinstance(other, Tree) and (self.choices, self.lookup) == (other.choices, other.lookup)
+        """Trees are equal when their choices, copied branches and numbers of kept nodes are."""
+        mine = (self.choices, self.lookup, self.keep)
+        return isinstance(other, Tree) and mine == (other.choices, other.lookup, other.keep)
 
     def __hash__(self) -> int:
         """Hash by choices."""
-        return hash((tuple(map(tuple, self.choices)), self.lookup))
+        return hash((tuple(map(tuple, self.choices)), self.lookup, self.keep))
 
     def __repr__(self) -> str:
         """Say size and depth."""
         lookup = f", lookup={self.lookup}" if self.lookup else ""
-        return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup})"
+        candidates = "" if self.keep is None else f", candidates={len(self.choices)}"
+        return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup}{candidates})"
 
 
-def _ordered(choices: Iterable[Sequence[int]]) -> list[list[int]]:
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_keep(keep: Any, candidates: int) -> None:
+    most = min(MAX_CHOICES + 1, 1 + candidates)
+    if not _is_whole(keep) or not 1 <= keep <= most:
+        raise ValueError(f"keep: expected 1 to {most} with {candidates} choices, got {keep!r}")
+
+
+def _ordered(choices: Iterable[Sequence[int]], most: int) -> list[list[int]]:
     paths: list[tuple[int, ...]] = []
     for path in choices:
         if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):
@@ -228,14 +307,14 @@ def _ordered(choices: Iterable[Sequence[int]]) -> list[list[int]]:
         if not path or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in path):
             raise ValueError(f"choices: expected a non-empty path of ranks of at least 0, got {list(path)}")
         paths.append(tuple(path))
-    if len(paths) > MAX_CHOICES:
-        raise ValueError(f"choices: expected at most {MAX_CHOICES} paths, got {len(paths)}")
+    if len(paths) > most:
+        raise ValueError(f"choices: expected at most {most} paths, got {len(paths)}")
     known = set(paths)
     for path in paths:
         if len(path) > 1 and path[:-1] not in known:
             raise ValueError(f"choices: path {list(path)} needs its prefix {list(path[:-1])}, which is missing")
     if len(known) < len(paths):
-        repeated = next(path for i, path in enumerate(paths) if path in paths[:i])
+        repeated = next(path for path in paths if paths.count(path) > 1)
         raise ValueError(f"choices: path {list(repeated)} is given twice")
     return [list(path) for path in sorted(paths, key=lambda p: (len(p), p))]
 

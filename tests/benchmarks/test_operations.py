@@ -13,6 +13,7 @@ from benchmarks import (
     bench_kv_compact,
     bench_rope_append,
     bench_tree_attention,
+    bench_tree_select,
     bench_tree_verify,
     suite,
 )
@@ -145,3 +146,13 @@ def test_compact_difference_sees_a_missing_move() -> None:
     before = x.kv.clone()
     assert bench_kv_compact.difference(x, lambda x: None) > 0
     assert torch.equal(x.kv, before)
+
+
+def test_selection_peers_agree() -> None:
+    case = bench_tree_select.Case(nodes=7, depth=2, top_k=3, batch=2)
+    found = measured(bench_tree_select, case)
+    assert set(found) == {"medusa_kernels", "torch operations"}
+    assert "wrong" not in found["torch operations"]
+    # Ten candidates of 12 bytes and seven nodes of 48 a row; for each candidate a depth and three places.
+    assert case.candidates == 10
+    assert found["medusa_kernels"]["bytes"] == 2 * (10 * 12 + 7 * 48) + 10 * (4 + 24)

@@ -25,7 +25,7 @@ def test_every_command_has_help_with_an_example(capsys):
 
 
 @pytest.mark.parametrize("source", ["prompt", "file", "stdin"])
-@pytest.mark.parametrize("tree", ["root", "chain:3", "cartesian:3,2"])
+@pytest.mark.parametrize("tree", ["root", "chain:3", "cartesian:3,2", "dynamic:6,3", "dynamic:4,2,2+lookup:3"])
 def test_generate_writes_the_models_own_text(capsys, checkpoint, model_text, tmp_path, monkeypatch, source, tree):
     prompt = "def f(x):\n"
     (tmp_path / "prompt.txt").write_text(prompt)
@@ -78,6 +78,9 @@ def test_bad_input_is_one_line_and_code_2(capsys, checkpoint, tmp_path, argv, wo
     "argv",
     [
         ["generate", "--tree", "chain:x"],
+        ["generate", "--tree", "dynamic:4"],
+        ["generate", "--tree", "dynamic:4,2,3,4"],
+        ["generate", "--tree", "dynamic:9,1,2"],
         ["generate", "--tree", "no-such-file.json"],
         ["generate", "--tree", "cartesian:300"],
         ["generate", "--max-new-tokens", "0"],

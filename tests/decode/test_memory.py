@@ -119,10 +119,14 @@ SHAPES = {
 
 @pytest.mark.parametrize("overrides", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_activations_are_what_was_stated(overrides, dtype, batch, tmp_path):
+@pytest.mark.parametrize(
+    ("batch", "tree"),
+    [(1, Tree.cartesian([4, 3, 2])), (3, Tree.cartesian([4, 3, 2])), (3, Tree.dynamic(41, 3, 8))],
+    ids=["1", "3", "3, dynamic"],
+)
+def test_activations_are_what_was_stated(overrides, dtype, batch, tree, tmp_path):
     """The peak of what lives beside the state, through a prefill in several chunks and a step."""
-    model, tree = tiny("mistral", dtype=dtype, **overrides), Tree.cartesian([4, 3, 2])
+    model = tiny("mistral", dtype=dtype, **overrides)
     lengths, chunk = [1500] * batch, 600
     with MedusaModel(model, heads_for(model, shared=True), tree) as medusa, torch.no_grad():
         state = medusa._steps.arena.lend(lengths, 1600, 8)
@@ -133,7 +137,8 @@ def test_activations_are_what_was_stated(overrides, dtype, batch, tmp_path):
             prefill(medusa.trunk, rows, state, rules, chunk=chunk)
             decode_step(medusa.trunk, medusa.heads, shape, state, rules)
 
-        use = memory.estimate(medusa.trunk, batch, 1500, 8, tree.num_nodes, chunk, depth=tree.depth)
+        own = tree.keep is not None
+        use = memory.estimate(medusa.trunk, batch, 1500, 8, tree.num_nodes, chunk, depth=tree.depth, own_trees=own)
         peak = peak_of(run, tmp_path / "trace.json")
     # The prompts side by side are no activations.
     peak -= 1500 * batch * 8

@@ -19,6 +19,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.sampling import Sampled, draw, follow
 from medusa_decoding.decode.verify import allowed_logits
 from medusa_decoding.model import _draws
@@ -435,11 +436,8 @@ def test_sums_that_rounding_lets_fall_or_rise():
 
 def test_following_a_tree_with_copied_tokens():
     """Node 4 carries the token of node 1: both are visited, and lead on to different children."""
-    shape = SimpleNamespace(
-        parents=torch.tensor([-1, 0, 0, 1, 0, 4], dtype=torch.int32),
-        depths=torch.tensor([0, 1, 1, 2, 1, 2], dtype=torch.int32),
-        tree=SimpleNamespace(depth=2),
-    )
+    shape = TreeOnDevice.make(Tree([[0], [1], [0, 0]], lookup=2), torch.device("cpu"))
+    assert shape.parents.tolist() == [-1, 0, 0, 1, 0, 4]
     tokens = torch.tensor([[9, 5, 6, 7, 5, 8], [9, 5, 6, 7, 5, 7], [9, 1, 2, 3, 4, 5]])
     wanted = torch.tensor([[5, 8, 3], [5, 7, 2], [0, 1, 1]])
     asked = []

@@ -177,11 +177,42 @@ def test_heads_may_have_different_numbers_of_ranks():
         (lambda: Tree.cartesian([16, 16]), "at most 255"),
         (lambda: Tree.cartesian([2, 0]), "at least 1"),
         (lambda: Tree.chain(-1), "at least 0"),
+        (lambda: Tree.dynamic(0, 2), "num_nodes: expected 1 to 256, got 0"),
+        (lambda: Tree.dynamic(257, 2), "num_nodes: expected 1 to 256, got 257"),
+        (lambda: Tree.dynamic(2.5, 2), "num_nodes: expected 1 to 256, got 2.5"),
+        (lambda: Tree.dynamic(4, 0), "depth: expected 1 to 255, got 0"),
+        (lambda: Tree.dynamic(4, 2, 33), "top_k: expected 1 to 32, got 33"),
+        (lambda: Tree.dynamic(9, 2, 2), "num_nodes: expected at most 7 with depth 2 and 2 guesses a head, got 9"),
+        (
+            lambda: Tree.dynamic(256, 6, 32),
+            "num_nodes, depth, top_k: expected at most 8191 candidates, got more with 256, 6 and 32",
+        ),
+        (lambda: Tree([[0]], keep=3), "keep: expected 1 to 2 with 1 choices, got 3"),
+        (lambda: Tree([[0]], keep=0), "keep: expected 1 to 2 with 1 choices, got 0"),
+        (lambda: Tree([[0]], keep=True), "keep: expected 1 to 2 .*, got True"),
+        (lambda: Tree([[0]], lookup=255, keep=2), "lookup: expected 0 to 254 with 2 nodes of 1 choices, got 255"),
+        (lambda: Tree.dynamic(4, 2).expected_tokens([[0.5]]), "tree: expected a static one, got a dynamic one"),
     ],
 )
 def test_bad_requests_are_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_a_dynamic_tree_is_another_than_its_candidates(tmp_path):
+    tree = Tree.dynamic(6, depth=3, top_k=4)
+    assert (tree.num_nodes, tree.keep) == (6, 6)
+    assert tree != Tree(tree.choices)
+    assert tree != Tree(tree.choices, keep=5)
+    assert tree == Tree(tree.choices[::-1], keep=6)
+    assert len({tree, Tree(tree.choices), Tree(tree.choices, keep=5), Tree(tree.choices, keep=6)}) == 3
+    copying = tree.with_lookup(5)
+    assert (copying.num_nodes, copying.keep, copying.lookup, copying.depth) == (11, 6, 5, 5)
+    assert len(copying.parents) == 1 + len(tree.choices) + 5
+    for one in (tree, copying):
+        one.save(tmp_path / "t.json")
+        assert Tree.load(tmp_path / "t.json") == one
+    assert repr(tree) == f"Tree(num_nodes=6, depth=3, candidates={len(tree.choices)})"
 
 
 def test_saved_file_is_plain_json(tmp_path):

@@ -123,7 +123,7 @@ def walked(heads, lm_head, hidden, root, tree):
 def arranged(heads, lm_head, hidden, root, tree):
     state = types.SimpleNamespace(hidden=hidden, root=root, text=None)
     shape = TreeOnDevice.make(tree, hidden.device)
-    return arrange(state, propose(state, heads, lm_head, shape), shape)
+    return arrange(state, propose(state, heads, lm_head, shape), shape)[0]
 
 
 @pytest.mark.parametrize("kind", ["own", "own, trimmed", "shared", "shared, trimmed"])
@@ -186,7 +186,7 @@ def test_guessing_reads_nothing_on_the_host(name):
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         root = torch.zeros(3, dtype=torch.int64)
         state = types.SimpleNamespace(hidden=torch.zeros(3, heads.hidden_size), root=root, text=None)
-        tokens = arrange(state, propose(state, heads, model.lm_head, shape), shape)
+        tokens, _ = arrange(state, propose(state, heads, model.lm_head, shape), shape)
     assert isinstance(tokens, FakeTensor)
     assert (tokens.dtype, tokens.shape) == (torch.int64, (3, TREES["uneven"].num_nodes))
 

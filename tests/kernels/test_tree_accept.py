@@ -263,6 +263,31 @@ def test_plain_decoding_and_many_rows(device: str) -> None:
         assert tensor.tolist() == wanted[name], name
 
 
+def per_row(cases: list[Case]) -> Case:
+    """One case whose rows have trees of their own, of one size."""
+    places = max(len(case["paths"][0]) for case in cases)
+    whole = {name: [row for case in cases for row in case[name]] for name in cases[0]}
+    whole["depths"] = [case["depths"] for case in cases]
+    whole["paths"] = [[path + path[-1:] * (places - len(path)) for path in case["paths"]] for case in cases]
+    return whole | {name: cases[0][name] for name in ("eos", "step")}
+
+
+@given(data=st.data())
+@settings(max_examples=15 if interpreted() else 60)
+def test_rows_with_trees_of_their_own(device: str, data: st.DataObject) -> None:
+    nodes, batch = data.draw(st.integers(1, 20), label="nodes"), data.draw(st.integers(1, 4), label="batch")
+    parents = [[-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))] for _ in range(batch)]
+    ids = st.lists(st.integers(0, 1), min_size=nodes, max_size=nodes)
+    cases = [make(own, [data.draw(ids)], [data.draw(ids)], eos=[7], size=3) for own in parents]
+    got = run(on(per_row(cases), device))
+    places = got["path"].shape[1]
+    for row, (case, own) in enumerate(zip(cases, parents, strict=True)):
+        wanted = walked(case, own)
+        wanted["path"] = [path + path[-1:] * (places - len(path)) for path in wanted["path"]]
+        for name, tensor in got.items():
+            assert tensor[row].tolist() == wanted[name][0], name
+
+
 def tree_case(device: str) -> dict[str, Tensor]:
     tokens = [[1, 20, 30, 0, 0, 40, 50], [1, 20, 30, 40, 50, 60, 70]]
     wanted = [[30, 9, 40, 9, 9, 50, 60], [80, 40, 60, 9, 9, 70, 9]]
@@ -322,6 +347,8 @@ BAD = {
     "next_tokens": ({"next_tokens": torch.zeros(2, 6).long()}, r"next_tokens: expected shape \[2, 7\], got \[2, 6\]"),
     "hidden": ({"hidden": torch.zeros(2, 6, 5)}, r"hidden: expected shape \[2, 7, 5\]"),
     "depths": ({"depths": torch.zeros(7).long()}, "depths: expected dtype int32"),
+    "own-depths": ({"depths": torch.zeros(3, 7).int()}, r"depths: expected shape \[2, 7\], got \[3, 7\]"),
+    "own-paths": ({"paths": torch.zeros(2, 6, 4).long()}, r"paths: expected shape \[2, 7, 4\]"),
     "paths": ({"paths": torch.zeros(6, 4).long()}, r"paths: expected shape \[7, 4\]"),
     "no-paths": ({"paths": torch.zeros(7, 0).long()}, "paths: expected at least 1 step"),
     "eos": ({"eos": torch.zeros(1, 1).long()}, "eos: expected shape"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.arrange import Shape
 from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_kernels import tree_accept
 
@@ -17,7 +17,7 @@ def accept(
     tokens: torch.Tensor,
     next_tokens: torch.Tensor,
     hidden: torch.Tensor,
-    shape: TreeOnDevice,
+    shape: Shape,
     state: DecodeState,
     rules: Rules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def accept(
         tokens: int64 [B, N], the nodes' tokens; the root is always right.
         next_tokens: int64 [B, N], the model's own next token at every node.
         hidden: [B, N, H], the nodes' final hidden states.
-        shape: the tree.
+        shape: the tree's.
         state: changed in place: all of it but keys and values.
         rules: when rows end.
 

@@ -40,6 +40,7 @@ class Arena:
         headroom: int,
         nodes: int = 1,
         logits: bool = False,
+        own_trees: bool = False,
         held: DecodeState | None = None,
     ) -> int:
         """Return with how many cache rows a generation should start, so that it can be finished.
@@ -54,6 +55,7 @@ class Arena:
             headroom: rows beyond the prompt to start with where the cache can grow.
             nodes: of the widest tree, for the statement of memory alone.
             logits: whether steps make the logits of all nodes, for that statement too.
+            own_trees: whether every row has a tree of its own, for that statement too.
             held: a state that `enlarge` will be given, whose memory the generation may have.
 
         Raises:
@@ -62,7 +64,7 @@ class Arena:
         """
         longest = max(prompt_lengths)
         start, final = longest + min(budget, headroom) + spare, longest + budget + spare
-        use = self._use(prompt_lengths, final, budget, nodes, logits)
+        use = self._use(prompt_lengths, final, budget, nodes, logits, own_trees)
         if use.total <= UNCHECKED:
             return start
         there = available(self.trunk.device)
@@ -71,7 +73,10 @@ class Arena:
         room = there + sum(state.cache.nbytes for state in (*self._idle, *filter(None, [held])))
         if use.total > room:
             most = _most(
-                lambda new: self._use(prompt_lengths, longest + new + spare, new, nodes, logits).total <= room, budget
+                lambda new: (
+                    self._use(prompt_lengths, longest + new + spare, new, nodes, logits, own_trees).total <= room
+                ),
+                budget,
             )
             raise MemoryError(
                 f"{_refusal(use, room, self.trunk)}; of {budget:,} new tokens a row "
@@ -80,11 +85,17 @@ class Arena:
         if bucket(start) == bucket(final):
             return start
         before = _most(lambda rows: bucket(rows) < bucket(final), final)
-        moved = self._use(prompt_lengths, before, budget, nodes, logits).lasting
+        moved = self._use(prompt_lengths, before, budget, nodes, logits, own_trees).lasting
         return start if use.total + moved <= room else final
 
     def lend(
-        self, prompt_lengths: list[int], rows: int, budget: int, nodes: int = 1, logits: bool = False
+        self,
+        prompt_lengths: list[int],
+        rows: int,
+        budget: int,
+        nodes: int = 1,
+        logits: bool = False,
+        own_trees: bool = False,
     ) -> DecodeState:
         """Return a cleared state.
 
@@ -94,6 +105,7 @@ class Arena:
             budget: new tokens a row may get at most.
             nodes: as for `first_capacity`.
             logits: as for `first_capacity`.
+            own_trees: as for `first_capacity`.
 
         Raises:
             MemoryError: it does not fit on the device, also with all that is kept thrown away. Says what it needs, what
@@ -108,7 +120,7 @@ class Arena:
                     self._idle.remove(state)
                     self._prepare(state, tables)
                     return state
-        self._make_room(lambda n: self._use(prompt_lengths, n, budget, nodes, logits), rows)
+        self._make_room(lambda n: self._use(prompt_lengths, n, budget, nodes, logits, own_trees), rows)
         tables = self.trunk.rope(prompt_lengths, shape[4])
         try:
             cache = TreeCache.allocate(shape=shape, rope=tables)
@@ -127,6 +139,7 @@ class Arena:
         budget: int,
         nodes: int = 1,
         logits: bool = False,
+        own_trees: bool = False,
     ) -> tuple[DecodeState, int]:
         """Turn a state that was held after its generation into one for another that begins with the same text.
 
@@ -138,6 +151,7 @@ class Arena:
             budget: new tokens a row may get at most.
             nodes: as for `first_capacity`.
             logits: as for `first_capacity`.
+            own_trees: as for `first_capacity`.
 
         Returns:
             A cleared state with the rotary tables of the new prompts, and how many cached rows at the start of every
@@ -157,15 +171,15 @@ class Arena:
         cached = min(cache.lengths.tolist()) if same_model else 0
         if not same_model or rows > cache.capacity:
             try:
-                larger = self.lend(prompt_lengths, rows, budget, nodes, logits)
+                larger = self.lend(prompt_lengths, rows, budget, nodes, logits, own_trees)
             except MemoryError:
                 there = available(self.trunk.device)
-                need = self._use(prompt_lengths, rows, budget, nodes, logits).total
+                need = self._use(prompt_lengths, rows, budget, nodes, logits, own_trees).total
                 if there is None or need > there + cache.nbytes:
                     raise
                 logger.info("memory: no room for a larger cache beside the old one, whose text runs again")
                 _release(state)
-                return self.lend(prompt_lengths, rows, budget, nodes, logits), 0
+                return self.lend(prompt_lengths, rows, budget, nodes, logits, own_trees), 0
             if same_model:
                 cached = min(cached, reusable_rows(cache.tables, larger.cache.tables))
                 larger.cache.kv[..., :cached, :].copy_(cache.kv[..., :cached, :])
@@ -207,10 +221,10 @@ class Arena:
         if not state.cache.set_tables(tables):
             state.captured.clear()
 
-    def _use(self, lengths: list[int], rows: int, budget: int, nodes: int, logits: bool) -> MemoryUse:
+    def _use(self, lengths: list[int], rows: int, budget: int, nodes: int, logits: bool, own_trees: bool) -> MemoryUse:
         batch = len(lengths)
         at_once = min(batch * max(lengths), max(PREFILL_CHUNK, batch))
-        return use_of_rows(self.trunk, batch, rows, budget, at_once, nodes, logits)
+        return use_of_rows(self.trunk, batch, rows, budget, at_once, nodes, logits, own_trees)
 
     def _make_room(self, needs: Callable[[int], MemoryUse], rows: int) -> None:
         """State what will be allocated; throw away what is kept as far as it is in the way."""

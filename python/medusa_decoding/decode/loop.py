@@ -34,10 +34,10 @@ Step = Callable[[DecodeState, Rules], bool | None]
 """Runs one step in place; returns whether it was made (compiled, captured) first, so that its duration says nothing."""
 
 
-def decode_step(trunk: Trunk, heads: MedusaHeads | None, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
+def decode_step(trunk: Trunk, heads: MedusaHeads | None, tree: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
     """One step of Medusa decoding; changes `state` in place and reads nothing back to the host."""
-    guesses = propose(state, heads, trunk.lm_head, shape)
-    tokens = arrange(state, guesses, shape)
+    guesses = propose(state, heads, trunk.lm_head, tree)
+    tokens, shape = arrange(state, guesses, tree)
     hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
     next_tokens = verify(Nodes(hidden, tokens, shape), trunk.lm_head, state, rules)
     path, kept, lengths = accept(tokens, next_tokens, hidden, shape, state, rules)
@@ -115,9 +115,10 @@ def run(
     # A step writes a row a node, and may accept a whole path past the budget before it is cut.
     spare = max(tree.num_nodes + tree.depth for tree in policy.trees)
     nodes, logits = max(tree.num_nodes for tree in policy.trees), not isinstance(rules.choice, Greedy)
-    rows = arena.first_capacity(lengths, rules.longest, spare, HEADROOM, nodes, logits, held=hooks.earlier[0])
+    memory = nodes, logits, any(tree.keep is not None for tree in policy.trees)
+    rows = arena.first_capacity(lengths, rules.longest, spare, HEADROOM, *memory, held=hooks.earlier[0])
     earlier, hooks.earlier = hooks.earlier, (None, 0)
-    state, reused = _first_state(arena, earlier, lengths, rows, rules.longest, nodes, logits)
+    state, reused = _first_state(arena, earlier, lengths, rows, rules.longest, *memory)
     del earlier  # its cache may be replaced, and shall not live on beside the new one
     try:
         if any(tree.lookup for tree in policy.trees):
@@ -137,7 +138,7 @@ def run(
             reached = max(length + min(count + reader.ahead, rules.longest) for length, count in counts)
             if reached + spare > state.cache.capacity:
                 wanted = min(reached + HEADROOM, max(lengths) + rules.longest)
-                state = _grown(state, arena, lengths, wanted + spare, rules, nodes, logits)
+                state = _grown(state, arena, lengths, wanted + spare, rules, *memory)
                 policy.grown(state.cache.capacity)
             made = step_of(tree)(state, rules)
             reader.record(state, tree, made=bool(made))
@@ -227,13 +228,11 @@ def _first_state(
     return state, min(common, cached)
 
 
-def _grown(
-    state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: Rules, nodes: int, logits: bool
-) -> DecodeState:
+def _grown(state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: Rules, *memory: Any) -> DecodeState:
     """Move a generation to a larger cache."""
     # A session's state may have room for more tokens than this call needs; the larger one takes over all of it.
     budget = max(rules.longest, state.output.shape[1] - 1)
-    larger = arena.lend(lengths, rows, budget, nodes, logits)
+    larger = arena.lend(lengths, rows, budget, *memory)
     larger.continue_from(state)
     arena.give_back(state)
     return larger

@@ -97,8 +97,9 @@ class Processed:
         chosen = torch.zeros_like(tokens, device="cpu")
         tokens, finished = tokens.cpu(), state.finished.tolist()
         self._refuse_broken(state, finished)
-        children = shape.children
+        trees = shape.children()
         for index, row in enumerate(self.rows):
+            children = trees[index % len(trees)]
             visited = [] if finished[index] else [0]
             while visited and not self._ended(row):
                 token = self._next(row, logits[index, visited[0]], state.draws[index])

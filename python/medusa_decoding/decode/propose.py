@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.heads import Children, MedusaHeads
+from medusa_decoding.heads import Children, Guesses, MedusaHeads
 
 
 def propose(
-    state: DecodeState, heads: MedusaHeads | None, lm_head: nn.Module, shape: TreeOnDevice
-) -> torch.Tensor | Children | None:
-    """Run the heads on one row a sequence, never on the tree's nodes: tokens int64 [B, K, top_k], best first.
+    state: DecodeState, heads: MedusaHeads | None, lm_head: nn.Module, tree: TreeOnDevice
+) -> Guesses | Children | None:
+    """Run the heads on one row a sequence, never on the tree's nodes: tokens [B, K, top_k], best first.
 
     Heads whose guesses depend on their parent tell what is best behind each of their candidates. None where the tree
     asks for no guesses.
     """
-    if not shape.tree.choices:
+    if not tree.tree.choices:
         return None
     assert heads is not None, "trees are checked against the heads before steps are made"
     if heads.parent_rank:
-        return heads.propose_children(state.hidden, state.root, shape.top_k, lm_head)
-    return heads.propose(state.hidden, shape.top_k, lm_head)[1]
+        return heads.propose_children(state.hidden, state.root, tree.top_k, lm_head)
+    return heads.propose(state.hidden, tree.top_k, lm_head)

@@ -60,7 +60,7 @@ def follow(tokens: torch.Tensor, shape: Any, choose: Callable[[int, torch.Tensor
 
     Args:
         tokens: int64 [B, N], the nodes' tokens.
-        shape: the tree on the device (`TreeOnDevice`).
+        shape: the tree's (`arrange.Shape`).
         choose: (depth, node int64 [B]) -> the model's token int64 [B] behind these nodes. Nodes that carry the same
             token behind the same prefix are asked for once.
 
@@ -68,14 +68,13 @@ def follow(tokens: torch.Tensor, shape: Any, choose: Callable[[int, torch.Tensor
         int64 [B, N]: the token behind every node visited, 0 behind the others, which no path reaches.
     """
     batch, nodes = tokens.shape
-    parents = shape.parents.clamp(min=0)
     next_tokens = torch.zeros_like(tokens)
     visited = (shape.depths == 0).expand(batch, nodes)
-    for depth in range(shape.tree.depth + 1):
+    for depth in range(shape.depth + 1):
         # The first visited node; in rows that have left the tree any node, whose token is then written nowhere.
         token = choose(depth, visited.int().argmax(1))
         next_tokens = torch.where(visited, token[:, None], next_tokens)
-        visited = visited[:, parents] & (tokens == token[:, None]) & (shape.depths == depth + 1)
+        visited = shape.at_parents(visited) & (tokens == token[:, None]) & (shape.depths == depth + 1)
     return next_tokens
 
 

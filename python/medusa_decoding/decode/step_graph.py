@@ -157,12 +157,11 @@ class Steps:
         )
 
     def _make(self, tree: Tree, backend: Backend) -> Step:
-        shape = TreeOnDevice.make(tree, self.trunk.device)
         step: Step
         if tree.num_nodes == 1:
-            step = functools.partial(plain_step, self.trunk, shape)
+            step = functools.partial(plain_step, self.trunk, TreeOnDevice.make(Tree([]), self.trunk.device))
         else:
-            step = functools.partial(decode_step, self.trunk, self.heads, shape)
+            step = functools.partial(decode_step, self.trunk, self.heads, TreeOnDevice.make(tree, self.trunk.device))
         on_gpu = self.trunk.device.type == "cuda"
         if backend == "compiled":
             step = CompiledStep(step, freeze=not on_gpu)

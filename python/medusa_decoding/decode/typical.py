@@ -58,19 +58,19 @@ class Typical:
         """Return [B, N]: along the accepted path its own tokens, behind its last node the likeliest."""
         best, entropy, logprobs = self._statistics(nodes, lm_head, state, rules)
         shape = nodes.shape
-        likely = (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)[:, shape.parents.clamp(min=0)]
+        likely = shape.at_parents((self.alpha * torch.exp(-entropy)).clamp(max=self.threshold))
         # The likeliest token passes by definition; with alpha next to 1, rounding must not undo that.
-        greedy = nodes.tokens == best[:, shape.parents.clamp(min=0)]
+        greedy = nodes.tokens == shape.at_parents(best)
         accepted = (torch.exp(logprobs) > likely) | greedy | (shape.depths == 0)
-        along = shape.paths.long()
-        whole_path = accepted[:, along].all(-1)
+        whole_path = shape.along_paths(accepted).all(-1)
         # The padding of `paths` repeats the last node, whose likelihood counts once.
-        on_path = torch.arange(along.shape[1], device=along.device) <= shape.depths[:, None]
-        likelihood = torch.where(on_path, logprobs[:, along], 0.0).sum(-1)
+        on_path = torch.arange(shape.depth + 1, device=best.device) <= shape.depths[..., None]
+        likelihood = torch.where(on_path, shape.along_paths(logprobs), 0.0).sum(-1)
         reached = torch.where(whole_path, shape.depths, -1)
         longest = reached == reached.amax(1, keepdim=True)
         end = torch.where(longest, likelihood, float("-inf")).argmax(1)
-        return _lead_to(end, along[end], nodes.tokens, best, shape.depths)
+        depth, path = shape.at(end)
+        return _lead_to(end, path, nodes.tokens, best, shape.depths == depth[:, None])
 
     def _statistics(
         self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules
@@ -89,13 +89,15 @@ class Typical:
 
 
 def _lead_to(
-    end: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, best: torch.Tensor, depths: torch.Tensor
+    end: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, best: torch.Tensor, as_deep: torch.Tensor
 ) -> torch.Tensor:
     """Next tokens that make `accept` take exactly this path: end int64 [B], path int64 [B, P] padded with end.
+
+    as_deep bool [B, N] says which nodes have the end's depth.
 
     Siblings may carry one token (a copied branch beside a guess). Nothing leads on from those beside the path; beside
     its end they are as good as the end itself.
     """
-    next_tokens = torch.where(depths == depths[end][:, None], best, -1)
+    next_tokens = torch.where(as_deep, best, -1)
     next_tokens.scatter_(1, path[:, :-1], tokens.gather(1, path[:, 1:]))
     return next_tokens.scatter_(1, end[:, None], best.gather(1, end[:, None]))

@@ -18,7 +18,7 @@ from medusa_decoding.heads import plain_weight
 from medusa_kernels import tree_verify
 
 if TYPE_CHECKING:
-    from medusa_decoding.decode.arrange import TreeOnDevice
+    from medusa_decoding.decode.arrange import Shape
     from medusa_decoding.decode.state import DecodeState, Rules
 
 
@@ -29,12 +29,12 @@ class Nodes:
     Attributes:
         hidden: [B, N, H] after the final norm.
         tokens: int64 [B, N], the nodes' tokens.
-        shape: the tree.
+        shape: the tree's.
     """
 
     hidden: torch.Tensor
     tokens: torch.Tensor
-    shape: TreeOnDevice
+    shape: Shape
 
 
 class Choice(Protocol):

@@ -182,7 +182,8 @@ class _Run:
         """Return how it was measured."""
         model, settings = self.model, self._settings
         tree = model.tree if settings.tree is None else settings.tree
-        shape = f"{tree.num_nodes} nodes" if isinstance(tree, Tree) else tree
+        kind = "dynamic, " if isinstance(tree, Tree) and tree.keep is not None else ""
+        shape = f"{kind}{tree.num_nodes} nodes" if isinstance(tree, Tree) else tree
         copied = f", {tree.lookup} of them copied" if isinstance(tree, Tree) and tree.lookup else ""
         device = model.trunk.device
         return {

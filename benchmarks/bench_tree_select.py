@@ -1,0 +1,153 @@
+"""The choice of a step's likeliest nodes against PyTorch's own operations.
+
+    python -m benchmarks.bench_tree_select --budget 40
+
+Candidates of trees of 16, 64 and 256 nodes over four heads. The peer is the op's reference, dozens of operations with a
+stable sort among them, captured like ours. Bytes: the candidates' tokens and log-probabilities read, the kept nodes'
+tensors written; they are so few that launches decide.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import gpu, suite
+from medusa_decoding import Tree
+from medusa_kernels import reference, served_by, tree_select
+
+OP = "tree_select"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tree, and how many rows choose from it."""
+
+    nodes: int
+    depth: int = 4
+    top_k: int = 10
+    batch: int = 1
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the fields, and how many candidates there are."""
+        return suite.as_shapes(self) | {"candidates": self.candidates}
+
+    @property
+    def candidates(self) -> int:
+        """M, the root included."""
+        return 1 + len(Tree.dynamic(self.nodes, self.depth, self.top_k).choices)
+
+    def bytes(self) -> int:
+        """Count what every row reads and writes; the tree itself is read once."""
+        places, words = self.depth + 1, -(-self.nodes // 64)
+        row = self.candidates * 12 + self.nodes * (8 + 4 + 4 + 8 * words + 8 * places)
+        return self.batch * row + self.candidates * (4 + 8 * places)
+
+
+def cases() -> Iterator[Case]:
+    """All cases, the most telling first."""
+    for nodes in (64, 16, 256):
+        yield Case(nodes)
+    yield Case(64, batch=16)
+
+
+@dataclass
+class Inputs:
+    """One step's candidates."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    depths: Tensor
+    paths: Tensor
+    nodes: int
+
+
+def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
+    """Draw tokens and log-probabilities."""
+    tree = Tree.dynamic(case.nodes, case.depth, case.top_k)
+    depths, paths = tree.depths.to(run.device), tree.paths.long().to(run.device)
+    shape = case.batch, len(depths)
+    return [
+        Inputs(
+            torch.randint(32_000, shape, device=run.device),
+            -torch.empty(shape, device=run.device).exponential_(),
+            depths,
+            paths,
+            case.nodes,
+        )
+        for _ in range(sets)
+    ]
+
+
+def ours(x: Inputs) -> tuple[Tensor, ...]:
+    """Our op."""
+    return tree_select(x.tokens, x.logprobs, x.depths, x.paths, x.nodes)
+
+
+def plain(x: Inputs) -> tuple[Tensor, ...]:
+    """PyTorch, operation by operation."""
+    return reference.tree_select(x.tokens, x.logprobs, x.depths, x.paths, x.nodes)
+
+
+def difference(x: Inputs) -> float:
+    """Return the largest difference between our result and PyTorch's."""
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours(x), plain(x), strict=True))
+
+
+WAYS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {"medusa_kernels": ours, "torch operations": plain}
+
+
+def measure(case: Case, run: suite.Run) -> None:
+    """Measure our op, then PyTorch's operations."""
+    sets = inputs(case, run, max(2, gpu.sets_needed(case.bytes(), run.device)))
+    timing = run.time(
+        case,
+        "medusa_kernels",
+        lambda i: functools.partial(ours, sets[i]),
+        len(sets),
+        bytes=case.bytes(),
+        served_by=served_by(OP, run.device.type).name,
+    )
+
+    def peer() -> None:
+        if run.agrees(case, "torch operations", difference(sets[0]), 0.0):
+            ours_us = round(timing.median_us, 2)
+            run.time(
+                case,
+                "torch operations",
+                lambda i: functools.partial(plain, sets[i]),
+                len(sets),
+                bytes=case.bytes(),
+                ours_us=ours_us,
+            )
+
+    run.attempt(case, "torch operations", peer)
+
+
+SMALL = Case(nodes=16)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_cpu(benchmark: Any, way: str) -> None:
+    """One step's choice on the CPU."""
+    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
+    [x] = inputs(SMALL, run, 1)
+    assert difference(x) == 0
+    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
+    suite.cpu_part(benchmark, OP, SMALL, way, functools.partial(WAYS[way], x), bytes=SMALL.bytes(), **name)
+
+
+@suite.needs_gpu
+def test_gpu(benchmark: Any) -> None:
+    """All cases on the GPU."""
+    suite.gpu_part(benchmark, OP, list(cases()), measure)
+
+
+if __name__ == "__main__":
+    suite.main(__doc__, OP, cases(), measure, budget=40)

@@ -1,0 +1,160 @@
+"""`tree_select` as one Triton launch: a program scores its row's candidates and numbers those that are kept.
+
+The last score that is kept is found by bisection over its bits: costs (negated scores, never negative) are compared as
+the integers of their bits, which have the order of the floats.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from medusa_kernels._triton import launch
+from medusa_kernels.reference import WORD
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a row is worked through: candidates and nodes at once, at least as many as there are, and words a node."""
+
+    block_m: int
+    block_n: int
+    words: int
+    num_warps: int
+    num_stages: int = 1
+
+
+BITS = 31
+"""Bits of a cost: a float without its sign."""
+
+
+def configuration(capability: launch.Capability, candidates: int, nodes: int) -> Config:
+    """Return the launch configuration for so many candidates, of which so many are kept."""
+    block_m = max(64, triton.next_power_of_2(candidates))
+    return Config(
+        block_m=block_m,
+        block_n=max(16, triton.next_power_of_2(nodes)),
+        words=-(-nodes // WORD),
+        num_warps=4 if block_m <= 512 else 8 if block_m <= 1024 else 16,
+    )
+
+
+@triton.jit(do_not_specialize=["candidates", "places", "nodes"])
+def _tree_select_kernel(
+    tokens, logprobs, depths, paths, numbers, chosen,
+    out_tokens, out_parents, out_depths, out_ancestors, out_paths,
+    candidates, places, nodes,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    i_b = tl.program_id(0).to(tl.int64)
+    tokens += i_b * candidates
+    logprobs += i_b * candidates
+    numbers += i_b * candidates
+    chosen += i_b * nodes
+    o_m = tl.arange(0, BLOCK_M)
+    m_m = o_m < candidates
+
+    # The cost of a path: what its candidates cost, from the root on. The padding of a path repeats its last one.
+    b_cost = tl.zeros((BLOCK_M,), tl.float32)
+    b_last = tl.zeros((BLOCK_M,), tl.int64)
+    for place in range(1, places):
+        b_node = tl.load(paths + o_m * places + place, mask=m_m, other=0)
+        b_own = tl.load(logprobs + b_node, mask=m_m & (b_node != b_last), other=0.0)
+        b_own = tl.where(b_own != b_own, -float("inf"), tl.where(b_own > 0.0, 0.0, b_own))
+        b_cost += 0.0 - b_own
+        b_last = b_node
+    b_key = b_cost.to(tl.int32, bitcast=True)
+    b_key = tl.where(m_m, b_key, 0x7FFFFFFF)
+
+    # The largest integer below which fewer than `nodes` costs lie: the cost of the last one kept.
+    limit = tl.zeros((), tl.int32)
+    for step in range(BITS):
+        trial = limit | (1 << (BITS - 1 - step))
+        below = tl.sum((b_key < trial).to(tl.int32), 0)
+        limit = tl.where(below < nodes, trial, limit)
+    b_below = (b_key < limit).to(tl.int32)
+    b_equal = ((b_key == limit) & m_m).to(tl.int32)
+    # Of equals the first ones: a parent stands before its children.
+    room = nodes - tl.sum(b_below, 0)
+    b_kept = (b_below != 0) | ((b_equal != 0) & (tl.cumsum(b_equal, 0) <= room))
+    b_number = tl.cumsum(b_kept.to(tl.int32), 0) - 1
+    tl.store(numbers + o_m, b_number, mask=m_m)
+    tl.store(chosen + b_number, o_m, mask=b_kept)
+    # Other threads' numbers are read from here on.
+    tl.debug_barrier()
+
+    o_n = tl.arange(0, BLOCK_N)
+    m_n = o_n < nodes
+    b_chosen = tl.load(chosen + o_n, mask=m_n, other=0)
+    b_depth = tl.load(depths + b_chosen, mask=m_n, other=0)
+    b_parent = tl.full((BLOCK_N,), -1, tl.int32)
+    o_row = i_b * nodes + o_n
+    for place in range(0, places):
+        b_node = tl.load(paths + b_chosen * places + place, mask=m_n, other=0)
+        b_step = tl.load(numbers + b_node, mask=m_n, other=0)
+        tl.store(out_paths + o_row * places + place, b_step.to(tl.int64), mask=m_n)
+        b_parent = tl.where(place == b_depth - 1, b_step, b_parent)
+    for word in tl.static_range(WORDS):
+        b_word = tl.zeros((BLOCK_N,), tl.int64)
+        for place in range(0, places):
+            b_node = tl.load(paths + b_chosen * places + place, mask=m_n, other=0)
+            b_step = tl.load(numbers + b_node, mask=m_n, other=0)
+            b_bit = tl.full((BLOCK_N,), 1, tl.int64) << (b_step % 64).to(tl.int64)
+            b_word |= tl.where(b_step // 64 == word, b_bit, 0)
+        tl.store(out_ancestors + o_row * WORDS + word, b_word, mask=m_n)
+    tl.store(out_tokens + o_row, tl.load(tokens + b_chosen, mask=m_n, other=0), mask=m_n)
+    tl.store(out_parents + o_row, b_parent, mask=m_n)
+    tl.store(out_depths + o_row, b_depth, mask=m_n)
+
+
+def tree_select(
+    tokens: Tensor, logprobs: Tensor, depths: Tensor, paths: Tensor, nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch the kernel, a program a row; see the public `tree_select`."""
+    (batch, candidates), places = tokens.shape, paths.shape[1]
+    config = configuration(launch.capability(tokens.device), candidates, nodes)
+    out_tokens, out_parents = tokens.new_empty(batch, nodes), depths.new_empty(batch, nodes)
+    out_depths, out_paths = depths.new_empty(batch, nodes), tokens.new_empty(batch, nodes, places)
+    ancestors = tokens.new_empty(batch, nodes, config.words)
+    if batch:
+        numbers, chosen = depths.new_empty(batch, candidates), depths.new_empty(batch, nodes)
+        with launch.on_device(tokens):
+            _tree_select_kernel[(batch,)](
+                *(t.contiguous() for t in (tokens, logprobs, depths, paths)), numbers, chosen,
+                out_tokens, out_parents, out_depths, ancestors, out_paths, candidates, places, nodes,
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, WORDS=config.words, BITS=BITS,
+                num_warps=config.num_warps, num_stages=config.num_stages,
+            )  # fmt: skip
+    return out_tokens, out_parents, out_depths, ancestors, out_paths
+
+
+def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisation]:
+    """Yield every block of candidates, with the fewest and the most nodes that ask for it.
+
+    The nodes' block follows from the nodes alone and changes little: the sizes between are left out.
+    """
+    for candidates, nodes in (
+        (32, 8), (64, 64), (116, 16), (128, 128), (158, 16), (256, 256), (347, 32), (512, 256), (872, 64), (1024, 256),
+        (1703, 64), (2048, 256), (3390, 256), (4096, 16), (8192, 16), (8192, 256),
+    ):  # fmt: skip
+        config = configuration(capability, candidates, nodes)
+        kinds = {"logprobs": "*fp32"}
+        for kind, names in (
+            ("*i64", ("tokens", "paths", "out_tokens", "out_ancestors", "out_paths")),
+            ("*i32", ("depths", "numbers", "chosen", "out_parents", "out_depths")),
+            ("i32", ("candidates", "places", "nodes")),
+        ):
+            kinds |= dict.fromkeys(names, kind)
+        yield launch.Specialisation(
+            name=f"tree_select M{config.block_m} N{config.block_n}",
+            kernel=_tree_select_kernel,
+            signature={name: kinds[name] for name in _tree_select_kernel.arg_names if name in kinds},
+            constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "WORDS": config.words, "BITS": BITS},
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
