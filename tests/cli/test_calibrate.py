@@ -41,11 +41,17 @@ def test_the_result_lies_beside_the_heads_and_is_read_by_the_other_commands(caps
     assert sum(values["paths"].values()) == 36
     assert (values["made"]["texts"], values["made"]["tokens"]) == (4, 48)
     assert values["made"]["prompts"]["count"] == 3
+    # Two turns, then a turn, then a text: 11 positions with a target each, three ranks a position.
+    assert [[len(text) for text in texts] for texts in values["texts"]] == [[33, 33], [33], [33]]
     hits = values["accuracy"]["hits"]
     head, first, *_ = printed.splitlines()
     assert head.split() == ["top-1", "top-2", "top-3", "top-5", "top-10"]
     assert first.split()[:3] == ["head", "1", f"{100 * hits[0][0] / 36:.1f}"]
-    assert "36 positions in 4 texts (48 tokens)" in printed
+    assert "36 positions in 4 texts (48 tokens, greedy)" in printed
+    tree = ["tree", "search", "--calibration", str(heads / "calibration.json"), "--nodes", "16", "--json"]
+    assert main(tree) == 0
+    walked = json.loads(capsys.readouterr().out)["walk"]["expected"]["walked"]
+    assert f" 16  {walked['value']:.3f} ({walked['low']:.3f} to {walked['high']:.3f})" in printed
     assert str(heads / "calibration.json") in printed
     left = {path.name for path in heads.iterdir()}
     assert not {name for name in left if name.endswith((".progress", ".partial"))}
@@ -74,7 +80,8 @@ def test_limit_json_and_resume(capsys, file, heads, tmp_path):
     whole = out.read_bytes()
     out.unlink()
     # A run that was stopped behind its first line: the header of the one that is on the way to the same result.
-    header = json.dumps({name: json.loads(whole)["made"][name] for name in _made(whole)}) + "\n"
+    made = json.loads(whole)["made"]
+    header = json.dumps({"format": 2} | {name: made[name] for name in _made(whole)}) + "\n"
     progress = out.with_name("c.json.progress")
     progress.write_text(header)
     capsys.readouterr()
@@ -112,6 +119,17 @@ def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
     assert made["settings"]["template"] == "chat"
 
 
+def test_texts_may_be_drawn(capsys, file, heads):
+    argv = ["calibrate", "--model", str(heads), "--prompts", file, *LIMITS, "--temperature", "0.8", "--seed", "7"]
+    assert main(argv) == 0
+    assert "tokens, drawn at temperature 0.8)" in capsys.readouterr().out
+    first = json.loads((heads / "calibration.json").read_text())
+    settings = first["made"]["settings"]
+    assert (settings["temperature"], settings["seed"]) == (0.8, 7)
+    assert main([*argv[:-1], "8"]) == 0
+    assert json.loads((heads / "calibration.json").read_text())["texts"] != first["texts"]
+
+
 def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
     from medusa_decoding.tuning import calibrate as module
 
@@ -137,6 +155,7 @@ def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
         (["--out", "no/such/folder/c.json"], "--out: expected a file in a folder that exists"),
         (["--out", "HERE"], "--out: expected a file in a folder that exists"),
         (["--out", "OUT", "--template", "missing.jinja"], "missing.jinja"),
+        (["--out", "OUT", "--seed", "1"], "--seed: expected --temperature above 0 with it, got none"),
         (["--model", "HEADS", "--max-new-tokens", "3"], "at least 4 new tokens .* got 4 texts with 12 tokens"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from medusa_decoding import Tree
 from medusa_decoding.cli import main
 from medusa_decoding.tuning.accuracy import NONE, Calibration
+from medusa_decoding.tuning.walk import walk
 
 # Heads that are right together: behind rank 0 only rank 0, behind rank 1 only rank 1.
 TOGETHER = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
@@ -21,23 +22,116 @@ def file(tmp_path):
     return str(tmp_path / "c.json")
 
 
-def test_search_compares_both_ways(capsys, file, tmp_path):
+# The same as texts: of 8 positions of one, steps with rank 0 alone start at 0, 2, 3, 5, 6.
+WALKED = Calibration.of(2, 2, [[((0, 0), (0, 0), (1, 1)) * 2 + ((0, 0), (0, NONE))], [((1, 1), (NONE, NONE))]])
+
+
+def test_search_compares_the_ways(capsys, file, tmp_path):
     Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2}).save(tmp_path / "other.json")
     argv = ["tree", "search", "--calibration", file, "--nodes", "3,5"]
     assert main(argv) == 0
-    head, three, five = capsys.readouterr().out.splitlines()
-    assert re.split(r"\s{2,}", head.strip())[1:4] == ["if independent", "its tree by paths", "best by paths"]
-    assert three.split() == ["3", "1.900", "1.900", "2.000", "+5.3", "%", "1"]
-    assert five.split() == ["5", "2.350", "2.400", "2.800", "+19.1", "%", "1"]
+    out = capsys.readouterr().out
+    head, *rows = out.splitlines()[:5]
+    assert re.split(r"\s{2,}", head.strip()) == [
+        "nodes",
+        "best by",
+        "other nodes",
+        "if independent",
+        "by paths",
+        "walked",
+    ]
+    assert [row.split() for row in rows] == [
+        ["3", "products", "0", "1.900", "1.900", "unknown"],
+        ["3", "paths", "1", "1.750", "2.000", "unknown"],
+        ["5", "products", "0", "2.350", "2.400", "unknown"],
+        ["5", "paths", "1", "2.310", "2.800", "unknown"],
+    ]
+    assert "Not walked: the calibration was made before texts were kept" in out
     assert main([*argv, "--held-out", str(tmp_path / "other.json"), "--json"]) == 0
     three, five = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert three["nodes"] == 3
-    assert three["if_independent"] == {"tree": [[0], [1]], "estimate": 1.9, "tokens": 1.9, "held_out": 2.0}
-    assert three["whole_paths"] == {"tree": [[0], [0, 0]], "tokens": 2.0, "held_out": 2.0}
-    assert three["different_nodes"] == 1
-    assert five["whole_paths"]["tree"] == [[0], [1], [0, 0], [1, 1]]
+    assert three["products"]["tree"] == [[0], [1]]
+    assert three["products"]["expected"]["independent"] == {"value": 1.9, "low": None, "high": None}
+    assert three["products"]["held_out"]["paths"]["value"] == 2.0
+    assert three["paths"]["tree"] == [[0], [0, 0]]
+    assert three["paths"]["different_nodes"] == 1
+    assert five["paths"]["tree"] == [[0], [1], [0, 0], [1, 1]]
     assert main([*argv, "--held-out", str(tmp_path / "other.json")]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["2.000", "2.000"]
+    assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["2.000", "unknown"]
+
+
+def test_search_walks_texts(capsys, tmp_path):
+    WALKED.save(tmp_path / "c.json")
+    argv = ["tree", "search", "--calibration", str(tmp_path / "c.json"), "--nodes", "2"]
+    assert main([*argv, "--json"]) == 0
+    [found] = map(json.loads, capsys.readouterr().out.splitlines())
+    # 8 and 2 tokens; with rank 0 alone 5 and 2 steps: the first text from 0, 2, 3, 5, 6.
+    assert found["paths"]["tree"] == [[0]]
+    assert found["paths"]["expected"]["walked"]["value"] == pytest.approx(10 / 7)
+    ends = found["paths"]["expected"]["walked"]
+    assert (ends["low"], ends["high"]) == (1.0, 1.6)  # one prompt or the other alone
+    assert found["walk"]["expected"]["walked"]["value"] == pytest.approx(10 / 7)
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "1.429 (1.000 to 1.600)" in out
+    assert "bootstrap over prompts" in out
+    for by, wanted in ((["--by", "products"], [[0]]), ([], found["walk"]["tree"])):
+        assert main([*argv, "--save", str(tmp_path / "t.json"), *by]) == 0
+        assert Tree.load(tmp_path / "t.json") == Tree(wanted)
+
+
+# --- measured ---
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Two files of texts to continue."""
+    for name, texts in (("a", ["def f(x):", "import os", "class A"]), ("b", ["return x", "for i in"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return tmp_path
+
+
+def test_measured_beside_expected(capsys, checkpoint, prompts):
+    heads = str(checkpoint / "heads")
+    made = {}
+    for name in "ab":
+        made[name] = str(prompts / f"{name}.json")
+        argv = ["--model", heads, "--prompts", str(prompts / f"{name}.jsonl"), "--max-new-tokens", "20"]
+        assert main(["calibrate", *argv, "--out", made[name], "--json"]) == 0
+    capsys.readouterr()
+    argv = ["tree", "measure", "--model", heads, "--calibration", made["a"], "--nodes", "2,9"]
+    assert main([*argv, "--prompts", str(prompts / "b.jsonl"), "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["nodes"] for line in lines] == [2, 9]
+    for line in lines:
+        # The other texts are walked to the very steps that were made.
+        steps = walk(Calibration.load(made["b"]), Tree(line["tree"]))
+        assert (line["steps"], line["measured"]["value"]) == (sum(steps.steps), steps.tokens_per_step)
+        expected = walk(Calibration.load(made["a"]), Tree(line["tree"])).tokens_per_step
+        assert line["expected"]["walked"]["value"] == expected
+        assert line["ratio"]["value"] == pytest.approx(expected / steps.tokens_per_step)
+        assert line["ratio"]["low"] <= line["ratio"]["value"] <= line["ratio"]["high"]
+    assert lines[1]["measured"]["value"] > lines[0]["measured"]["value"]
+    assert main([*argv, "--prompts", str(prompts / "b.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"measured +steps +walked over measured", out)
+    assert f"{lines[1]['measured']['value']:.3f} (" in out
+    # Texts drawn at the calibration's temperature.
+    drawn = ["--temperature", "0.5", "--seed", "3", "--max-new-tokens", "20", "--out", made["a"], "--json"]
+    assert main(["calibrate", "--model", heads, "--prompts", str(prompts / "a.jsonl"), *drawn]) == 0
+    capsys.readouterr()
+    assert main([*argv, "--prompts", str(prompts / "b.jsonl"), "--json"]) == 0
+    assert [json.loads(line)["steps"] for line in capsys.readouterr().out.splitlines()] != [
+        line["steps"] for line in lines
+    ]
+    for other, words in (
+        (["--prompts", str(prompts / "a.jsonl")], "--prompts: expected others than those of"),
+        (["--prompts", str(prompts / "b.jsonl"), "--dtype", "bfloat16"], "settings: expected .*'dtype': 'float32'"),
+    ):
+        assert main([*argv, *other]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert re.search(words, captured.err)
 
 
 def test_search_saves_a_tree_that_show_draws(capsys, file, tmp_path):
@@ -81,6 +175,9 @@ def test_a_terminal_that_knows_ascii_only_gets_ascii(monkeypatch):
         (["search", "--calibration", "PLAIN"], r"a.json: expected a file that `medusa calibrate` wrote"),
         (["search", "--calibration", "FILE", "--nodes", "8"], "num_nodes: expected at most 7 with these heads, got 8"),
         (["search", "--calibration", "FILE", "--nodes", "2,3", "--save", "t.json"], "--save: expected one size"),
+        (["search", "--calibration", "FILE", "--nodes", "2", "--by", "walk"], "--by: expected --save with it"),
+        (["search", "--calibration", "FILE", "--nodes", "2", "--by", "walk", "--save", "t.json"], "with its texts"),
+        (["measure", "--calibration", "FILE", "--prompts", "x.jsonl"], "calibration: expected one with its texts"),
         (["search", "--calibration", "FILE", "--nodes", "2", "--save", "no/such/t.json"], "--save: expected a file in"),
         (["show", "chain:3", "--accuracies", "FILE"], "depth 3, expected at most 2"),
         (["show", "chain:1", "--width", "10"], "width: expected at least 20 columns, got 10"),

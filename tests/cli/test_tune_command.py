@@ -75,6 +75,87 @@ def test_a_table_for_people_with_counts_of_the_heads(tune, folder):
     assert f"stored in {folder / 'tuning.json'}" in out
 
 
+def write_prompts(file, texts=("import os\n", "def f(x):\n    return")):
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+@pytest.fixture
+def calibration(folder, tmp_path, capsys):
+    """A calibration of the copy's heads, elsewhere."""
+    argv = ["--prompts", str(write_prompts(tmp_path / "asked.jsonl")), "--max-new-tokens", "20", "--out"]
+    assert main(["calibrate", "--model", str(folder), *argv, str(tmp_path / "c.json")]) == 0
+    capsys.readouterr()
+    return tmp_path / "c.json"
+
+
+def steps_by_hand(texts, choices):
+    """Tokens a step along the texts of a calibration's file, read with other means."""
+    tokens = steps = 0
+    for text in (text for of_prompt in texts for text in of_prompt):
+        ranks = [[None if rank == "-" else int(rank) for rank in text[i : i + 4]] for i in range(0, len(text), 4)]
+        here = 0
+        while here < len(ranks):
+            here += 1 + max((d for d in range(1, 5) if ranks[here][:d] in choices), default=0)
+            steps += 1
+        tokens += len(ranks)
+    return tokens / steps
+
+
+def test_texts_of_a_calibration_are_walked(tune, folder, calibration):
+    texts = json.loads(calibration.read_text())["texts"]
+    code, out, _ = tune("--nodes", "3,9", "--prefix", "20", "--repeats", "1", "--calibration", calibration, "--json")
+    assert code == 0
+    figures = json.loads(out)
+    assert (figures["weighed"], figures["accuracies"]["source"]) == ("walked", "calibration.json")
+    for size in figures["cases"][0]["sizes"]:
+        assert len(size["choices"]) == size["nodes"] - 1
+        assert size["tokens"] == pytest.approx(steps_by_hand(texts, size["choices"]))
+    # Beside the heads it is found by itself.
+    shutil.copy(calibration, folder / "calibration.json")
+    code, out, _ = tune("--nodes", "3,9", "--prefix", "20", "--repeats", "1")
+    assert code == 0
+    assert "expected tokens a step: walked along the texts" in out
+    assert json.loads((folder / "tuning.json").read_text())["weighed"] == "walked"
+    with MedusaModel.from_pretrained(folder, dtype="float32") as model:
+        assert model.tree.num_nodes in (1, 3, 9)
+    # Without the texts there is nothing to walk along, and --check says that this has changed.
+    values = json.loads(calibration.read_text())
+    (folder / "calibration.json").write_text(json.dumps({k: values[k] for k in values if k not in ("texts", "format")}))
+    code, out, _ = tune("--check", "--json")
+    assert (code, json.loads(out)["notes"]) == (0, ["expected tokens were walked, would be independent"])
+    code, out, [line] = tune(*QUICK, "--calibration", folder / "config.json")
+    assert (code, out) == (2, "")
+    assert "config.json: expected" in line
+
+
+def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
+    """The embedded model's choice stands in the user's folder for caches, where it is found again."""
+    own = CHECKPOINT / "heads" / "tuning.json"
+    before = own.read_bytes() if own.exists() else None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["tune", *QUICK, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    [file] = (tmp_path / "cache").rglob("tuning.json")
+    assert figures["file"] == str(file)
+    assert (own.read_bytes() if own.exists() else None) == before
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype="float32") as model:
+        assert model._tuning is not None
+        assert model.tree == Tree(figures["cases"][0]["choices"])
+    assert main(["tune", "--check"]) == 0
+    assert capsys.readouterr().out.startswith(f"{file} holds: ")
+    assert main(["tune", "--check", "--dtype", "bfloat16"]) == 2
+    assert f"{file}: dtype: tuned with float32, now bfloat16" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_made_is_told_before_any_work(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
+    assert main(["tune", *QUICK]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+
+
 def test_another_file(tune, folder, tmp_path):
     out = tmp_path / "mine.json"
     assert tune(*QUICK, "--out", out)[0] == 0
@@ -110,8 +191,7 @@ def test_check(tune, folder):
 
 
 def test_sweep(tune, folder, tmp_path):
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("import os\n", "def f(x):\n    return")))
+    file = write_prompts(tmp_path / "texts.jsonl")
     assert tune(*QUICK)[0] == 0
     argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1"]
     code, out, _ = tune(*argv, "--json")
@@ -126,14 +206,53 @@ def test_sweep(tune, folder, tmp_path):
     assert rates[found["best_nodes"]] == max(rates.values())
     assert found["rank"] == 1 + sum(rate > rates[found["chosen_nodes"]] for rate in rates.values())
     assert found["behind"] == pytest.approx(1 - rates[found["chosen_nodes"]] / max(rates.values()))
+    assert found["chosen_over_best"]["value"] == pytest.approx(1 - found["behind"])
     code, out, _ = tune(*argv)
     assert code == 0
     assert re.search(r"the chosen tree of \d nodes is number [123] of 3, [\d.]+ % behind the fastest", out)
 
 
+def test_a_sweep_may_be_kept(tune, folder, tmp_path, monkeypatch):
+    file, kept = write_prompts(tmp_path / "texts.jsonl"), tmp_path / "records.jsonl"
+    assert tune(*QUICK)[0] == 0
+    argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1", "--sweep-out", kept, "--json"]
+    monkeypatch.setenv("MEDUSA_COMMIT", "abc123")
+    monkeypatch.setattr("sys.argv", ["/usr/bin/medusa", "tune", *map(str, argv)])
+    made = []
+    for _ in range(2):
+        code, out, _ = tune(*argv)
+        assert code == 0
+        made.append(json.loads(out))
+    records = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [{name: record[name] for name in made[0]} for record in records] == made
+    [record, _] = records
+    assert record["benchmark"] == "tune_sweep"
+    assert (record["dtype"], record["backend"], record["batch"], record["weighed"]) == (
+        "float32", "eager", 1, "independent"
+    )  # fmt: skip
+    config = json.loads((folder / ".." / "base" / "config.json").read_text())
+    assert record["shapes"] == {
+        "class": config["architectures"][0],
+        "hidden_size": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
+        "vocab_size": config["vocab_size"],
+        "heads": 4,
+        "blocks": 2,
+        "candidates": config["vocab_size"],
+    }
+    assert record["machine"]["threads"] == torch.get_num_threads()
+    assert set(record["versions"]) >= {"python", "torch", "transformers"}
+    assert record["commit"] == "abc123"
+    assert record["command"].startswith("medusa tune --sweep --prompts ")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["--sweep-out", "x.jsonl"], "--sweep-out: expected --sweep with it"),
+        (["--sweep", "--prompts", "x", "--sweep-out", "no/such/x.jsonl"], "--sweep-out: expected a file in a folder"),
+        (["--sweep", "--prompts", "x", "--calibration", "c.json"], "--calibration: expected none with --sweep"),
         (["--prompts", "x.jsonl"], "--prompts: expected --sweep with it"),
         (["--rounds", "2"], "--rounds: expected --sweep with it"),
         (["--sweep"], "--prompts: expected some files with --sweep"),

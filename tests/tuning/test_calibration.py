@@ -1,4 +1,4 @@
-"""Calibration: counts against a walk with full logits and transformers' text; stopped runs; the file."""
+"""Calibration: ranks against a walk with full logits and transformers' text; stopped runs; the file."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from medusa_decoding.tuning import calibrate as module
 from medusa_decoding.tuning.acceleration import read_accuracies
 from medusa_decoding.tuning.accuracy import NONE, Calibration, wilson
 from medusa_decoding.tuning.calibrate import calibrate
+from medusa_decoding.tuning.walk import walk
 
 K = 3
 PROMPTS = [
@@ -59,6 +60,8 @@ def test_paths_by_hand(counted):
 def test_trees_that_were_not_counted_are_refused(counted, choices, words):
     with pytest.raises(ValueError, match=words):
         counted.expected_tokens(Tree(choices))
+    with pytest.raises(ValueError, match="static"):
+        counted.expected_tokens(Tree([[0], [1]], keep=2))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,57 @@ def test_other_files_are_refused(counted, tmp_path, change, words):
         Calibration.load(tmp_path / "c.json")
 
 
+def test_texts_are_counted_as_far_as_the_heads_reach(tmp_path):
+    """Two heads: a text's last position has no target for the second one, so that it is walked but not counted."""
+    texts = [
+        [((0, 1), (NONE, 0), (1, NONE)), ((0, NONE),)],
+        [],  # no room for a text
+        [((NONE, NONE),)],
+        [(), ((0, 1), (0, NONE))],  # of a text of one token there is nothing to rank
+    ]
+    found = Calibration.of(2, 2, texts, {"a": 1})
+    assert found.paths == {(0, 1): 2, (NONE, 0): 1}
+    found.save(tmp_path / "c.json")
+    values = json.loads((tmp_path / "c.json").read_text())
+    assert values["format"] == 2
+    assert values["texts"] == [["01-01-", "0-"], [], ["--"], ["", "010-"]]
+    assert Calibration.load(tmp_path / "c.json") == found
+
+
+def test_files_from_before_texts_were_kept_are_read(counted, tmp_path):
+    values = counted.to_json()
+    assert "format" not in values
+    (tmp_path / "c.json").write_text(json.dumps(values))
+    found = Calibration.load(tmp_path / "c.json")
+    assert found.texts is None
+    assert found.expected_tokens(Tree([[0]])) == pytest.approx(1.6)
+    with pytest.raises(ValueError, match=r"calibration: expected one with its texts, .*medusa calibrate"):
+        walk(found, Tree([[0]]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda values: values.update(format=3), "format: expected 1 or 2, got 3"),
+        (lambda values: values.pop("texts"), "KeyError"),
+        (lambda values: values["texts"][0].__setitem__(0, "010"), "expected 2 ranks a position, got 3 in all"),
+        (lambda values: values["texts"][0].__setitem__(0, "0101"), r"got \[0, 1\] with 1 tokens to come"),
+        (lambda values: values["texts"][0].__setitem__(0, "020-"), r"2 ranks below 2 .*got \[0, 2\]"),
+        (lambda values: values["texts"][0].__setitem__(0, "012-"), r"2 ranks below 2 .*got \[2, -1\]"),
+        (lambda values: values["texts"][0].__setitem__(0, "000-"), "the very paths that were counted"),
+        (lambda values: values["texts"].pop(), "the very paths that were counted"),
+        (lambda values: values["texts"][0].__setitem__(0, "01x-"), "invalid literal"),
+        (lambda values: values.update(texts=7), "TypeError"),
+    ],
+)
+def test_texts_that_contradict_the_counts_are_refused(tmp_path, change, words):
+    values = Calibration.of(2, 2, [[((0, 1), (0, NONE))], [((1, 1), (1, NONE))]]).to_json()
+    change(values)
+    (tmp_path / "c.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"c.json: expected a file that `medusa calibrate` wrote, .*{words}"):
+        Calibration.load(tmp_path / "c.json")
+
+
 @pytest.mark.parametrize("text", ["[1]", "{", ""])
 def test_no_json_object_is_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
@@ -144,20 +198,23 @@ def test_no_json_object_is_refused(tmp_path, text):
 
 @torch.no_grad()
 def walked(base, heads, prompt, new):
-    """Paths of ranks at each position that the heads' reach allows, from full logits by the heads' formula."""
+    """Paths of ranks at each position with a target, from full logits by the heads' formula; none beyond the end."""
     tokens = prompt + new
     states = base.model(torch.tensor([tokens])).last_hidden_state[0]
     paths = []
-    for t in range(len(prompt) - 1, len(tokens) - K - 1):
+    for t in range(len(prompt) - 1, len(tokens) - 2):
         path = []
         for k in range(K):
+            if t + k + 2 >= len(tokens):
+                path.append(NONE)
+                continue
             inner = heads.w1[k, 0] @ states[t] + heads.b1[k, 0]
             logits = heads.w2[k] @ (states[t] + inner * torch.sigmoid(inner))
             # The rank of a token: how many have a larger logit.
             rank = int((logits > logits[tokens[t + k + 2]]).sum())
             path.append(rank if rank < 10 else NONE)
         paths.append(tuple(path))
-    return paths
+    return tuple(paths)
 
 
 def greedy(base, prompt, new_tokens, eos):
@@ -175,12 +232,13 @@ def test_counts_are_those_of_a_walk_over_the_models_own_texts(make):
     heads, base = model.heads, model.base
     model.undo()
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    paths, texts, tokens = [], 0, 0
+    ranks, texts, tokens = [], 0, 0
     for prompt in PROMPTS:
+        ranks.append(())
         if prompt.is_text:
             ids = tokenizer(prompt.turns[0])["input_ids"][:6]
             new = greedy(base, ids, 24, None)
-            paths += walked(base, heads, ids, new)
+            ranks[-1] += (walked(base, heads, ids, new),)
             texts, tokens = texts + 1, tokens + len(new)
             continue
         said = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
@@ -188,13 +246,15 @@ def test_counts_are_those_of_a_walk_over_the_models_own_texts(make):
             said.append({"role": "user", "content": turn})
             ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
             new = greedy(base, ids, 24, [end])
-            paths += walked(base, heads, ids, new)
+            ranks[-1] += (walked(base, heads, ids, new),)
             texts, tokens = texts + 1, tokens + len(new)
             text = tokenizer.decode(new, skip_special_tokens=True)
             said.append({"role": "assistant", "content": text})
     with MedusaModel(base, heads) as again:
         found = calibrate(again, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6)
-    assert found.paths == Counter(paths)
+    assert found.texts == tuple(ranks)
+    # The last K tokens of a text are targets only: of its positions, the last K - 1 have heads without one.
+    assert found.paths == Counter(path for of_prompt in ranks for text in of_prompt for path in text[: -(K - 1)])
     assert (found.num_heads, found.ranks) == (K, 10)
     assert (found.made["texts"], found.made["tokens"], found.made["left_out"]) == (texts, tokens, 0) == (5, tokens, 0)
     # The case says something: named and unnamed tokens, several ranks, paths that are right from end to end.
@@ -230,6 +290,39 @@ def test_few_candidates_bound_the_ranks():
     assert all(len(row) == len(kept) for row in found.accuracies)
 
 
+# --- drawn texts ---
+
+
+def test_ranks_are_those_of_the_drawn_texts(make):
+    """The texts of a calibration at a temperature, written again by the package's own sampling, one seed a text."""
+    model, tokenizer = make()
+    cold, other = (
+        calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, temperature=1.5, seed=seed)
+        for seed in (3, 4)
+    )
+    again = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, temperature=1.5, seed=3)
+    greedy_ones = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6)
+    assert cold == again
+    assert cold.texts != other.texts != greedy_ones.texts
+    settings = cold.made["settings"]
+    assert (settings["temperature"], settings["seed"], settings["top_k"]) == (
+        1.5,
+        3,
+        model.base.generation_config.top_k,
+    )
+    assert greedy_ones.made["settings"]["temperature"] == 0
+    assert "seed" not in greedy_ones.made["settings"]
+    # Heads are right less often about texts that surprise the model.
+    first = [found.hits[0][0] / found.positions for found in (greedy_ones, cold)]
+    assert first[0] > first[1]
+
+
+def test_equal_prompts_draw_different_texts(make):
+    model, tokenizer = make()
+    found = calibrate(model, tokenizer, [PROMPTS[3]] * 3, max_new_tokens=24, temperature=1.5)
+    assert len(set(found.texts)) == 3
+
+
 # --- stopped runs ---
 
 
@@ -258,7 +351,9 @@ def test_a_run_killed_at_any_point_ends_in_the_same_bytes(make, tmp_path, finish
     assert len(lines) == 1 + len(PROMPTS)
     asked = []
     answer = module._Writer.count
-    monkeypatch.setattr(module._Writer, "count", lambda self, prompt: asked.append(prompt) or answer(self, prompt))
+    monkeypatch.setattr(
+        module._Writer, "count", lambda self, prompt, n: asked.append((n, prompt)) or answer(self, prompt, n)
+    )
     starts = [sum(map(len, lines[:n])) for n in range(1, len(lines) + 1)]
     for done, start in enumerate(starts):
         for torn in (0, 1, len(lines[done + 1]) - 1) if done + 1 < len(lines) else (0,):
@@ -267,7 +362,7 @@ def test_a_run_killed_at_any_point_ends_in_the_same_bytes(make, tmp_path, finish
             asked.clear()
             run(make, out, True)
             assert out.read_bytes() == whole
-            assert asked == PROMPTS[done:]  # nothing twice
+            assert asked == [*enumerate(PROMPTS)][done:]  # nothing twice
             assert not out.with_name(out.name + ".progress").exists()
 
 
@@ -281,10 +376,10 @@ def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch, torn)
     def stopped_after(prompts, resume):
         left = iter([True] * prompts + [False])
 
-        def count(self, prompt):
+        def count(self, prompt, number):
             if not next(left):
                 raise KeyboardInterrupt
-            return answer(self, prompt)
+            return answer(self, prompt, number)
 
         with monkeypatch.context() as patch:
             patch.setattr(module._Writer, "count", count)
@@ -306,7 +401,7 @@ def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch, torn)
 def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, finished, monkeypatch):
     out = tmp_path / "whole.json"
     with monkeypatch.context() as patch:
-        patch.setattr(module._Writer, "count", lambda self, prompt: pytest.fail("asked again"))
+        patch.setattr(module._Writer, "count", lambda self, *asked: pytest.fail("asked again"))
         assert run(make, out, True) == Calibration.load(out)
     other = run(make, out, True, max_new_tokens=20)
     assert other.made["settings"]["max_new_tokens"] == 20
@@ -319,6 +414,7 @@ def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, fi
     ("changes", "words"),
     [
         ({"max_new_tokens": 17}, "settings: expected .*'max_new_tokens': 16"),
+        ({"temperature": 0.5}, "settings: expected .*'temperature': 0"),
         ({"prompts": PROMPTS[::-1]}, "prompts: expected"),
         ({"prompts": [*PROMPTS[:3], Prompt(("zy",))]}, "prompts: expected"),
     ],
@@ -363,6 +459,8 @@ def test_damaged_progress_is_refused(make, tmp_path, finished, content):
         ({"max_new_tokens": True}, "max_new_tokens: expected a whole number from 1, got True"),
         ({"prompt_tokens": 0}, "prompt_tokens: expected a whole number from 1, got 0"),
         ({"prompts": []}, "prompts: expected at least one, got none"),
+        ({"temperature": -1.0}, "temperature: expected a number from 0, got -1.0"),
+        ({"temperature": 0.5, "seed": -1}, "seed: expected a whole number from 0, got -1"),
         ({"resume": True, "out": None}, r"resume: expected a file \(out\) to go on from, got none"),
         ({"max_new_tokens": K}, r"at least 4 new tokens .*, got 5 texts with 15 tokens"),
     ],

@@ -11,6 +11,7 @@ from simulation import BETTER, CPU, GPU, USELESS, commit
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.ladder import VICUNA_7B
+from medusa_decoding.tuning.accuracy import NONE, Calibration
 from medusa_decoding.tuning.choice import (
     CALIBRATION,
     MEASURED,
@@ -19,6 +20,7 @@ from medusa_decoding.tuning.choice import (
     candidates,
     find_accuracies,
     published,
+    read_texts,
     trees_of,
 )
 from medusa_decoding.tuning.latency import Latency
@@ -63,6 +65,22 @@ def test_sizes_that_the_heads_cannot_fill_are_refused():
         best([])
 
 
+def test_texts_are_walked_where_there_are_any():
+    """Rank 0 is right at the first of two positions, rank 1 never; behind them, rank 0 at every second position."""
+    right, wrong = (0, NONE), (NONE, 0)
+    texts = Calibration.of(2, 2, [((right, wrong) * 9 + (right, (NONE, NONE)),)])
+    accuracies = texts.accuracies
+    plain, chain, fork = candidates(accuracies, {1: 1.0, 2: 1.5, 3: 2.5}, texts)
+    # Steps start at every second position only, where the guess is right: one accepted by each.
+    assert (plain.tokens, chain.tokens) == pytest.approx((1.0, 2.0))
+    assert chain.tree == Tree([[0]])
+    assert fork.tokens == pytest.approx(2.0)
+    assert [one.tokens for one in candidates(accuracies, {2: 1.5})] == pytest.approx([1 + 10 / 19])
+    assert best(candidates(accuracies, {1: 1.0, 2: 1.6}, texts)).tree.num_nodes == 2
+    assert best(candidates(accuracies, {1: 1.0, 2: 1.6})).tree.num_nodes == 1
+    assert trees_of(accuracies, [1, 2], texts) == [Tree([]), Tree([[0]])]
+
+
 # Sources
 
 
@@ -103,6 +121,18 @@ def test_files_of_other_heads_or_damaged_ones_are_named(tmp_path):
         (tmp_path / CALIBRATION).write_text(text)
         with pytest.raises(ValueError, match=r"calibration.json: expected"):
             find_accuracies(tmp_path, 1, 9)
+
+
+def test_texts_are_read_where_they_were_kept(tmp_path):
+    kept = Calibration.of(2, 3, [[((0, 1), (0, 0), (2, NONE))]])
+    kept.save(tmp_path / CALIBRATION)
+    assert read_texts(tmp_path / CALIBRATION, 3) == kept
+    with pytest.raises(ValueError, match=r"calibration.json: expected at most 2 ranks, as these heads have, got 3"):
+        read_texts(tmp_path / CALIBRATION, 2)
+    Calibration(2, 3, kept.paths).save(tmp_path / CALIBRATION)
+    assert read_texts(tmp_path / CALIBRATION, 3) is None
+    (tmp_path / CALIBRATION).write_text(counts([[5, 6]], [10]))
+    assert read_texts(tmp_path / CALIBRATION, 3) is None
 
 
 # Every tree in generations, with a clock that only counts
@@ -182,6 +212,11 @@ def test_sweep_adds_up_and_shuffles():
     assert [one.rate for one in found] == pytest.approx([20 / 3, 40 / 6, 60 / 9])
     assert (plain.low, plain.high) == (pytest.approx(20 / 15), pytest.approx(20 / 3))
     assert (chain.low, longer.tokens_per_step) == (pytest.approx(40 / 27), 3.0)
+    assert plain.texts == ((10, 1.0), (10, 2.0))
+    # Half as fast in every text: so are all draws of texts.
+    slow = Swept(Tree.chain(3), plain.rate / 2, 0.0, 0.0, 1.0, tuple((n, 2 * seconds) for n, seconds in plain.texts))
+    of_best = judge(slow.tree, [plain, slow]).of_best
+    assert (of_best.value, of_best.low, of_best.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
 def test_verdicts():

@@ -191,3 +191,12 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"plot: expected matplotlib, got none; .*medusa-kernels\[train\]"):
         Tree.chain(2).plot()
+
+
+def test_of_a_dynamic_tree_the_candidates_are_drawn():
+    """Which of them a step verifies differs from step to step, so that no expected tokens are stated."""
+    tree = Tree([[0], [1], [0, 0]], keep=3)
+    lines = as_text(tree, 40, [0.6, 0.2, 0.3]).splitlines()
+    assert sum(line.count(mark) for line in lines[:5] for mark in "█▓▒░") == 3
+    assert lines[6] == "3 nodes a step, of 4 candidates, depth"
+    assert "tokens a step expected" not in " ".join(lines)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from medusa_decoding import Tree
 from medusa_decoding.tuning.accuracy import NONE, Calibration
-from medusa_decoding.tuning.search import compare, joint_tree, most_nodes
+from medusa_decoding.tuning.compare import PATHS, PRODUCTS, WALK, compare
+from medusa_decoding.tuning.search import joint_tree, most_nodes
 
 
 def every_tree(heads, ranks, size):
@@ -125,27 +126,45 @@ def test_comparison_by_hand():
     """Heads that are right together: behind rank 0 only rank 0, behind rank 1 only rank 1."""
     calibration = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
     held_out = Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2})
-    three, five = compare(calibration, [3, 5], held_out)
-    assert three.independent == Tree([[0], [1]])  # 0.5, 0.4, then 0.5 * 0.5
-    assert three.joint == Tree([[0], [0, 0]])
-    assert three.different == 1
-    assert (three.estimate, three.independent_tokens, three.joint_tokens) == pytest.approx((1.9, 1.9, 2.0))
-    assert three.held_out == pytest.approx((1 + 0.75 + 0.25, 1 + 0.75 + 0.25))
-    assert five.joint == Tree([[0], [1], [0, 0], [1, 1]])
+    (plain, joint), (plain_5, joint_5) = compare(calibration, [3, 5], held_out)
+    assert (plain.by, joint.by) == (PRODUCTS, PATHS)
+    assert plain.tree == Tree([[0], [1]])  # 0.5, 0.4, then 0.5 * 0.5
+    assert joint.tree == Tree([[0], [0, 0]])
+    assert (plain.different, joint.different) == (0, 1)
+    assert (plain.expected.independent.value, plain.expected.paths.value) == pytest.approx((1.9, 1.9))
+    assert (joint.expected.independent.value, joint.expected.paths.value) == pytest.approx((1.75, 2.0))
+    assert plain.held_out.paths.value == joint.held_out.paths.value == pytest.approx(1 + 0.75 + 0.25)
+    assert joint.expected.walked is None
+    assert joint_5.tree == Tree([[0], [1], [0, 0], [1, 1]])
     # 0.5, 0.4, 0.25, and one of the two paths of 0.2, which were never seen.
-    assert (five.estimate, five.independent_tokens, five.joint_tokens) == pytest.approx((2.35, 2.4, 2.8))
-    assert five.different == 1
-    assert five.held_out[1] == pytest.approx(1 + 0.75 + 0.25 + 0.25 + 0.0)
-    assert compare(calibration, [3])[0].held_out is None
+    assert (plain_5.expected.independent.value, plain_5.expected.paths.value) == pytest.approx((2.35, 2.4))
+    assert joint_5.expected.paths.value == pytest.approx(2.8)
+    assert joint_5.different == 1
+    assert joint_5.held_out.paths.value == pytest.approx(1 + 0.75 + 0.25 + 0.25 + 0.0)
+    assert compare(calibration, [3])[0][0].held_out is None
+
+
+def test_comparison_of_texts_has_a_third_tree():
+    """Where a guess is right at every second position alone, steps land on the others but for the first."""
+    right, wrong = (0, NONE), (1, NONE)
+    text = (right, right, wrong) * 10
+    found = Calibration.of(2, 2, [(text,)])
+    ((products, paths, walked),) = compare(found, [2])
+    assert [one.by for one in (products, paths, walked)] == [PRODUCTS, PATHS, WALK]
+    # Rank 0 is right at two of three positions; but its steps start at 0, 2, 3, 5, ..: two steps for three tokens.
+    assert paths.tree == Tree([[0]])
+    assert paths.expected.walked.value == pytest.approx(30 / 20)
+    assert walked.expected.walked.value >= paths.expected.walked.value
+    assert paths.expected.paths.value > 1.6
 
 
 def test_heads_that_are_independent_give_one_tree():
     """Every pair of ranks as often as its product says: both searches are worth the same."""
     first, second = {0: 6, 1: 3, NONE: 1}, {0: 5, 1: 2, NONE: 3}
     paths = {(a, b): n * m for a, n in first.items() for b, m in second.items()}
-    for one in compare(Calibration(2, 2, paths), [2, 3, 4, 5, 6, 7]):
-        assert one.estimate == pytest.approx(one.independent_tokens)
-        assert one.estimate == pytest.approx(one.joint_tokens)
+    for plain, joint in compare(Calibration(2, 2, paths), [2, 3, 4, 5, 6, 7]):
+        assert plain.expected.independent.value == pytest.approx(plain.expected.paths.value)
+        assert plain.expected.independent.value == pytest.approx(joint.expected.paths.value)
 
 
 def test_most_nodes():

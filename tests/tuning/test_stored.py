@@ -14,7 +14,7 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.decode.policy import Adaptive
 from medusa_decoding.provenance import fingerprint
-from medusa_decoding.tuning import stored
+from medusa_decoding.tuning import places, stored
 from medusa_decoding.tuning.choice import Accuracies, best, candidates
 from medusa_decoding.tuning.latency import Latency
 from medusa_decoding.tuning.stored import Case, Place, Tuning, load_for
@@ -200,19 +200,34 @@ def test_a_model_that_moves_on_is_not_served_by_it(tuned):
         assert model._policy("auto").times.device == ""
 
 
+def with_tree(values, choices):
+    """The same file with another chosen tree in its first case."""
+    return values | {"cases": [values["cases"][0] | {"choices": choices}]}
+
+
+def with_size(values, place, **changes):
+    """The same file with another size in its first case."""
+    case = values["cases"][0]
+    sizes = [size | (changes if number == place else {}) for number, size in enumerate(case["sizes"])]
+    return values | {"cases": [case | {"sizes": sizes}]}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda v: "{", "expected a file that `medusa tune` wrote"),
-        (lambda v: "[]", "expected format 1, got list"),
-        (lambda v: v | {"format": 2}, "expected format 1, got 2"),
+        (lambda v: "[]", "expected format 2, got list"),
+        (lambda v: v | {"format": 1}, "expected format 2, got 1"),
         (lambda v: {name: v[name] for name in v if name != "heads"}, "KeyError"),
         (lambda v: v | {"cases": []}, "at least one case"),
         (lambda v: v | {"cases": [v["cases"][0] | {"batch": 0}]}, "batch: expected a whole number from 1, got 0"),
         (lambda v: v | {"cases": [v["cases"][0] | {"nodes": 3}]}, "expected a tree of one of the sizes"),
         (lambda v: v | {"cases": [v["cases"][0] | {"choices": [[0, 0]]}]}, "needs its prefix"),
-        (lambda v: v | {"cases": [v["cases"][0] | {"choices": [[0], [0, 0], [999]]}]}, "rank 999"),
+        (lambda v: with_size(with_tree(v, [[0], [0, 0], [999]]), 2, choices=[[0], [0, 0], [999]]), "rank 999"),
         (lambda v: v | {"cases": [v["cases"][0] | {"sizes": 3}]}, "TypeError"),
+        (lambda v: with_size(v, 1, choices=[[0], [1]]), "expected each size's tree to have that many nodes"),
+        (lambda v: with_size(v, 2, choices=[[0], [1], [2]]), "and the chosen one among them"),
+        (lambda v: v | {"weighed": "guessed"}, "weighed: expected independent or walked, got 'guessed'"),
         (lambda v: v | {"step_times": {}}, "step times: expected device"),
         (lambda v: v | {"step_times": v["step_times"] | {"step_times": [{}]}}, "step_times: expected batch"),
         (lambda v: v | {"accuracies": {"source": "x", "by_rank": [["y"]]}}, "could not convert"),
@@ -231,6 +246,67 @@ def test_nothing_is_said_where_nothing_is_stored(folders, caplog):
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+# Where it is
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_it_stands_beside_heads_that_may_be_written_to(tmp_path, cache, monkeypatch):
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    own, cached = heads / "tuning.json", places.cached(heads)
+    assert places.place_of(heads) == own
+    assert places.places(heads) == [own, cached]
+    monkeypatch.setattr(places.os, "access", lambda path, mode: path != heads)
+    assert places.place_of(heads) == cached
+    assert places.places(heads) == [cached, own]
+    assert cached.is_relative_to(cache / "medusa-kernels")
+    assert cached.name == "tuning.json"
+
+
+def test_it_never_stands_in_the_package(cache):
+    from medusa_decoding.demo import CHECKPOINT
+
+    assert places.place_of(CHECKPOINT / "heads") == places.cached(CHECKPOINT / "heads")
+
+
+def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
+    made = [tmp_path / name / "heads" for name in "ab"]
+    for folder in made:
+        folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(made[0])
+    first, second = map(places.cached, made)
+    assert first != second
+    assert places.cached(tmp_path / "link") == first == places.cached(tmp_path / "b" / ".." / "a" / "heads")
+    for value in (None, "", "relative"):  # a relative path counts as none
+        monkeypatch.setenv("XDG_CACHE_HOME", value) if value is not None else monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert places.cached(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
+
+
+def test_the_loader_looks_in_both_places(tuned, cache, caplog):
+    """What holds here serves, wherever it stands; what does not is told of only if nothing does."""
+    heads = tuned / "heads"
+    own, cached = heads / stored.FILE, places.cached(heads)
+    cached.parent.mkdir(parents=True)
+    own.rename(cached)
+    with MedusaModel.from_pretrained(heads) as model:
+        assert model.tree.num_nodes == 4
+    own.write_text(cached.read_text().replace("float32", "float16"))
+    with MedusaModel.from_pretrained(heads) as model:
+        assert model.tree.num_nodes == 4
+    assert "refused" not in caplog.text
+    cached.write_text("{")
+    with MedusaModel.from_pretrained(heads) as model:
+        assert model.tree == Tree.chain(1)
+    assert "dtype: tuned with float16, now float32" in caplog.text
+    assert f"{cached}: expected a file that `medusa tune` wrote" in caplog.text
+
+
 # The file
 
 
@@ -243,6 +319,8 @@ def test_round_trip(tuned):
     assert (found.place, found.accuracies) == (wanted.place, wanted.accuracies)
     assert found.cases == wanted.cases
     assert [case.tree.num_nodes for case in found.cases] == [4, 1, 2]
+    assert [size.tree.num_nodes for size in found.cases[0].sizes] == [1, 2, 4]
+    assert found.weighed == stored.INDEPENDENT
     assert found.cases[0].chosen.rate == pytest.approx(2.1 / 1.3)
     assert set(found.versions) >= {"python", "torch", "transformers"}
 

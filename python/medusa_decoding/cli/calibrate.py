@@ -1,11 +1,13 @@
-"""Calibrate heads on your own prompts: how often each guess is right, alone and along whole paths.
+"""Calibrate heads on your own prompts: how often each guess is right, alone, along whole paths, and step by step.
 
-The base model answers the prompts, greedily and without its heads, and the heads are measured on what it wrote.
-Prompts are read as `medusa eval` reads them. The result is a JSON file for `medusa tree search`, `medusa tree show` and
-`medusa simulate --accuracies`; a run that was stopped goes on with --resume, prompt by prompt.
+The base model answers the prompts without its heads, greedily or with --temperature by drawing, and the heads are
+measured on what it wrote. Prompts are read as `medusa eval` reads them. The result is a JSON file for `medusa tree
+search`, `medusa tree show`, `medusa tune` and `medusa simulate --accuracies`; a run that was stopped goes on with
+--resume, prompt by prompt.
 
     medusa calibrate --model HEADS --prompts mine.jsonl --dtype bfloat16 --device cuda
     medusa calibrate --model HEADS --prompts mt_bench.jsonl --limit 5 --out calibration.json --resume
+    medusa calibrate --model HEADS --prompts mine.jsonl --temperature 0.7 --seed 1
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ import sys
 from pathlib import Path
 
 from medusa_decoding.cli import _arguments, _prompts
+from medusa_decoding.cli.tree import DRAWN, NODES, in_columns, three
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.accuracy import CALIBRATION_FILE, Calibration, wilson
+from medusa_decoding.tuning.expected import expect
+from medusa_decoding.tuning.search import most_nodes, walked_tree
 
 NEW_TOKENS = 256
 SHOWN = (1, 2, 3, 5, 10)
@@ -41,6 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"of each text (default: {NEW_TOKENS})",
     )
+    parser.add_argument(
+        "--temperature",
+        type=_arguments.temperature,
+        default=0.0,
+        metavar="T",
+        help="above 0: texts are drawn at it, for heads that are to serve sampling (default: 0, greedy); top-k, top-p "
+        "and min-p come from the base model's own generation config",
+    )
+    parser.add_argument(
+        "--seed", type=_arguments.at_least_zero, metavar="N", help="of drawing: the same seed, the same texts"
+    )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help=f"default: {CALIBRATION_FILE} in the folder of the heads"
@@ -54,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     from medusa_decoding.tuning.calibrate import calibrate, check_fresh, progress_file
 
     _arguments.check_device(args)
+    if args.seed is not None and not args.temperature:
+        raise ValueError("--seed: expected --temperature above 0 with it, got none")
     out = place(args)
     check_fresh(out, args.resume)
     try:
@@ -70,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
                 max_new_tokens=args.max_new_tokens,
                 prompt_tokens=args.prompt_tokens,
                 template=args.template,
+                temperature=args.temperature,
+                seed=args.seed or 0,
                 out=out,
                 resume=args.resume,
                 progress=True,
@@ -101,7 +121,7 @@ def place(args: argparse.Namespace) -> Path:
 
 
 def as_text(calibration: Calibration) -> str:
-    """Return the counts as a table for people: percent of positions, with 95 % intervals."""
+    """Return the counts as a table for people: percent of positions, with 95 % intervals; and what trees give."""
     shown = [n for n in SHOWN if n <= calibration.ranks]
     rows = [["", *(f"top-{n}" for n in shown)]]
     for head, hits in enumerate(calibration.hits, start=1):
@@ -111,14 +131,27 @@ def as_text(calibration: Calibration) -> str:
             share = hits[n - 1] / calibration.positions
             cells.append(f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})")
         rows.append([f"head {head}", *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     made = calibration.made
+    temperature = made["settings"]["temperature"]
     return "\n".join(
         [
-            *table,
+            in_columns(rows),
             "",
-            f"Percent of {calibration.positions} positions in {made['texts']} texts ({made['tokens']} tokens); 95 % "
-            "intervals, positions taken as independent",
+            f"Percent of {calibration.positions} positions in {made['texts']} texts ({made['tokens']} tokens, "
+            f"{f'drawn at temperature {temperature}' if temperature else 'greedy'}); 95 % intervals, positions taken "
+            "as independent",
+            "",
+            as_trees(calibration),
         ]
     )
+
+
+def as_trees(calibration: Calibration) -> str:
+    """Return the tokens a step to expect of the best trees as a table."""
+    most = most_nodes(calibration.num_heads, calibration.ranks)
+    rows = [["nodes", "tokens a step, walked", "if heads were independent", "by paths at random positions"]]
+    for size in [size for size in NODES if size <= most]:
+        tree = walked_tree(calibration, size)
+        independent, paths, walked = three(expect(calibration, tree))
+        rows.append([str(size), walked, independent, paths])
+    return f"{in_columns(rows)}\n\nThe best trees when walked as steps do. {DRAWN}"

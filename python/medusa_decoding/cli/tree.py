@@ -1,13 +1,15 @@
-"""Search and show trees: which combinations of the heads' guesses a step verifies.
+"""Search and show trees: which combinations of the heads' guesses a step verifies; and measure what they give.
 
     medusa tree show medusa_tree.json
     medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png
     medusa tree search --calibration calibration.json --nodes 4,8,16,32,64
     medusa tree search --calibration calibration.json --nodes 32 --save medusa_tree.json
+    medusa tree measure --model HEADS --calibration calibration.json --prompts others.jsonl --nodes 4,16,64
 
-`search` takes the file of `medusa calibrate` and compares the tree that is best if heads were right independently with
-the one that is best by how often whole paths were right. Its figures are tokens at a position drawn at random: real
-steps commit fewer, as they pass over easy positions (`medusa eval --tree FILE` measures them).
+`search` takes the file of `medusa calibrate` and compares the trees that are best by three measures: products of
+accuracies, as if heads were right independently; how often whole paths were right at a position drawn at random; and
+walked along the texts as steps do, which pass over easy positions. `measure` writes texts to other prompts with the
+trees that are best when walked, and puts the tokens a step that decoding made beside what was expected.
 """
 
 from __future__ import annotations
@@ -17,16 +19,31 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.cli import _arguments
+from medusa_decoding.decode.step_graph import BACKENDS
+from medusa_decoding.evaluation import interval, read_prompts
+from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.tree import MAX_CHOICES, Tree
 from medusa_decoding.tuning import drawing
 from medusa_decoding.tuning.acceleration import read_accuracies
 from medusa_decoding.tuning.accuracy import Calibration
-from medusa_decoding.tuning.search import Comparison, compare
+from medusa_decoding.tuning.compare import PATHS, PRODUCTS, WALK, Judged, compare
+from medusa_decoding.tuning.expected import Expected, as_figure
+from medusa_decoding.tuning.search import walked_tree
+from medusa_decoding.tuning.walk import texts_of
+
+if TYPE_CHECKING:
+    from medusa_decoding.tuning.generated import Beside
+    from medusa_decoding.tuning.texts import Settings
 
 NODES = [4, 8, 16, 32, 64]
+NO_TEXTS = (
+    "Not walked: the calibration was made before texts were kept; with a new one of `medusa calibrate`, trees are "
+    "walked and figures have intervals."
+)
+DRAWN = f"In brackets: {interval.WORDS}."
 
 
 def sizes(text: str) -> list[int]:
@@ -64,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--width", type=_arguments.at_least_one, metavar="N", help="columns (default: the terminal's)")
     show.add_argument("--image", type=Path, metavar="FILE", help="draw it into a PNG (or SVG, PDF) as well")
     show.set_defaults(act=run_show)
-    summary = "Search the best trees of given sizes, with heads taken as independent and by whole paths."
+    summary = "Search the best trees of given sizes: with heads taken as independent, by whole paths, and walked."
     search = actions.add_parser("search", help=summary, description=summary)
     search.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
     search.add_argument(
@@ -73,9 +90,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--held-out", type=Path, metavar="FILE", help="a calibration on other prompts, by which the trees are judged"
     )
-    search.add_argument("--save", type=Path, metavar="FILE", help="write the tree of whole paths (one size) as JSON")
+    search.add_argument("--save", type=Path, metavar="FILE", help="write the tree (one size) as JSON")
+    search.add_argument(
+        "--by",
+        choices=(PRODUCTS, PATHS, WALK),
+        help="with --save: which one (default: walk; paths for a calibration without texts)",
+    )
     search.add_argument("--json", action="store_true", help="print one JSON object a size, trees included")
     search.set_defaults(act=run_search)
+    summary = "Tokens a step that decoding makes on other prompts, beside what a calibration expects."
+    measure = actions.add_parser("measure", help=summary, description=summary)
+    _arguments.add_model(measure)
+    _arguments.add_template(measure)
+    measure.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
+    measure.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="as for `medusa calibrate`")
+    measure.add_argument("--limit", type=_arguments.at_least_one, metavar="N", help="the first N of each category")
+    measure.add_argument(
+        "--turns", type=_arguments.at_least_one, default=TURNS, metavar="N", help=f"at most (default: {TURNS})"
+    )
+    measure.add_argument(
+        "--nodes", type=sizes, default=NODES, metavar="N,N", help="root included (default: 4,8,16,32,64)"
+    )
+    measure.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
+    measure.add_argument("--json", action="store_true", help="print one JSON object a size")
+    measure.set_defaults(act=run_measure, tree=Tree([]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,51 +159,130 @@ def run_search(args: argparse.Namespace) -> int:
             raise ValueError(f"--save: expected one size in --nodes with it, got {len(args.nodes)}")
         if args.save.is_dir() or not args.save.absolute().parent.is_dir():
             raise ValueError(f"--save: expected a file in a folder that exists, got {args.save}")
+    elif args.by is not None:
+        raise ValueError("--by: expected --save with it, got none")
     calibration = Calibration.load(args.calibration)
+    if args.by == WALK:
+        texts_of(calibration)
     held_out = None if args.held_out is None else Calibration.load(args.held_out)
     found = compare(calibration, args.nodes, held_out)
     if args.save is not None:
-        found[0].joint.save(args.save)
+        by = args.by or found[0][-1].by
+        next(one for one in found[0] if one.by == by).tree.save(args.save)
     if args.json:
-        for one in found:
-            print(json.dumps(as_json(one)))
-    else:
-        print(as_text(found))
+        for trees in found:
+            print(json.dumps(as_json(trees)))
+        return 0
+    print(as_text(found))
+    print(f"\n{DRAWN if calibration.texts is not None else NO_TEXTS}")
     return 0
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON has it."""
-    figures: dict[str, Any] = {
-        "nodes": found.joint.num_nodes,
-        "if_independent": {
-            "tree": found.independent.choices,
-            "estimate": found.estimate,
-            "tokens": found.independent_tokens,
-        },
-        "whole_paths": {"tree": found.joint.choices, "tokens": found.joint_tokens},
-        "different_nodes": found.different,
-    }
-    if found.held_out is not None:
-        figures["if_independent"]["held_out"], figures["whole_paths"]["held_out"] = found.held_out
+def run_measure(args: argparse.Namespace) -> int:
+    """Write texts with trees, and count steps."""
+    from tqdm.auto import tqdm
+
+    from medusa_decoding.tuning.generated import beside, steps_made
+    from medusa_decoding.tuning.texts import Writer
+
+    _arguments.check_device(args)
+    calibration = Calibration.load(args.calibration)
+    texts_of(calibration)
+    trees = [walked_tree(calibration, size) for size in args.nodes]
+    try:
+        prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    tokenizer = _arguments.load_tokenizer(args)
+    with _arguments.load_model(args) as model:
+        writer = Writer(model, tokenizer, settings_of(calibration, args))
+        check_same(calibration, writer.described(prompts), args.calibration)
+        found = []
+        with tqdm(total=len(prompts) * len(trees), unit="prompt", disable=None) as bar:
+            for tree in trees:
+                rows = steps_made(writer, prompts, tree, bar.update)
+                found.append(beside(calibration, tree, rows))
+    if args.json:
+        for one in found:
+            print(json.dumps(one.to_json()))
+        return 0
+    print(as_measured(found))
+    print(f"\nTrees searched by walking {args.calibration}; texts to {len(prompts)} other prompts. {DRAWN}")
+    return 0
+
+
+def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
+    """Return the settings of a calibration's texts, so that others are like them.
+
+    Raises:
+        ValueError: the calibration does not say them.
+    """
+    from medusa_decoding.tuning.texts import Settings
+
+    try:
+        made = calibration.made["settings"]
+        told = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{args.calibration}: expected settings of its texts, got {error!r}") from error
+    return Settings(*told)
+
+
+def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> None:
+    """Check that texts to other prompts are of the calibration's model, heads and settings.
+
+    Raises:
+        ValueError: they are not, or the prompts are not others.
+    """
+    made = calibration.made
+    for name in ("settings", "heads", "base_model"):
+        before, after = ({**of[name], "device": None} if name == "settings" else of.get(name) for of in (made, now))
+        if before != after:
+            raise ValueError(f"{name}: expected {before} as in {file}, got {after}")
+    if made.get("prompts") == now["prompts"]:
+        raise ValueError(f"--prompts: expected others than those of {file}, got the same")
+
+
+def as_json(found: list[Judged]) -> dict[str, Any]:
+    """Return the trees of one size as JSON has them."""
+    figures: dict[str, Any] = {"nodes": found[0].tree.num_nodes}
+    for one in found:
+        figures[one.by] = {
+            "tree": one.tree.choices,
+            "different_nodes": one.different,
+            "expected": one.expected.to_json(),
+        }
+        if one.held_out is not None:
+            figures[one.by]["held_out"] = one.held_out.to_json()
     return figures
 
 
-def as_text(found: list[Comparison]) -> str:
-    """Return comparisons as a table: expected tokens a step."""
-    held_out = found[0].held_out is not None
-    rows = [["nodes", "if independent", "its tree by paths", "best by paths", "difference", "other nodes"]]
-    rows[0] += ["held out: if independent", "by paths"] if held_out else []
+def as_text(found: list[list[Judged]]) -> str:
+    """Return trees as a table: expected tokens a step."""
+    trees = [one for of_size in found for one in of_size]
+    held_out = trees[0].held_out is not None
+    rows = [["nodes", "best by", "other nodes", "if independent", "by paths", "walked"]]
+    rows[0] += ["held out: by paths", "walked"] if held_out else []
+    for one in trees:
+        figures = [*three(one.expected), *(three(one.held_out)[1:] if one.held_out is not None else [])]
+        rows.append([str(one.tree.num_nodes), one.by, str(one.different), *figures])
+    return in_columns(rows)
+
+
+def as_measured(found: list[Beside]) -> str:
+    """Return expectations and measurements as a table."""
+    rows = [["nodes", "if independent", "by paths", "walked", "measured", "steps", "walked over measured"]]
     for one in found:
-        difference = one.joint_tokens / one.estimate - 1
-        rows.append(
-            [
-                str(one.joint.num_nodes),
-                *(f"{tokens:.3f}" for tokens in (one.estimate, one.independent_tokens, one.joint_tokens)),
-                f"{100 * difference:+.1f} %",
-                str(one.different),
-                *(f"{tokens:.3f}" for tokens in one.held_out or ()),
-            ]
-        )
+        figures = [*three(one.expected), as_figure(one.measured)]
+        rows.append([str(one.tree.num_nodes), *figures, str(one.steps), as_figure(one.ratio)])
+    return in_columns(rows)
+
+
+def three(expected: Expected) -> list[str]:
+    """Return expectations in the three ways, for a person."""
+    return [as_figure(one) for one in (expected.independent, expected.paths, expected.walked)]
+
+
+def in_columns(rows: list[list[str]]) -> str:
+    """Return a table."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

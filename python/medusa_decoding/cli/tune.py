@@ -1,14 +1,15 @@
 """Measure steps on this device and choose the tree with the most tokens a second; it is the default here from then on.
 
 Steps of the decode loop are timed at each number of nodes, batch and prefix length, as the backend in use runs them
-(captured on a GPU). Of each size the best tree is taken, by the accuracies of the heads: those of medusa calibrate if
-the checkpoint has them, else the trainer's, else published ones of other heads. The choice stands in tuning.json beside
-the heads. Where device, model, heads, dtype or backend are others it is refused, with a warning, and the checkpoint's
-own tree serves.
+(captured on a GPU). Of each size the best tree is taken: walked along the texts of medusa calibrate if the checkpoint
+has them, else by the accuracies of the heads, which are the trainer's or published ones of other heads. The choice
+stands in tuning.json beside the heads; where these are part of the package or may not be written to, in the user's
+folder for caches (XDG_CACHE_HOME). Where device, model, heads, dtype or backend are others it is refused, with a
+warning, and the checkpoint's own tree serves.
 
     medusa tune --model HEADS --dtype bfloat16 --device cuda --batch 1,4 --prefix 128,1024
     medusa tune --model HEADS --check
-    medusa tune --model HEADS --sweep --prompts mt_bench.jsonl --limit 3
+    medusa tune --model HEADS --sweep --prompts mt_bench.jsonl --limit 3 --sweep-out records.jsonl
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.step_graph import BACKENDS, resolve_backend
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.conversation import AsItStands, Conversation, conversation_of
+from medusa_decoding.evaluation.interval import WORDS
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
 from medusa_decoding.heads import MAX_TOP_K
@@ -35,8 +37,19 @@ from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.provenance import versions
 from medusa_decoding.tree import Tree
-from medusa_decoding.tuning import stored
-from medusa_decoding.tuning.choice import Accuracies, best, candidates, find_accuracies, published, trees_of
+from medusa_decoding.tuning import places, record, stored
+from medusa_decoding.tuning.accuracy import Calibration
+from medusa_decoding.tuning.choice import (
+    CALIBRATION,
+    Accuracies,
+    best,
+    candidates,
+    find_accuracies,
+    published,
+    read_of,
+    read_texts,
+    trees_of,
+)
 from medusa_decoding.tuning.latency import Latency, longest_prefix, measure
 from medusa_decoding.tuning.stored import Case, Place, Tuning
 from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
@@ -79,6 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how steps run, see medusa generate (default: auto); the choice holds for this one",
     )
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="of medusa calibrate, in place of the one beside the heads"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="in place of tuning.json beside the heads")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--check", action="store_true", help="instead: say whether the stored choice holds; 2 if not")
@@ -92,6 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     swept.add_argument("--limit", type=_arguments.at_least_one, metavar="N", help="the first N prompts of a category")
     swept.add_argument("--max-new-tokens", type=_arguments.at_least_one, metavar="N", help="of a text (default: 128)")
     swept.add_argument("--rounds", type=_arguments.at_least_one, metavar="R", help="times a text (default: 3)")
+    swept.add_argument(
+        "--sweep-out",
+        type=Path,
+        metavar="FILE",
+        help="add the figures to this file as a JSON line, with machine, shapes, versions, commit and command",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # Nothing that is stored already is asked for when the model is loaded.
     parser.set_defaults(tree=Tree([]))
@@ -100,20 +122,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load, then measure and store, or check, or compare."""
     _arguments.check_device(args)
-    for name in ("prompts", "limit", "max_new_tokens", "rounds"):
+    for name in ("prompts", "limit", "max_new_tokens", "rounds", "sweep_out"):
         if getattr(args, name) is not None and not args.sweep:
             raise ValueError(f"--{name.replace('_', '-')}: expected --sweep with it, got none")
     if args.sweep and args.prompts is None:
         raise ValueError("--prompts: expected some files with --sweep, got none")
+    if args.sweep and args.calibration is not None:
+        raise ValueError(f"--calibration: expected none with --sweep, which takes stored trees, got {args.calibration}")
+    if args.sweep_out is not None:
+        check_place("--sweep-out", args.sweep_out)
     folder = _folder(_arguments._heads(args), None)
-    file = args.out or folder / stored.FILE
     if args.check or args.sweep:
+        there = [place for place in places.places(folder) if place.is_file()]
+        file = args.out or (there or places.places(folder))[0]
         if not file.is_file():
             raise ValueError(f"{file}: expected a file that `medusa tune` wrote, got none")
     else:
-        place = file.absolute().parent
-        if file.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
-            raise ValueError(f"--out: expected a file in a folder that exists and may be written to, got {file}")
+        file = args.out or places.place_of(folder)
+        if args.out is None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        check_place("--out", file)
     prompts = read_prompts(args.prompts, limit=args.limit, turns=1) if args.sweep else []
     with _arguments.load_model(args) as model:
         if args.check:
@@ -125,12 +153,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_place(name: str, file: Path) -> None:
+    """Raise `ValueError` unless a file can be written there."""
+    place = file.absolute().parent
+    if file.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(f"{name}: expected a file in a folder that exists and may be written to, got {file}")
+
+
 def tune(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel) -> None:
     """Measure, choose, store, print."""
     place = Place.of(model)
-    accuracies = accuracies_of(folder, model, place)
+    accuracies, texts = accuracies_of(args, folder, model, place)
     sizes = sorted({1, *(args.nodes or (size for size in NODES if size <= accuracies.most_nodes))})
-    trees = trees_of(accuracies.by_rank, sizes)
+    trees = trees_of(accuracies.by_rank, sizes, texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
         raise ValueError(f"--prefix: expected one that fits the context of {model.trunk.context_limit}, got none")
@@ -144,19 +179,32 @@ def tune(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel)
                 found = measure(
                     model, trees, batch=batch, prefix=prefix, repeats=args.repeats, on_block=lambda: bar.update()
                 )
-                weighed = candidates(accuracies.by_rank, {one.nodes: one.typical for one in found})
+                weighed = candidates(accuracies.by_rank, {one.nodes: one.typical for one in found}, texts)
                 cases.append(Case.of(found, best(weighed), weighed))
                 measured += found
-    tuning = Tuning.of(place, accuracies, cases, measured)
+    tuning = Tuning.of(place, accuracies, cases, measured, weighed_by(texts))
     tuning.save(file)
     print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, file))
 
 
-def accuracies_of(folder: Path, model: MedusaModel, place: Place) -> Accuracies:
-    """Return what trees are weighed with."""
+def accuracies_of(
+    args: argparse.Namespace, folder: Path, model: MedusaModel, place: Place
+) -> tuple[Accuracies, Calibration | None]:
+    """Return what trees are weighed with: accuracies, and a calibration with texts to walk along, if there is one."""
     assert model.heads is not None
     heads, ranks = model.heads.num_heads, min(MAX_TOP_K, model.heads.num_candidates)
-    return find_accuracies(folder, heads, ranks, place.heads, place.dtype) or published(heads, ranks)
+    if args.calibration is not None:
+        file = args.calibration
+        found = read_of(file, CALIBRATION, heads, ranks, place.heads, place.dtype)
+    else:
+        file = folder / CALIBRATION
+        found = find_accuracies(folder, heads, ranks, place.heads, place.dtype) or published(heads, ranks)
+    return found, read_texts(file, ranks) if found.source == CALIBRATION else None
+
+
+def weighed_by(texts: Calibration | None) -> str:
+    """Return how expected tokens are found, with texts or without."""
+    return stored.INDEPENDENT if texts is None else stored.WALKED
 
 
 def check(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel) -> None:
@@ -168,7 +216,9 @@ def check(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel
         for name in sorted({*tuning.versions, *now})
         if tuning.versions.get(name) != now.get(name)
     ]
-    accuracies = accuracies_of(folder, model, tuning.place)
+    accuracies, texts = accuracies_of(args, folder, model, tuning.place)
+    if weighed_by(texts) != tuning.weighed:
+        notes.append(f"expected tokens were {tuning.weighed}, would be {weighed_by(texts)}")
     if accuracies.by_rank != tuning.accuracies.by_rank:
         notes.append(f"accuracies were {tuning.accuracies.source}, are {accuracies.source} with other values")
     if args.json:
@@ -194,7 +244,7 @@ def compare(args: argparse.Namespace, file: Path, model: MedusaModel, prompts: S
         )
     middle = sorted(map(len, asked))[len(asked) // 2] + new_tokens // 2
     case = tuning.nearest(1, middle)
-    trees = trees_of(tuning.accuracies.by_rank, [size.nodes for size in case.sizes])
+    trees = [size.tree for size in case.sizes]
     ends: dict[str, Any] = {"eos_token_id": chat.ends(eos)} if chat.ends(eos) else {}
 
     def write(text: int, tree: Tree) -> Written:
@@ -208,8 +258,15 @@ def compare(args: argparse.Namespace, file: Path, model: MedusaModel, prompts: S
     with tqdm(total=rounds * len(asked) * len(trees), unit="text", disable=None) as bar:
         found = sweep(write, trees, len(asked), rounds=rounds, warm_all=not eager, on_text=lambda: bar.update())
     verdict = judge(case.tree, found)
+    figures = as_json(case, found, verdict, len(asked), new_tokens, rounds)
+    if args.sweep_out is not None:
+        place = tuning.place
+        of_model = {"model": args.model or "the embedded demo checkpoint", "shapes": record.shapes(model)}
+        how = {"dtype": place.dtype, "backend": place.backend, "batch": 1, "weighed": tuning.weighed}
+        made = record.provenance(model.trunk.device)
+        record.append(args.sweep_out, {"benchmark": "tune_sweep"} | of_model | how | figures | made)
     if args.json:
-        print(json.dumps(as_json(case, found, verdict, len(asked), new_tokens, rounds)))
+        print(json.dumps(figures))
         return
     print(f"{len(asked)} texts of up to {new_tokens} new tokens, {rounds} rounds; stored for prefix {case.prefix}:")
     print("   nodes  tokens a step  expected  tokens a second   slowest..fastest round")
@@ -223,6 +280,9 @@ def compare(args: argparse.Namespace, file: Path, model: MedusaModel, prompts: S
         f"the chosen tree of {case.tree.num_nodes} nodes is number {verdict.rank} of {len(found)}, "
         f"{100 * verdict.behind:.1f} % behind the fastest ({verdict.best.num_nodes} nodes)"
     )
+    if verdict.behind and verdict.of_best is not None and verdict.of_best.low is not None:
+        low, high = verdict.of_best.low, verdict.of_best.high
+        print(f"its rate over the fastest one's: {verdict.of_best.value:.3f} ({low:.3f} to {high:.3f}; {WORDS})")
 
 
 def encoded(prompt: Prompt, conversation: Conversation) -> list[int]:
@@ -244,7 +304,9 @@ def as_json(
         "trees": [
             {
                 "nodes": one.tree.num_nodes,
+                "choices": one.tree.choices,
                 "tokens_per_step": one.tokens_per_step,
+                "step_seconds": size.seconds,
                 "expected_tokens": size.tokens,
                 "tokens_per_second": one.rate,
                 "slowest_round": one.low,
@@ -256,6 +318,7 @@ def as_json(
         "best_nodes": verdict.best.num_nodes,
         "rank": verdict.rank,
         "behind": verdict.behind,
+        "chosen_over_best": None if verdict.of_best is None else verdict.of_best.to_json(),
     }
 
 
@@ -265,6 +328,8 @@ def as_text(tuning: Tuning, file: Path) -> str:
     lines = [
         f"{place.device}; {place.dtype}, {place.backend} steps; {place.model}",
         f"accuracies of the heads: {tuning.accuracies}",
+        "expected tokens a step: "
+        + ("walked along the texts" if tuning.weighed == stored.WALKED else "as if heads were right independently"),
     ]
     for case in tuning.cases:
         plain = case.sizes[0]

@@ -6,6 +6,9 @@ section 2.3.3), and how often a whole path is, without taking heads as independe
 on for as long as the heads reach, so that every share is one of the same positions: the last K tokens of a text are
 targets only.
 
+What counts do not hold is the order of the positions, and steps of decoding do not land on all of them: those that an
+accepted path passes over start no step. So each text's paths are kept in order as well, up to its end (see `walk`).
+
 This module knows counts; it does not know where they come from (see `calibrate`) nor which tree is best (see `search`).
 """
 
@@ -30,6 +33,10 @@ CALIBRATION_FILE = "calibration.json"
 Z = 1.959963984540054
 """Half the width of a normal distribution's 95 % interval, in standard deviations."""
 RankPath = tuple[int, ...]
+Text = tuple[RankPath, ...]
+"""The path of ranks at each position of a text at which a step may start: one fewer than it has tokens."""
+FORMAT = 2
+"""Of the file. Files without `format` (1) have no texts."""
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
@@ -53,15 +60,19 @@ class Calibration:
         ranks: R, candidates of a head that were looked at, 1 to 10.
         paths: how many positions have each path of ranks, of length K; NONE where a head did not name the token.
         made: what was measured and how, by name: fingerprints, prompts, settings, versions, texts, tokens.
+        texts: the texts of each prompt, position by position; a rank beyond a text's end is NONE. None in files that
+            were written before these were kept.
 
     Raises:
-        ValueError: a path of another length or with other ranks, a count below 1, no path at all.
+        ValueError: a path of another length or with other ranks, a count below 1, no path at all, texts that have other
+            paths than were counted.
     """
 
     num_heads: int
     ranks: int
     paths: Mapping[RankPath, int]
     made: Mapping[str, Any] = field(default_factory=dict)
+    texts: tuple[tuple[Text, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for path, count in self.paths.items():
@@ -73,6 +84,36 @@ class Calibration:
                 raise ValueError(f"paths: expected a count from 1 for {list(path)}, got {count!r}")
         if not self.paths:
             raise ValueError("paths: expected at least one, got none")
+        if self.texts is None:
+            return
+        for text in (text for texts in self.texts for text in texts):
+            for left, path in zip(range(len(text), 0, -1), text, strict=True):
+                known = len(path) == self.num_heads and all(NONE <= rank < self.ranks for rank in path)
+                if not known or any(rank != NONE for rank in path[left:]):
+                    raise ValueError(
+                        f"texts: expected {self.num_heads} ranks below {self.ranks} (or {NONE}, which they are beyond "
+                        f"the text's end) a position, got {list(path)} with {left} tokens to come"
+                    )
+        if counted(self.texts, self.num_heads) != self.paths:
+            raise ValueError("texts: expected the very paths that were counted, got others")
+
+    @classmethod
+    def of(
+        cls, num_heads: int, ranks: int, texts: Iterable[Iterable[Text]], made: Mapping[str, Any] | None = None
+    ) -> Calibration:
+        """Count the paths of texts.
+
+        Args:
+            num_heads: K.
+            ranks: R.
+            texts: of each prompt.
+            made: see the class.
+
+        Raises:
+            ValueError: see the class.
+        """
+        kept = tuple(tuple(of_prompt) for of_prompt in texts)
+        return cls(num_heads, ranks, dict(counted(kept, num_heads)), made or {}, kept)
 
     @cached_property
     def positions(self) -> int:
@@ -124,11 +165,13 @@ class Calibration:
         """Return the expected tokens a step, root included, at a position drawn at random; no independence is assumed.
 
         Real steps commit fewer: one that accepts much passes over easy positions, so that steps land on hard ones more
-        often (docs/trees.md has figures). A copied branch is not counted.
+        often (docs/trees.md has figures); `walk.walk` follows them. A copied branch is not counted.
 
         Raises:
-            ValueError: a tree that the heads cannot fill, or with ranks that were not looked at.
+            ValueError: a tree that the heads cannot fill, with ranks that were not looked at, or dynamic.
         """
+        if tree.keep is not None:
+            raise ValueError("tree: expected a static one, got a dynamic one, whose nodes are another step's others")
         return 1.0 + sum(self.shares(tree))
 
     def to_json(self) -> dict[str, Any]:
@@ -137,12 +180,15 @@ class Calibration:
         intervals = [[[round(end, 6) for end in wilson(count, total)] for count in row] for row in hits]
         # Known ranks first, so that the order is the same whatever the order of counting was.
         order = sorted(self.paths, key=lambda path: [rank if rank != NONE else self.ranks for rank in path])
-        return {
+        values = {
             "made": dict(self.made),
             "accuracy": {"hits": hits, "total": [total] * self.num_heads, "intervals": intervals},
             "ranks": self.ranks,
             "paths": {name_of(path): self.paths[path] for path in order},
         }
+        if self.texts is not None:
+            values = {"format": FORMAT} | values | {"texts": [[*map(text_name_of, texts)] for texts in self.texts]}
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Calibration:
@@ -151,11 +197,16 @@ class Calibration:
         Raises:
             ValueError: anything else, or counts that contradict each other.
         """
+        if values.get("format", 1) not in (1, FORMAT):
+            raise ValueError(f"format: expected 1 or {FORMAT}, got {values['format']}")
         try:
             accuracy, ranks, made = values["accuracy"], values["ranks"], values["made"]
             hits, total = accuracy["hits"], accuracy["total"]
             paths = {ranks_of(name): count for name, count in values["paths"].items()}
-            found = cls(len(hits), ranks, paths, made)
+            texts = None
+            if "format" in values:
+                texts = tuple(tuple(text_of(name, len(hits)) for name in names) for names in values["texts"])
+            found = cls(len(hits), ranks, paths, made, texts)
             sums = found.hits, [found.positions] * found.num_heads
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"calibration: expected made, accuracy, ranks and paths, got {error!r}") from error
@@ -192,6 +243,27 @@ def name_of(path: Iterable[int]) -> str:
 def ranks_of(name: str) -> RankPath:
     """Return the path that `name_of` has made text of."""
     return tuple(NONE if rank == "-" else int(rank) for rank in name.split(" "))
+
+
+def text_name_of(text: Text) -> str:
+    """Return a text's paths as text: a character a rank, a dash where there is none, position behind position."""
+    return "".join("-" if rank == NONE else str(rank) for path in text for rank in path)
+
+
+def text_of(name: str, num_heads: int) -> Text:
+    """Return the text that `text_name_of` has made text of."""
+    ranks = [NONE if rank == "-" else int(rank) for rank in name]
+    if len(ranks) % num_heads:
+        raise ValueError(f"texts: expected {num_heads} ranks a position, got {len(ranks)} in all")
+    return tuple(tuple(ranks[start : start + num_heads]) for start in range(0, len(ranks), num_heads))
+
+
+def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath]:
+    """Count the paths of those positions behind which a text goes on for as long as the heads reach."""
+    counts: Counter[RankPath] = Counter()
+    for text in (text for of_prompt in texts for text in of_prompt):
+        counts.update(text[: max(0, len(text) - num_heads + 1)])
+    return counts
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,8 +1,9 @@
 """The tree with the most tokens a second: expected tokens of a step over what the step takes on this device.
 
 Expected tokens come from the accuracies of the heads (Medusa paper, section 2.3.3): counted on the user's prompts, or
-else by the trainer on held-out data, or else those published for other heads. This module knows neither models nor how
-durations were measured.
+else by the trainer on held-out data, or else those published for other heads. Where the user's texts were kept, trees
+are searched and weighed by walking along them instead, as steps do. This module knows neither models nor how durations
+were measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 from medusa_decoding.decode.ladder import VICUNA_7B
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.acceleration import read_accuracies
+from medusa_decoding.tuning.accuracy import Calibration
+from medusa_decoding.tuning.search import walked_tree
+from medusa_decoding.tuning.walk import walk
 
 CALIBRATION, MEASURED, PUBLISHED = "calibration.json", "measured.json", "published"
 """Where accuracies are from: `medusa calibrate`, the trainer (both beside the heads), or the paper's own heads."""
@@ -91,16 +95,39 @@ def find_accuracies(
         ValueError: a file that is damaged, or of other heads; it names the file.
     """
     for source in (CALIBRATION, MEASURED):
-        file = folder / source
-        if not file.is_file():
-            continue
-        rows = read_accuracies(file)
-        if len(rows) != num_heads:
-            raise ValueError(f"{file}: expected accuracies of {num_heads} heads, got {len(rows)}")
-        if heads is not None and not _is_of(file, heads, dtype):
-            raise ValueError(f"{file}: expected a calibration of these heads, got one of others")
-        return Accuracies(source, [row[:num_candidates] for row in rows])
+        if (folder / source).is_file():
+            return read_of(folder / source, source, num_heads, num_candidates, heads, dtype)
     return None
+
+
+def read_of(
+    file: Path, source: str, num_heads: int, num_candidates: int, heads: str | None = None, dtype: str | None = None
+) -> Accuracies:
+    """Read the accuracies of one file, as `find_accuracies` does; `source` says what kind it is.
+
+    Raises:
+        ValueError: a file that is damaged, or of other heads; it names the file.
+    """
+    rows = read_accuracies(file)
+    if len(rows) != num_heads:
+        raise ValueError(f"{file}: expected accuracies of {num_heads} heads, got {len(rows)}")
+    if heads is not None and not _is_of(file, heads, dtype):
+        raise ValueError(f"{file}: expected a calibration of these heads, got one of others")
+    return Accuracies(source, [row[:num_candidates] for row in rows])
+
+
+def read_texts(file: Path, num_candidates: int) -> Calibration | None:
+    """Read a calibration whose accuracies `read_of` has taken; None where its texts were not kept.
+
+    Raises:
+        ValueError: a damaged file, or one with ranks that the heads cannot be asked for; it names the file.
+    """
+    if "texts" not in json.loads(file.read_text(encoding="utf-8")):
+        return None
+    found = Calibration.load(file)
+    if found.ranks > num_candidates:
+        raise ValueError(f"{file}: expected at most {num_candidates} ranks, as these heads have, got {found.ranks}")
+    return found
 
 
 def _is_of(file: Path, heads: str, dtype: str | None) -> bool:
@@ -112,21 +139,28 @@ def _is_of(file: Path, heads: str, dtype: str | None) -> bool:
     return made["settings"].get("dtype") != dtype or made["heads"] == heads
 
 
-def trees_of(accuracies: Sequence[Sequence[float]], sizes: Sequence[int]) -> list[Tree]:
-    """Return the best tree of each size; of size 1, plain decoding.
+def trees_of(
+    accuracies: Sequence[Sequence[float]], sizes: Sequence[int], texts: Calibration | None = None
+) -> list[Tree]:
+    """Return the best tree of each size, when walked along texts if there are any; of size 1, plain decoding.
 
     Raises:
         ValueError: a size that the heads cannot fill.
     """
+    if texts is not None:
+        return [Tree([]) if size == 1 else walked_tree(texts, size) for size in sizes]
     return [Tree([]) if size == 1 else Tree.optimal(accuracies, size) for size in sizes]
 
 
-def candidates(accuracies: Sequence[Sequence[float]], seconds: Mapping[int, float]) -> list[Candidate]:
+def candidates(
+    accuracies: Sequence[Sequence[float]], seconds: Mapping[int, float], texts: Calibration | None = None
+) -> list[Candidate]:
     """Weigh the best tree of each size.
 
     Args:
         accuracies: of the heads, a list a head, each rank alone.
         seconds: of a step, by nodes; 1 is plain decoding.
+        texts: a calibration with its texts, to walk along; without, heads are taken as independent.
 
     Raises:
         ValueError: a size that the heads cannot fill, a duration that is not above 0.
@@ -136,8 +170,12 @@ def candidates(accuracies: Sequence[Sequence[float]], seconds: Mapping[int, floa
             raise ValueError(f"seconds: expected above 0 for {nodes} nodes, got {value}")
     sizes = sorted(seconds)
     return [
-        Candidate(tree, tree.expected_tokens(accuracies), seconds[size])
-        for size, tree in zip(sizes, trees_of(accuracies, sizes), strict=True)
+        Candidate(
+            tree,
+            tree.expected_tokens(accuracies) if texts is None else walk(texts, tree).tokens_per_step,
+            seconds[size],
+        )
+        for size, tree in zip(sizes, trees_of(accuracies, sizes, texts), strict=True)
     ]
 
 

@@ -96,7 +96,8 @@ def as_text(tree: Tree, width: int = 80, shares: Sequence[float] | None = None) 
         lines.append(f"{depth:>{margin - 1}} " + _row({node.column: node.mark for node in level}))
     words = [_title(tree, shares), _legend(tree, shares)]
     if hidden:
-        words.append(f"{MORE} stands for {hidden} of {tree.num_nodes} nodes that are not drawn, the least likely ones.")
+        nodes = len(tree.parents)
+        words.append(f"{MORE} stands for {hidden} of {nodes} nodes that are not drawn, the least likely ones.")
     return "\n".join([*lines, "", *(line for text in words for line in textwrap.wrap(text, width))])
 
 
@@ -289,6 +290,8 @@ def _row(characters: dict[int, str]) -> str:
 
 def _title(tree: Tree, shares: Sequence[float] | None) -> str:
     copied = f", {tree.lookup} of them copied from the text" if tree.lookup else ""
+    if tree.keep is not None:  # which of them a step verifies, and so what it gives, is told by no accuracies
+        return f"{tree.num_nodes} nodes a step{copied}, of {len(tree.parents)} candidates, depth {tree.depth}."
     tokens = "" if shares is None else f"; {1 + math.fsum(shares):.3f} tokens a step expected"
     return f"{tree.num_nodes} nodes{copied}, depth {tree.depth}{tokens}."
 

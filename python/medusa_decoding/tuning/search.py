@@ -1,19 +1,24 @@
-"""The tree with the most expected tokens a step, from accuracies of heads or from counts of whole paths.
+"""The tree with the most expected tokens a step: from accuracies of heads, from counts of whole paths, by walking.
 
 From accuracies, a node is worth the product of the accuracies along its path (Medusa paper, section 2.3.3): that search
-is `Tree.optimal`. Here is the one from counts, where a node is worth the share of positions at which its whole path is
-right, and the comparison of the two. This module knows counts and trees; it does not know models.
+is `Tree.optimal`. From counts, it is worth the share of positions at which its whole path is right. Walked, what counts
+is the tokens a step along the very texts (see `walk`). This module knows counts and trees; it does not know models.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from medusa_decoding.tree import MAX_CHOICES, Tree
-from medusa_decoding.tuning.accuracy import Calibration
+from medusa_decoding.tuning.accuracy import NONE, Calibration, RankPath
+from medusa_decoding.tuning.walk import walk
+
+ROUNDS = 8
+"""Searches of `walked_tree` at most, each at the positions that steps with the tree before start from."""
 
 
 def joint_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
@@ -34,22 +39,68 @@ def joint_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     Raises:
         ValueError: fewer possible paths than asked for.
     """
+    return _most_frequent(calibration, num_nodes, lambda path: (calibration.count(path),))
+
+
+def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
+    """Return a tree of `num_nodes` nodes that gives many tokens a step where steps really start.
+
+    The better one, walked, of the trees by products and by counts is where it begins. Its steps start at some of the
+    positions; the paths that are most frequent at these are the next tree, whose steps start elsewhere, and so on,
+    until a tree is no better than the one before. So it is never worse, walked along `calibration`'s own texts, than
+    the two it is found from. It is not exact: what a tree accepts decides where the next step starts.
+
+    Args:
+        calibration: with its texts.
+        num_nodes: size of the tree, root included, 1 to 256.
+
+    Raises:
+        ValueError: fewer possible paths than asked for, or a calibration without texts.
+    """
+    found = [joint_tree(calibration, num_nodes), Tree.optimal(calibration.accuracies, num_nodes)]
+    steps = [walk(calibration, tree) for tree in found]
+    best, walked = max(zip(found, steps, strict=True), key=lambda pair: pair[1].tokens_per_step)
+    for _ in range(ROUNDS):
+        counts = _beginnings(walked.starts)
+
+        def often(path: RankPath, here: Counter[RankPath] = counts) -> tuple[int, ...]:
+            return here[path], calibration.count(path)
+
+        tree = _most_frequent(calibration, num_nodes, often)
+        along = walk(calibration, tree)
+        if along.tokens_per_step <= walked.tokens_per_step:
+            break
+        best, walked = tree, along
+    return best
+
+
+def _beginnings(paths: Counter[RankPath]) -> Counter[RankPath]:
+    """Count the beginnings of paths, up to the first unknown rank."""
+    counts: Counter[RankPath] = Counter()
+    for path, count in paths.items():
+        for length in range(1, (path.index(NONE) if NONE in path else len(path)) + 1):
+            counts[path[:length]] += count
+    return counts
+
+
+def _most_frequent(calibration: Calibration, num_nodes: int, often: Callable[[RankPath], Iterable[int]]) -> Tree:
+    """Return the tree of the most frequent paths; no path may be more frequent than one that it begins with."""
     if not 1 <= num_nodes <= MAX_CHOICES + 1:
         raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {num_nodes}")
     possible = most_nodes(calibration.num_heads, calibration.ranks)
     if num_nodes > possible:
         raise ValueError(f"num_nodes: expected at most {possible} with these heads, got {num_nodes}")
     accuracies = calibration.accuracies
-    choices: list[tuple[int, ...]] = []
-    frontier: list[tuple[int, float, int, tuple[int, ...]]] = []
+    choices: list[RankPath] = []
+    frontier: list[tuple[Any, ...]] = []
 
-    def reach(parent: tuple[int, ...]) -> None:
+    def reach(parent: RankPath) -> None:
         if len(parent) == calibration.num_heads:
             return
         for rank in range(calibration.ranks):
             path = (*parent, rank)
             product = math.prod(accuracies[head][place] for head, place in enumerate(path))
-            heapq.heappush(frontier, (-calibration.count(path), -product, len(path), path))
+            heapq.heappush(frontier, (*(-count for count in often(path)), -product, len(path), path))
 
     reach(())
     while len(choices) < num_nodes - 1:
@@ -68,60 +119,3 @@ def most_nodes(num_heads: int, ranks: int) -> int:
         if possible > MAX_CHOICES:
             return MAX_CHOICES + 1
     return possible
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The best trees of one size, with heads taken as independent and by counts of whole paths.
-
-    Attributes:
-        independent, joint: the trees.
-        estimate: expected tokens of `independent` if heads were independent.
-        independent_tokens, joint_tokens: expected tokens of each tree by counts of whole paths.
-        different: nodes of `joint` that `independent` has not.
-        held_out: `independent_tokens` and `joint_tokens` by other counts, or None.
-    """
-
-    independent: Tree
-    joint: Tree
-    estimate: float
-    independent_tokens: float
-    joint_tokens: float
-    held_out: tuple[float, float] | None = None
-
-    @property
-    def different(self) -> int:
-        """See the class."""
-        return len({*map(tuple, self.joint.choices)} - {*map(tuple, self.independent.choices)})
-
-
-def compare(calibration: Calibration, sizes: Sequence[int], held_out: Calibration | None = None) -> list[Comparison]:
-    """Search the best trees of each size in both ways.
-
-    Args:
-        calibration: counts to search with.
-        sizes: nodes, root included.
-        held_out: counts of other prompts. A tree searched by counts fits those counts best, so that `joint_tokens` are
-            too many, the more nodes and the fewer positions there are; other counts tell what it is worth.
-
-    Raises:
-        ValueError: a size outside of 1 to 256, or more nodes than the heads can fill.
-    """
-    accuracies = calibration.accuracies
-    found = []
-    for size in sizes:
-        joint, independent = joint_tree(calibration, size), Tree.optimal(accuracies, size)
-        others = None
-        if held_out is not None:
-            others = held_out.expected_tokens(independent), held_out.expected_tokens(joint)
-        found.append(
-            Comparison(
-                independent,
-                joint,
-                independent.expected_tokens(accuracies),
-                calibration.expected_tokens(independent),
-                calibration.expected_tokens(joint),
-                others,
-            )
-        )
-    return found

@@ -1,39 +1,39 @@
-"""`tuning.json` beside a checkpoint of heads: what was measured on which device with which model, and what was chosen.
+"""`tuning.json` of a checkpoint of heads: what was measured on which device with which model, and what was chosen.
 
 Written by `medusa tune`, read by `MedusaModel.from_pretrained`. It counts only where it was made: another device, other
 weights, another dtype or backend refuse it, and say which. Versions of libraries are kept, but refuse nothing. This
-module does not know how steps are timed (see `latency`), nor which tree is best (see `choice`).
+module does not know where the file stands (see `places`), how steps are timed (see `latency`), nor which tree is best
+(see `choice`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import logging
 import math
-import platform
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.decode.step_times import KEPT, StepTimes
 from medusa_decoding.provenance import fingerprint, versions
 from medusa_decoding.tree import Tree
+from medusa_decoding.tuning import places
 from medusa_decoding.tuning.choice import Accuracies, Candidate
+from medusa_decoding.tuning.naming import device_name
 
 if TYPE_CHECKING:
     from medusa_decoding.model import MedusaModel
     from medusa_decoding.tuning.latency import Latency
 
-FILE, FORMAT = "tuning.json", 1
+FILE, FORMAT = places.FILE, 2
 logger = logging.getLogger(__name__)
 
+INDEPENDENT, WALKED = "independent", "walked"
+"""How expected tokens were found: heads taken as independent, or by walking along the calibration's texts."""
 LIBRARIES = ("torch", "triton", "transformers", "medusa-kernels")
 """What steps are made with."""
 
@@ -93,6 +93,7 @@ class Size:
         low, high: quartiles of the durations.
         steps: how many were timed.
         tokens: expected tokens a step and row.
+        tree: the best one of this size; `Tree([])` for one node.
     """
 
     nodes: int
@@ -102,11 +103,17 @@ class Size:
     high: float
     steps: int
     tokens: float
+    tree: Tree
 
     @property
     def rate(self) -> float:
         """Tokens a second and row."""
         return self.tokens / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all as JSON has it, with the rate that follows."""
+        kept = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "tree"}
+        return kept | {"tokens_per_second": self.rate, "choices": self.tree.choices}
 
 
 @dataclass(frozen=True)
@@ -130,9 +137,17 @@ class Case:
     @classmethod
     def of(cls, measured: Sequence[Latency], chosen: Candidate, weighed: Sequence[Candidate]) -> Case:
         """Put together what was measured for a batch and a prefix, and what was made of it."""
-        tokens = {one.tree.num_nodes: one.tokens for one in weighed}
+        of_size = {one.tree.num_nodes: one for one in weighed}
         sizes = [
-            Size(one.nodes, one.typical, one.median, *one.quartiles, len(one.seconds), tokens[one.nodes])
+            Size(
+                one.nodes,
+                one.typical,
+                one.median,
+                *one.quartiles,
+                len(one.seconds),
+                of_size[one.nodes].tokens,
+                of_size[one.nodes].tree,
+            )
             for one in sorted(measured, key=lambda one: one.nodes)
         ]
         first = measured[0]
@@ -154,6 +169,7 @@ class Tuning:
         cases: by batch and prefix, in ascending order.
         step_times: JSON of a `StepTimes`.
         versions: of libraries, by name.
+        weighed: INDEPENDENT or WALKED.
     """
 
     place: Place
@@ -161,16 +177,24 @@ class Tuning:
     cases: tuple[Case, ...]
     step_times: str
     versions: Mapping[str, str]
+    weighed: str = INDEPENDENT
 
     @classmethod
-    def of(cls, place: Place, accuracies: Accuracies, cases: Iterable[Case], measured: Iterable[Latency]) -> Tuning:
+    def of(
+        cls,
+        place: Place,
+        accuracies: Accuracies,
+        cases: Iterable[Case],
+        measured: Iterable[Latency],
+        weighed: str = INDEPENDENT,
+    ) -> Tuning:
         """Put together what was found."""
         times = StepTimes(*_names(place))
         for one in measured:
             for seconds in _few(one.seconds):
                 times.profile(one.batch, one.rows).add(one.nodes, seconds)
         ordered = sorted(cases, key=lambda case: (case.batch, case.prefix))
-        return cls(place, accuracies, tuple(ordered), times.to_json(), versions(*LIBRARIES))
+        return cls(place, accuracies, tuple(ordered), times.to_json(), versions(*LIBRARIES), weighed)
 
     def nearest(self, batch: int, prefix: int) -> Case:
         """Return the case of the nearest batch, and of those the one of the nearest prefix, both by their ratio."""
@@ -192,6 +216,7 @@ class Tuning:
             **asdict(self.place),
             "versions": dict(self.versions),
             "accuracies": {"source": self.accuracies.source, "by_rank": self.accuracies.by_rank},
+            "weighed": self.weighed,
             "cases": [
                 {
                     "batch": case.batch,
@@ -200,7 +225,7 @@ class Tuning:
                     "nodes": case.tree.num_nodes,
                     "choices": case.tree.choices,
                     "speedup": case.chosen.rate / case.sizes[0].rate,
-                    "sizes": [asdict(size) | {"tokens_per_second": size.rate} for size in case.sizes],
+                    "sizes": [size.to_json() for size in case.sizes],
                 }
                 for case in self.cases
             ],
@@ -224,13 +249,16 @@ class Tuning:
                 [[float(value) for value in row] for row in values["accuracies"]["by_rank"]],
             )
             cases = tuple(_case(case) for case in values["cases"])
-            found = cls(place, accuracies, cases, json.dumps(values["step_times"]), dict(values["versions"]))
+            weighed = values["weighed"]
+            found = cls(place, accuracies, cases, json.dumps(values["step_times"]), dict(values["versions"]), weighed)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"tuning: expected device, model, accuracies, cases and step_times, got {error!r}"
             ) from error
         if not cases:
             raise ValueError("tuning: expected at least one case, got none")
+        if weighed not in (INDEPENDENT, WALKED):
+            raise ValueError(f"weighed: expected {INDEPENDENT} or {WALKED}, got {weighed!r}")
         found.times()
         return found
 
@@ -272,37 +300,25 @@ def load_for(path: Path, model: MedusaModel) -> Tuning:
 
 
 def recall(path: Path, model: MedusaModel, level: int = logging.WARNING) -> Tuning | None:
-    """Read a file if it is there and holds for a model; where it does not, log why at this level and return None."""
-    if model.heads is None or not path.is_file():
+    """Read a file, beside the heads or in the folder for caches, if it is there and holds for a model.
+
+    Args:
+        path: the file beside the heads.
+        model: as it runs here.
+        level: at which it is logged why a file does not hold, where none does.
+    """
+    if model.heads is None:
         return None
-    try:
-        return load_for(path, model)
-    except (ValueError, OSError) as error:
-        logger.log(level, "tuning refused (run `medusa tune` again): %s", error)
-        return None
-
-
-@functools.cache
-def cpu_name() -> str:
-    """Return the processor's name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def device_name(device: torch.device) -> str:
-    """Name a device by what step times depend on, and nothing that a new driver changes."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        memory = round(found.total_memory / 2**30)
-        return f"{found.name}, {found.multi_processor_count} SMs, {memory} GiB, sm_{found.major}{found.minor}"
-    if device.type == "cpu":
-        threads = torch.get_num_threads()
-        capability = torch.backends.cpu.get_cpu_capability()
-        return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {capability}"
-    return device.type
+    refused = []
+    for file in places.places(path.parent):
+        if file.is_file():
+            try:
+                return load_for(file, model)
+            except (ValueError, OSError) as error:
+                refused.append(error)
+    for reason in refused:
+        logger.log(level, "tuning refused (run `medusa tune` again): %s", reason)
+    return None
 
 
 def _surroundings(model: MedusaModel) -> dict[str, Any]:
@@ -339,6 +355,7 @@ def _case(values: Any) -> Case:
             high=_positive("high", size["high"]),
             steps=_count("steps", size["steps"]),
             tokens=_positive("tokens", size["tokens"]),
+            tree=Tree(size["choices"]),
         )
         for size in values["sizes"]
     )
@@ -346,6 +363,8 @@ def _case(values: Any) -> Case:
     known = [size.nodes for size in sizes]
     if tree.num_nodes != counts["nodes"] or tree.num_nodes not in known or known[:1] != [1] or known != sorted(known):
         raise ValueError(f"cases: expected a tree of one of the sizes from 1 on, got {tree.num_nodes} nodes of {known}")
+    if any(size.tree.num_nodes != size.nodes for size in sizes) or tree not in [size.tree for size in sizes]:
+        raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
     return Case(counts["batch"], counts["prefix"], counts["rows"], tree, sizes)
 
 

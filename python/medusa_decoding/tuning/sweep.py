@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from medusa_decoding.evaluation import interval
+from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.tree import Tree
 
 
@@ -33,6 +35,7 @@ class Swept:
         rate: tokens a second over all texts.
         low, high: the slowest and the fastest round's rate.
         tokens_per_step: over all texts.
+        texts: of each text its tokens and the median of its rounds' seconds.
     """
 
     tree: Tree
@@ -40,6 +43,7 @@ class Swept:
     low: float
     high: float
     tokens_per_step: float
+    texts: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,14 @@ class Verdict:
         rank: 1 if no tree is faster.
         behind: share of the fastest tree's rate that it lacks.
         best: the fastest tree.
+        of_best: the chosen tree's rate over the fastest one's, with a 95 % interval (bootstrap over texts); None where
+            texts were not kept apart.
     """
 
     rank: int
     behind: float
     best: Tree
+    of_best: Interval | None = None
 
 
 def sweep(
@@ -106,9 +113,12 @@ def _added(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
     tokens, steps = (sum(getattr(one, name) for one in rounds[0]) for name in ("tokens", "steps"))
     if not steps:
         raise ValueError("texts: expected some of more than one new token, got none")
-    seconds = sum(statistics.median(one.seconds for one in text) for text in zip(*rounds, strict=True))
+    texts = tuple(
+        (text[0].tokens, statistics.median(one.seconds for one in text)) for text in zip(*rounds, strict=True)
+    )
     rates = [tokens / sum(one.seconds for one in written) for written in rounds]
-    return Swept(tree, tokens / seconds, min(rates), max(rates), tokens / steps)
+    seconds = sum(seconds for _, seconds in texts)
+    return Swept(tree, tokens / seconds, min(rates), max(rates), tokens / steps, texts)
 
 
 def judge(chosen: Tree, found: Sequence[Swept]) -> Verdict:
@@ -122,4 +132,6 @@ def judge(chosen: Tree, found: Sequence[Swept]) -> Verdict:
         raise ValueError(f"chosen: expected one of the trees that were compared, got {chosen}")
     fastest = max(found, key=lambda one: one.rate)
     rank = 1 + sum(one.rate > own.rate for one in found)
-    return Verdict(rank, 1.0 - own.rate / fastest.rate, fastest.tree)
+    columns = [(*a, *b) for a, b in zip(own.texts, fastest.texts, strict=True)]
+    of_best = interval.ratio_of_rates(columns) if columns else None
+    return Verdict(rank, 1.0 - own.rate / fastest.rate, fastest.tree, of_best)

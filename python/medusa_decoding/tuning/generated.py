@@ -1,0 +1,116 @@
+"""Tokens a step that decoding really makes on prompts, beside what a calibration on other prompts expects of the tree.
+
+Two samples of prompts differ by chance: what is expected is as uncertain as what is measured, and their ratio has an
+interval that counts both. This module does not know how trees are searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from medusa_decoding.evaluation import interval
+from medusa_decoding.evaluation.interval import Interval
+from medusa_decoding.evaluation.prompts import Prompt
+from medusa_decoding.tree import Tree
+from medusa_decoding.tuning.accuracy import Calibration
+from medusa_decoding.tuning.expected import Expected, expect
+from medusa_decoding.tuning.texts import Writer
+from medusa_decoding.tuning.walk import walk
+
+Rows = Sequence[tuple[int, int]]
+"""Tokens and steps of each prompt."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One tree.
+
+    Attributes:
+        tree: the tree.
+        expected: by the calibration.
+        measured: tokens a step of the steps that were made.
+        steps: how many those were.
+        ratio: walked expectation over measurement, with an interval that counts the chance in both.
+    """
+
+    tree: Tree
+    expected: Expected
+    measured: Interval
+    steps: int
+    ratio: Interval
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all as JSON has it."""
+        return {
+            "nodes": self.tree.num_nodes,
+            "tree": self.tree.choices,
+            "expected": self.expected.to_json(),
+            "measured": self.measured.to_json(),
+            "steps": self.steps,
+            "ratio": self.ratio.to_json(),
+        }
+
+
+def steps_made(
+    writer: Writer, prompts: Sequence[Prompt], tree: Tree, on_prompt: Callable[[], object] = lambda: None
+) -> list[tuple[int, int]]:
+    """Have each prompt answered with a tree.
+
+    Args:
+        writer: has the model write.
+        prompts: what is asked.
+        tree: verified each step.
+        on_prompt: called behind each prompt, for a progress bar.
+
+    Returns:
+        Tokens and steps of each prompt; the tokens of prefills are not counted.
+    """
+    rows = []
+    for number, prompt in enumerate(prompts):
+        written = [one.accepted for one in writer.answers(prompt, number, tree) if one is not None]
+        steps = sum(map(len, written))
+        rows.append((steps + sum(map(sum, written)), steps))
+        on_prompt()
+    return rows
+
+
+def beside(calibration: Calibration, tree: Tree, rows: Rows) -> Beside:
+    """Put what is expected of a tree beside the steps that were made with it.
+
+    Raises:
+        ValueError: a calibration without texts, or no step made.
+    """
+    measured = interval.ratio(rows)
+    if measured is None:
+        raise ValueError("prompts: expected some with room for more than one new token, got none")
+    ratio = ratio_of_two(walk(calibration, tree).by_prompt, rows)
+    return Beside(tree, expect(calibration, tree), measured, sum(steps for _, steps in rows), ratio)
+
+
+def ratio_of_two(first: Rows, second: Rows) -> Interval:
+    """Return the ratio of two rates that were found on different prompts, with its 95 % interval.
+
+    The prompts of each side are drawn anew without regard to the other's.
+    """
+
+    def rate(sums: np.ndarray) -> np.ndarray:
+        return np.asarray(sums[0] / sums[1])
+
+    tables = [np.asarray(rows, dtype=np.float64) for rows in (first, second)]
+    value = float(rate(tables[0].sum(0)) / rate(tables[1].sum(0)))
+    if min(map(len, tables)) < 2:
+        return Interval(value, None, None)
+    drawn = []
+    for number, table in enumerate(tables):
+        chooser = np.random.default_rng(interval.SEED + number)
+        often = chooser.multinomial(len(table), np.full(len(table), 1 / len(table)), interval.RESAMPLES)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            drawn.append(rate((often @ table).T))
+    ratios = drawn[0] / drawn[1]
+    outside = (1 - interval.LEVEL) / 2
+    low, high = np.quantile(ratios[np.isfinite(ratios)], [outside, 1 - outside])
+    return Interval(value, float(low), float(high))

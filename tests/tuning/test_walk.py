@@ -1,0 +1,261 @@
+"""Walked trees: by hand, against every tree there is, and against the steps that decoding really makes."""
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medusa_decoding import MedusaHeads, MedusaModel, Tree
+from medusa_decoding.evaluation import Prompt, interval
+from medusa_decoding.evaluation.interval import Interval
+from medusa_decoding.tuning.accuracy import NONE, Calibration
+from medusa_decoding.tuning.calibrate import calibrate
+from medusa_decoding.tuning.expected import expect
+from medusa_decoding.tuning.generated import ratio_of_two
+from medusa_decoding.tuning.search import joint_tree, walked_tree
+from medusa_decoding.tuning.walk import walk
+
+N = NONE
+# Eight tokens behind the prompt; a path a position.
+TEXT = ((0, 0), (0, 1), (N, 0), (0, 0), (1, N), (N, 0), (0, N))
+
+
+def test_by_hand():
+    found = Calibration.of(2, 2, [[TEXT], [], [((1, N),)]])
+    # From 0, the first guess is right: to 2; none: to 3; right: to 5; none: to 6; right: the end, all seven committed.
+    chain = walk(found, Tree([[0]]))
+    assert (chain.tokens, chain.steps) == ((7, 0, 1), (5, 0, 1))
+    assert chain.starts == Counter([(0, 0), (N, 0), (0, 0), (N, 0), (0, N), (1, N)])
+    # From 0 two are right: to 3; two again: to 6.
+    pairs = walk(found, Tree([[0], [0, 0]]))
+    assert (pairs.tokens, pairs.steps) == ((7, 0, 1), (3, 0, 1))
+    assert pairs.tokens_per_step == pytest.approx(2.0)
+    assert walk(found, Tree([])).steps == (7, 0, 1)
+    # A last step that the text's end cuts short.
+    assert walk(Calibration.of(2, 2, [[((0, 0), (0, N))]]), Tree([[0], [0, 0]])).steps == (1,)
+
+
+def test_three_expectations_by_hand():
+    found = Calibration.of(2, 2, [[TEXT], [TEXT]])
+    tree = Tree([[0], [0, 0]])
+    expected = expect(found, tree)
+    # Of the six positions with two targets: the first guess is right at 3, the second's best at 4, both at 2.
+    assert expected.independent.value == pytest.approx(1 + 3 / 6 + 3 / 6 * 4 / 6)
+    assert expected.paths.value == pytest.approx(1 + 3 / 6 + 2 / 6)
+    assert expected.walked.value == pytest.approx(7 / 3)
+    # Equal prompts: another draw of them changes nothing.
+    for one in (expected.independent, expected.paths, expected.walked):
+        assert (one.low, one.high) == pytest.approx((one.value, one.value))
+    alone = expect(Calibration(2, 2, found.paths), tree)
+    assert (alone.independent.value, alone.paths.value) == (expected.independent.value, expected.paths.value)
+    assert (alone.walked, alone.paths.low) == (None, None)
+
+
+def test_intervals_are_over_prompts():
+    """Two kinds of prompts, half of each: every draw has a number of the first kind, from the binomial distribution."""
+    good, bad = ((0,),) * 40, ((N,),) * 40
+    found = Calibration.of(1, 1, [[good]] * 8 + [[bad]] * 8)
+    expected = expect(found, Tree([[0]]))
+    # Of a binomial with 16 draws at 1/2, 2.5 % lie at or below 4 or so, 2.5 % at or above 12.
+    assert (expected.paths.low, expected.paths.high) == pytest.approx((1 + 4 / 16, 1 + 12 / 16), abs=1 / 16 + 1e-9)
+    assert expected.independent == expected.paths  # one head
+    # n prompts of 20 steps, 16 - n of 40, 40 tokens each.
+    ends = [16 * 40 / (20 * n + 40 * (16 - n)) for n in (4, 12)]
+    assert (expected.walked.low, expected.walked.high) == pytest.approx(ends, abs=0.07)
+
+
+def test_ratios_count_the_chance_in_both_samples():
+    """Where one side is the same in every draw, the interval is the other side's alone; where neither is, wider."""
+    varied = [(30, 10)] * 8 + [(10, 10)] * 8
+    same, rows = [(20, 10)] * 5, interval.ratio(varied)
+    above, below, both = ratio_of_two(varied, same), ratio_of_two(same, varied), ratio_of_two(varied, varied)
+    assert (above.value, above.low, above.high) == pytest.approx((1.0, rows.low / 2, rows.high / 2))
+    # Another draw of the same prompts: of 16, about 4 to 12 are of the first kind.
+    assert (below.low, below.high) == pytest.approx((2 / rows.high, 2 / rows.low), rel=0.07)
+    assert both.low < above.low - 0.02 < above.high + 0.02 < both.high
+    assert ratio_of_two(varied, [(20, 10)]) == Interval(1.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        (Tree([[0], [0, 0], [0, 0, 0]]), "depth 3, expected at most 2"),
+        (Tree([[2]]), "rank 2, expected below 2"),
+        (Tree([[0]], lookup=2), "tree: expected no copied branch, .* got one of 2"),
+        (Tree([[0], [1]], keep=2), "tree: expected a static one, got a dynamic one"),
+    ],
+)
+def test_trees_that_cannot_be_walked_are_refused(tree, words):
+    found = Calibration.of(2, 2, [[TEXT]])
+    for ask in (walk, expect):
+        with pytest.raises(ValueError, match=words):
+            ask(found, tree)
+
+
+# --- the search, against every tree ---
+
+
+def steps_by_hand(texts, choices):
+    """Tokens a step, with a loop of its own over the positions."""
+    tokens = steps = 0
+    for text in (text for of_prompt in texts for text in of_prompt):
+        here = 0
+        while here < len(text):
+            deep = max((d for d in range(1, len(text[here]) + 1) if text[here][:d] in choices), default=0)
+            here += deep + 1
+            steps += 1
+        tokens += len(text)
+    return tokens / steps
+
+
+def every_tree(heads, ranks, size):
+    paths = [path for d in range(1, heads + 1) for path in itertools.product(range(ranks), repeat=d)]
+    for subset in itertools.combinations(paths, size):
+        if all(len(path) == 1 or path[:-1] in subset for path in subset):
+            yield set(subset)
+
+
+def drawn_texts(seed, heads, ranks, prompts=3, length=30):
+    """Texts with easy and hard stretches, in which a head is right about what the one before was right about."""
+    draws = random.Random(seed)
+    found = []
+    for _ in range(prompts):
+        ease, text = draws.random(), []
+        for place in range(length):
+            ease = draws.random() if draws.random() < 0.2 else ease
+            path = [draws.randrange(ranks) if draws.random() < ease else N for _ in range(heads)]
+            text.append(tuple(path[: length - place] + [N] * max(0, heads - length + place)))
+        found.append((tuple(text),))
+    return tuple(found)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_walked_tree_is_never_worse_than_the_others_and_never_better_than_the_best(seed, shape, size):
+    heads, ranks = shape
+    texts = drawn_texts(seed, heads, ranks)
+    found = Calibration.of(heads, ranks, texts)
+    tree = walked_tree(found, size + 1)
+    assert tree.num_nodes == size + 1
+
+    def worth(tree):
+        return steps_by_hand(texts, {*map(tuple, tree.choices)})
+
+    assert worth(tree) >= worth(joint_tree(found, size + 1)) - 1e-12
+    assert worth(tree) >= worth(Tree.optimal(found.accuracies, size + 1)) - 1e-12
+    best = max(steps_by_hand(texts, chosen) for chosen in every_tree(heads, ranks, size))
+    assert worth(tree) <= best + 1e-12
+    assert walk(found, tree).tokens_per_step == pytest.approx(worth(tree))
+
+
+def test_walking_finds_better_trees_and_mostly_the_best():
+    """How often each search finds the best of all trees: counts alone seldom know where steps start."""
+    found_best, better, cases = Counter(), 0, 60
+    for seed in range(cases):
+        texts = drawn_texts(seed, 3, 2, length=60)
+        found = Calibration.of(3, 2, texts)
+        best = max(steps_by_hand(texts, chosen) for chosen in every_tree(3, 2, 4))
+        worth = {
+            by: steps_by_hand(texts, {*map(tuple, tree.choices)})
+            for by, tree in (
+                ("walk", walked_tree(found, 5)),
+                ("paths", joint_tree(found, 5)),
+                ("products", Tree.optimal(found.accuracies, 5)),
+            )
+        }
+        found_best.update(by for by in worth if worth[by] > best - 1e-12)
+        better += worth["walk"] > worth["paths"] + 1e-12
+    assert better > cases / 10
+    assert found_best == {"walk": 46, "paths": 34, "products": 23}  # as docs/trees.md says
+
+
+# --- against decoding ---
+
+PROMPTS = [
+    Prompt(("abc", "go on")),
+    Prompt(("which is it?",)),
+    Prompt(("to be continued as it stands",), is_text=True),
+    Prompt(("zz",)),
+]
+TREES = [Tree([]), Tree.chain(3), Tree.cartesian([8, 5, 3]), Tree([[1], [0], [1, 0], [0, 2], [1, 0, 1]])]
+
+
+def steps_of_decoding(model, tokenizer, tree, **sampled):
+    """Tokens and steps of each prompt's texts, from the model's own record of accepted lengths."""
+    from medusa_decoding.tuning.texts import Settings, Writer
+
+    writer = Writer(model, tokenizer, Settings(max_new_tokens=24, prompt_tokens=6, **sampled))
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        written = list(writer.answers(prompt, number, tree))
+        assert all(len(one.new) == 24 for one in written)
+        lengths = [length for one in written for length in one.accepted]
+        found.append((len(lengths) + sum(lengths), len(lengths)))
+    return found
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.6, "seed": 5}], ids=["greedy", "drawn"])
+def test_walked_steps_are_those_of_decoding(make, sampled):
+    model, tokenizer = make()
+    found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, **sampled)
+    for tree in TREES:
+        assert walk(found, tree).by_prompt == steps_of_decoding(model, tokenizer, tree, **sampled)
+    # The case tells walking from counting positions: steps accept a lot.
+    assert walk(found, TREES[2]).tokens_per_step > 1.15
+    assert expect(found, TREES[2]).paths.value != pytest.approx(walk(found, TREES[2]).tokens_per_step, abs=1e-3)
+
+
+def test_greedy_steps_counted_from_generate_alone(make):
+    """The same, from `generate` itself: one prompt, its new tokens and its accepted lengths."""
+    model, tokenizer = make()
+    ids = tokenizer("to be continued as it stands")["input_ids"][:6]
+    found = calibrate(model, tokenizer, [PROMPTS[2]], max_new_tokens=40, prompt_tokens=6)
+    for tree in TREES:
+        out = model.generate(torch.tensor([ids]), max_new_tokens=40, tree=tree)
+        walked = walk(found, tree)
+        assert walked.steps == (len(out.accept_lengths[0]),)
+        assert walked.tokens == (39,)
+        assert walked.tokens_per_step == out.tokens_per_step
+
+
+def test_an_end_token_ends_the_walk(make):
+    from chats import CHAT_TEMPLATE
+
+    model, tokenizer = make(CHAT_TEMPLATE)
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    with torch.no_grad():  # the text ends sooner or later
+        model.trunk.lm_head.weight[end] *= 2.0
+    asked = [Prompt((letter * n,)) for letter in "abcdefg" for n in (1, 4)]
+    found = calibrate(model, tokenizer, asked, max_new_tokens=30)
+    made, ended = [], 0
+    for prompt in asked:
+        question = [{"role": "user", "content": prompt.turns[0]}]
+        ids = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+        out = model.generate(torch.tensor([ids]), max_new_tokens=30, tree=TREES[2], eos_token_id=[end])
+        made.append((out.new_tokens[0] - 1, len(out.accept_lengths[0])))
+        ended += out.new_tokens[0] < 30
+    assert walk(found, TREES[2]).by_prompt == made
+    assert 0 < ended < len(asked)
+
+
+def test_guesses_that_depend_on_their_parents_are_walked_as_decoded():
+    from chats import chat_tokenizer
+    from models import tiny
+
+    tokenizer = chat_tokenizer([], None)
+    base = tiny(vocab_size=len(tokenizer), max_position_embeddings=256)
+    torch.manual_seed(3)
+    heads = MedusaHeads(base.config.hidden_size, len(tokenizer), 3, parent_rank=4)
+    with torch.no_grad():
+        heads.w2.copy_(base.lm_head.weight.expand_as(heads.w2))
+        for weight in heads.parent_term:
+            weight.normal_(std=1.0)
+    with MedusaModel(base, heads.eval()) as model:
+        found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6)
+        for tree in TREES:
+            assert walk(found, tree).by_prompt == steps_of_decoding(model, tokenizer, tree)
+        assert walk(found, TREES[2]).tokens_per_step > 1.1
