@@ -74,7 +74,7 @@ def commit() -> str:
             ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
         ).stdout.strip()
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results"],
+            ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results"],
             cwd=folder, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.CalledProcessError):

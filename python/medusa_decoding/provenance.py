@@ -1,4 +1,4 @@
-"""What figures and files depend on: which weights, and which versions.
+"""What figures and files depend on: which weights, which versions, which commit, which device.
 
 A fingerprint says whether weights are those that something was made with; it is no proof against forgery. This module
 does not know what it is asked about.
@@ -7,9 +7,13 @@ does not know what it is asked about.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
+import os
 import platform
+import subprocess
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -49,3 +53,51 @@ def versions(*libraries: str) -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def commit() -> str:
+    """Return the commit of the checkout that this file is part of, marked if tracked files differ from it.
+
+    The environment variable MEDUSA_COMMIT goes first, for copies of a checkout whose repository is missing or is not
+    the checkout's own. An installed package has none: "unknown".
+    """
+    if os.environ.get("MEDUSA_COMMIT"):
+        return os.environ["MEDUSA_COMMIT"]
+    try:
+        # A package may be installed into a folder of somebody else's repository.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        head = _git("rev-parse", "--short=12", "HEAD").strip()
+        # Records that benchmarks append change nothing that is measured.
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@functools.cache
+def cpu_name() -> str:
+    """Return the processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device by what step times depend on, and nothing that a new driver changes."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        memory = round(found.total_memory / 2**30)
+        return f"{found.name}, {found.multi_processor_count} SMs, {memory} GiB, sm_{found.major}{found.minor}"
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}, {capability}"
+    return device.type

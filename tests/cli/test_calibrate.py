@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from medusa_decoding.cli import main
+from medusa_decoding.demo import CHECKPOINT
 
 PROMPTS = [
     {"question_id": 1, "category": "code", "turns": ["def f(x):\n", "def g(x):\n"]},
@@ -152,11 +153,12 @@ def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
     [
         ([], "--out: expected a file, because the embedded demo checkpoint is no folder of yours"),
         (["--model", "some/hub-id"], "--out: expected a file, because some/hub-id is no folder of yours"),
+        (["--model", str(CHECKPOINT / "heads")], "--out: expected a file, because .*heads is no folder of yours"),
         (["--out", "no/such/folder/c.json"], "--out: expected a file in a folder that exists"),
         (["--out", "HERE"], "--out: expected a file in a folder that exists"),
         (["--out", "OUT", "--template", "missing.jinja"], "missing.jinja"),
         (["--out", "OUT", "--seed", "1"], "--seed: expected --temperature above 0 with it, got none"),
-        (["--model", "HEADS", "--max-new-tokens", "3"], "at least 4 new tokens .* got 4 texts with 12 tokens"),
+        (["--model", "HEADS", "--max-new-tokens", "3"], "max_new_tokens: expected at least 4, .* got 3"),
     ],
 )
 def test_refusals(capsys, file, heads, tmp_path, argv, words):
@@ -169,3 +171,20 @@ def test_refusals(capsys, file, heads, tmp_path, argv, words):
     assert re.search(words, line)
     assert not (heads / "calibration.json").exists()
     assert not (tmp_path / "c.json").exists()
+
+
+def test_places_that_may_not_be_written_to_are_told_of_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
+    for name in ("load_tokenizer", "load_model"):
+        monkeypatch.setattr(f"medusa_decoding.cli._arguments.{name}", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr("medusa_decoding.tuning.places.os.access", lambda path, mode: False)
+    assert main(["calibrate", "--prompts", file, "--out", str(tmp_path / "c.json")]) == 2
+    assert "--out: expected a file in a folder that exists and may be written to" in capsys.readouterr().err
+
+
+def test_a_home_folder_may_be_written_as_in_the_shell(capsys, file, heads, monkeypatch):
+    monkeypatch.setenv("HOME", str(heads.parent))
+    argv = ["calibrate", "--prompts", file, *LIMITS, "--limit", "1", "--model=~/heads"]
+    assert main([*argv, "--out=~/mine.json"]) == 0
+    assert (heads.parent / "mine.json").is_file()
+    assert main(argv) == 0
+    assert (heads / "calibration.json").is_file()

@@ -60,6 +60,37 @@ def test_search_compares_the_ways(capsys, file, tmp_path):
     assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["2.000", "unknown"]
 
 
+MADE = {"heads": "a1", "base_model": "b1", "prompts": {"count": 2, "hash": "c1", "each": ["d1", "d2"]}}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"heads": "a2"}, "--held-out: expected heads a1 as in .*c.json, got a2"),
+        ({"base_model": "b2"}, "--held-out: expected base_model b1 as in .*c.json, got b2"),
+        ({}, "--held-out: expected others than the prompts of .*c.json, got 1 of them"),
+        ({"prompts": MADE["prompts"]}, "--held-out: expected others than the prompts of .*c.json, got 2 of them"),
+        ({"prompts": {"count": 2, "hash": "c2", "each": ["d3", "d4"]}}, None),
+        # From before prompts were told apart one by one.
+        ({"prompts": {"count": 2, "hash": "c2"}}, "Not checked, .*: that prompts are others.$"),
+        ({"prompts": None, "heads": None}, "Not checked, .*: that heads are the same and that prompts are others.$"),
+    ],
+)
+def test_held_out_counts_are_of_other_prompts_and_the_same_heads(capsys, tmp_path, other, words):
+    overlapping = {"prompts": {"count": 2, "hash": "c2", "each": ["d2", "d3"]}}
+    for name, made in (("c", MADE), ("held", MADE | overlapping | other)):
+        Calibration(2, 2, TOGETHER.paths, made).save(tmp_path / f"{name}.json")
+    argv = ["tree", "search", "--calibration", str(tmp_path / "c.json"), "--held-out", str(tmp_path / "held.json")]
+    code = main([*argv, "--nodes", "3"])
+    captured = capsys.readouterr()
+    if words is None or words.startswith("Not checked"):
+        assert code == 0
+        assert re.search(words or "^((?!Not checked).)*$", captured.out.strip(), re.DOTALL)
+    else:
+        assert (code, captured.out) == (2, "")
+        assert re.search(words, captured.err)
+
+
 def test_search_walks_texts(capsys, tmp_path):
     WALKED.save(tmp_path / "c.json")
     argv = ["tree", "search", "--calibration", str(tmp_path / "c.json"), "--nodes", "2"]
@@ -124,9 +155,12 @@ def test_measured_beside_expected(capsys, checkpoint, prompts):
     assert [json.loads(line)["steps"] for line in capsys.readouterr().out.splitlines()] != [
         line["steps"] for line in lines
     ]
+    overlap = prompts / "c.jsonl"
+    overlap.write_text((prompts / "b.jsonl").read_text() + json.dumps({"text": "import os"}) + "\n")
     for other, words in (
-        (["--prompts", str(prompts / "a.jsonl")], "--prompts: expected others than those of"),
-        (["--prompts", str(prompts / "b.jsonl"), "--dtype", "bfloat16"], "settings: expected .*'dtype': 'float32'"),
+        (["--prompts", str(prompts / "a.jsonl")], "--prompts: expected others than the prompts of .* got 3 of them"),
+        (["--prompts", str(overlap)], "--prompts: expected others than the prompts of .* got 1 of them"),
+        (["--prompts", str(prompts / "b.jsonl"), "--dtype", "bfloat16"], r"settings\.dtype: expected float32 as in"),
     ):
         assert main([*argv, *other]) == 2
         captured = capsys.readouterr()
@@ -215,3 +249,13 @@ def test_without_matplotlib_an_image_is_refused_before_any_work(capsys, monkeypa
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "medusa-kernels[train]" in captured.err
+
+
+def test_places_that_may_not_be_written_to_are_told_of_before_any_work(capsys, monkeypatch, file, tmp_path):
+    monkeypatch.setattr("medusa_decoding.tuning.places.os.access", lambda path, mode: False)
+    monkeypatch.setattr("medusa_decoding.cli.tree.compare", lambda *args: pytest.fail("searched"))
+    argv = ["tree", "search", "--calibration", file, "--nodes", "3", "--save", str(tmp_path / "t.json")]
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--save: expected a file in a folder that exists and may be written to" in captured.err

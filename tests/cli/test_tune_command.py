@@ -1,6 +1,8 @@
 """medusa tune: on a copy of the embedded model with few repeats, what it stores, checks and compares, and refusals."""
 
+import hashlib
 import json
+import pwd
 import re
 import shutil
 
@@ -10,7 +12,11 @@ import torch
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.cli import main
+from medusa_decoding.cli import tune as command
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.tuning import choice, places
+from medusa_decoding.tuning.accuracy import Calibration
+from medusa_decoding.tuning.stored import Place
 
 QUICK = ["--nodes", "2,4", "--prefix", "16,64", "--repeats", "1"]
 
@@ -102,10 +108,15 @@ def steps_by_hand(texts, choices):
     return tokens / steps
 
 
-def test_texts_of_a_calibration_are_walked(tune, folder, calibration):
+def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatch):
     texts = json.loads(calibration.read_text())["texts"]
-    code, out, _ = tune("--nodes", "3,9", "--prefix", "20", "--repeats", "1", "--calibration", calibration, "--json")
+    searched, search = [], choice.walked_tree
+    monkeypatch.setattr(choice, "walked_tree", lambda texts, nodes: searched.append(nodes) or search(texts, nodes))
+    argv = ["--nodes", "3,9", "--prefix", "20,40", "--repeats", "1", "--calibration", calibration, "--json"]
+    code, out, [line] = tune(*argv)
     assert code == 0
+    assert line.startswith("medusa: the calibration has 2 texts; trees that fit so few")
+    assert searched == [3, 9]  # once, for both prefixes
     figures = json.loads(out)
     assert (figures["weighed"], figures["accuracies"]["source"]) == ("walked", "calibration.json")
     for size in figures["cases"][0]["sizes"]:
@@ -115,7 +126,9 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration):
     shutil.copy(calibration, folder / "calibration.json")
     code, out, _ = tune("--nodes", "3,9", "--prefix", "20", "--repeats", "1")
     assert code == 0
-    assert "expected tokens a step: walked along the texts" in out
+    assert "expected tokens a step: walked along the texts that the trees were searched on" in out
+    assert "calibration: calibration.json, greedy texts" in out
+    assert "not checked" not in out
     assert json.loads((folder / "tuning.json").read_text())["weighed"] == "walked"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
         assert model.tree.num_nodes in (1, 3, 9)
@@ -123,10 +136,120 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration):
     values = json.loads(calibration.read_text())
     (folder / "calibration.json").write_text(json.dumps({k: values[k] for k in values if k not in ("texts", "format")}))
     code, out, _ = tune("--check", "--json")
-    assert (code, json.loads(out)["notes"]) == (0, ["expected tokens were walked, would be independent"])
+    assert (code, json.loads(out)["notes"]) == (
+        0,
+        ["the calibration calibration.json has changed", "expected tokens were walked, would be independent"],
+    )
     code, out, [line] = tune(*QUICK, "--calibration", folder / "config.json")
     assert (code, out) == (2, "")
     assert "config.json: expected" in line
+
+
+def test_a_calibration_of_others_is_refused_or_said_to_be_unchecked(tune, calibration):
+    values = json.loads(calibration.read_text())
+    for name, words in (("heads", "a calibration of these heads"), ("base_model", "texts of this base model")):
+        calibration.write_text(json.dumps(values | {"made": values["made"] | {name: "0" * 16}}))
+        code, out, errors = tune(*QUICK, "--calibration", calibration)
+        assert (code, out) == (2, "")
+        assert f"c.json: expected {words}" in errors[-1]
+    other = values["made"]["settings"] | {"dtype": "bfloat16", "temperature": 0.7}
+    calibration.write_text(json.dumps(values | {"made": values["made"] | {"settings": other}}))
+    code, out, _ = tune(*QUICK, "--calibration", calibration)
+    assert code == 0
+    assert f"calibration: {calibration}, texts drawn at temperature 0.7" in out
+    assert "not checked to be of these heads and this base model: it says nothing of them in float32" in out
+
+
+def test_check_compares_with_the_calibration_that_was_used(tune, folder, calibration):
+    assert tune(*QUICK, "--calibration", calibration)[0] == 0
+    assert json.loads((folder / "tuning.json").read_text())["calibration"] == {
+        "path": str(calibration),
+        "hash": hashlib.blake2b(calibration.read_bytes(), digest_size=8).hexdigest(),
+        "temperature": 0.0,
+        "checked": True,
+    }
+    code, out, _ = tune("--check")
+    assert code == 0
+    assert "since then" not in out
+    assert f"weighed by {calibration}, greedy texts" in out
+    moved = shutil.copy(calibration, folder / "calibration.json")
+    code, out, _ = tune("--check", "--calibration", moved, "--json")
+    assert (code, json.loads(out)["notes"]) == (0, [])  # the same content
+    calibration.write_text(calibration.read_text() + "\n")
+    for argv, notes in (
+        ([], [f"the calibration {calibration} has changed"]),
+        (["--calibration", calibration], [f"the calibration {calibration} has changed"]),
+    ):
+        code, out, _ = tune("--check", *argv, "--json")
+        assert (code, json.loads(out)["notes"]) == (0, notes)
+    calibration.write_text("{")
+    [note] = json.loads(tune("--check", "--json")[1])["notes"]
+    assert note.startswith(f"calibration: {calibration}: expected")
+    calibration.unlink()
+    code, out, _ = tune("--check", "--json")
+    assert (code, json.loads(out)["notes"]) == (0, [f"the calibration {calibration} is gone"])
+
+
+def test_few_texts_are_warned_of(capsys):
+    few = Calibration.of(1, 1, [[((0,), (0,)), ()]] * 19)
+    command.warn_of_few(few)
+    assert "the calibration has 19 texts" in capsys.readouterr().err
+    for enough in (None, Calibration.of(1, 1, [[((0,), (0,)), ()]] * 20)):
+        command.warn_of_few(enough)
+        assert capsys.readouterr().err == ""
+
+
+def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, tmp_path):
+    """Beside the heads stands one of another dtype, in the cache one that holds."""
+    assert tune(*QUICK)[0] == 0
+    own = folder / "tuning.json"
+    with MedusaModel.from_pretrained(folder, dtype="float32") as model:
+        cached = places.cache_of(folder) / places.cached_name(Place.of(model).here)
+    cached.parent.mkdir(parents=True)
+    shutil.copy(own, cached)
+    own.write_text(own.read_text().replace("float32", "float16"))
+    code, out, _ = tune("--check", "--json")
+    assert (code, json.loads(out)["file"]) == (0, str(cached))
+    file = write_prompts(tmp_path / "texts.jsonl", ["import os\n"])
+    assert tune("--sweep", "--prompts", file, "--max-new-tokens", "4", "--rounds", "1")[0] == 0
+    with MedusaModel.from_pretrained(folder, dtype="float32") as model:
+        assert model._tuning is not None
+    cached.unlink()
+    code, out, [line] = tune("--check")
+    assert (code, out, line) == (2, "", f"medusa: {own}: dtype: tuned with float16, now float32")
+
+
+def test_without_a_home_folder_a_file_is_asked_for(capsys, monkeypatch):
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def missing(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", missing)
+    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
+    assert main(["tune", *QUICK]) == 2
+    assert "--out: expected a file, because" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--out", "HERE/x.json"], "--out: expected a file in a folder that exists and may be written to"),
+        (["--sweep", "--prompts", "x", "--sweep-out", "HERE/x.jsonl"], "--sweep-out: expected a file in a folder that"),
+        (
+            ["--calibration", "HERE/c.json"],
+            "--calibration: expected a file that `medusa calibrate` wrote, got .*c.json",
+        ),
+        (["--check", "--calibration", "HERE/c.json"], "--calibration: expected a file that `medusa calibrate` wrote"),
+    ],
+)
+def test_bad_places_are_told_of_before_the_model_is_loaded(tune, tmp_path, monkeypatch, argv, words):
+    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr(places.os, "access", lambda path, mode: False)
+    code, out, [line] = tune(*(word.replace("HERE", str(tmp_path)) for word in argv))
+    assert (code, out) == (2, "")
+    assert re.search(words, line)
 
 
 def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
@@ -136,7 +259,7 @@ def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(["tune", *QUICK, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    [file] = (tmp_path / "cache").rglob("tuning.json")
+    [file] = (tmp_path / "cache").rglob("tuning*.json")
     assert figures["file"] == str(file)
     assert (own.read_bytes() if own.exists() else None) == before
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype="float32") as model:
@@ -197,19 +320,53 @@ def test_sweep(tune, folder, tmp_path):
     code, out, _ = tune(*argv, "--json")
     assert code == 0
     found = json.loads(out)
-    assert (found["texts"], found["max_new_tokens"], found["rounds"], found["prefix"]) == (2, 8, 1, 16)
+    assert (found["texts"], found["left_out"], found["max_new_tokens"], found["rounds"]) == (2, 0, 8, 1)
+    [case] = found["cases"]
+    stored = json.loads((folder / "tuning.json").read_text())["cases"][0]
+    assert (case["prefix"], case["texts"], case["chosen_nodes"]) == (16, 2, stored["nodes"])
+    assert case["step_seconds"] == [{"nodes": one["nodes"], "seconds": one["seconds"]} for one in stored["sizes"]]
     assert [tree["nodes"] for tree in found["trees"]] == [1, 2, 4]
     assert found["trees"][0]["tokens_per_step"] == 1.0
     assert found["trees"][2]["tokens_per_step"] >= found["trees"][1]["tokens_per_step"] > 1.0
     rates = {tree["nodes"]: tree["tokens_per_second"] for tree in found["trees"]}
-    assert found["chosen_nodes"] == json.loads((folder / "tuning.json").read_text())["cases"][0]["nodes"]
+    own = rates[case["chosen_nodes"]]
+    assert found["chosen_tokens_per_second"] == own
     assert rates[found["best_nodes"]] == max(rates.values())
-    assert found["rank"] == 1 + sum(rate > rates[found["chosen_nodes"]] for rate in rates.values())
-    assert found["behind"] == pytest.approx(1 - rates[found["chosen_nodes"]] / max(rates.values()))
+    assert found["rank"] == 1 + sum(rate > own for rate in rates.values())
+    assert found["behind"] == pytest.approx(1 - own / max(rates.values()))
     assert found["chosen_over_best"]["value"] == pytest.approx(1 - found["behind"])
     code, out, _ = tune(*argv)
     assert code == 0
     assert re.search(r"the chosen tree of \d nodes is number [123] of 3, [\d.]+ % behind the fastest", out)
+
+
+def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, tmp_path):
+    """As decoding does: 2 nodes for short ones, 4 for long ones here; and says what has no room."""
+    assert tune(*QUICK)[0] == 0
+    values = json.loads((folder / "tuning.json").read_text())
+    for case, place in zip(values["cases"], (1, 2), strict=True):
+        case |= {name: case["sizes"][place][name] for name in ("nodes", "choices")}
+    (folder / "tuning.json").write_text(json.dumps(values))
+    file = write_prompts(tmp_path / "texts.jsonl", ["import os\n", "x = [1, 2]\n" * 60, "y = 1\n"])
+    with file.open("a") as more:
+        more.write(json.dumps({"prompt": "z = [3, 4]\n" * 200}) + "\n")  # no text to continue: all of it is asked
+    argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1"]
+    code, out, _ = tune(*argv, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["texts"], found["left_out"]) == (3, 1)
+    assert [(case["prefix"], case["texts"], case["chosen_nodes"]) for case in found["cases"]] == [
+        (16, 2, 2),
+        (64, 1, 4),
+    ]
+    assert found["behind"] == pytest.approx(
+        1 - found["chosen_tokens_per_second"] / max(tree["tokens_per_second"] for tree in found["trees"])
+    )
+    code, out, _ = tune(*argv)
+    assert code == 0
+    assert "3 texts of up to 8 new tokens, 1 rounds; 1 prompts left out for want of room in the context" in out
+    assert "chosen: 2 nodes for prefix 16, 4 nodes for prefix 64" in out
+    assert re.search(r"the trees chosen by length are number \d of 3, [\d.]+ % (behind|ahead of) the fastest", out)
 
 
 def test_a_sweep_may_be_kept(tune, folder, tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 """Calibration: ranks against a walk with full logits and transformers' text; stopped runs; the file."""
 
+import hashlib
 import json
 import math
+import os
 from collections import Counter
 
 import pytest
@@ -11,8 +13,9 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.evaluation import Prompt
 from medusa_decoding.tuning import calibrate as module
 from medusa_decoding.tuning.acceleration import read_accuracies
-from medusa_decoding.tuning.accuracy import NONE, Calibration, wilson
+from medusa_decoding.tuning.accuracy import NONE, Calibration, wilson, write_whole
 from medusa_decoding.tuning.calibrate import calibrate
+from medusa_decoding.tuning.texts import Settings, Writer, shared_prompts
 from medusa_decoding.tuning.walk import walk
 
 K = 3
@@ -77,6 +80,14 @@ def test_trees_that_were_not_counted_are_refused(counted, choices, words):
 def test_bad_counts_are_refused(paths, words):
     with pytest.raises(ValueError, match=words):
         Calibration(2, 2, paths)
+
+
+@pytest.mark.parametrize("ranks", [0, 11, True, "2"])
+def test_ranks_that_are_no_characters_of_the_file_are_refused(ranks):
+    with pytest.raises(ValueError, match=f"ranks: expected a whole number from 1 to 10, got {ranks!r}"):
+        Calibration(2, ranks, {(0, 0): 1})
+    with pytest.raises(ValueError, match="num_heads: expected a whole number from 1, got 0"):
+        Calibration(0, 2, {(): 1})
 
 
 @pytest.mark.parametrize(
@@ -176,6 +187,9 @@ def test_files_from_before_texts_were_kept_are_read(counted, tmp_path):
         (lambda values: values["texts"].pop(), "the very paths that were counted"),
         (lambda values: values["texts"][0].__setitem__(0, "01x-"), "invalid literal"),
         (lambda values: values.update(texts=7), "TypeError"),
+        (lambda values: values["accuracy"].update(hits=[], total=[]), "hits of at least one head"),
+        (lambda values: values.update(made=[["heads", "abc"]]), "named fields in made"),
+        (lambda values: values.update(ranks=11), "ranks: expected a whole number from 1 to 10, got 11"),
     ],
 )
 def test_texts_that_contradict_the_counts_are_refused(tmp_path, change, words):
@@ -184,6 +198,33 @@ def test_texts_that_contradict_the_counts_are_refused(tmp_path, change, words):
     (tmp_path / "c.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=rf"c.json: expected a file that `medusa calibrate` wrote, .*{words}"):
         Calibration.load(tmp_path / "c.json")
+
+
+def test_processes_that_write_one_file_do_not_share_a_scratch_file(tmp_path, monkeypatch):
+    """The second one writes all of it while the first one is at it."""
+    flush, seen = os.fsync, []
+
+    def meanwhile(number):
+        seen.append(sorted(path.name for path in tmp_path.iterdir()))
+        if len(seen) == 1:
+            monkeypatch.setattr(os, "getpid", lambda: 22)
+            write_whole(tmp_path / "c.json", b"second")
+        flush(number)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    monkeypatch.setattr(os, "getpid", lambda: 11)
+    write_whole(tmp_path / "c.json", b"first")
+    assert seen == [["c.json.11.partial"], ["c.json.11.partial", "c.json.22.partial"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
+    assert (tmp_path / "c.json").read_bytes() == b"first"
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(tmp_path / "c.json", b"third")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("c.json", b"first")]
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", ""])
@@ -294,13 +335,40 @@ def test_few_candidates_bound_the_ranks():
 
 
 def test_ranks_are_those_of_the_drawn_texts(make):
-    """The texts of a calibration at a temperature, written again by the package's own sampling, one seed a text."""
+    """The texts of a calibration at a temperature, written again by `generate`, with one seed a text; ranks by hand."""
     model, tokenizer = make()
-    cold, other = (
+    found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, temperature=1.5, seed=3)
+    written = []
+    for number, prompt in enumerate(PROMPTS):
+        written.append([])
+        ids = []
+        for turn, question in enumerate(prompt.turns):
+            if turn:
+                ids += tokenizer("\n" + question)["input_ids"]
+            else:
+                system = "" if prompt.system is None else prompt.system + "\n"
+                ids = tokenizer(system + question)["input_ids"][: 6 if prompt.is_text else None]
+            place = json.dumps([3, number, turn]).encode()
+            seed = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big")
+            out = model.generate(
+                torch.tensor([ids]), max_new_tokens=24, tree=Tree([]), do_sample=True, temperature=1.5, seed=seed
+            )
+            new = out.sequences[0, len(ids) :].tolist()
+            written[-1].append((ids, new))
+            ids = ids + new
+    heads, base = model.heads, model.base
+    model.undo()
+    ranks = tuple(tuple(walked(base, heads, ids, new) for ids, new in of_prompt) for of_prompt in written)
+    assert found.texts == ranks
+    assert [len(of_prompt) for of_prompt in found.texts] == [2, 1, 1, 1]
+
+
+def test_drawn_texts_depend_on_seed_and_temperature(make):
+    model, tokenizer = make()
+    cold, again, other = (
         calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, temperature=1.5, seed=seed)
-        for seed in (3, 4)
+        for seed in (3, 3, 4)
     )
-    again = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, temperature=1.5, seed=3)
     greedy_ones = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6)
     assert cold == again
     assert cold.texts != other.texts != greedy_ones.texts
@@ -427,6 +495,80 @@ def test_progress_of_something_else_is_refused(make, tmp_path, finished, changes
     assert progress.read_bytes() == finished[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("repetition_penalty", 1.3), ("min_new_tokens", 5), ("no_repeat_ngram_size", 2), ("eos_token_id", 3)],
+)
+def test_another_generation_config_is_told_apart(make, tmp_path, finished, name, value):
+    (tmp_path / "c.json.progress").write_bytes(finished[1])
+    model, tokenizer = make()
+    setattr(model.base.generation_config, name, value)
+    with pytest.raises(ValueError, match=r"settings: expected .*'generation': .* like the counts in"):
+        calibrate(
+            model, tokenizer, PROMPTS, max_new_tokens=16, prompt_tokens=6, out=tmp_path / "c.json", resume=True
+        )  # fmt: skip
+
+
+def test_backends_and_templates_are_told_apart(make):
+    """The other template says the same of a question, and of an answer something else."""
+    from chats import CHAT_TEMPLATE
+
+    header = "{{ '<|start|>' + message['role'] + '\\n' }}"
+    silent = (
+        "{% for message in messages %}{% if message['role'] != 'assistant' %}" + header + "{% endif %}"
+        "{{ message['content'] + '<|end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
+    )
+    described = []
+    for template, backend in ((CHAT_TEMPLATE, "auto"), (silent, "auto"), (CHAT_TEMPLATE, "compiled")):
+        model, tokenizer = make(template)
+        model.backend = backend
+        described.append(Writer(model, tokenizer, Settings()).described([Prompt(("zz",))]))
+    own, *others = described
+    for other, changed in zip(others, ("rendered", "backend"), strict=True):
+        assert {**other, "settings": own["settings"]} == own
+        assert [name for name in own["settings"] if other["settings"][name] != own["settings"][name]] == [changed]
+
+
+def test_prompts_are_told_apart_one_by_one(make):
+    """By what is asked first: a text by its first tokens, and a question with its system message."""
+    model, tokenizer = make()
+
+    def described(*prompts, tokens=6):
+        return Writer(model, tokenizer, Settings(prompt_tokens=tokens)).described(prompts)["prompts"]
+
+    text = Prompt(("to be continued otherwise",), is_text=True)  # the same six tokens
+    one, other = described(*PROMPTS), described(text, Prompt(("abc",)), Prompt(("zz", "and then"), category="c"))
+    assert (shared_prompts(one, one), shared_prompts(one, other), shared_prompts(other, one)) == (4, 2, 2)
+    assert shared_prompts(one, described(Prompt(("yy",)), Prompt(("abc", "go on")))) == 0
+    assert shared_prompts(one, {"count": 4, "hash": "0"}) is None
+    assert shared_prompts(None, one) is None
+
+
+def test_progress_that_a_kill_left_behind_the_result_is_removed(make, tmp_path, finished):
+    out, progress = tmp_path / "c.json", tmp_path / "c.json.progress"
+    out.write_bytes(finished[0])
+    progress.write_bytes(finished[1])
+    run(make, out, True)
+    assert not progress.exists()
+    progress.write_bytes(b"{}\n")  # another run's
+    run(make, out, True)
+    assert progress.exists()
+    assert out.read_bytes() == finished[0]
+
+
+def test_a_run_without_a_text_long_enough_leaves_nothing(make, tmp_path, monkeypatch):
+    out = tmp_path / "c.json"
+    model, tokenizer = make(max_position_embeddings=24)
+    with pytest.raises(ValueError, match=r"prompts: expected a text of at least 4 new tokens .*, got 1 texts with 2"):
+        calibrate(model, tokenizer, [Prompt(("a" * 22,))], max_new_tokens=16, out=out)
+    assert [*tmp_path.iterdir()] == []
+    monkeypatch.setattr(module._Writer, "count", lambda *args: pytest.fail("worked"))
+    with pytest.raises(ValueError, match=r"max_new_tokens: expected at least 4, .* got 3"):
+        run(make, out, False, max_new_tokens=K)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_other_weights_are_told_apart(make, tmp_path, finished):
     (tmp_path / "c.json.progress").write_bytes(finished[1])
     model, tokenizer = make()
@@ -462,7 +604,7 @@ def test_damaged_progress_is_refused(make, tmp_path, finished, content):
         ({"temperature": -1.0}, "temperature: expected a number from 0, got -1.0"),
         ({"temperature": 0.5, "seed": -1}, "seed: expected a whole number from 0, got -1"),
         ({"resume": True, "out": None}, r"resume: expected a file \(out\) to go on from, got none"),
-        ({"max_new_tokens": K}, r"at least 4 new tokens .*, got 5 texts with 15 tokens"),
+        ({"max_new_tokens": K}, "max_new_tokens: expected at least 4, as texts must go on .* 3 heads reach, got 3"),
     ],
 )
 def test_bad_arguments_are_refused(make, settings, words):

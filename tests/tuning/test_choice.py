@@ -16,6 +16,7 @@ from medusa_decoding.tuning.choice import (
     CALIBRATION,
     MEASURED,
     PUBLISHED,
+    Source,
     best,
     candidates,
     find_accuracies,
@@ -129,10 +130,33 @@ def test_texts_are_read_where_they_were_kept(tmp_path):
     assert read_texts(tmp_path / CALIBRATION, 3) == kept
     with pytest.raises(ValueError, match=r"calibration.json: expected at most 2 ranks, as these heads have, got 3"):
         read_texts(tmp_path / CALIBRATION, 2)
+    # A file that says nothing of its format is read as one without texts.
+    values = kept.to_json()
+    (tmp_path / CALIBRATION).write_text(json.dumps({name: values[name] for name in values if name != "format"}))
+    assert read_texts(tmp_path / CALIBRATION, 3) is None
     Calibration(2, 3, kept.paths).save(tmp_path / CALIBRATION)
     assert read_texts(tmp_path / CALIBRATION, 3) is None
     (tmp_path / CALIBRATION).write_text(counts([[5, 6]], [10]))
     assert read_texts(tmp_path / CALIBRATION, 3) is None
+
+
+def test_texts_of_another_base_model_are_refused(tmp_path):
+    made = {"heads": "abc", "base_model": "own", "settings": {"dtype": "float32", "temperature": 0.5}}
+    file = tmp_path / CALIBRATION
+    file.write_text(counts([[5], [6]], [10, 10], made=made))
+    assert find_accuracies(tmp_path, 2, 9, "abc", "float32", "own").source == CALIBRATION
+    with pytest.raises(ValueError, match=r"calibration.json: expected texts of this base model, got those of another"):
+        find_accuracies(tmp_path, 2, 9, "abc", "float32", "other")
+    # In another dtype fingerprints tell nothing: taken, and said to be unchecked.
+    assert find_accuracies(tmp_path, 2, 9, "abc", "bfloat16", "other").source == CALIBRATION
+    assert [Source.of(file, tmp_path, dtype).checked for dtype in ("float32", "bfloat16")] == [True, False]
+    found = Source.of(file, tmp_path, "float32")
+    assert (found.path, found.temperature) == (CALIBRATION, 0.5)
+    assert Source.of(file, tmp_path / "elsewhere", "float32").path == str(file.resolve())
+    file.write_text(counts([[5], [6]], [10, 10]))
+    other = Source.of(file, tmp_path, "float32")
+    assert (other.temperature, other.checked) == (None, False)
+    assert other.hash != found.hash
 
 
 # Every tree in generations, with a clock that only counts
@@ -230,3 +254,19 @@ def test_verdicts():
         sweep(lambda text, tree: Written(0, 0, 0.0), [Tree([])], 1)
     with pytest.raises(ValueError, match="texts: expected at least 1, got 0"):
         sweep(lambda text, tree: Written(1, 1, 1.0), [Tree([])], 0)
+
+
+def test_a_choice_for_each_text():
+    """Each of two trees is the faster one for one of two texts: chosen so, they are faster than either."""
+    one = Swept(Tree.chain(1), 4.0, 4.0, 4.0, 1.0, ((10, 1.0), (10, 4.0)))
+    two = Swept(Tree.chain(2), 5.0, 5.0, 5.0, 1.0, ((10, 2.0), (10, 2.0)))
+    verdict = judge([one.tree, two.tree], [one, two])
+    assert (verdict.rank, verdict.best) == (1, two.tree)
+    assert (verdict.rate, verdict.behind) == pytest.approx((20 / 3, 1 - 20 / 3 / 5))
+    assert verdict.of_best.value == pytest.approx(4 / 3)
+    worst = judge([two.tree, one.tree], [one, two])
+    assert (worst.rank, worst.rate) == (3, pytest.approx(20 / 6))
+    assert judge([one.tree] * 2, [one, two]) == judge(one.tree, [one, two])
+    assert judge(one.tree, [one, two]).rate == 4.0
+    with pytest.raises(ValueError, match="chosen: expected a tree for each of 2 texts, got 3"):
+        judge([one.tree, two.tree, two.tree], [one, two])

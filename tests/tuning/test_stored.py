@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import pwd
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +18,10 @@ from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.decode.policy import Adaptive
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.tuning import places, stored
-from medusa_decoding.tuning.choice import Accuracies, best, candidates
+from medusa_decoding.tuning.cases import Case
+from medusa_decoding.tuning.choice import Accuracies, Source, best, candidates
 from medusa_decoding.tuning.latency import Latency
-from medusa_decoding.tuning.stored import Case, Place, Tuning, load_for
+from medusa_decoding.tuning.stored import Place, Tuning, load_for
 
 ACCURACIES = Accuracies("calibration.json", [[0.6, 0.2], [0.5, 0.1]])
 # Seconds by nodes: short prefixes are best served by 4 nodes, long ones plainly, a batch by 2 nodes.
@@ -228,6 +232,11 @@ def with_size(values, place, **changes):
         (lambda v: with_size(v, 1, choices=[[0], [1]]), "expected each size's tree to have that many nodes"),
         (lambda v: with_size(v, 2, choices=[[0], [1], [2]]), "and the chosen one among them"),
         (lambda v: v | {"weighed": "guessed"}, "weighed: expected independent or walked, got 'guessed'"),
+        (lambda v: v | {"calibration": {"path": "c.json"}}, "KeyError"),
+        (
+            lambda v: v | {"calibration": {"path": "c", "hash": "a", "temperature": "hot", "checked": True}},
+            "calibration: expected a number or null for temperature, got 'hot'",
+        ),
         (lambda v: v | {"step_times": {}}, "step times: expected device"),
         (lambda v: v | {"step_times": v["step_times"] | {"step_times": [{}]}}, "step_times: expected batch"),
         (lambda v: v | {"accuracies": {"source": "x", "by_rank": [["y"]]}}, "could not convert"),
@@ -255,23 +264,33 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+HERE = "a device, float32, eager, 1"
+
+
+def test_tests_do_not_look_into_the_users_cache(tmp_path, tmp_path_factory):
+    assert places.cache_of(tmp_path).is_relative_to(tmp_path_factory.getbasetemp())
+
+
 def test_it_stands_beside_heads_that_may_be_written_to(tmp_path, cache, monkeypatch):
     heads = tmp_path / "heads"
     heads.mkdir()
-    own, cached = heads / "tuning.json", places.cached(heads)
-    assert places.place_of(heads) == own
-    assert places.places(heads) == [own, cached]
+    own, cached = heads / "tuning.json", places.cache_of(heads) / places.cached_name(HERE)
+    assert places.place_of(heads, HERE) == own
+    assert places.places(heads, HERE) == []
+    cached.parent.mkdir(parents=True)
+    for file in (own, cached):
+        file.write_text("")
+    assert places.places(heads, HERE) == [own, cached]
     monkeypatch.setattr(places.os, "access", lambda path, mode: path != heads)
-    assert places.place_of(heads) == cached
-    assert places.places(heads) == [cached, own]
+    assert places.place_of(heads, HERE) == cached
+    assert places.places(heads, HERE) == [cached, own]
     assert cached.is_relative_to(cache / "medusa-kernels")
-    assert cached.name == "tuning.json"
 
 
 def test_it_never_stands_in_the_package(cache):
     from medusa_decoding.demo import CHECKPOINT
 
-    assert places.place_of(CHECKPOINT / "heads") == places.cached(CHECKPOINT / "heads")
+    assert places.folder_of(CHECKPOINT / "heads") == places.cache_of(CHECKPOINT / "heads")
 
 
 def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
@@ -279,32 +298,94 @@ def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
     for folder in made:
         folder.mkdir(parents=True)
     (tmp_path / "link").symlink_to(made[0])
-    first, second = map(places.cached, made)
+    first, second = map(places.cache_of, made)
     assert first != second
-    assert places.cached(tmp_path / "link") == first == places.cached(tmp_path / "b" / ".." / "a" / "heads")
+    assert places.cache_of(tmp_path / "link") == first == places.cache_of(tmp_path / "b" / ".." / "a" / "heads")
     for value in (None, "", "relative"):  # a relative path counts as none
         monkeypatch.setenv("XDG_CACHE_HOME", value) if value is not None else monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        assert places.cached(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
+        assert places.cache_of(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
+
+
+def test_machines_that_share_a_home_have_files_of_their_own(folders, cache, monkeypatch):
+    with MedusaModel.from_pretrained(folders / "heads") as model:
+        own = Place.of(model)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+        others = [Place.of(model), replace(own, dtype="bfloat16"), replace(own, backend="compiled")]
+    assert len({places.cached_name(place.here) for place in (own, *others)}) == 4
+    # What depends on weights is the same file, which says so.
+    assert places.cached_name(replace(own, heads="others").here) == places.cached_name(own.here)
 
 
 def test_the_loader_looks_in_both_places(tuned, cache, caplog):
     """What holds here serves, wherever it stands; what does not is told of only if nothing does."""
     heads = tuned / "heads"
-    own, cached = heads / stored.FILE, places.cached(heads)
+    own, cached = heads / stored.FILE, cached_for(heads)
     cached.parent.mkdir(parents=True)
     own.rename(cached)
     with MedusaModel.from_pretrained(heads) as model:
         assert model.tree.num_nodes == 4
     own.write_text(cached.read_text().replace("float32", "float16"))
+    other = cached.with_name("tuning-of-another-machine.json")
+    other.write_text(cached.read_text().replace('"device": "', '"device": "another '))
     with MedusaModel.from_pretrained(heads) as model:
         assert model.tree.num_nodes == 4
+        assert stored.find(heads, model)[0] == cached
     assert "refused" not in caplog.text
     cached.write_text("{")
     with MedusaModel.from_pretrained(heads) as model:
         assert model.tree == Tree.chain(1)
     assert "dtype: tuned with float16, now float32" in caplog.text
+    assert "device: tuned with another " in caplog.text
     assert f"{cached}: expected a file that `medusa tune` wrote" in caplog.text
+
+
+def cached_for(heads):
+    """Where the user's cache has what is tuned for a model as it is loaded here."""
+    with MedusaModel.from_pretrained(heads, tree=Tree.chain(1)) as model:
+        return places.cache_of(heads) / places.cached_name(Place.of(model).here)
+
+
+@pytest.fixture(params=["unreadable", "unknown"])
+def no_home(request, tmp_path, monkeypatch):
+    """A folder for caches that nobody may look into; or no home folder at all."""
+    if request.param == "unreadable":
+        denied = tmp_path / "denied"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(denied))
+        for name in ("stat", "iterdir", "open"):
+            monkeypatch.setattr(Path, name, refusing(getattr(Path, name), denied))
+        return f"{denied}"
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def missing(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", missing)
+    return "no folder for caches"
+
+
+def refusing(method, folder):
+    """A method of paths that a folder refuses."""
+
+    def ask(path, *arguments, **settings):
+        if path.is_relative_to(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return method(path, *arguments, **settings)
+
+    return ask
+
+
+def test_the_loader_goes_on_without_a_home_folder(tuned, no_home, caplog):
+    """As a service's user has none, say."""
+    caplog.set_level(logging.INFO)
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        assert model.tree.num_nodes == 4
+    assert no_home in caplog.text
+    (tuned / "heads" / stored.FILE).unlink()
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        assert model.tree == Tree.chain(1)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 # The file
@@ -320,7 +401,12 @@ def test_round_trip(tuned):
     assert found.cases == wanted.cases
     assert [case.tree.num_nodes for case in found.cases] == [4, 1, 2]
     assert [size.tree.num_nodes for size in found.cases[0].sizes] == [1, 2, 4]
-    assert found.weighed == stored.INDEPENDENT
+    assert (found.weighed, found.calibration) == (stored.INDEPENDENT, None)
+    for source in (Source("c.json", "ab12", 0.7, True), Source("/elsewhere/c.json", "ab12", None, False)):
+        kept = replace(found, calibration=source)
+        assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).calibration == source
+    older = {name: value for name, value in found.to_json().items() if name != "calibration"}
+    assert Tuning.from_json(older).calibration is None
     assert found.cases[0].chosen.rate == pytest.approx(2.1 / 1.3)
     assert set(found.versions) >= {"python", "torch", "transformers"}
 

@@ -15,7 +15,6 @@ from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.tuning.accuracy import NONE, Calibration
 from medusa_decoding.tuning.calibrate import calibrate
 from medusa_decoding.tuning.expected import expect
-from medusa_decoding.tuning.generated import ratio_of_two
 from medusa_decoding.tuning.search import joint_tree, walked_tree
 from medusa_decoding.tuning.walk import walk
 
@@ -72,12 +71,16 @@ def test_ratios_count_the_chance_in_both_samples():
     """Where one side is the same in every draw, the interval is the other side's alone; where neither is, wider."""
     varied = [(30, 10)] * 8 + [(10, 10)] * 8
     same, rows = [(20, 10)] * 5, interval.ratio(varied)
-    above, below, both = ratio_of_two(varied, same), ratio_of_two(same, varied), ratio_of_two(varied, varied)
+    above, below, both = (
+        interval.ratio_of_two(varied, same),
+        interval.ratio_of_two(same, varied),
+        interval.ratio_of_two(varied, varied),
+    )
     assert (above.value, above.low, above.high) == pytest.approx((1.0, rows.low / 2, rows.high / 2))
     # Another draw of the same prompts: of 16, about 4 to 12 are of the first kind.
     assert (below.low, below.high) == pytest.approx((2 / rows.high, 2 / rows.low), rel=0.07)
     assert both.low < above.low - 0.02 < above.high + 0.02 < both.high
-    assert ratio_of_two(varied, [(20, 10)]) == Interval(1.0, None, None)
+    assert interval.ratio_of_two(varied, [(20, 10)]) == Interval(1.0, None, None)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +243,27 @@ def test_an_end_token_ends_the_walk(make):
         ended += out.new_tokens[0] < 30
     assert walk(found, TREES[2]).by_prompt == made
     assert 0 < ended < len(asked)
+
+
+def test_a_stop_string_ends_the_walk(make, monkeypatch):
+    """A plain template's answers end behind the token that completes a string, also in the middle of a step."""
+    from medusa_decoding.cli import _template
+
+    monkeypatch.setattr(_template, "PLAIN_STOP", "e")
+    model, tokenizer = make()
+    asked = [Prompt((letter * n,)) for letter in "abcdefg" for n in (1, 4)]
+    found = calibrate(model, tokenizer, asked, max_new_tokens=30, template="plain")
+    made, ended, inside = [], 0, 0
+    for prompt in asked:
+        text = f"User: {prompt.turns[0]}\n\nAssistant:"
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        out = model.generate(ids, max_new_tokens=30, tree=TREES[2], stop_strings=["e"], tokenizer=tokenizer)
+        made.append((out.new_tokens[0] - 1, len(out.accept_lengths[0])))
+        ended += out.new_tokens[0] < 30
+        inside += out.new_tokens[0] < 30 and out.accept_lengths[0][-1:] > [0]
+    assert walk(found, TREES[2]).by_prompt == made
+    assert 0 < ended < len(asked)
+    assert inside
 
 
 def test_guesses_that_depend_on_their_parents_are_walked_as_decoded():

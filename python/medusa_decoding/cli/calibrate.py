@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -23,7 +22,9 @@ from medusa_decoding.cli.tree import DRAWN, NODES, in_columns, three
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.tree import Tree
-from medusa_decoding.tuning.accuracy import CALIBRATION_FILE, Calibration, wilson
+from medusa_decoding.tuning import places
+from medusa_decoding.tuning.accuracy import Calibration, wilson
+from medusa_decoding.tuning.choice import CALIBRATION
 from medusa_decoding.tuning.expected import expect
 from medusa_decoding.tuning.search import most_nodes, walked_tree
 
@@ -51,16 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_arguments.temperature,
         default=0.0,
         metavar="T",
-        help="above 0: texts are drawn at it, for heads that are to serve sampling (default: 0, greedy); top-k, top-p "
-        "and min-p come from the base model's own generation config",
+        help="above 0: texts are drawn at it, for heads that are to serve sampling (default: 0, greedy); all else is "
+        "as the base model's own generation config says (top-k, top-p, repetition penalty, ..)",
     )
     parser.add_argument(
         "--seed", type=_arguments.at_least_zero, metavar="N", help="of drawing: the same seed, the same texts"
     )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"default: {CALIBRATION_FILE} in the folder of the heads"
-    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {CALIBRATION} in the folder of the heads")
     parser.add_argument("--resume", action="store_true", help="go on where a stopped run left off")
     parser.add_argument("--json", action="store_true", help="print the file's content instead of tables")
 
@@ -109,15 +108,14 @@ def place(args: argparse.Namespace) -> Path:
         ValueError: no such folder, or none that can be written to.
     """
     if args.out is not None:
-        if args.out.is_dir() or not args.out.absolute().parent.is_dir():
-            raise ValueError(f"--out: expected a file in a folder that exists, got {args.out}")
-        chosen: Path = args.out
-        return chosen
-    # The package's own folder is not the user's to write into.
-    if args.model is None or not Path(args.model).is_dir() or not os.access(args.model, os.W_OK):
+        out = places.expanded(args.out)
+        places.check_place("--out", out)
+        return out
+    folder = None if args.model is None else places.expanded(args.model)
+    if folder is None or not places.is_users(folder):
         named = "the embedded demo checkpoint" if args.model is None else args.model
         raise ValueError(f"--out: expected a file, because {named} is no folder of yours to write into, got none")
-    return Path(args.model) / CALIBRATION_FILE
+    return folder / CALIBRATION
 
 
 def as_text(calibration: Calibration) -> str:

@@ -26,17 +26,17 @@ from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.tree import MAX_CHOICES, Tree
-from medusa_decoding.tuning import drawing
+from medusa_decoding.tuning import drawing, places
 from medusa_decoding.tuning.acceleration import read_accuracies
 from medusa_decoding.tuning.accuracy import Calibration
 from medusa_decoding.tuning.compare import PATHS, PRODUCTS, WALK, Judged, compare
 from medusa_decoding.tuning.expected import Expected, as_figure
 from medusa_decoding.tuning.search import walked_tree
+from medusa_decoding.tuning.texts import Settings, Writer, shared_prompts
 from medusa_decoding.tuning.walk import texts_of
 
 if TYPE_CHECKING:
     from medusa_decoding.tuning.generated import Beside
-    from medusa_decoding.tuning.texts import Settings
 
 NODES = [4, 8, 16, 32, 64]
 NO_TEXTS = (
@@ -126,8 +126,7 @@ def run_show(args: argparse.Namespace) -> int:
     """Draw a tree."""
     if args.image is not None:
         drawing.check_matplotlib()
-        if args.image.is_dir() or not args.image.absolute().parent.is_dir():
-            raise ValueError(f"--image: expected a file in a folder that exists, got {args.image}")
+        places.check_place("--image", args.image)
     shares = None if args.accuracies is None else find_shares(args.tree, args.accuracies)
     text = drawing.as_text(args.tree, args.width or shutil.get_terminal_size().columns, shares)
     try:
@@ -157,14 +156,14 @@ def run_search(args: argparse.Namespace) -> int:
     if args.save is not None:
         if len(args.nodes) != 1:
             raise ValueError(f"--save: expected one size in --nodes with it, got {len(args.nodes)}")
-        if args.save.is_dir() or not args.save.absolute().parent.is_dir():
-            raise ValueError(f"--save: expected a file in a folder that exists, got {args.save}")
+        places.check_place("--save", args.save)
     elif args.by is not None:
         raise ValueError("--by: expected --save with it, got none")
     calibration = Calibration.load(args.calibration)
     if args.by == WALK:
         texts_of(calibration)
     held_out = None if args.held_out is None else Calibration.load(args.held_out)
+    unknown = [] if held_out is None else check_held_out(calibration, held_out, args)
     found = compare(calibration, args.nodes, held_out)
     if args.save is not None:
         by = args.by or found[0][-1].by
@@ -175,7 +174,49 @@ def run_search(args: argparse.Namespace) -> int:
         return 0
     print(as_text(found))
     print(f"\n{DRAWN if calibration.texts is not None else NO_TEXTS}")
+    if unknown:
+        print(f"Not checked, as one of the files does not say: that {' and that '.join(unknown)}.")
     return 0
+
+
+def check_held_out(calibration: Calibration, held_out: Calibration, args: argparse.Namespace) -> list[str]:
+    """Check that trees are judged by other prompts, of the same heads and base model.
+
+    Returns:
+        What the files do not tell.
+
+    Raises:
+        ValueError: they are of other heads or another base model, or some prompts are the same.
+    """
+    unknown: list[str] = []
+    for name, words in (("heads", "heads are the same"), ("base_model", "base models are the same")):
+        before, after = calibration.made.get(name), held_out.made.get(name)
+        if before is None or after is None:
+            unknown.append(words)
+        elif before != after:
+            raise ValueError(f"--held-out: expected {name} {before} as in {args.calibration}, got {after}")
+    check_others("--held-out", held_out.made.get("prompts"), calibration, args.calibration, unknown)
+    return unknown
+
+
+def check_others(name: str, prompts: Any, calibration: Calibration, file: Path, unknown: list[str]) -> None:
+    """Check that prompts are not those of a calibration, nor some of them.
+
+    Args:
+        name: the argument that they came with.
+        prompts: what `Writer.described` says of them.
+        calibration: on other prompts.
+        file: of the calibration.
+        unknown: what cannot be told is added here.
+
+    Raises:
+        ValueError: some are the same.
+    """
+    same = shared_prompts(prompts, calibration.made.get("prompts"))
+    if same:
+        raise ValueError(f"{name}: expected others than the prompts of {file}, got {same} of them")
+    if same is None:
+        unknown.append("prompts are others")
 
 
 def run_measure(args: argparse.Namespace) -> int:
@@ -183,7 +224,6 @@ def run_measure(args: argparse.Namespace) -> int:
     from tqdm.auto import tqdm
 
     from medusa_decoding.tuning.generated import beside, steps_made
-    from medusa_decoding.tuning.texts import Writer
 
     _arguments.check_device(args)
     calibration = Calibration.load(args.calibration)
@@ -196,7 +236,7 @@ def run_measure(args: argparse.Namespace) -> int:
     tokenizer = _arguments.load_tokenizer(args)
     with _arguments.load_model(args) as model:
         writer = Writer(model, tokenizer, settings_of(calibration, args))
-        check_same(calibration, writer.described(prompts), args.calibration)
+        unknown = check_same(calibration, writer.described(prompts), args.calibration)
         found = []
         with tqdm(total=len(prompts) * len(trees), unit="prompt", disable=None) as bar:
             for tree in trees:
@@ -207,7 +247,8 @@ def run_measure(args: argparse.Namespace) -> int:
             print(json.dumps(one.to_json()))
         return 0
     print(as_measured(found))
-    print(f"\nTrees searched by walking {args.calibration}; texts to {len(prompts)} other prompts. {DRAWN}")
+    others = "prompts (not checked to be others)" if unknown else "other prompts"
+    print(f"\nTrees searched by walking {args.calibration}; texts to {len(prompts)} {others}. {DRAWN}")
     return 0
 
 
@@ -217,8 +258,6 @@ def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
     Raises:
         ValueError: the calibration does not say them.
     """
-    from medusa_decoding.tuning.texts import Settings
-
     try:
         made = calibration.made["settings"]
         told = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)
@@ -227,19 +266,26 @@ def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
     return Settings(*told)
 
 
-def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> None:
+def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> list[str]:
     """Check that texts to other prompts are of the calibration's model, heads and settings.
 
+    Returns:
+        What the file does not tell.
+
     Raises:
-        ValueError: they are not, or the prompts are not others.
+        ValueError: they are not, or some prompts are the same.
     """
     made = calibration.made
-    for name in ("settings", "heads", "base_model"):
-        before, after = ({**of[name], "device": None} if name == "settings" else of.get(name) for of in (made, now))
-        if before != after:
-            raise ValueError(f"{name}: expected {before} as in {file}, got {after}")
-    if made.get("prompts") == now["prompts"]:
-        raise ValueError(f"--prompts: expected others than those of {file}, got the same")
+    unknown: list[str] = []
+    before, after = ({**of["settings"], "device": None, "backend": None} for of in (made, now))
+    for name in sorted({*before, *after}):
+        if before.get(name) != after.get(name):
+            raise ValueError(f"settings.{name}: expected {before.get(name)} as in {file}, got {after.get(name)}")
+    for name in ("heads", "base_model"):
+        if made.get(name) != now[name]:
+            raise ValueError(f"{name}: expected {made.get(name)} as in {file}, got {now[name]}")
+    check_others("--prompts", now["prompts"], calibration, file, unknown)
+    return unknown
 
 
 def as_json(found: list[Judged]) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 Steps of the decode loop are timed at each number of nodes, batch and prefix length, as the backend in use runs them
 (captured on a GPU). Of each size the best tree is taken: walked along the texts of medusa calibrate if the checkpoint
-has them, else by the accuracies of the heads, which are the trainer's or published ones of other heads. The choice
-stands in tuning.json beside the heads; where these are part of the package or may not be written to, in the user's
-folder for caches (XDG_CACHE_HOME). Where device, model, heads, dtype or backend are others it is refused, with a
+has them, else by the accuracies of the heads, which are the trainer's or published ones of other heads. Walked trees
+are weighed along the texts that they were searched on, which flatters large trees a little, the less the more texts
+there are; --sweep with other prompts shows what is left of it.
+
+The choice stands in tuning.json beside the heads; where these are part of the package or may not be written to, in the
+user's folder for caches (XDG_CACHE_HOME). Where device, model, heads, dtype or backend are others it is refused, with a
 warning, and the checkpoint's own tree serves.
 
     medusa tune --model HEADS --dtype bfloat16 --device cuda --batch 1,4 --prefix 128,1024
@@ -16,45 +19,43 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Sequence
+import sys
 from pathlib import Path
-from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from medusa_decoding.checkpoints import _folder
 from medusa_decoding.cli import _arguments
-from medusa_decoding.decode.step_graph import BACKENDS, resolve_backend
+from medusa_decoding.cli._sweep import compare
+from medusa_decoding.cli._sweep import encoded as encoded  # which benchmarks take from here
+from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.evaluation.conversation import AsItStands, Conversation, conversation_of
-from medusa_decoding.evaluation.interval import WORDS
-from medusa_decoding.evaluation.prompts import Prompt
-from medusa_decoding.evaluation.run import PROMPT_TOKENS
 from medusa_decoding.heads import MAX_TOP_K
-from medusa_decoding.inputs import token_list
-from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import versions
 from medusa_decoding.tree import Tree
-from medusa_decoding.tuning import places, record, stored
+from medusa_decoding.tuning import places, stored
 from medusa_decoding.tuning.accuracy import Calibration
+from medusa_decoding.tuning.cases import Case
 from medusa_decoding.tuning.choice import (
     CALIBRATION,
     Accuracies,
+    Source,
     best,
-    candidates,
     find_accuracies,
     published,
     read_of,
     read_texts,
+    tokens_of,
     trees_of,
+    weigh,
 )
 from medusa_decoding.tuning.latency import Latency, longest_prefix, measure
-from medusa_decoding.tuning.stored import Case, Place, Tuning
-from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
+from medusa_decoding.tuning.stored import Place, Tuning
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)
+FEW_TEXTS = 20
+"""Below so many texts, trees that fit them best are not to be trusted on others."""
 
 
 def counts(text: str) -> list[int]:
@@ -95,7 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="of medusa calibrate, in place of the one beside the heads"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="in place of tuning.json beside the heads")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where the choice is stored, or with --check and --sweep read from, in place of tuning.json beside the "
+        "heads or the user's folder for caches; the loader does not look there",
+    )
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--check", action="store_true", help="instead: say whether the stored choice holds; 2 if not")
     other.add_argument(
@@ -129,43 +136,65 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompts: expected some files with --sweep, got none")
     if args.sweep and args.calibration is not None:
         raise ValueError(f"--calibration: expected none with --sweep, which takes stored trees, got {args.calibration}")
+    for name in ("out", "sweep_out", "calibration"):
+        if getattr(args, name) is not None:
+            setattr(args, name, places.expanded(getattr(args, name)))
+    if args.calibration is not None and not args.calibration.is_file():
+        raise ValueError(f"--calibration: expected a file that `medusa calibrate` wrote, got {args.calibration}")
     if args.sweep_out is not None:
-        check_place("--sweep-out", args.sweep_out)
+        places.check_place("--sweep-out", args.sweep_out)
     folder = _folder(_arguments._heads(args), None)
+    # Which file it is depends on the model; that there is one, or a place for it, does not.
     if args.check or args.sweep:
-        there = [place for place in places.places(folder) if place.is_file()]
-        file = args.out or (there or places.places(folder))[0]
-        if not file.is_file():
-            raise ValueError(f"{file}: expected a file that `medusa tune` wrote, got none")
+        there = args.out.is_file() if args.out is not None else bool(places.places(folder, ""))
+        if not there:
+            raise nothing_stored(args, folder)
+    elif args.out is not None:
+        places.check_place("--out", args.out)
     else:
-        file = args.out or places.place_of(folder)
-        if args.out is None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        check_place("--out", file)
+        place = places.folder_of(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        places.check_place("--out", place / places.FILE)
     prompts = read_prompts(args.prompts, limit=args.limit, turns=1) if args.sweep else []
     with _arguments.load_model(args) as model:
         if args.check:
-            check(args, file, folder, model)
+            check(args, folder, model)
         elif args.sweep:
-            compare(args, file, model, prompts)
+            compare(args, read_stored(args, folder, model)[1], model, prompts)
         else:
-            tune(args, file, folder, model)
+            tune(args, folder, model)
     return 0
 
 
-def check_place(name: str, file: Path) -> None:
-    """Raise `ValueError` unless a file can be written there."""
-    place = file.absolute().parent
-    if file.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
-        raise ValueError(f"{name}: expected a file in a folder that exists and may be written to, got {file}")
+def nothing_stored(args: argparse.Namespace, folder: Path) -> ValueError:
+    """Return what is said where nothing is stored."""
+    own = folder / places.FILE
+    file = args.out or (own if places.is_users(folder) else places.cache_of(folder) or own)
+    return ValueError(f"{file}: expected a file that `medusa tune` wrote, got none")
 
 
-def tune(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel) -> None:
+def read_stored(args: argparse.Namespace, folder: Path, model: MedusaModel) -> tuple[Path, Tuning]:
+    """Return the file that --out names, or else the one that the loader takes, and what it says.
+
+    Raises:
+        ValueError: none that holds for the model.
+    """
+    if args.out is not None:
+        return args.out, stored.load_for(args.out, model)
+    found = stored.find(folder, model)
+    if found is None:
+        raise nothing_stored(args, folder)
+    return found
+
+
+def tune(args: argparse.Namespace, folder: Path, model: MedusaModel) -> None:
     """Measure, choose, store, print."""
     place = Place.of(model)
-    accuracies, texts = accuracies_of(args, folder, model, place)
+    accuracies, texts, source = accuracies_of(args.calibration, folder, model, place)
+    warn_of_few(texts)
     sizes = sorted({1, *(args.nodes or (size for size in NODES if size <= accuracies.most_nodes))})
     trees = trees_of(accuracies.by_rank, sizes, texts)
+    tokens = tokens_of(trees, accuracies.by_rank, texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
         raise ValueError(f"--prefix: expected one that fits the context of {model.trunk.context_limit}, got none")
@@ -179,27 +208,51 @@ def tune(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel)
                 found = measure(
                     model, trees, batch=batch, prefix=prefix, repeats=args.repeats, on_block=lambda: bar.update()
                 )
-                weighed = candidates(accuracies.by_rank, {one.nodes: one.typical for one in found}, texts)
+                weighed = weigh(trees, tokens, {one.nodes: one.typical for one in found})
                 cases.append(Case.of(found, best(weighed), weighed))
                 measured += found
-    tuning = Tuning.of(place, accuracies, cases, measured, weighed_by(texts))
+    tuning = Tuning.of(place, accuracies, cases, measured, weighed_by(texts), source)
+    file = args.out or places.place_of(folder, place.here)
     tuning.save(file)
     print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, file))
 
 
+def warn_of_few(texts: Calibration | None) -> None:
+    """Say so where there are too few texts to walk along."""
+    count = 0 if texts is None else sum(len(text) > 0 for of_prompt in texts.texts or () for text in of_prompt)
+    if 0 < count < FEW_TEXTS:
+        print(
+            f"medusa: the calibration has {count} texts; trees that fit so few best may do worse on others (from "
+            f"{FEW_TEXTS} on this is not said)",
+            file=sys.stderr,
+        )
+
+
 def accuracies_of(
-    args: argparse.Namespace, folder: Path, model: MedusaModel, place: Place
-) -> tuple[Accuracies, Calibration | None]:
-    """Return what trees are weighed with: accuracies, and a calibration with texts to walk along, if there is one."""
+    calibration: Path | None, folder: Path, model: MedusaModel, place: Place
+) -> tuple[Accuracies, Calibration | None, Source | None]:
+    """Return what trees are weighed with.
+
+    Args:
+        calibration: a file of `medusa calibrate`, in place of what stands beside the heads.
+        folder: of the heads.
+        model: the model.
+        place: where it runs.
+
+    Returns:
+        Accuracies; a calibration with texts to walk along, if there is one; what to keep of the file.
+    """
     assert model.heads is not None
     heads, ranks = model.heads.num_heads, min(MAX_TOP_K, model.heads.num_candidates)
-    if args.calibration is not None:
-        file = args.calibration
-        found = read_of(file, CALIBRATION, heads, ranks, place.heads, place.dtype)
+    made = place.heads, place.dtype, place.base_model
+    if calibration is not None:
+        found = read_of(calibration, CALIBRATION, heads, ranks, *made)
     else:
-        file = folder / CALIBRATION
-        found = find_accuracies(folder, heads, ranks, place.heads, place.dtype) or published(heads, ranks)
-    return found, read_texts(file, ranks) if found.source == CALIBRATION else None
+        calibration = folder / CALIBRATION
+        found = find_accuracies(folder, heads, ranks, *made) or published(heads, ranks)
+    if found.source != CALIBRATION:
+        return found, None, None
+    return found, read_texts(calibration, ranks), Source.of(calibration, folder, place.dtype)
 
 
 def weighed_by(texts: Calibration | None) -> str:
@@ -207,119 +260,46 @@ def weighed_by(texts: Calibration | None) -> str:
     return stored.INDEPENDENT if texts is None else stored.WALKED
 
 
-def check(args: argparse.Namespace, file: Path, folder: Path, model: MedusaModel) -> None:
+def check(args: argparse.Namespace, folder: Path, model: MedusaModel) -> None:
     """Say that a stored choice holds; raise `ValueError` where it does not."""
-    tuning = stored.load_for(file, model)
+    file, tuning = read_stored(args, folder, model)
     now = versions(*stored.LIBRARIES)
     notes = [
         f"{name} was {tuning.versions.get(name, 'missing')}, is {now.get(name, 'missing')}"
         for name in sorted({*tuning.versions, *now})
         if tuning.versions.get(name) != now.get(name)
     ]
-    accuracies, texts = accuracies_of(args, folder, model, tuning.place)
-    if weighed_by(texts) != tuning.weighed:
-        notes.append(f"expected tokens were {tuning.weighed}, would be {weighed_by(texts)}")
-    if accuracies.by_rank != tuning.accuracies.by_rank:
-        notes.append(f"accuracies were {tuning.accuracies.source}, are {accuracies.source} with other values")
+    notes += changes_of(tuning, args.calibration, folder, model)
     if args.json:
         print(json.dumps({"file": str(file), "holds": True, "notes": notes}))
         return
     print(f"{file} holds: {tuning.place.device}, {tuning.place.dtype}, {tuning.place.backend}")
+    if tuning.calibration is not None:
+        print(f"  weighed by {tuning.calibration}")
     for note in notes:
         print(f"  since then: {note}; medusa tune again takes it into account")
 
 
-def compare(args: argparse.Namespace, file: Path, model: MedusaModel, prompts: Sequence[Prompt]) -> None:
-    """Write texts with every tree of the stored choice and print where the chosen one stands."""
-    tuning = stored.load_for(file, model)
-    tokenizer = _arguments.load_tokenizer(args)
-    eos = token_list(model.trunk.causal.generation_config.eos_token_id)
-    chat, as_it_stands = conversation_of(tokenizer, None, eos), AsItStands(tokenizer, eos)
-    new_tokens, rounds = args.max_new_tokens or 128, args.rounds or 3
-    asked = [encoded(prompt, as_it_stands if prompt.is_text else chat) for prompt in prompts]
-    asked = [ids for ids in asked if len(ids) + new_tokens <= model.trunk.context_limit]
-    if not asked:
-        raise ValueError(
-            f"--prompts: expected one that leaves room for {new_tokens} new tokens in the context, got none"
-        )
-    middle = sorted(map(len, asked))[len(asked) // 2] + new_tokens // 2
-    case = tuning.nearest(1, middle)
-    trees = [size.tree for size in case.sizes]
-    ends: dict[str, Any] = {"eos_token_id": chat.ends(eos)} if chat.ends(eos) else {}
-
-    def write(text: int, tree: Tree) -> Written:
-        prompt = torch.tensor([asked[text]])
-        output = model.generate(prompt, max_new_tokens=new_tokens, tree=tree, metrics=True, **ends)
-        assert isinstance(output, MedusaOutput)
-        assert output.metrics is not None
-        return Written(output.new_tokens[0] - 1, output.metrics.steps, output.metrics.decode_seconds)
-
-    eager = resolve_backend(model.backend, model.trunk.device) == "eager"
-    with tqdm(total=rounds * len(asked) * len(trees), unit="text", disable=None) as bar:
-        found = sweep(write, trees, len(asked), rounds=rounds, warm_all=not eager, on_text=lambda: bar.update())
-    verdict = judge(case.tree, found)
-    figures = as_json(case, found, verdict, len(asked), new_tokens, rounds)
-    if args.sweep_out is not None:
-        place = tuning.place
-        of_model = {"model": args.model or "the embedded demo checkpoint", "shapes": record.shapes(model)}
-        how = {"dtype": place.dtype, "backend": place.backend, "batch": 1, "weighed": tuning.weighed}
-        made = record.provenance(model.trunk.device)
-        record.append(args.sweep_out, {"benchmark": "tune_sweep"} | of_model | how | figures | made)
-    if args.json:
-        print(json.dumps(figures))
-        return
-    print(f"{len(asked)} texts of up to {new_tokens} new tokens, {rounds} rounds; stored for prefix {case.prefix}:")
-    print("   nodes  tokens a step  expected  tokens a second   slowest..fastest round")
-    for one, size in zip(found, case.sizes, strict=True):
-        mark = "*" if one.tree == case.tree else " "
-        print(
-            f" {mark}{one.tree.num_nodes:6}{one.tokens_per_step:15.2f}{size.tokens:10.2f}{one.rate:17.1f}"
-            f"{one.low:11.1f}..{one.high:.1f}"
-        )
-    print(
-        f"the chosen tree of {case.tree.num_nodes} nodes is number {verdict.rank} of {len(found)}, "
-        f"{100 * verdict.behind:.1f} % behind the fastest ({verdict.best.num_nodes} nodes)"
-    )
-    if verdict.behind and verdict.of_best is not None and verdict.of_best.low is not None:
-        low, high = verdict.of_best.low, verdict.of_best.high
-        print(f"its rate over the fastest one's: {verdict.of_best.value:.3f} ({low:.3f} to {high:.3f}; {WORDS})")
-
-
-def encoded(prompt: Prompt, conversation: Conversation) -> list[int]:
-    """Return the tokens of a prompt's first turn."""
-    messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    ids = conversation.encode([*messages, {"role": "user", "content": prompt.turns[0]}])
-    return ids[:PROMPT_TOKENS] if prompt.is_text else ids
-
-
-def as_json(
-    case: Case, found: Sequence[Swept], verdict: Verdict, texts: int, new_tokens: int, rounds: int
-) -> dict[str, Any]:
-    """Return a comparison as JSON has it."""
-    return {
-        "texts": texts,
-        "max_new_tokens": new_tokens,
-        "rounds": rounds,
-        "prefix": case.prefix,
-        "trees": [
-            {
-                "nodes": one.tree.num_nodes,
-                "choices": one.tree.choices,
-                "tokens_per_step": one.tokens_per_step,
-                "step_seconds": size.seconds,
-                "expected_tokens": size.tokens,
-                "tokens_per_second": one.rate,
-                "slowest_round": one.low,
-                "fastest_round": one.high,
-            }
-            for one, size in zip(found, case.sizes, strict=True)
-        ],
-        "chosen_nodes": case.tree.num_nodes,
-        "best_nodes": verdict.best.num_nodes,
-        "rank": verdict.rank,
-        "behind": verdict.behind,
-        "chosen_over_best": None if verdict.of_best is None else verdict.of_best.to_json(),
-    }
+def changes_of(tuning: Tuning, calibration: Path | None, folder: Path, model: MedusaModel) -> list[str]:
+    """Say what trees would be weighed with otherwise now: by the same calibration, or the one that is named."""
+    before = tuning.calibration
+    if calibration is None and before is not None:
+        calibration = folder / before.path  # an absolute path stays what it is
+        if not calibration.is_file():
+            return [f"the calibration {before.path} is gone"]
+    try:
+        accuracies, texts, source = accuracies_of(calibration, folder, model, tuning.place)
+    except ValueError as error:
+        return [f"calibration: {error}"]
+    notes = []
+    if before is not None and source is not None and source.hash != before.hash:
+        other = f"was {before.path}, is {source.path}"
+        notes.append(f"the calibration {f'{before.path} has changed' if source.path == before.path else other}")
+    if weighed_by(texts) != tuning.weighed:
+        notes.append(f"expected tokens were {tuning.weighed}, would be {weighed_by(texts)}")
+    if accuracies.by_rank != tuning.accuracies.by_rank:
+        notes.append(f"accuracies were {tuning.accuracies.source}, are {accuracies.source} with other values")
+    return notes
 
 
 def as_text(tuning: Tuning, file: Path) -> str:
@@ -328,9 +308,21 @@ def as_text(tuning: Tuning, file: Path) -> str:
     lines = [
         f"{place.device}; {place.dtype}, {place.backend} steps; {place.model}",
         f"accuracies of the heads: {tuning.accuracies}",
-        "expected tokens a step: "
-        + ("walked along the texts" if tuning.weighed == stored.WALKED else "as if heads were right independently"),
     ]
+    source = tuning.calibration
+    if source is not None:
+        lines.append(f"calibration: {source}")
+        if not source.checked:
+            lines.append(
+                f"  not checked to be of these heads and this base model: it says nothing of them in {place.dtype}"
+            )
+    if tuning.weighed == stored.WALKED:
+        lines += [
+            "expected tokens a step: walked along the texts that the trees were searched on, so that they are a little",
+            "  too high, the more the larger the tree and the fewer the texts (--sweep with other prompts measures it)",
+        ]
+    else:
+        lines.append("expected tokens a step: as if heads were right independently")
     for case in tuning.cases:
         plain = case.sizes[0]
         lines += [

@@ -66,3 +66,28 @@ def ratio(columns: Sequence[Sequence[float]]) -> Interval | None:
 def ratio_of_rates(columns: Sequence[Sequence[float]]) -> Interval | None:
     """First over second sum, over third over fourth: tokens a second of one way over those of another."""
     return bootstrap(columns, lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]))
+
+
+def ratio_of_two(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Interval:
+    """Return the ratio of two rates that were found on different prompts, with its 95 % interval.
+
+    The prompts of each side are drawn anew without regard to the other's.
+    """
+
+    def rate(sums: np.ndarray) -> np.ndarray:
+        return np.asarray(sums[0] / sums[1])
+
+    tables = [np.asarray(rows, dtype=np.float64) for rows in (first, second)]
+    value = float(rate(tables[0].sum(0)) / rate(tables[1].sum(0)))
+    if min(map(len, tables)) < 2:
+        return Interval(value, None, None)
+    drawn = []
+    for number, table in enumerate(tables):
+        chooser = np.random.default_rng(SEED + number)
+        often = chooser.multinomial(len(table), np.full(len(table), 1 / len(table)), RESAMPLES)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            drawn.append(rate((often @ table).T))
+    ratios = drawn[0] / drawn[1]
+    outside = (1 - LEVEL) / 2
+    low, high = np.quantile(ratios[np.isfinite(ratios)], [outside, 1 - outside])
+    return Interval(value, float(low), float(high))

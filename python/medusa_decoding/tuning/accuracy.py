@@ -29,7 +29,8 @@ from medusa_decoding.tree import Tree
 
 NONE = -1
 """The rank of a token that is not among a head's candidates."""
-CALIBRATION_FILE = "calibration.json"
+MOST_RANKS = 10
+"""A rank is a character of the file."""
 Z = 1.959963984540054
 """Half the width of a normal distribution's 95 % interval, in standard deviations."""
 RankPath = tuple[int, ...]
@@ -64,8 +65,8 @@ class Calibration:
             were written before these were kept.
 
     Raises:
-        ValueError: a path of another length or with other ranks, a count below 1, no path at all, texts that have other
-            paths than were counted.
+        ValueError: no heads, ranks out of bounds, a path of another length or with other ranks, a count below 1, no
+            path at all, texts that have other paths than were counted.
     """
 
     num_heads: int
@@ -75,6 +76,13 @@ class Calibration:
     texts: tuple[tuple[Text, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, value, fits in (
+            ("num_heads", self.num_heads, "from 1"),
+            ("ranks", self.ranks, f"from 1 to {MOST_RANKS}"),
+        ):
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < 1 or (name == "ranks" and value > MOST_RANKS):
+                raise ValueError(f"{name}: expected a whole number {fits}, got {value!r}")
         for path, count in self.paths.items():
             if len(path) != self.num_heads or not all(rank == NONE or 0 <= rank < self.ranks for rank in path):
                 raise ValueError(
@@ -122,21 +130,11 @@ class Calibration:
 
     @cached_property
     def _alone(self) -> list[list[int]]:
-        counts = [[0] * self.ranks for _ in range(self.num_heads)]
-        for path, count in self.paths.items():
-            for head, rank in enumerate(path):
-                if rank != NONE:
-                    counts[head][rank] += count
-        return counts
+        return alone(self.paths, self.num_heads, self.ranks)
 
     @cached_property
     def _beginnings(self) -> Counter[RankPath]:
-        counts: Counter[RankPath] = Counter()
-        for path, count in self.paths.items():
-            known = path[: path.index(NONE)] if NONE in path else path
-            for length in range(len(known) + 1):
-                counts[known[:length]] += count
-        return counts
+        return beginnings(self.paths)
 
     @property
     def hits(self) -> list[list[int]]:
@@ -202,6 +200,11 @@ class Calibration:
         try:
             accuracy, ranks, made = values["accuracy"], values["ranks"], values["made"]
             hits, total = accuracy["hits"], accuracy["total"]
+            if not hits or not isinstance(made, dict):
+                raise ValueError(
+                    f"calibration: expected hits of at least one head and named fields in made, got {hits!r:.40} and "
+                    f"{made!r:.40}"
+                )
             paths = {ranks_of(name): count for name, count in values["paths"].items()}
             texts = None
             if "format" in values:
@@ -258,6 +261,26 @@ def text_of(name: str, num_heads: int) -> Text:
     return tuple(tuple(ranks[start : start + num_heads]) for start in range(0, len(ranks), num_heads))
 
 
+def alone(paths: Mapping[RankPath, int], num_heads: int, ranks: int) -> list[list[int]]:
+    """Count how often each rank of each head alone is right: [K][R]."""
+    counts = [[0] * ranks for _ in range(num_heads)]
+    for path, count in paths.items():
+        for head, rank in enumerate(path):
+            if rank != NONE:
+                counts[head][rank] += count
+    return counts
+
+
+def beginnings(paths: Mapping[RankPath, int]) -> Counter[RankPath]:
+    """Count the beginnings of paths, the empty one too, up to the first unknown rank."""
+    counts: Counter[RankPath] = Counter()
+    for path, count in paths.items():
+        known = path[: path.index(NONE)] if NONE in path else path
+        for length in range(len(known) + 1):
+            counts[known[:length]] += count
+    return counts
+
+
 def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath]:
     """Count the paths of those positions behind which a text goes on for as long as the heads reach."""
     counts: Counter[RankPath] = Counter()
@@ -267,10 +290,14 @@ def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing, also where the machine stops meanwhile."""
-    scratch = path.with_name(path.name + ".partial")
-    with scratch.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    """Write all of a file or nothing, also where the machine stops meanwhile or another process writes it too."""
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise

@@ -49,7 +49,8 @@ def calibrate(
         prompt_tokens: of a prompt that is a text to continue, so many tokens at its start are asked.
         template: a file with a Jinja template, "plain", or None: the tokenizer's own, and text as it stands where it
             has none.
-        temperature: above 0, tokens are drawn at it, for heads that are to serve sampling; 0: greedy texts.
+        temperature: above 0, tokens are drawn at it, for heads that are to serve sampling; 0: greedy texts. All else is
+            as the model's own generation config says.
         seed: of drawing.
         out: a file for the result. Meanwhile a file beside it (`.progress`) has what is found so far, a prompt a
             line, brought to the disk after each.
@@ -58,8 +59,9 @@ def calibrate(
         progress: show a progress bar on standard error, if that is a terminal.
 
     Raises:
-        ValueError: bad arguments; a model without heads; progress of a stopped run without `resume`, or of another
-            model, other prompts, settings or versions; no text longer than the heads reach.
+        ValueError: bad arguments; a model without heads, or whose heads reach as far as the texts may or further;
+            progress of a stopped run without `resume`, or of another model, other prompts, settings or versions; no
+            text that came to be longer than the heads reach.
         OSError: a file that cannot be written.
     """
     settings = Settings(max_new_tokens, prompt_tokens, template, temperature, seed)
@@ -71,14 +73,20 @@ def calibrate(
         raise ValueError("resume: expected a file (out) to go on from, got none")
     if out is not None:
         check_fresh(Path(out), resume)
+    heads, ranks = model.heads.num_heads, min(RANKS, model.heads.num_candidates)
+    if max_new_tokens <= heads:
+        raise ValueError(
+            f"max_new_tokens: expected at least {heads + 1}, as texts must go on for as long as {heads} heads reach, "
+            f"got {max_new_tokens}"
+        )
     writer = _Writer(model, tokenizer, settings)
     made = writer.described(prompts)
     file = None if out is None else Path(out)
     if file is not None and resume and file.is_file():
         there = Calibration.load(file)
         if there.texts is not None and {name: there.made.get(name) for name in made} == made:
+            _Progress.forget(progress_file(file), made)
             return there
-    heads, ranks = model.heads.num_heads, min(RANKS, model.heads.num_candidates)
     found = _Progress(None if file is None else progress_file(file), made, heads)
     with tqdm(total=len(prompts), initial=found.done, unit="prompt", disable=None if progress else True) as bar:
         for number in range(found.done, len(prompts)):
@@ -87,6 +95,7 @@ def calibrate(
     written = [text for texts in found.texts for text in texts]
     tokens = sum(1 + len(text) for text in written)
     if not any(len(text) >= heads for text in written):
+        found.remove()  # to go on from here would end here again
         raise ValueError(
             f"prompts: expected a text of at least {heads + 1} new tokens to one of them (as far as the heads reach), "
             f"got {len(written)} texts with {tokens} tokens in all, {found.left_out} turns left out for want of room "
@@ -154,7 +163,7 @@ class _Progress:
         self._path, self._num_heads = path, num_heads
         if path is None:
             return
-        header = {"format": FORMAT, **made}
+        header = _header(made)
         if path.exists():
             self._read(path, header)
         else:
@@ -178,6 +187,15 @@ class _Progress:
         """Delete the file."""
         if self._path is not None:
             self._path.unlink()
+
+    @staticmethod
+    def forget(path: Path, made: Mapping[str, Any]) -> None:
+        """Delete what a run has left that was stopped between its result and the end; another run's file stays."""
+        if path.is_file():
+            with path.open("rb") as file:
+                own = file.readline() == _line(_header(made))
+            if own:
+                path.unlink()
 
     def _include(self, counted: _Counted) -> None:
         self.texts.append(tuple(counted.texts))
@@ -215,6 +233,10 @@ def _check_same(path: Path, stated: Any, made: Mapping[str, Any]) -> None:
         before = stated.get(name) if isinstance(stated, dict) else None
         if before != now:
             raise ValueError(f"{name}: expected {before} like the counts in {path}, got {now}")
+
+
+def _header(made: Mapping[str, Any]) -> dict[str, Any]:
+    return {"format": FORMAT, **made}
 
 
 def _line(content: Mapping[str, Any]) -> bytes:

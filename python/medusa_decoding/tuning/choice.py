@@ -8,10 +8,12 @@ were measured.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from medusa_decoding.decode.ladder import VICUNA_7B
 from medusa_decoding.tree import Tree
@@ -54,6 +56,66 @@ class Accuracies:
 
 
 @dataclass(frozen=True)
+class Source:
+    """The calibration that accuracies and texts are of.
+
+    Attributes:
+        path: of the file; from the heads' folder where it stands in it, absolute elsewhere.
+        hash: of its content.
+        temperature: at which its texts were drawn, 0 for greedy ones; None where it does not say.
+        checked: whether it is certain to be of these heads and this base model. In another dtype than it was made in,
+            fingerprints tell nothing.
+    """
+
+    path: str
+    hash: str
+    temperature: float | None
+    checked: bool
+
+    @classmethod
+    def of(cls, file: Path, folder: Path, dtype: str) -> Source:
+        """Look at a calibration that `read_of` has accepted.
+
+        Args:
+            file: the calibration.
+            folder: of the heads.
+            dtype: that these are loaded in.
+        """
+        content = file.read_bytes()
+        made = _made(json.loads(content))
+        of_texts = made.get("settings")
+        settings = of_texts if isinstance(of_texts, dict) else {}
+        beside = file.resolve().parent == folder.resolve()
+        return cls(
+            file.name if beside else str(file.resolve()),
+            hashlib.blake2b(content, digest_size=8).hexdigest(),
+            settings.get("temperature"),
+            settings.get("dtype") == dtype and "heads" in made and "base_model" in made,
+        )
+
+    @classmethod
+    def from_json(cls, values: Any) -> Source:
+        """Read what `dataclasses.asdict` made of one.
+
+        Raises:
+            ValueError: a temperature that is no number.
+            KeyError, TypeError: parts that are missing or something else.
+        """
+        temperature = values["temperature"]
+        if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, (int, float))):
+            raise ValueError(f"calibration: expected a number or null for temperature, got {temperature!r}")
+        return cls(str(values["path"]), str(values["hash"]), temperature, values["checked"] is True)
+
+    def __str__(self) -> str:
+        """Say which file it is and how its texts were written."""
+        if self.temperature is None:
+            how = "which does not say how its texts were written"
+        else:
+            how = f"texts drawn at temperature {self.temperature}" if self.temperature else "greedy texts"
+        return f"{self.path}, {how}"
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One tree, and what a step with it gives and takes.
 
@@ -80,7 +142,12 @@ def published(num_heads: int, num_candidates: int) -> Accuracies:
 
 
 def find_accuracies(
-    folder: Path, num_heads: int, num_candidates: int, heads: str | None = None, dtype: str | None = None
+    folder: Path,
+    num_heads: int,
+    num_candidates: int,
+    heads: str | None = None,
+    dtype: str | None = None,
+    base_model: str | None = None,
 ) -> Accuracies | None:
     """Read the accuracies that stand beside a checkpoint of heads; None where there are none.
 
@@ -89,30 +156,42 @@ def find_accuracies(
         num_heads: K.
         num_candidates: tokens that a head may be asked for: further ranks are left out.
         heads: fingerprint of the heads as they are loaded. A calibration that was made of others is refused.
-        dtype: that they are loaded in. In another one a calibration's fingerprint tells nothing.
+        dtype: that they are loaded in. In another one a calibration's fingerprints tell nothing.
+        base_model: fingerprint of the base model as it is loaded. A calibration on the texts of another is refused.
 
     Raises:
-        ValueError: a file that is damaged, or of other heads; it names the file.
+        ValueError: a file that is damaged, or of other heads or another base model; it names the file.
     """
     for source in (CALIBRATION, MEASURED):
         if (folder / source).is_file():
-            return read_of(folder / source, source, num_heads, num_candidates, heads, dtype)
+            return read_of(folder / source, source, num_heads, num_candidates, heads, dtype, base_model)
     return None
 
 
 def read_of(
-    file: Path, source: str, num_heads: int, num_candidates: int, heads: str | None = None, dtype: str | None = None
+    file: Path,
+    source: str,
+    num_heads: int,
+    num_candidates: int,
+    heads: str | None = None,
+    dtype: str | None = None,
+    base_model: str | None = None,
 ) -> Accuracies:
     """Read the accuracies of one file, as `find_accuracies` does; `source` says what kind it is.
 
     Raises:
-        ValueError: a file that is damaged, or of other heads; it names the file.
+        ValueError: a file that is damaged, or of other heads or another base model; it names the file.
     """
     rows = read_accuracies(file)
     if len(rows) != num_heads:
         raise ValueError(f"{file}: expected accuracies of {num_heads} heads, got {len(rows)}")
-    if heads is not None and not _is_of(file, heads, dtype):
-        raise ValueError(f"{file}: expected a calibration of these heads, got one of others")
+    made = _made(json.loads(file.read_text(encoding="utf-8")))
+    settings = made.get("settings")
+    if isinstance(settings, dict) and settings.get("dtype") == dtype:
+        if heads is not None and made.get("heads", heads) != heads:
+            raise ValueError(f"{file}: expected a calibration of these heads, got one of others")
+        if base_model is not None and made.get("base_model", base_model) != base_model:
+            raise ValueError(f"{file}: expected texts of this base model, got those of another")
     return Accuracies(source, [row[:num_candidates] for row in rows])
 
 
@@ -127,16 +206,13 @@ def read_texts(file: Path, num_candidates: int) -> Calibration | None:
     found = Calibration.load(file)
     if found.ranks > num_candidates:
         raise ValueError(f"{file}: expected at most {num_candidates} ranks, as these heads have, got {found.ranks}")
-    return found
+    return found if found.texts is not None else None
 
 
-def _is_of(file: Path, heads: str, dtype: str | None) -> bool:
-    """Return whether a file is of heads with this fingerprint, as far as it says of which ones it is."""
-    values = json.loads(file.read_text(encoding="utf-8"))
+def _made(values: Any) -> dict[str, Any]:
+    """Return what a file says of how it was made, as far as it does."""
     made = values.get("made") if isinstance(values, dict) else None
-    if not isinstance(made, dict) or not isinstance(made.get("settings"), dict) or "heads" not in made:
-        return True
-    return made["settings"].get("dtype") != dtype or made["heads"] == heads
+    return made if isinstance(made, dict) else {}
 
 
 def trees_of(
@@ -152,10 +228,40 @@ def trees_of(
     return [Tree([]) if size == 1 else Tree.optimal(accuracies, size) for size in sizes]
 
 
+def tokens_of(
+    trees: Sequence[Tree], accuracies: Sequence[Sequence[float]], texts: Calibration | None = None
+) -> list[float]:
+    """Return the expected tokens a step of trees: walked along texts if there are any, else heads taken as independent.
+
+    Raises:
+        ValueError: a tree that the heads cannot fill.
+    """
+    if texts is not None:
+        return [walk(texts, tree).tokens_per_step for tree in trees]
+    return [tree.expected_tokens(accuracies) for tree in trees]
+
+
+def weigh(trees: Sequence[Tree], tokens: Sequence[float], seconds: Mapping[int, float]) -> list[Candidate]:
+    """Put together what trees of different sizes give and take.
+
+    Args:
+        trees: the best one of each size.
+        tokens: expected tokens a step of each (see `tokens_of`).
+        seconds: of a step, by nodes.
+
+    Raises:
+        ValueError: a duration that is not above 0.
+    """
+    for nodes, value in seconds.items():
+        if not value > 0:
+            raise ValueError(f"seconds: expected above 0 for {nodes} nodes, got {value}")
+    return [Candidate(tree, gain, seconds[tree.num_nodes]) for tree, gain in zip(trees, tokens, strict=True)]
+
+
 def candidates(
     accuracies: Sequence[Sequence[float]], seconds: Mapping[int, float], texts: Calibration | None = None
 ) -> list[Candidate]:
-    """Weigh the best tree of each size.
+    """Search the best tree of each size and weigh it.
 
     Args:
         accuracies: of the heads, a list a head, each rank alone.
@@ -165,18 +271,8 @@ def candidates(
     Raises:
         ValueError: a size that the heads cannot fill, a duration that is not above 0.
     """
-    for nodes, value in seconds.items():
-        if not value > 0:
-            raise ValueError(f"seconds: expected above 0 for {nodes} nodes, got {value}")
-    sizes = sorted(seconds)
-    return [
-        Candidate(
-            tree,
-            tree.expected_tokens(accuracies) if texts is None else walk(texts, tree).tokens_per_step,
-            seconds[size],
-        )
-        for size, tree in zip(sizes, trees_of(accuracies, sizes, texts), strict=True)
-    ]
+    trees = trees_of(accuracies, sorted(seconds), texts)
+    return weigh(trees, tokens_of(trees, accuracies, texts), seconds)
 
 
 def best(found: Sequence[Candidate]) -> Candidate:

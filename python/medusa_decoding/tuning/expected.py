@@ -15,7 +15,7 @@ import numpy as np
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.tree import Tree
-from medusa_decoding.tuning.accuracy import NONE, Calibration, RankPath, counted
+from medusa_decoding.tuning.accuracy import Calibration, RankPath, alone, counted
 from medusa_decoding.tuning.walk import accepted, branches_of, check_walkable, walk
 
 
@@ -64,16 +64,12 @@ def expect(calibration: Calibration, tree: Tree) -> Expected:
 
 def _alone(calibration: Calibration) -> list[list[int]]:
     """Return a row a prompt: positions, then how often each rank of each head is right."""
-    rows, size = [], calibration.ranks
+    rows = []
     assert calibration.texts is not None
     for texts in calibration.texts:
-        row = [0] * (1 + calibration.num_heads * size)
-        for path, count in counted([texts], calibration.num_heads).items():
-            row[0] += count
-            for head, rank in enumerate(path):
-                if rank != NONE:
-                    row[1 + head * size + rank] += count
-        rows.append(row)
+        paths = counted([texts], calibration.num_heads)
+        by_rank = alone(paths, calibration.num_heads, calibration.ranks)
+        rows.append([sum(paths.values()), *(count for row in by_rank for count in row)])
     return rows
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.evaluation.prompts import Prompt
@@ -87,30 +85,5 @@ def beside(calibration: Calibration, tree: Tree, rows: Rows) -> Beside:
     measured = interval.ratio(rows)
     if measured is None:
         raise ValueError("prompts: expected some with room for more than one new token, got none")
-    ratio = ratio_of_two(walk(calibration, tree).by_prompt, rows)
+    ratio = interval.ratio_of_two(walk(calibration, tree).by_prompt, rows)
     return Beside(tree, expect(calibration, tree), measured, sum(steps for _, steps in rows), ratio)
-
-
-def ratio_of_two(first: Rows, second: Rows) -> Interval:
-    """Return the ratio of two rates that were found on different prompts, with its 95 % interval.
-
-    The prompts of each side are drawn anew without regard to the other's.
-    """
-
-    def rate(sums: np.ndarray) -> np.ndarray:
-        return np.asarray(sums[0] / sums[1])
-
-    tables = [np.asarray(rows, dtype=np.float64) for rows in (first, second)]
-    value = float(rate(tables[0].sum(0)) / rate(tables[1].sum(0)))
-    if min(map(len, tables)) < 2:
-        return Interval(value, None, None)
-    drawn = []
-    for number, table in enumerate(tables):
-        chooser = np.random.default_rng(interval.SEED + number)
-        often = chooser.multinomial(len(table), np.full(len(table), 1 / len(table)), interval.RESAMPLES)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            drawn.append(rate((often @ table).T))
-    ratios = drawn[0] / drawn[1]
-    outside = (1 - interval.LEVEL) / 2
-    low, high = np.quantile(ratios[np.isfinite(ratios)], [outside, 1 - outside])
-    return Interval(value, float(low), float(high))

@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +18,8 @@ from typing import Any
 import torch
 
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.provenance import versions
-from medusa_decoding.tuning.naming import cpu_name
+from medusa_decoding.provenance import commit, cpu_name, versions
 from medusa_decoding.tuning.stored import LIBRARIES
-
-COMMANDS = ("medusa", "__main__.py")
-"""What the program is called when a command runs."""
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -59,41 +54,24 @@ def shapes(model: MedusaModel) -> dict[str, Any]:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Return machine, versions, commit, command and date."""
-    program = Path(sys.argv[0]).name
     return {
         "machine": machine(device),
         "versions": versions(*LIBRARIES),
         "commit": commit(),
-        "command": shlex.join(["medusa", *sys.argv[1:]]) if program in COMMANDS else "unknown",
+        "command": command(),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def commit() -> str:
-    """Return the commit of the checkout that this file is part of, marked if tracked files differ from it.
-
-    The environment variable MEDUSA_COMMIT goes first. An installed package has none: "unknown".
-    """
-    if os.environ.get("MEDUSA_COMMIT"):
-        return os.environ["MEDUSA_COMMIT"]
-    here = Path(__file__).resolve()
-    try:
-        # A package may be installed into a folder of somebody else's repository.
-        _git("ls-files", "--error-unmatch", here.name)
-        head = _git("rev-parse", "--short=12", "HEAD").strip()
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+changes" if changed else "")
+def command() -> str:
+    """Return the command that runs; "unknown" where another program has called the package."""
+    program = Path(sys.argv[0])
+    # Every package that is run with -m is called __main__.py.
+    own = program.name == "medusa" or program.parts[-2:] == ("medusa_decoding", "__main__.py")
+    return shlex.join(["medusa", *sys.argv[1:]]) if own else "unknown"
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Add a record to a file, as a line."""
     with path.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(record) + "\n")
-
-
-def _git(*arguments: str) -> str:
-    folder = Path(__file__).resolve().parent
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from medusa_decoding.tree import MAX_CHOICES, Tree
-from medusa_decoding.tuning.accuracy import NONE, Calibration, RankPath
+from medusa_decoding.tuning.accuracy import Calibration, RankPath, beginnings
 from medusa_decoding.tuning.walk import walk
 
 ROUNDS = 8
@@ -61,7 +61,7 @@ def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     steps = [walk(calibration, tree) for tree in found]
     best, walked = max(zip(found, steps, strict=True), key=lambda pair: pair[1].tokens_per_step)
     for _ in range(ROUNDS):
-        counts = _beginnings(walked.starts)
+        counts = beginnings(walked.starts)
 
         def often(path: RankPath, here: Counter[RankPath] = counts) -> tuple[int, ...]:
             return here[path], calibration.count(path)
@@ -72,15 +72,6 @@ def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
             break
         best, walked = tree, along
     return best
-
-
-def _beginnings(paths: Counter[RankPath]) -> Counter[RankPath]:
-    """Count the beginnings of paths, up to the first unknown rank."""
-    counts: Counter[RankPath] = Counter()
-    for path, count in paths.items():
-        for length in range(1, (path.index(NONE) if NONE in path else len(path)) + 1):
-            counts[path[:length]] += count
-    return counts
 
 
 def _most_frequent(calibration: Calibration, num_nodes: int, often: Callable[[RankPath], Iterable[int]]) -> Tree:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.decode.step_times import KEPT, StepTimes
-from medusa_decoding.provenance import fingerprint, versions
-from medusa_decoding.tree import Tree
+from medusa_decoding.provenance import device_name, fingerprint, versions
 from medusa_decoding.tuning import places
-from medusa_decoding.tuning.choice import Accuracies, Candidate
-from medusa_decoding.tuning.naming import device_name
+from medusa_decoding.tuning.accuracy import write_whole
+from medusa_decoding.tuning.cases import Case, case_of
+from medusa_decoding.tuning.choice import Accuracies, Source
 
 if TYPE_CHECKING:
     from medusa_decoding.model import MedusaModel
@@ -70,6 +70,16 @@ class Place:
             heads=fingerprint(model.heads),
         )
 
+    @property
+    def here(self) -> str:
+        """What step times depend on besides weights."""
+        return f"{self.device}, {self.dtype}, {self.backend}, {self.processes}"
+
+    @property
+    def base_model(self) -> str:
+        """The base model's fingerprint."""
+        return self.model.rpartition(" ")[2]
+
     def differences(self, now: Place) -> list[str]:
         """Say what is not as it was, a sentence's part each: "device: tuned on A, now B"; empty where all is."""
         changed = [name for name, value in asdict(self).items() if getattr(now, name) != value]
@@ -83,83 +93,6 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Size:
-    """What was measured and is expected of one size of tree.
-
-    Attributes:
-        nodes: root included.
-        seconds: typical duration of a step (see `Latency`).
-        median: of the durations.
-        low, high: quartiles of the durations.
-        steps: how many were timed.
-        tokens: expected tokens a step and row.
-        tree: the best one of this size; `Tree([])` for one node.
-    """
-
-    nodes: int
-    seconds: float
-    median: float
-    low: float
-    high: float
-    steps: int
-    tokens: float
-    tree: Tree
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second and row."""
-        return self.tokens / self.seconds
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all as JSON has it, with the rate that follows."""
-        kept = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "tree"}
-        return kept | {"tokens_per_second": self.rate, "choices": self.tree.choices}
-
-
-@dataclass(frozen=True)
-class Case:
-    """What was chosen for one batch and one prefix length.
-
-    Attributes:
-        batch: rows of the batch.
-        prefix: committed tokens of each row.
-        rows: rows of the cache.
-        tree: the chosen one; `Tree([])` where plain decoding is the fastest.
-        sizes: what it was chosen among, in ascending order.
-    """
-
-    batch: int
-    prefix: int
-    rows: int
-    tree: Tree
-    sizes: tuple[Size, ...]
-
-    @classmethod
-    def of(cls, measured: Sequence[Latency], chosen: Candidate, weighed: Sequence[Candidate]) -> Case:
-        """Put together what was measured for a batch and a prefix, and what was made of it."""
-        of_size = {one.tree.num_nodes: one for one in weighed}
-        sizes = [
-            Size(
-                one.nodes,
-                one.typical,
-                one.median,
-                *one.quartiles,
-                len(one.seconds),
-                of_size[one.nodes].tokens,
-                of_size[one.nodes].tree,
-            )
-            for one in sorted(measured, key=lambda one: one.nodes)
-        ]
-        first = measured[0]
-        return cls(first.batch, first.prefix, first.rows, chosen.tree, tuple(sizes))
-
-    @property
-    def chosen(self) -> Size:
-        """The size of the chosen tree."""
-        return next(size for size in self.sizes if size.nodes == self.tree.num_nodes)
-
-
-@dataclass(frozen=True)
 class Tuning:
     """All of a file.
 
@@ -170,6 +103,7 @@ class Tuning:
         step_times: JSON of a `StepTimes`.
         versions: of libraries, by name.
         weighed: INDEPENDENT or WALKED.
+        calibration: the file that accuracies and texts are of; None where they are of none.
     """
 
     place: Place
@@ -178,6 +112,7 @@ class Tuning:
     step_times: str
     versions: Mapping[str, str]
     weighed: str = INDEPENDENT
+    calibration: Source | None = None
 
     @classmethod
     def of(
@@ -187,6 +122,7 @@ class Tuning:
         cases: Iterable[Case],
         measured: Iterable[Latency],
         weighed: str = INDEPENDENT,
+        calibration: Source | None = None,
     ) -> Tuning:
         """Put together what was found."""
         times = StepTimes(*_names(place))
@@ -194,7 +130,7 @@ class Tuning:
             for seconds in _few(one.seconds):
                 times.profile(one.batch, one.rows).add(one.nodes, seconds)
         ordered = sorted(cases, key=lambda case: (case.batch, case.prefix))
-        return cls(place, accuracies, tuple(ordered), times.to_json(), versions(*LIBRARIES), weighed)
+        return cls(place, accuracies, tuple(ordered), times.to_json(), versions(*LIBRARIES), weighed, calibration)
 
     def nearest(self, batch: int, prefix: int) -> Case:
         """Return the case of the nearest batch, and of those the one of the nearest prefix, both by their ratio."""
@@ -217,6 +153,7 @@ class Tuning:
             "versions": dict(self.versions),
             "accuracies": {"source": self.accuracies.source, "by_rank": self.accuracies.by_rank},
             "weighed": self.weighed,
+            "calibration": None if self.calibration is None else asdict(self.calibration),
             "cases": [
                 {
                     "batch": case.batch,
@@ -248,9 +185,17 @@ class Tuning:
                 str(values["accuracies"]["source"]),
                 [[float(value) for value in row] for row in values["accuracies"]["by_rank"]],
             )
-            cases = tuple(_case(case) for case in values["cases"])
-            weighed = values["weighed"]
-            found = cls(place, accuracies, cases, json.dumps(values["step_times"]), dict(values["versions"]), weighed)
+            cases = tuple(case_of(case) for case in values["cases"])
+            weighed, of_what = values["weighed"], values.get("calibration")  # which older files do not say
+            found = cls(
+                place,
+                accuracies,
+                cases,
+                json.dumps(values["step_times"]),
+                dict(values["versions"]),
+                weighed,
+                None if of_what is None else Source.from_json(of_what),
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"tuning: expected device, model, accuracies, cases and step_times, got {error!r}"
@@ -264,9 +209,7 @@ class Tuning:
 
     def save(self, path: Path) -> None:
         """Write as JSON; the file appears whole or not at all."""
-        scratch = path.with_name(path.name + ".partial")
-        scratch.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-        scratch.replace(path)
+        write_whole(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: Path) -> Tuning:
@@ -282,8 +225,13 @@ class Tuning:
             raise ValueError(f"{path}: expected a file that `medusa tune` wrote, got: {error}") from error
 
 
-def load_for(path: Path, model: MedusaModel) -> Tuning:
+def load_for(path: Path, model: MedusaModel, place: Place | None = None) -> Tuning:
     """Read a file and compare it with a model as it runs here.
+
+    Args:
+        path: the file.
+        model: as it runs here.
+        place: of the model, where that is known already.
 
     Raises:
         ValueError: a damaged file, one of another device, model, dtype or backend (it names what has changed), or trees
@@ -291,12 +239,32 @@ def load_for(path: Path, model: MedusaModel) -> Tuning:
         OSError: it cannot be read.
     """
     found = Tuning.load(path)
-    changed = found.place.differences(Place.of(model))
+    changed = found.place.differences(place or Place.of(model))
     if changed:
         raise ValueError(f"{path}: {'; '.join(changed)}")
     for case in found.cases:
         model._check_tree(case.tree)
     return found
+
+
+def find(folder: Path, model: MedusaModel) -> tuple[Path, Tuning] | None:
+    """Find what is stored of a checkpoint's folder and holds for a model: the first of all `places`.
+
+    Returns:
+        The file and its content; None where nothing is stored.
+
+    Raises:
+        ValueError: files, none of which holds; it says why, of each.
+    """
+    if not places.places(folder, ""):
+        return None
+    place, refused = Place.of(model), []
+    for file in places.places(folder, place.here):
+        try:
+            return file, load_for(file, model, place)
+        except (ValueError, OSError) as error:
+            refused.append(str(error))
+    raise ValueError("; and ".join(refused))
 
 
 def recall(path: Path, model: MedusaModel, level: int = logging.WARNING) -> Tuning | None:
@@ -309,16 +277,12 @@ def recall(path: Path, model: MedusaModel, level: int = logging.WARNING) -> Tuni
     """
     if model.heads is None:
         return None
-    refused = []
-    for file in places.places(path.parent):
-        if file.is_file():
-            try:
-                return load_for(file, model)
-            except (ValueError, OSError) as error:
-                refused.append(error)
-    for reason in refused:
-        logger.log(level, "tuning refused (run `medusa tune` again): %s", reason)
-    return None
+    try:
+        found = find(path.parent, model)
+    except ValueError as error:
+        logger.log(level, "tuning refused (run `medusa tune` again): %s", error)
+        return None
+    return None if found is None else found[1]
 
 
 def _surroundings(model: MedusaModel) -> dict[str, Any]:
@@ -342,40 +306,3 @@ def _few(seconds: Sequence[float]) -> list[float]:
         return list(seconds)
     between = statistics.quantiles(seconds, n=KEPT + 1, method="inclusive")
     return between[:KEPT]
-
-
-def _case(values: Any) -> Case:
-    counts = {name: _count(name, values[name]) for name in ("batch", "prefix", "rows", "nodes")}
-    sizes = tuple(
-        Size(
-            nodes=_count("nodes", size["nodes"]),
-            seconds=_positive("seconds", size["seconds"]),
-            median=_positive("median", size["median"]),
-            low=_positive("low", size["low"]),
-            high=_positive("high", size["high"]),
-            steps=_count("steps", size["steps"]),
-            tokens=_positive("tokens", size["tokens"]),
-            tree=Tree(size["choices"]),
-        )
-        for size in values["sizes"]
-    )
-    tree = Tree(values["choices"])
-    known = [size.nodes for size in sizes]
-    if tree.num_nodes != counts["nodes"] or tree.num_nodes not in known or known[:1] != [1] or known != sorted(known):
-        raise ValueError(f"cases: expected a tree of one of the sizes from 1 on, got {tree.num_nodes} nodes of {known}")
-    if any(size.tree.num_nodes != size.nodes for size in sizes) or tree not in [size.tree for size in sizes]:
-        raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
-    return Case(counts["batch"], counts["prefix"], counts["rows"], tree, sizes)
-
-
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
-    return value
-
-
-def _positive(name: str, value: Any) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-    return float(value)

@@ -52,15 +52,19 @@ class Verdict:
 
     Attributes:
         rank: 1 if no tree is faster.
-        behind: share of the fastest tree's rate that it lacks.
+        behind: share of the fastest tree's rate that it lacks; below 0 where trees chosen text by text are faster than
+            any one of them.
         best: the fastest tree.
-        of_best: the chosen tree's rate over the fastest one's, with a 95 % interval (bootstrap over texts); None where
-            texts were not kept apart.
+        rate: tokens a second with the chosen tree, or the chosen trees.
+        of_best: their rate over the fastest tree's, with a 95 % interval (bootstrap over texts); None where texts were
+            not kept apart. The fastest tree is the one that came out fastest here: where one tree was chosen for all
+            texts, the ratio is at most 1 by construction, and below 1 also where trees are equally fast but for chance.
     """
 
     rank: int
     behind: float
     best: Tree
+    rate: float
     of_best: Interval | None = None
 
 
@@ -121,17 +125,39 @@ def _added(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
     return Swept(tree, tokens / seconds, min(rates), max(rates), tokens / steps, texts)
 
 
-def judge(chosen: Tree, found: Sequence[Swept]) -> Verdict:
-    """Say where a tree stands.
+def judge(chosen: Tree | Sequence[Tree], found: Sequence[Swept]) -> Verdict:
+    """Say where a tree stands, or a choice of one for each text.
+
+    Args:
+        chosen: one tree for all texts, or each text's.
+        found: what every tree gave.
 
     Raises:
-        ValueError: a tree that is not among those found.
+        ValueError: a tree that is not among those found, or a choice for other texts.
     """
-    own = next((one for one in found if one.tree == chosen), None)
-    if own is None:
-        raise ValueError(f"chosen: expected one of the trees that were compared, got {chosen}")
+    own = _chosen([chosen] if isinstance(chosen, Tree) else chosen, found)
     fastest = max(found, key=lambda one: one.rate)
     rank = 1 + sum(one.rate > own.rate for one in found)
     columns = [(*a, *b) for a, b in zip(own.texts, fastest.texts, strict=True)]
     of_best = interval.ratio_of_rates(columns) if columns else None
-    return Verdict(rank, 1.0 - own.rate / fastest.rate, fastest.tree, of_best)
+    return Verdict(rank, 1.0 - own.rate / fastest.rate, fastest.tree, own.rate, of_best)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    rate: float
+    texts: tuple[tuple[int, float], ...]
+
+
+def _chosen(trees: Sequence[Tree], found: Sequence[Swept]) -> _Chosen:
+    """Put together what the chosen trees gave."""
+    for tree in trees:
+        if all(one.tree != tree for one in found):
+            raise ValueError(f"chosen: expected one of the trees that were compared, got {tree}")
+    first = next(one for one in found if one.tree == trees[0])
+    if all(tree == trees[0] for tree in trees):
+        return _Chosen(first.rate, first.texts)
+    if len(trees) != len(first.texts):
+        raise ValueError(f"chosen: expected a tree for each of {len(first.texts)} texts, got {len(trees)}")
+    texts = tuple(next(one for one in found if one.tree == tree).texts[place] for place, tree in enumerate(trees))
+    return _Chosen(sum(tokens for tokens, _ in texts) / sum(seconds for _, seconds in texts), texts)

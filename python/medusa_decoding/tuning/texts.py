@@ -1,7 +1,9 @@
 """The texts that a model writes to the user's prompts, turn by turn, and the steps that took.
 
-Texts are greedy, or drawn at a temperature. Either way they are the model's own with any tree: drawn numbers belong to
-a text and a place in it (see `MedusaModel.generate`). This module does not know what the texts are wanted for.
+Texts are greedy, or drawn at a temperature; whatever else the model's own generation config says (repetition penalty,
+least length, top-p, ..) applies as in any generation. Either way they are the model's own with any tree, but for
+rounding in half precision: drawn numbers belong to a text and a place in it (see `MedusaModel.generate`). This module
+does not know what the texts are wanted for.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 
+from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.evaluation.conversation import AsItStands, Conversation, Message, conversation_of
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
@@ -24,6 +27,12 @@ from medusa_decoding.tree import Tree
 
 OF_SAMPLING = ("top_k", "top_p", "min_p")
 """What a model's own generation config may say of drawing, besides the temperature."""
+SHOWN: list[Message] = [
+    {"role": "user", "content": "Which one is it?"},
+    {"role": "assistant", "content": "The first one."},
+    {"role": "user", "content": "And why?"},
+]
+"""By what a template makes of this, templates are told apart."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,7 @@ class Settings:
         prompt_tokens: of a prompt that is a text to continue, so many tokens at its start are asked.
         template: a file with a Jinja template, "plain", or None: the tokenizer's own, and text as it stands where it
             has none.
-        temperature: above 0, tokens are drawn at it; top-k, top-p and min-p are those of the model's own generation
-            config. 0: greedy.
+        temperature: above 0, tokens are drawn at it; 0: greedy. All else is as the model's own generation config says.
         seed: of drawing.
 
     Raises:
@@ -94,25 +102,31 @@ class Writer:
         model, settings = self.model, self._settings
         assert model.heads is not None
         digest = hashlib.blake2b(digest_size=8)
+        each: list[str] = []
         for prompt in prompts:
             # Tokens of what is asked first tell tokenizers and templates apart as well.
             first = _messages(prompt)[: 1 if prompt.system is None else 2]
             ids = self._ids(prompt, first, [])
             digest.update((json.dumps([ids, prompt.system, prompt.turns, prompt.is_text]) + "\n").encode())
+            each.append(_hash(ids if prompt.is_text else first, 6))
         device, own = model.trunk.device, model.trunk.causal.generation_config
         drawn = {"seed": settings.seed} | {name: getattr(own, name, None) for name in OF_SAMPLING}
+        ends, stops = self._chat.ends(self._eos), self._chat.stop_strings(None)
         return {
             "heads": fingerprint(model.heads),
             "base_model": fingerprint(model.trunk.causal),
-            "prompts": {"count": len(prompts), "hash": digest.hexdigest()},
+            "prompts": {"count": len(prompts), "hash": digest.hexdigest(), "each": each},
             "settings": {
                 "max_new_tokens": settings.max_new_tokens,
                 "prompt_tokens": settings.prompt_tokens,
                 "temperature": settings.temperature,
                 **(drawn if settings.temperature else {}),
+                "generation": _hash([own.to_json_string(ignore_metadata=True), ends, stops], 8),
                 "template": "none" if isinstance(self._chat, AsItStands) else "chat",
+                "rendered": self._rendered(),
                 "dtype": str(model.trunk.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+                "backend": str(resolve_backend(model.backend, device, model.trunk.peers.size)),
             },
             "versions": versions("torch", "transformers", "medusa-kernels"),
         }
@@ -144,6 +158,13 @@ class Writer:
             messages = [*messages, {"role": "assistant", "content": chat.answer(written.new)}]
             yield written
 
+    def _rendered(self) -> str:
+        """Return a hash of what the template and the tokenizer make of a conversation."""
+        try:
+            return _hash(self._chat.encode(SHOWN), 8)
+        except ValueError as error:  # a template for single questions, say
+            return _hash([self._chat.encode(SHOWN[:1]), str(error)], 8)
+
     def _conversation(self, prompt: Prompt) -> Conversation:
         return self._as_it_stands if prompt.is_text else self._chat
 
@@ -171,3 +192,25 @@ class Writer:
 def _messages(prompt: Prompt) -> list[Message]:
     system: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     return system + [{"role": "user", "content": turn} for turn in prompt.turns]
+
+
+def _hash(content: Any, size: int) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=size).hexdigest()
+
+
+def shared_prompts(one: Any, other: Any) -> int | None:
+    """Count the prompts of a set that another has too; None where one of them does not tell.
+
+    Args:
+        one: `prompts` of what `Writer.described` returned, or what else a file may say there.
+        other: likewise.
+    """
+    if not (isinstance(one, dict) and isinstance(other, dict) and one and other):
+        return None
+    if one == other:
+        return int(one.get("count", 1))
+    first, second = one.get("each"), other.get("each")
+    if not (isinstance(first, list) and isinstance(second, list)):  # of files from before these were kept
+        return None
+    known = set(map(str, second))
+    return sum(str(name) in known for name in first)

@@ -1,10 +1,13 @@
-"""Walking a tree along texts: the very steps that decoding with it would make.
+"""Walking a tree along texts: the steps that decoding with it makes.
 
 A step starts at a position of the text, accepts the longest path of the tree that the text goes along with, and commits
 its tokens and the model's own next one; the next step starts behind the accepted ones. As decoding is lossless, it
 writes the same text with any tree, so that the ranks of the text's tokens (see `accuracy`) are all it takes to know its
 steps. The first step starts at the prompt's last token, whose next one is prefill's; the last one is cut short by the
 text's end, as in `MedusaOutput.accept_lengths`.
+
+In float32 these are the very steps. In half precision sums are rounded otherwise for other trees: where two tokens, or
+two of a head's guesses, are as likely but for that, decoding may write another one and step otherwise from there on.
 
 This module knows ranks and trees, not models. A branch of copied tokens has no ranks, and which nodes of a dynamic tree
 a step verifies they do not tell: neither is walked.
