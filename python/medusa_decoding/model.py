@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from transformers.utils.generic import ModelOutput
 
 from medusa_decoding import settings
-from medusa_decoding.checkpoints import load_base_model, read_heads
+from medusa_decoding.checkpoints import find_base_revision, load_base_model, read_heads
 from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.decode.follow import Follower
 from medusa_decoding.decode.ladder import Belief, Ladder
@@ -195,7 +195,10 @@ class MedusaModel:
         if hf_kwargs.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
         # Heads that share lm_head do not say V; the base model that was asked for does.
-        vocab_size = None if base_model is None else stated_vocab_size(str(base_model))
+        vocab_size = None
+        if base_model is not None:
+            revision = hf_kwargs.get("revision") or find_base_revision(heads, base_model=base_model)
+            vocab_size = stated_vocab_size(str(base_model), revision)
         checkpoint = read_heads(heads, vocab_size=vocab_size)
         base = load_base_model(checkpoint, base_model, dtype=dtype, device_map=device_map, **hf_kwargs)
         tree_file = checkpoint.path / DEFAULT_TREE_FILE

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
 
 from medusa_decoding.checkpoints import base, find_base_revision, load_base_model, read_heads, write_heads
 from medusa_decoding.heads import MedusaHeads
@@ -71,6 +72,64 @@ def test_an_adapter_names_its_model_s_revision(tmp_path: Path, asked: list[Any])
     with pytest.raises(AskedError):
         load_base_model(read_heads(tmp_path / "heads"))
     assert asked == [("someone/base", {"revision": "v3"})]
+
+
+class TestTheWeights:
+    """They come from where the config comes from: transformers' own arguments reach both."""
+
+    @pytest.fixture
+    def loaded(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What the model's own `from_pretrained` is asked for; its config is read from a folder."""
+        tiny_llama.save_pretrained(tmp_path / "base")
+        calls: list[Any] = []
+
+        def from_pretrained(cls: type, path: object, **kwargs: Any) -> None:
+            del kwargs["config"]
+            calls.append((str(path), kwargs))
+            raise AskedError
+
+        monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(from_pretrained))
+        return calls
+
+    @pytest.mark.parametrize(
+        ("kwargs", "expected"),
+        [
+            ({}, {"revision": "v2"}),
+            ({"revision": "main"}, {"revision": "main"}),
+            (
+                {"token": "t", "cache_dir": "c", "local_files_only": True, "force_download": False, "proxies": {}},
+                {
+                    "revision": "v2",
+                    "token": "t",
+                    "cache_dir": "c",
+                    "local_files_only": True,
+                    "force_download": False,
+                    "proxies": {},
+                },
+            ),
+        ],
+    )
+    def test_of_the_recorded_revision(self, tmp_path: Path, loaded: list[Any], kwargs: Any, expected: Any) -> None:
+        base = str((tmp_path / "base").resolve())
+        write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model=base, base_revision="v2")
+        with pytest.raises(AskedError):
+            load_base_model(read_heads(tmp_path / "heads"), dtype=torch.bfloat16, **kwargs)
+        assert loaded == [(base, {"output_loading_info": True, "dtype": torch.bfloat16} | expected)]
+
+    def test_of_the_adapter_s_revision(self, tmp_path: Path, loaded: list[Any]) -> None:
+        (tmp_path / "adapter").mkdir()
+        settings = {"base_model_name_or_path": str(tmp_path / "base"), "revision": "v3"}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+        write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model="../adapter", base_revision="v2")
+        with pytest.raises(AskedError):
+            load_base_model(read_heads(tmp_path / "heads"))
+        assert loaded == [(str(tmp_path / "base"), {"output_loading_info": True, "revision": "v3"})]
+
+
+def test_it_is_that_of_the_base_model_that_is_named(tmp_path: Path) -> None:
+    write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision="v2")
+    assert find_base_revision(tmp_path / "heads", base_model="someone/base") == "v2"
+    assert find_base_revision(tmp_path / "heads", base_model="other/base") is None
 
 
 def test_a_full_model_has_none(tmp_path: Path) -> None:

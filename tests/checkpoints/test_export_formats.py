@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from medusa_decoding.heads import MedusaHeads, Storage
 
 HIDDEN, VOCAB = 8, 11
 MAP = torch.tensor([10, 0, 4, 7])
+ALL = torch.tensor([10, 0, 4, 7, 1, 9, 3, 2, 8, 5, 6])  # the whole vocabulary, in another order
 
 KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "own": ("float", {}),
@@ -33,6 +35,8 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "shared, no bias": ("float", {"shared_projection": True, "bias": False}),
     "trimmed": ("float", {"token_map": MAP}),
     "shared, trimmed": ("float", {"shared_projection": True, "token_map": MAP}),
+    "all tokens": ("float", {"token_map": ALL}),
+    "shared, all tokens": ("float", {"shared_projection": True, "token_map": ALL, "bias": False}),
     "int8": ("int8", {}),
     "fp8, trimmed": ("fp8", {"token_map": MAP}),
     "parents": ("float", {"parent_rank": 2}),
@@ -60,7 +64,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 REFUSED["original-v2"] = REFUSED["original-v1"] | {
     **{kind: r"shared with lm_head .*original-v1 .*, got own" for kind in ("own", "one head", "two blocks")},
-    **{kind: "shared with lm_head" for kind in ("no bias", "bfloat16")},
+    **{kind: "shared with lm_head" for kind in ("no bias", "bfloat16", "all tokens")},
     "shared, two blocks": "one residual block a head for original-v2 .*, got 2",
 }
 
@@ -144,7 +148,11 @@ def test_every_kind_in_every_format(
         for name, tensor in before.items():
             assert after[name].dtype == tensor.dtype
             assert torch.equal(after[name].float(), tensor.float()), name
-    assert torch.equal(logits(read.heads, lm_head, HIDDEN_STATES), logits(heads, lm_head, HIDDEN_STATES))
+    found, expected = (logits(of, lm_head, HIDDEN_STATES) for of in (read.heads, heads))
+    if (read.heads.token_map is None) == (heads.token_map is None):
+        assert torch.equal(found, expected)
+    else:  # rows in another order may be added up in another one
+        assert torch.allclose(found, expected, atol=1e-5)
     if heads.w1.dtype == torch.float32:
         best, guessed = (
             found.propose(HIDDEN_STATES, 3, tiny_llama.lm_head if found.shared_projection else None)
@@ -190,6 +198,15 @@ class TestVllm:
             weight = tensors["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{k}.weight"].float()
             best = (state @ weight.T).argmax(-1)
             assert torch.equal(tensors["token_map"][best] if "token_map" in tensors else best, expected[k])
+
+    def test_a_map_of_all_tokens_is_put_in_order(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        """Its loader passes such a map over: rows must lie in the order of the vocabulary."""
+        done = export(checkpoint("all tokens"), tmp_path / "out", "vllm")
+        assert done.notes == []
+        heads, tensors = made("all tokens"), load_file(tmp_path / "out" / "model.safetensors")
+        assert heads.w2 is not None
+        for row, token in enumerate(ALL.tolist()):
+            assert torch.equal(tensors["lm_heads.2.weight"][token], heads.w2[2, row])
 
     def test_own_projections_of_a_trimmed_vocabulary_are_noted(
         self, tmp_path: Path, checkpoint: Callable[..., Path]
@@ -261,6 +278,12 @@ class TestVllm:
         with pytest.raises(ValueError, match=message):
             read_heads(published(tensors))
 
+    def test_a_trimmed_vocabulary_without_a_map(self, published: Callable[..., Path]) -> None:
+        trimmed = {name: tensor[:4] for name, tensor in self.OWN.items()}
+        folder = published(self.BLOCKS | trimmed, truncated_vocab_size=4)
+        with pytest.raises(ValueError, match=r"^token_map: expected one .* truncated_vocab_size 4 of 11, got none"):
+            read_heads(folder)
+
 
 class TestOriginal:
     @pytest.mark.parametrize("file", ["pt", "safetensors"])
@@ -301,6 +324,35 @@ class TestOriginal:
 
     def test_several_blocks_are_noted(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         assert "misreads" in export(checkpoint("two blocks"), tmp_path / "out", "original-v1").notes[0]
+
+    @pytest.mark.parametrize(("count", "words"), [(3, "head 4 on: random numbers"), (5, None), (6, "left out")])
+    def test_the_project_s_five_heads_are_noted(
+        self, tmp_path: Path, base: Path, count: int, words: str | None
+    ) -> None:
+        for shared, target in ((False, "original-v1"), (True, "original-v2")):
+            source = tmp_path / f"heads-{target}"
+            write_heads(MedusaHeads(HIDDEN, VOCAB, count, shared_projection=shared), source, base_model=base)
+            notes = export(source, tmp_path / target, target).notes  # type: ignore[arg-type]
+            if shared:
+                assert "has a projection a head" in notes.pop()
+            assert len(notes) == (words is not None)
+            assert words is None or words in notes[0]
+            again = export(source, tmp_path / f"{target}-tgi", target, file="safetensors")  # type: ignore[arg-type]
+            assert again.notes == []  # that loader does not read it, and the tokenizer was copied
+
+    @pytest.mark.parametrize("kind", ["own", "shared"])
+    def test_text_generation_inference_finds_the_tokenizer(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, kind: str
+    ) -> None:
+        (base / "tokenizer_config.json").write_text('{"a": 1}')
+        (base / "special.json").write_text("{}")
+        export(checkpoint(kind), tmp_path / "out", "original-v1", file="safetensors")
+        names = {"config.json", "medusa_lm_head.safetensors", "README.md", "medusa_tree.json"}
+        found = {entry.name for entry in (tmp_path / "out").iterdir()}
+        assert found == names | {"tokenizer.json", "tokenizer_config.json"}
+        assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"a": 1}'
+        export(checkpoint(kind), tmp_path / "pt", "original-v1")
+        assert not (tmp_path / "pt" / "tokenizer.json").exists()
 
 
 class TestEmbedded:
@@ -351,6 +403,80 @@ class TestEmbedded:
                 export(checkpoint("shared"), tmp_path / "out", target)  # type: ignore[arg-type]
         assert not (tmp_path / "out").exists()
 
+    def test_what_was_measured_with_the_base_model_s_own_heads_stays_there(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
+    ) -> None:
+        for name in ("medusa_tree.json", "measured.json", "calibration.json", "tuning.json"):
+            (base / name).write_text("of other heads")
+        (base / "generation_config.json").write_text('{"temperature": 0.5}')
+        source = checkpoint("own")
+        (source / "measured.json").write_text("{}")
+        export(source, tmp_path / "out", "embedded")
+        found = {name: (tmp_path / "out" / name) for name in ("medusa_tree.json", "measured.json")}
+        assert {name: file.read_text() for name, file in found.items()} == {
+            "medusa_tree.json": "[[0]]",
+            "measured.json": "{}",
+        }
+        assert not (tmp_path / "out" / "calibration.json").exists()
+        assert not (tmp_path / "out" / "tuning.json").exists()
+        assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.5}'
+
+    def test_an_adapter_beside_the_model_is_not_left_out_unsaid(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
+    ) -> None:
+        (base / "adapter_config.json").write_text("{}")
+        for kind, target in (("own", "embedded"), ("shared", "original-v1")):
+            with pytest.raises(ValueError, match=r"^base_model: expected .*, got an adapter \(merge it first\) in"):
+                export(checkpoint(kind), tmp_path / "out", target)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize(
+        ("index", "message"),
+        [
+            ({"weight_map": []}, "expected a weight_map from tensor names"),
+            ({"weight_map": None}, "expected a weight_map from tensor names"),
+            ({}, "expected a weight_map from tensor names"),
+            ({"weight_map": {"a": 1}}, "expected a weight_map from tensor names"),
+            ({"weight_map": {}}, "expected a weight_map with tensors in it"),
+            ({"weight_map": {"a": "gone.safetensors"}}, r"expected the file gone\.safetensors beside it"),
+            ({"weight_map": {"a": "../secret.safetensors"}}, r"expected names of files beside it"),
+        ],
+    )
+    def test_a_damaged_index(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, index: Any, message: str
+    ) -> None:
+        (base / "model.safetensors").rename(tmp_path / "secret.safetensors")
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+        source = checkpoint("own")
+        with pytest.raises(ValueError, match=rf"index\.json: .*{message}"):
+            export(source, tmp_path / "out", "embedded")
+        assert not (tmp_path / "out").exists()
+
+    def test_from_the_hub_all_of_the_model_goes_along(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("chat_template.jinja", "merges.txt", "LICENSE.md"):
+            (base / name).write_text(name)
+        export(checkpoint("own"), tmp_path / "first", "embedded")
+
+        def fetch(name: str, **arguments: Any) -> str:
+            """Fetch what is asked for, as the hub does."""
+            snapshot = tmp_path / "snapshot"
+            snapshot.mkdir()
+            for pattern in arguments["allow_patterns"]:
+                for file in (tmp_path / "first").glob(pattern):
+                    shutil.copyfile(file, snapshot / file.name)
+            return str(snapshot)
+
+        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", fetch)
+        export("someone/model", tmp_path / "second", "embedded")
+        names = [sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("first", "second")]
+        assert {"chat_template.jinja", "merges.txt", "LICENSE.md"} < set(names[0])
+        heads_shard = "model-medusa-heads.safetensors"
+        small = [[name for name in found if not name.startswith("model-0")] for found in names]
+        assert heads_shard in small[0]
+        assert small[0] == small[1]
+
 
 class TestSharedLmHead:
     def test_of_tied_embeddings(self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path) -> None:
@@ -379,6 +505,21 @@ class TestSharedLmHead:
         save_file(load_file(base / "model.safetensors") | change, base / "model.safetensors")
         with pytest.raises(ValueError, match=f"^base_model: expected {message}"):
             export(checkpoint("shared"), tmp_path / "out", "original-v1")
+        assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("target", ["vllm", "original-v1"])
+    def test_numbers_too_large_for_the_dtype(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, target: Any
+    ) -> None:
+        tensors = load_file(base / "model.safetensors")
+        tensors["lm_head.weight"][3, 2] = 1e5
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"^dtype: expected one that holds lm_head, got torch\.float16"):
+            export(checkpoint("shared"), tmp_path / "out", target, dtype=torch.float16)
+        tensors["lm_head.weight"][3, 2] = float("nan")
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"^base_model: expected a finite lm_head, got NaN or Inf in"):
+            export(checkpoint("shared"), tmp_path / "out", target)
         assert not (tmp_path / "out").exists()
 
     def test_neither_is_rounded_unless_asked(self, tmp_path: Path, base: Path, tiny_llama: LlamaForCausalLM) -> None:
@@ -437,6 +578,26 @@ class TestConversion:
         with pytest.raises(ValueError, match=r"^dtype: expected one that holds 1\.0\.linear\.weight, got torch.float1"):
             export(tmp_path / "heads", tmp_path / "out", "vllm", dtype=torch.float16)
 
+    FRONT = "---\nlibrary_name: medusa-kernels\n---\n\n"
+
+    @pytest.mark.parametrize("front", [FRONT, ""])
+    def test_figures_of_other_numbers_are_not_carried_as_theirs(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], front: str
+    ) -> None:
+        source = checkpoint("own")
+        (source / "README.md").write_text(front + "# Heads\n\n--- 63.1 % ---\n")
+        (source / "measured.json").write_text("{}")
+        kept = export(source, tmp_path / "bf16", "native", storage="float", dtype=torch.bfloat16)
+        assert kept.notes == []
+        assert (kept.folder / "measured.json").is_file()
+        assert (kept.folder / "README.md").read_text() == (source / "README.md").read_text()
+        done = export(source, tmp_path / "small", "native", storage="int8")
+        assert not (done.folder / "measured.json").exists()
+        said = "> The projections here are stored in int8. All figures below are of those in float.\n\n"
+        assert (done.folder / "README.md").read_text() == front + said + "# Heads\n\n--- 63.1 % ---\n"
+        assert "of projections stored in float, and these are in int8: measured.json is left out" in done.notes[0]
+        assert (done.folder / "medusa_tree.json").read_text() == "[[0]]"
+
 
 class TestFolder:
     def test_an_existing_one_is_left_unless_told(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
@@ -461,6 +622,58 @@ class TestFolder:
         with pytest.raises(ValueError, match=r"^folder: expected a checkpoint of heads to overwrite"):
             export(source, tmp_path / "photos", "vllm", overwrite=True)
         assert (tmp_path / "photos" / "cat.jpg").exists()
+
+    @pytest.mark.parametrize("entry", [".git/", "notes/", "thesis.txt", "model.safetensors", "training.pt", "a.json"])
+    @pytest.mark.parametrize("target", ["native", "original-v1"])
+    def test_what_lies_beside_heads_is_not_deleted(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], target: Any, entry: str
+    ) -> None:
+        source = checkpoint("own")
+        export(source, tmp_path / "out", target)
+        other = tmp_path / "out" / entry.rstrip("/")
+        other.mkdir() if entry.endswith("/") else other.write_text("years of work")
+        with pytest.raises(ValueError, match=rf"^folder: expected a checkpoint of heads alone .* {other.name} in it"):
+            export(source, tmp_path / "out", "vllm", overwrite=True)
+        assert other.exists()
+
+    @pytest.mark.parametrize("before", ["embedded", "native", "original-v1", "vllm"])
+    def test_all_that_belongs_to_heads_is_replaced(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, before: Any
+    ) -> None:
+        source = checkpoint("own")
+        (source / "measured.json").write_text("{}")
+        for name in ("LICENSE", "merges.txt", "chat_template.jinja", "tokenizer_config.json"):
+            (base / name).write_text("{}")
+        export(source, tmp_path / "out", before, file="safetensors")
+        for name in ("calibration.json", "tuning.json", "accuracy.png"):
+            (tmp_path / "out" / name).write_text("{}")
+        export(source, tmp_path / "out", "vllm", overwrite=True)
+        found = sorted(file.name for file in (tmp_path / "out").iterdir())
+        assert found == ["README.md", "config.json", "measured.json", "medusa_tree.json", "model.safetensors"]
+
+    @pytest.mark.parametrize("number", [1, 2])
+    @pytest.mark.parametrize("done", [False, True])
+    def test_ctrl_c_between_two_names_loses_neither(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, done: bool
+    ) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "file").write_text("old")
+        rename, calls = os.rename, []
+
+        def interrupted(*names: Any) -> None:
+            calls.append(names)
+            if len(calls) != number:
+                rename(*names)
+                return
+            if done:
+                rename(*names)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(os, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt), _writing.whole_folder(tmp_path / "out", True) as staging:
+            (staging / "file").write_text("new")
+        assert (tmp_path / "out" / "file").read_text() == ("new" if number == 2 and done else "old")
+        assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
     @pytest.mark.parametrize("target", ["native", "embedded", "original-v1", "vllm"])
     def test_a_full_disk_leaves_what_was_there(
@@ -489,7 +702,7 @@ class TestFolder:
 
 class TestBaseModel:
     def test_names_and_revisions_go_along(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("medusa_decoding.checkpoints.stated_vocab_size", lambda *asked: None)
+        monkeypatch.setattr("medusa_decoding.checkpoints.stated_sizes", lambda *asked: {})
         write_heads(made("own"), tmp_path / "heads", base_model="someone/base", base_revision="v2")
         cases: list[tuple[dict[str, Any], str, str | None]] = [
             ({}, "someone/base", "v2"),
@@ -509,6 +722,52 @@ class TestBaseModel:
         (checkpoint("own") / "config.json").unlink()
         with pytest.raises(ValueError, match=r"^base_model: expected a folder or hub id, because .* names none"):
             export(tmp_path / "heads", tmp_path / "out", "vllm")
+
+    @pytest.mark.parametrize("target", ["native", "embedded", "vllm"])
+    @pytest.mark.parametrize("given", [False, True])
+    def test_of_other_sizes(self, tmp_path: Path, base: Path, target: Any, given: bool) -> None:
+        for sizes, message in (
+            ((HIDDEN + 2, VOCAB), "hidden size 8 .the base model's., got 10"),
+            ((HIDDEN, VOCAB + 1), r"(vocab_size 12 like the heads .* got 11|11 rows .the base model's vocabulary.)"),
+        ):
+            write_heads(MedusaHeads(*sizes, 2), tmp_path / "heads", base_model="x/y" if given else base)
+            with pytest.raises(ValueError, match=f"expected {message}"):
+                export(tmp_path / "heads", tmp_path / "out", target, base_model=base if given else None)
+            assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("name", ["../gone", "./gone", "~/gone", "runs/a/model"])
+    def test_a_path_that_leads_nowhere_is_no_hub_id(self, tmp_path: Path, base: Path, name: str) -> None:
+        write_heads(made("own"), tmp_path / "heads", base_model=name)
+        write_heads(made("own"), tmp_path / "sound", base_model=base)
+        for heads, arguments in (("heads", {}), ("sound", {"base_model": name})):
+            with pytest.raises(ValueError, match=rf"^base_model: expected a hub id or a folder that .*, got '{name}'"):
+                export(tmp_path / heads, tmp_path / "out", "vllm", **arguments)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+
+    def test_a_path_of_another_machine_is_kept(self, tmp_path: Path) -> None:
+        write_heads(made("own"), tmp_path / "heads", base_model="/models/of/another/machine")
+        assert export(tmp_path / "heads", tmp_path / "out", "vllm").base_model == "/models/of/another/machine"
+
+    def test_older_weights_are_fetched_where_there_are_no_others(
+        self, tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[list[str]] = []
+        tensors = load_file(base / "model.safetensors")
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+        (base / "model.safetensors").unlink()
+
+        def fetch(name: str, **arguments: Any) -> str:
+            asked.append(arguments["allow_patterns"])
+            if "pytorch_model*.bin" in arguments["allow_patterns"]:
+                shutil.copyfile(tmp_path / "pytorch_model.bin", base / "pytorch_model.bin")
+            return str(base)
+
+        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", fetch)
+        write_heads(made("shared"), tmp_path / "heads", base_model="someone/base")
+        export(tmp_path / "heads", tmp_path / "out", "vllm")
+        found = load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(found, tensors["lm_head.weight"])
+        assert len(asked) == 2
 
     def test_its_weights_are_fetched_at_its_revision(
         self, tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch

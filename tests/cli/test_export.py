@@ -44,8 +44,11 @@ def test_notes_are_printed(capsys, tmp_path):
     write_heads(MedusaHeads(8, 11, 2, 2), tmp_path / "heads", base_model="someone/base")
     argv = ["export", "--model", str(tmp_path / "heads"), "--out", str(tmp_path / "out"), "--format", "original-v1"]
     assert main([*argv, "--file", "safetensors"]) == 0
-    assert "\nnote: the original project's code makes one residual block of several" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "\nnote: the original project's code makes one residual block of several" in printed
+    assert "\nnote: text-generation-inference looks for the tokenizer beside these heads: copy the files" in printed
     assert main([*argv, "--overwrite"]) == 0
+    assert "makes 5 heads whatever config.json says, and these are 2 (head 3 on: random" in capsys.readouterr().out
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "medusa_lm_head.pt"]
 
 
@@ -56,6 +59,7 @@ def test_notes_are_printed(capsys, tmp_path):
         (["--format", "native", "--out", "HEADS"], "folder: expected another one than what is read"),
         (["--format", "vllm", "--storage", "int8"], "heads: expected projections in floats for vllm"),
         (["--format", "vllm", "--model", "no/such/folder/there"], "path_or_hub_id: expected an existing folder"),
+        (["--format", "vllm", "--base-model", "../gone"], "base_model: expected a hub id or a folder that exists, got"),
     ],
 )
 def test_refusals(capsys, checkpoint, tmp_path, argv, words):
@@ -85,6 +89,10 @@ def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):
     asked = []
     fetch = lambda name, **arguments: asked.append((name, arguments))  # noqa: E731
     monkeypatch.setattr(_arguments.AutoTokenizer, "from_pretrained", fetch)
-    for base in (None, "other/base"):
+    for base in (None, "other/base", "someone/base"):
         _arguments.load_tokenizer(Namespace(model=str(tmp_path / "heads"), base_model=base))
-    assert asked == [("someone/base", {"revision": "v2"}), ("other/base", {})]
+    assert asked == [
+        ("someone/base", {"revision": "v2"}),
+        ("other/base", {}),
+        ("someone/base", {"revision": "v2"}),
+    ]

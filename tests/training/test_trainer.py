@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,13 @@ from workshop import curve, heads_tensors, losses
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.checkpoints import read_heads
-from medusa_decoding.training import saving, trainer
+from medusa_decoding.training import recipe, saving, trainer
 from medusa_decoding.training.backbone import Backbone
 from medusa_decoding.training.chat import ChatEncoder, encode_records
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data import Report, read_records
 from medusa_decoding.training.packing import PackedDataset
+from medusa_decoding.training.processes import Processes
 from medusa_decoding.training.recipe import train
 
 METHODS = ("medusa-1", "medusa-2", "self-distillation")
@@ -503,6 +505,35 @@ def test_what_was_trained_is_written_later_where_the_disk_was_full(shop, tmp_pat
     assert result.heads.is_dir()
 
 
+def test_a_run_without_memory_for_its_last_figures_is_written_later(shop, tmp_path, monkeypatch):
+    config = workshop.config(tmp_path / "run", *shop, heads={"storage": "int8"})
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer, "store", full)
+    with pytest.raises(OSError, match=r"could not be written \(CUDA out of memory\); --resume writes it from .*step-"):
+        train(config)
+    monkeypatch.undo()
+    result = train(config, resume=True)
+    assert read_heads(result.heads).heads.storage == "int8"
+
+
+def test_what_is_written_is_taken_out_before_it_is_turned_into_8_bits(shop, tmp_path, monkeypatch):
+    original = trainer.store
+
+    def spoilt(projections, *arguments):
+        original(projections, *arguments)
+        projections.fill_(7.0)
+
+    monkeypatch.setattr(trainer, "store", spoilt)
+    train(workshop.config(tmp_path / "spoilt", *shop, heads={"storage": "int8"}))
+    monkeypatch.undo()
+    train(workshop.config(tmp_path / "sound", *shop, heads={"storage": "int8"}))
+    expected = heads_tensors(tmp_path / "sound")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in heads_tensors(tmp_path / "spoilt").items())
+
+
 def test_four_bit_layers_pass_gradients_also_behind_a_pass_without(shop, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 2}
     base = workshop.make_base(tmp_path / "base", **sizes)
@@ -590,6 +621,42 @@ def test_gradient_checkpointing_changes_nothing(shop, tmp_path):
 # Several processes
 
 
+@pytest.mark.parametrize("place", [(Backbone, "load"), (recipe, "make_heads")], ids=["model", "heads"])
+def test_a_failure_of_one_process_ends_all(shop, tmp_path, monkeypatch, place):
+    told, together = [], Processes.together
+
+    def telling(self, error):
+        told.append(error)
+        together(self, error)
+
+    def broken(*arguments):
+        raise RuntimeError("damaged weights")
+
+    monkeypatch.setattr(Processes, "together", telling)
+    monkeypatch.setattr(*place, broken)
+    with pytest.raises(RuntimeError, match="damaged weights"):
+        train(workshop.config(tmp_path / "run", *shop))
+    assert [str(error) for error in told if error is not None] == ["damaged weights"]
+
+
+def test_a_failure_of_another_process_ends_this_one(shop, tmp_path, monkeypatch):
+    monkeypatch.setattr(Processes, "total", lambda self, tensor: tensor + 1)
+    monkeypatch.setattr(recipe, "make_heads", lambda *arguments: pytest.fail("went on"))
+    with pytest.raises(RuntimeError, match="another process of this run failed"):
+        train(workshop.config(tmp_path / "run", *shop))
+
+
+def test_a_quantised_model_is_not_divided(shop, tmp_path):
+    base = workshop.make_base(tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (base / "config.json").write_text(json.dumps(settings))
+    two = Processes(0, 2, torch.device("cpu"), True)
+    with pytest.raises(ValueError, match=r"^model\.name: expected a model that is not quantised with divided weights"):
+        recipe.check(workshop.config(tmp_path / "run", base, shop[1]), two)
+    recipe.check(workshop.config(tmp_path / "run", *shop), two)
+
+
 LAUNCHED = """
 import sys
 from pathlib import Path
@@ -632,6 +699,77 @@ def watched(self, module, layers):
         json.dump(facts, file)
 AutoModelForCausalLM.from_pretrained, Processes.shard = counted, watched
 """
+
+
+# The main process has read a model, the others know its config: what each case has them make differs.
+APART = """
+import json
+import torch
+from torch import nn
+from medusa_decoding.training.processes import Processes, own, whole
+from medusa_decoding.training.stored import store
+processes = Processes.join("full")
+facts = {{}}
+for case in ("dtypes", "shapes", "names", "more", "buffers"):
+    main = processes.main
+    with torch.device("cpu" if main else "meta"):
+        module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6), nn.LayerNorm(6))
+        module.register_buffer("places", torch.arange(6.0))
+        if case == "dtypes" and main:
+            # Kept in float32 by the files' rules, and the other way round.
+            module[0], module[2] = module[0].bfloat16(), module[2].double()
+            module.places = module.places.double()
+        elif case == "shapes" and main:
+            module[1] = nn.Linear(4, 8)
+        elif case == "names" and main:
+            module[1].base = module[1].weight
+            del module[1].weight
+        elif case == "more" and not main:
+            module[1].extra = nn.Parameter(torch.zeros(2))
+        elif case == "buffers" and main:
+            module.register_buffer("places", torch.arange(7.0))
+    try:
+        # One unit a layer: all weights of a unit have one dtype.
+        processes.shard(module, module)
+    except ValueError as error:
+        facts[case] = str(error)
+        continue
+    held = module.state_dict().items()
+    facts[case] = {{name: [str(value.dtype), whole(value).double().tolist()] for name, value in held}}
+torch.manual_seed(0)
+module = nn.ParameterDict({{"w2": torch.randn(3, 5, 8)}})
+plain = module["w2"].detach().clone()
+processes.shard(module, [])
+for projections in (own(module["w2"].detach()), plain):
+    store(projections, "int8", torch.float32)
+facts["stored"] = torch.equal(whole(module["w2"].detach()), plain)
+with open({facts!r} + str(processes.rank), "w") as file:
+    json.dump(facts, file)
+"""
+
+
+@pytest.mark.slow
+def test_divided_weights_are_what_the_main_process_has_read(tmp_path):
+    launch(APART.format(facts=str(tmp_path / "facts-")), tmp_path / "apart", "full")
+    main, other = (json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in range(2))
+    assert main == other  # the very same errors, too
+    assert main.pop("stored")  # each process its own heads
+    dtypes = {name: dtype for name, (dtype, _) in main.pop("dtypes").items()}
+    assert dtypes == {
+        **{f"0.{name}": "torch.bfloat16" for name in ("weight", "bias")},
+        **{f"1.{name}": "torch.float32" for name in ("weight", "bias")},
+        **{f"2.{name}": "torch.float64" for name in ("weight", "bias")},
+        "places": "torch.float64",
+    }
+    words = {
+        "shapes": r"got 1\.weight \[8, 4\] in the main process.*, and 1\.weight \[6, 4\] in process 1",
+        "names": r"got 1\.bias \[6\] in the main process.*, and 1\.weight \[6, 4\] in process 1",
+        "more": r"got 2\.weight \[6\] in the main process.*, and 1\.extra \[2\] in process 1",
+        "buffers": r"got places \[7\] in the main process.*, and places \[6\] in process 1",
+    }
+    assert main.keys() == words.keys()
+    for case, message in words.items():
+        assert re.search(r"^model\.name: expected .*" + message, main[case]), case
 
 
 def launch(script, folder, sharding):

@@ -6,6 +6,7 @@ tensors are believed, a config that contradicts them is reported. This package d
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +28,14 @@ from medusa_decoding.checkpoints._layout import (
     examine,
     pack,
 )
-from medusa_decoding.checkpoints.base import load_base_model, stated_vocab_size
+from medusa_decoding.checkpoints._places import TOKENIZER, foreign
+from medusa_decoding.checkpoints.base import (
+    folder_of,
+    load_base_model,
+    revision_of,
+    stated_sizes,
+    stated_vocab_size,
+)
 from medusa_decoding.checkpoints.original import REVISION, write_heads
 from medusa_decoding.heads import MedusaHeads, Storage
 
@@ -77,6 +85,7 @@ FORMATS: tuple[Format, ...] = (original, embedded, vllm)
 # Weights and small files, among them those a base model in the same repository needs.
 _HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model"]
 _BASE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"]
+_OLDER_WEIGHTS = ["pytorch_model*.bin"]
 _HUB_IGNORED = ["*/*"]
 
 
@@ -164,18 +173,24 @@ def find_base_model(path_or_hub_id: str | Path, *, revision: str | None = None) 
     return module.base_model(folder, config)
 
 
-def find_base_revision(path_or_hub_id: str | Path, *, revision: str | None = None) -> str | None:
+def find_base_revision(
+    path_or_hub_id: str | Path, *, base_model: str | Path | None = None, revision: str | None = None
+) -> str | None:
     """Return the revision of its base model that a checkpoint belongs to, as `find_base_model` its name.
 
     Args:
         path_or_hub_id: as for `read_heads`.
+        base_model: folder or hub id of the one that is asked for, if any; None comes back where it is not the one that
+            the checkpoint names.
         revision: as for `read_heads`.
 
     Raises:
         ValueError: an unknown checkpoint.
     """
-    module, config, _ = _recognise(_folder(path_or_hub_id, revision))
-    return _revision(module, config)
+    folder = _folder(path_or_hub_id, revision)
+    module, config, _ = _recognise(folder)
+    recorded = _revision(module, config)
+    return recorded if base_model is None else revision_of(base_model, module.base_model(folder, config), recorded)
 
 
 def export(
@@ -193,7 +208,7 @@ def export(
 ) -> Exported:
     """Write the heads of a checkpoint in another format; the guesses of what is written are those of what is read.
 
-    Their model card, its figures and their tree go along.
+    Their model card, its figures and their tree go along; the counts of another storage do not.
 
     Args:
         path_or_hub_id: of the heads, in any known format.
@@ -201,13 +216,13 @@ def export(
         format: one of `TARGETS`.
         storage: of the projections: "int8" or "fp8" stores floats in 8 bits, "float" turns 8 bits back into the numbers
             that they stand for (in 16 bits rounded); None leaves them.
-        dtype: float16, bfloat16 or float32, of all that is not in 8 bits; None keeps the file's (where the base model's
-            lm_head comes in, the wider of the two).
+        dtype: float16, bfloat16 or float32, of all of the heads that is not in 8 bits; None keeps the file's (where the
+            base model's lm_head comes in, the wider of the two). "embedded" copies the base model's files as they are.
         base_model: hub id or folder; overrides the one the heads name.
         base_revision: branch, tag or commit of it; by default the one the heads name, unless `base_model` overrides it.
         file: "pt" or "safetensors", in the original formats. The project's own code reads the former alone,
-            text-generation-inference the latter.
-        overwrite: replace a folder that holds a checkpoint of heads.
+            text-generation-inference the latter, with the tokenizer beside it.
+        overwrite: replace a folder that holds a checkpoint of heads and nothing else.
         revision: branch, tag or commit of the heads on the hub.
 
     Returns:
@@ -215,7 +230,7 @@ def export(
 
     Raises:
         ValueError: heads that the format cannot hold (the message says what can be done), an unreadable checkpoint, no
-            base model known, or a `folder` that exists or that holds what is read.
+            base model known or one of other sizes, or a `folder` that exists or that holds what is read.
         OSError: a file could not be written; what was there before is unchanged.
     """
     if format not in TARGETS:
@@ -223,39 +238,63 @@ def export(
     if file not in ("pt", "safetensors"):
         raise ValueError(f"file: expected pt or safetensors, got {file!r}")
     out = Path(folder).expanduser().resolve()
-    source = _folder(path_or_hub_id, revision, files=[*_HUB_FILES, *_export.CARRIED])
+    # The base model may be in the heads' own repository.
+    files = [*_HUB_FILES, *_export.CARRIED, *TOKENIZER, *(_BASE_FILES if format == "embedded" else [])]
+    source = _folder(path_or_hub_id, revision, files=files)
     _check_place(out, source, overwrite)
-    vocab_size = None if base_model is None else stated_vocab_size(str(base_model), base_revision)
-    checkpoint = read_heads(source, vocab_size=vocab_size)
-    base = checkpoint.base_model if base_model is None else str(base_model)
+    base = find_base_model(source) if base_model is None else str(base_model)
     if base is None:
         raise ValueError(f"base_model: expected a folder or hub id, because {source} names none, got None")
-    if base_revision is None and base == checkpoint.base_model:
-        base_revision = checkpoint.base_revision
-    local = Path(base).expanduser()
-    if local.is_dir():
-        base = str(local.resolve())
-        _check_place(out, local.resolve(), overwrite)
+    if base_revision is None:
+        base_revision = find_base_revision(source, base_model=base)
+    local = folder_of(base)
+    if local is not None:
+        base = str(local)
+        _check_place(out, local, overwrite)
+    # A hub is not asked about the base model that heads name themselves, unless its weights are needed.
+    sizes = stated_sizes(base, base_revision) if local is not None or base_model is not None else {}
+    vocab_size = None if base_model is None else sizes.get("vocab_size")
+    checkpoint = read_heads(source, hidden_size=sizes.get("hidden_size"), vocab_size=vocab_size)
     heads = _export.converted(checkpoint.heads, storage, dtype)
+    if format not in ("native", "embedded"):
+        heads = _export.in_order(heads)
     refusal = _export.refusal(heads, format)
     if refusal is not None:
         raise ValueError(refusal)
+    base_folder = functools.cache(lambda: _base_folder(base, base_revision, format))
+    if format == "embedded":
+        sizes = stated_sizes(str(base_folder()))
+    for name, got in sizes.items():
+        if got != getattr(heads, name):
+            raise ValueError(
+                f"base_model: expected {name} {getattr(heads, name)} like the heads in {source}, got {got} in {base}"
+            )
     return _export.write(
         heads,
         out,
         format,
         base_model=base,
         base_revision=base_revision,
-        base_folder=lambda: _folder(base, base_revision, "base_model", _BASE_FILES),
+        base_folder=base_folder,
         dtype=dtype,
         file=file,
         source=source,
+        stored_before=checkpoint.heads.storage,
         overwrite=overwrite,
     )
 
 
+def _base_folder(base: str, revision: str | None, target: Target) -> Path:
+    """Return the folder of a base model with its weights, fetched if need be."""
+    folder = _folder(base, revision, "base_model", _BASE_FILES)
+    if target == "embedded" or Path(base).is_dir() or any(folder.glob("*.safetensors")):
+        return folder
+    # An older repository, in which nothing is held twice.
+    return _folder(base, revision, "base_model", [*_BASE_FILES, *_OLDER_WEIGHTS])
+
+
 def _check_place(out: Path, read: Path, overwrite: bool) -> None:
-    """Refuse a folder that would be lost: one that exists, is no checkpoint of heads, or holds what is read."""
+    """Refuse a folder that would be lost: one that exists, is no checkpoint of heads alone, or holds what is read."""
     if not out.exists():
         return
     if out == read or out in read.parents:
@@ -264,6 +303,9 @@ def _check_place(out: Path, read: Path, overwrite: bool) -> None:
         raise ValueError(f"folder: expected a new one (or overwrite, --overwrite), got {out}")
     if not out.is_dir() or (any(out.iterdir()) and not any(module.recognise(out) for module in FORMATS)):
         raise ValueError(f"folder: expected a checkpoint of heads to overwrite, got {out}")
+    entry = foreign(out)
+    if entry is not None:
+        raise ValueError(f"folder: expected a checkpoint of heads alone to overwrite, got {out} with {entry} in it")
 
 
 def _revision(module: Format, config: Mapping[str, Any]) -> str | None:

@@ -1,11 +1,12 @@
 """Checkpoints of heads written in other formats: what each can hold, what is changed for it, and what is refused.
 
 Nothing is left out or approximated unasked: the guesses of the heads that are read back are those of the heads given.
-This module does not know names of tensors or files, which are the formats' own.
+This module does not know names of tensors or weight files, which are the formats' own.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from medusa_decoding.checkpoints import embedded, original, vllm
 from medusa_decoding.checkpoints._layout import DTYPES, unpack
+from medusa_decoding.checkpoints._places import CARD, PLOT, TOKENIZER
 from medusa_decoding.checkpoints._writing import save_json, save_tensors, whole_folder
 from medusa_decoding.checkpoints.base import lm_head_weight
 from medusa_decoding.heads import MedusaHeads, Storage
@@ -31,8 +33,12 @@ TARGETS: dict[Target, str] = {
 }
 """Formats by name, and what they are."""
 
-CARRIED = ("README.md", "accuracy.png", "measured.json", "medusa_tree.json")
+_MEASURED = "measured.json"
+CARRIED = (CARD, PLOT, _MEASURED, "medusa_tree.json")
 """Files beside heads that go with them. Calibrations and tuned trees hold for the very heads they were made with."""
+
+# What the original project's loader makes of every checkpoint.
+_ORIGINAL_HEADS = 5
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,28 @@ def _stored(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype) -> 
     return found.requires_grad_(False).eval()
 
 
+def in_order(heads: MedusaHeads) -> MedusaHeads:
+    """Return heads whose token_map holds every token without it: their rows in the order of the vocabulary.
+
+    vLLM passes such a map over, and the original formats have none. Others come back as they are.
+    """
+    mapped = heads.token_map
+    if mapped is None or len(mapped) != heads.vocab_size or heads.storage != "float" or heads.parent_rank:
+        return heads
+    with torch.random.fork_rng(devices=[]):
+        found = MedusaHeads(
+            heads.hidden_size, heads.vocab_size, heads.num_heads, heads.num_layers, bias=heads.b1 is not None,
+            shared_projection=heads.shared_projection, dtype=heads.w1.dtype,
+        )  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if name == "w2":
+                parameter[:, mapped] = heads.get_parameter(name)
+            else:
+                parameter.copy_(heads.get_parameter(name))
+    return found.requires_grad_(False).eval()
+
+
 def write(
     heads: MedusaHeads,
     folder: Path,
@@ -139,6 +167,7 @@ def write(
     dtype: torch.dtype | None,
     file: Literal["pt", "safetensors"],
     source: Path,
+    stored_before: Storage,
     overwrite: bool,
 ) -> Exported:
     """Write heads in a format, with the files that go with them.
@@ -153,6 +182,7 @@ def write(
         dtype: that was asked for, or None.
         file: of the original formats: `.pt` is what the project's own code reads.
         source: folder whose card, figures and tree go along.
+        stored_before: how projections are stored there.
         overwrite: replace the folder.
     """
     notes: list[str] = []
@@ -163,9 +193,6 @@ def write(
     if base is not None:
         embedded.base_files(base)
     with whole_folder(folder, overwrite) as staging:
-        for name in CARRIED:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, staging / name)
         if target == "vllm":
             if heads.token_map is not None and lm_head is None:
                 notes.append(
@@ -181,12 +208,13 @@ def write(
         elif target == "native":
             original.write_heads(heads, staging, base_model=base_model, base_revision=base_revision)
         else:
-            if heads.num_layers > 1:
-                notes.append(
-                    "the original project's code makes one residual block of several and misreads these heads; "
-                    "text-generation-inference and TensorRT-LLM read them as they are"
-                )
+            notes += _for_original(heads, target, file)
             _write_original(heads, lm_head, staging, file, original.fields(heads, base_model, base_revision))
+            if file == "safetensors":
+                known = Path(base_model) if lm_head is None else base_folder()
+                notes += _copy_tokenizer(known, staging, base_model)
+        # Last: a base model's folder may have files of these names, too.
+        notes += _carry(source, staging, stored_before, heads.storage)
     return Exported(folder, target, base_model if base is None else str(folder), heads, notes)
 
 
@@ -199,7 +227,77 @@ def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> 
             f"{list(weight.shape)} in {base}"
         )
     common = torch.promote_types(heads.w1.dtype, weight.dtype) if dtype is None else dtype
-    return heads.to(common), weight.to(common)
+    if not bool(weight.isfinite().all()):
+        raise ValueError(f"base_model: expected a finite lm_head, got NaN or Inf in {base}")
+    weight = weight.to(common)
+    if not bool(weight.isfinite().all()):
+        raise ValueError(f"dtype: expected one that holds lm_head, got {common}, in which it is not finite")
+    return heads.to(common), weight
+
+
+def _for_original(heads: MedusaHeads, target: Target, file: Literal["pt", "safetensors"]) -> list[str]:
+    """Return what a user should know of the readers of the original formats."""
+    notes = []
+    if heads.num_layers > 1:
+        notes.append(
+            "the original project's code makes one residual block of several and misreads these heads; "
+            "text-generation-inference and TensorRT-LLM read them as they are"
+        )
+    if file == "safetensors":  # which that code does not read
+        return notes
+    count = heads.num_heads
+    if count != _ORIGINAL_HEADS:
+        kind = f"head {count + 1} on: random numbers" if count < _ORIGINAL_HEADS else "those beyond are left out"
+        notes.append(
+            f"the original project's loader makes {_ORIGINAL_HEADS} heads whatever config.json says, and these are "
+            f"{count} ({kind}, without a word)"
+        )
+    if target == "original-v2":
+        notes.append(
+            "the original project's class of version 1.0 has a projection a head, which is not in this layout, and "
+            "begins it with random numbers without a word; it reads original-v1, text-generation-inference both"
+        )
+    return notes
+
+
+def _copy_tokenizer(base: Path, staging: Path, base_model: str) -> list[str]:
+    """Copy the base model's tokenizer to where text-generation-inference looks for it, or return a note."""
+    files = [base / name for name in TOKENIZER if (base / name).is_file()]
+    for file in files:
+        shutil.copyfile(file, staging / file.name)
+    if files:
+        return []
+    return [
+        f"text-generation-inference looks for the tokenizer beside these heads: copy the files of {base_model} there "
+        "(tokenizer.json, tokenizer_config.json and the like)"
+    ]
+
+
+def _carry(source: Path, staging: Path, before: Storage, after: Storage) -> list[str]:
+    """Copy the files that go along; return notes on those that do not hold any more."""
+    notes = []
+    for name in CARRIED:
+        file = source / name
+        if not file.is_file() or (name == _MEASURED and before != after):
+            continue
+        if name == CARD and before != after:
+            (staging / name).write_bytes(_marked(file.read_bytes(), before, after))
+        else:
+            shutil.copyfile(file, staging / name)
+    if before != after and any((source / name).is_file() for name in (CARD, _MEASURED)):
+        notes.append(
+            f"what was measured is of projections stored in {before}, and these are in {after}: {_MEASURED} is left "
+            f"out, {CARD} says so where there is one"
+        )
+    return notes
+
+
+def _marked(card: bytes, before: Storage, after: Storage) -> bytes:
+    """Return a model card that says, below its front matter, of which numbers its figures are."""
+    said = f"> The projections here are stored in {after}. All figures below are of those in {before}.\n\n"
+    front = re.match(rb"---\r?\n.*?\n---\r?\n\s*", card, re.DOTALL)
+    end = 0 if front is None else front.end()
+    return card[:end] + said.encode() + card[end:]
 
 
 def _write_original(

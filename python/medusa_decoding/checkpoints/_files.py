@@ -88,19 +88,10 @@ def open_sharded(index_file: Path, prefix: str) -> dict[str, StoredTensor]:
         ValueError: a damaged index or shard, a shard that is missing or lies outside the folder, or shards that
             disagree with the index about the wanted names.
     """
-    weight_map = read_json(index_file).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{index_file}: expected a weight_map from tensor names to file names, got none")
-    wanted = {name: shard for name, shard in weight_map.items() if name.startswith(prefix)}
+    wanted = read_index(index_file, prefix)
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(wanted.values())):
-        file = index_file.parent / shard
-        # An index comes from strangers: it must not point to other files of this machine.
-        if Path(shard).name != shard:
-            raise ValueError(f"{index_file}: weight_map: expected names of files beside it, got {shard!r}")
-        if not file.is_file():
-            raise ValueError(f"{index_file}: weight_map: expected the file {shard} beside it, got none")
-        for name, tensor in open_tensors(file).items():
+        for name, tensor in open_tensors(index_file.parent / shard).items():
             if name.startswith(prefix):
                 if wanted.get(name) != shard:
                     listed = wanted.get(name, "no file")
@@ -110,6 +101,25 @@ def open_sharded(index_file: Path, prefix: str) -> dict[str, StoredTensor]:
     if missing:
         raise ValueError(f"{missing[0]}: expected in {wanted[missing[0]]} ({index_file.name}), got no such tensor")
     return found
+
+
+def read_index(index_file: Path, prefix: str = "") -> dict[str, str]:
+    """Return which file of a sharded model holds which of the tensors whose names start with `prefix`.
+
+    Raises:
+        ValueError: a damaged index, or a shard of these that is missing or lies outside the folder.
+    """
+    weight_map = read_json(index_file).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ValueError(f"{index_file}: expected a weight_map from tensor names to file names, got none")
+    wanted = {name: shard for name, shard in weight_map.items() if name.startswith(prefix)}
+    for shard in sorted(set(wanted.values())):
+        # An index comes from strangers: it must not point to other files of this machine.
+        if Path(shard).name != shard:
+            raise ValueError(f"{index_file}: weight_map: expected names of files beside it, got {shard!r}")
+        if not (index_file.parent / shard).is_file():
+            raise ValueError(f"{index_file}: weight_map: expected the file {shard} beside it, got none")
+    return wanted
 
 
 def _open_safetensors(file: Path) -> dict[str, StoredTensor]:

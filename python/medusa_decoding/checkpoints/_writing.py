@@ -26,7 +26,8 @@ def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
 
     Raises:
         ValueError: there is something of that name and `replace` is not set.
-        OSError: the files could not be written; what was there before is unchanged.
+        OSError: the files could not be written; what was there before is unchanged. A Ctrl-C also leaves that, or the
+            new folder in its place.
     """
     if folder.exists() and not replace:
         raise ValueError(f"folder: expected a new one, got {folder}")
@@ -40,14 +41,14 @@ def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
                 os.fsync(written.fileno())
         if folder.exists():
             os.rename(folder, aside)
-        try:
-            os.rename(staging, folder)
-        except OSError:
-            if aside.exists():
-                os.rename(aside, folder)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(staging, folder)
     finally:
+        # Also behind a Ctrl-C between any two of these lines there is the old folder or the new one.
+        if aside.exists():
+            if folder.exists():
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                os.rename(aside, folder)
         shutil.rmtree(staging, ignore_errors=True)
 
 

@@ -22,14 +22,20 @@ if TYPE_CHECKING:
 
 # These concern the weights; AutoConfig would take them for fields of the config.
 _WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
+# These say where files are: AutoConfig uses them up, and the weights are to be those beside the config.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def lm_head_weight(folder: Path) -> torch.Tensor:
     """Return the lm_head [V, H] of a base model on disk, or its embeddings where these are the lm_head.
 
     Raises:
-        ValueError: none there, one with a bias, or one that is no tensor of floats.
+        ValueError: none there, one with a bias, one that is no tensor of floats, or an adapter, which may change it.
     """
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"base_model: expected a model with an lm_head of its own, got an adapter (merge it first) in {folder}"
+        )
     wanted = ["lm_head."]
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if config.get("tie_word_embeddings"):
@@ -44,8 +50,7 @@ def lm_head_weight(folder: Path) -> torch.Tensor:
         if stored.dtype not in DTYPES:
             raise ValueError(f"base_model: expected an lm_head of floats, got {stored.dtype} in {folder}")
         return stored.load()
-    kind = "an adapter (merge it first)" if (folder / "adapter_config.json").is_file() else "none"
-    raise ValueError(f"base_model: expected a model with an lm_head in its weight files, got {kind} in {folder}")
+    raise ValueError(f"base_model: expected a model with an lm_head in its weight files, got none in {folder}")
 
 
 def load_base_model(
@@ -82,7 +87,7 @@ def load_base_model(
         if kwargs.pop(name, False):
             raise ValueError(f"{name}: expected quantization_config=BitsAndBytesConfig({name}=True), got {name}=True")
     adapter = _adapter(path)
-    revision = checkpoint.base_revision if str(path) == checkpoint.base_model else None
+    revision = revision_of(path, checkpoint.base_model, checkpoint.base_revision)
     if adapter is not None:
         path, revision = adapter["base_model_name_or_path"], adapter.get("revision")
     if revision is not None:
@@ -114,14 +119,38 @@ def _adapter(path: str | Path) -> dict[str, Any] | None:
     return found | {"folder": folder}
 
 
-def stated_vocab_size(base_model: str, revision: str | None = None) -> int | None:
-    """Return the vocabulary size in a base model's config; None where it cannot be had."""
+def revision_of(base_model: str | Path, named: str | None, recorded: str | None) -> str | None:
+    """Return the recorded revision for a base model if it is the one that the heads name, else None."""
+    return recorded if str(base_model) == named else None
+
+
+def folder_of(base_model: str) -> Path | None:
+    """Return the folder that a base model's name stands for, or None for a hub id or a path of another machine.
+
+    Raises:
+        ValueError: a relative path that is no folder: from elsewhere it would be another one, or a hub id.
+    """
+    path = Path(base_model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if base_model.startswith((".", "~")) or (not path.is_absolute() and base_model.count("/") > 1):
+        raise ValueError(f"base_model: expected a hub id or a folder that exists, got {base_model!r}")
+    return None
+
+
+def stated_sizes(base_model: str, revision: str | None = None) -> dict[str, int]:
+    """Return hidden_size and vocab_size as far as a base model's config has them; none where it cannot be had."""
     try:
         config, _ = PretrainedConfig.get_config_dict(base_model, **({} if revision is None else {"revision": revision}))
     except (OSError, ValueError):
-        return None
-    size = config.get("vocab_size")
-    return size if isinstance(size, int) and size > 0 else None
+        return {}
+    sizes = {name: config.get(name) for name in ("hidden_size", "vocab_size")}
+    return {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
+
+
+def stated_vocab_size(base_model: str, revision: str | None = None) -> int | None:
+    """Return the vocabulary size in a base model's config; None where it cannot be had."""
+    return stated_sizes(base_model, revision).get("vocab_size")
 
 
 def _load(path: str | Path, config: PretrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -144,7 +173,7 @@ def _load(path: str | Path, config: PretrainedConfig, kwargs: dict[str, Any]) ->
 
 
 def _config(path: str | Path, kwargs: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return the model's config and the arguments it has not used up, divided as `AutoModelForCausalLM` does."""
+    """Return the model's config, and the arguments for its weights, divided as `AutoModelForCausalLM` does."""
     config = kwargs.pop("config", None)
     if config is not None:
         return config, kwargs
@@ -157,5 +186,6 @@ def _config(path: str | Path, kwargs: dict[str, Any]) -> tuple[PretrainedConfig,
             f"qwen2 or qwen3, got {model_type!r}{remedy}"
         )
     held: dict[str, Any] = {key: kwargs.pop(key) for key in _WEIGHT_ARGUMENTS if key in kwargs}
+    hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
     config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, trust_remote_code=False, **kwargs)
-    return config, {**rest, **held}
+    return config, {**rest, **held, **hub}

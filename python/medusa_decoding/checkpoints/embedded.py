@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints._files import StoredTensor, open_sharded, open_tensors, read_json
+from medusa_decoding.checkpoints._files import StoredTensor, open_sharded, open_tensors, read_index, read_json
 from medusa_decoding.checkpoints._layout import HeadTensors
+from medusa_decoding.checkpoints._places import OF_HEADS
 from medusa_decoding.checkpoints._writing import save_json, save_tensors
 
 NAME = "embedded"
@@ -66,16 +67,20 @@ def base_files(base: Path) -> list[Path]:
     """Return the weight files of a base model that heads can be put into.
 
     Raises:
-        ValueError: an adapter alone, or weights in other files than safetensors.
+        ValueError: an adapter (also beside a model, which transformers loads with it), weights in other files than
+            safetensors, or a damaged index.
     """
     single, index = base / _WEIGHTS[0], base / _WEIGHTS[1]
+    adapted = (base / "adapter_config.json").is_file()
+    if adapted or not (single.is_file() or index.is_file()):
+        kind = "an adapter (merge it first)" if adapted else "none there"
+        raise ValueError(f"base_model: expected a model's safetensors files for {NAME}, got {kind} in {base}")
     if single.is_file():
         return [single]
-    if not index.is_file():
-        kind = "an adapter (merge it first)" if (base / "adapter_config.json").is_file() else "none there"
-        raise ValueError(f"base_model: expected a model's safetensors files for {NAME}, got {kind} in {base}")
-    shards = read_json(index).get("weight_map", {}).values()
-    return [base / shard for shard in sorted({Path(str(shard)).name for shard in shards})]
+    shards = sorted(set(read_index(index).values()))
+    if not shards:
+        raise ValueError(f"{index}: expected a weight_map with tensors in it, got an empty one")
+    return [base / shard for shard in shards]
 
 
 def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> None:
@@ -83,7 +88,7 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
 
     Args:
         staging: an empty folder.
-        base: folder of the base model; heads that are in it are left out.
+        base: folder of the base model; heads that are in it are left out, and what was measured with them.
         tensors: of the heads, under the paper's names.
         fields: what the config says of them.
 
@@ -94,7 +99,7 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
     files = base_files(base)
     for pattern in _BESIDE:
         for file in base.glob(pattern):
-            if file.is_file() and file.name not in (*_WEIGHTS, "config.json"):
+            if file.is_file() and file.name not in (*_WEIGHTS, "config.json", *OF_HEADS):
                 shutil.copyfile(file, staging / file.name)
     old = read_json(base / "config.json")
     kept = {key: value for key, value in old.items() if not key.startswith("medusa_") and key != "version"}

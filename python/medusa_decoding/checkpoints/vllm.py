@@ -46,7 +46,8 @@ def gather(folder: Path) -> HeadTensors:
     """List the heads' tensors under the paper's names.
 
     Raises:
-        ValueError: a damaged file, a name that vLLM does not read, or no projections.
+        ValueError: a damaged file, a name that vLLM does not read, no projections, or a trimmed vocabulary without a
+            token_map.
     """
     config = read_json(folder / "config.json")
     stored = {name.replace(_PREFIX, ""): tensor for name, tensor in open_tensors(folder / WEIGHTS).items()}
@@ -87,10 +88,19 @@ def _notes(config: Mapping[str, Any], heads: int, layers: int, bias: bool) -> li
 
 
 def _trimmed(config: Mapping[str, Any], token_map: StoredTensor | None, notes: list[str]) -> StoredTensor | None:
-    """Return the token_map as int64, or None where vLLM passes it over."""
-    if token_map is None:
-        return None
+    """Return the token_map as int64, or None where vLLM passes it over.
+
+    Raises:
+        ValueError: a trimmed vocabulary without one.
+    """
     size, whole = config.get("truncated_vocab_size"), config.get("vocab_size")
+    if token_map is None:
+        if size not in (None, whole):
+            raise ValueError(
+                f"{TOKEN_MAP}: expected one in {WEIGHTS}, because config.json says truncated_vocab_size {size} of "
+                f"{whole}, got none"
+            )
+        return None
     if size is None or size == whole:
         notes.append("token_map: not read, as vLLM does not where truncated_vocab_size is not below vocab_size")
         return None
@@ -111,7 +121,7 @@ def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch
     """Name the tensors of heads as vLLM reads them.
 
     Args:
-        heads: with projections in floats and without a parents' term.
+        heads: with projections in floats and without a parents' term; a token_map is of less than the vocabulary.
         lm_head: [V, H], the base model's, where the heads share it.
     """
     layers = heads.num_layers

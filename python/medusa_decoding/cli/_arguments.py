@@ -236,12 +236,12 @@ def check_device(args: argparse.Namespace) -> None:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    """Return the base model's tokenizer.
+    """Return the base model's tokenizer, of the revision that the model itself is loaded at.
 
     Raises:
         ValueError: no base model known.
     """
-    revision = None if args.base_model else find_base_revision(_heads(args))
+    revision = find_base_revision(_heads(args), base_model=args.base_model or None)
     return AutoTokenizer.from_pretrained(_base_model(args), **({} if revision is None else {"revision": revision}))
 
 

@@ -5,8 +5,9 @@
     medusa export --model HEADS --out model --format embedded --dtype bfloat16
     medusa export --model HEADS --out v1 --format original-v1 --file safetensors
 
-What is written guesses what the heads guess; their model card, its figures and their tree go along. Heads that a
-format cannot hold are refused, in a line that says what can be done. The formats:
+What is written guesses what the heads guess; their model card, its figures and their tree go along (not the counts of
+heads whose storage changes). Heads that a format cannot hold are refused, in a line that says what can be done. The
+formats:
 
 """
 
@@ -34,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the projections: in 8 bits with a scale a row, or floats again (default: as they are)",
     )
     parser.add_argument(
-        "--dtype", choices=_arguments.DTYPES, help="of all that is not in 8 bits (default: the checkpoint's)"
+        "--dtype",
+        choices=_arguments.DTYPES,
+        help="of all of the heads that is not in 8 bits (default: the checkpoint's); embedded converts the heads alone "
+        "and copies the base model's files as they are",
     )
     parser.add_argument(
         "--base-model",
@@ -50,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("pt", "safetensors"),
         default="pt",
         help="of the original formats: pt, which the project's own code reads (default), or safetensors, which "
-        "text-generation-inference reads",
+        "text-generation-inference reads (with the base model's tokenizer, where that is a folder)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a folder of heads")
+    parser.add_argument("--overwrite", action="store_true", help="replace a folder of heads in which nothing else is")
     parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
 
 

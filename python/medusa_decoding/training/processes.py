@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import zip_longest
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 Sharding = Literal["auto", "none", "full"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,60 @@ class Processes:
         if int(failed):
             raise RuntimeError("another process of this run failed; see its message")
 
+    def each(self, work: Callable[[], T]) -> T:
+        """Do some work in every process, and end all of them where it fails in one.
+
+        The work itself must not wait for other processes.
+
+        Raises:
+            Exception: the process's own error.
+            RuntimeError: another process has one.
+        """
+        try:
+            found = work()
+        except Exception as caught:
+            self.together(caught)
+            raise
+        self.together(None)
+        return found
+
+    def agree(self, module: nn.Module) -> None:
+        """Have all processes hold what the main one holds, but for the values: names and shapes alike, its dtypes.
+
+        A module on the meta device is made of a model's config alone, that of the main process as the files say.
+
+        Raises:
+            ValueError: in every process, where one has a weight or buffer of another name or shape.
+        """
+        held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        lists: list[Any] = [None] * self.size
+        dist.all_gather_object(lists, [(name, list(tensor.shape), tensor.dtype) for name, tensor in held.items()])
+        main, nothing = lists[0], ("nothing more", "", None)
+        for rank, theirs in enumerate(lists):
+            for wanted, got in zip_longest(main, theirs, fillvalue=nothing):
+                if wanted[:2] != got[:2]:
+                    raise ValueError(
+                        "model.name: expected a model of which all processes make the same weights, to divide them, "
+                        f"got {wanted[0]} {wanted[1]} in the main process, which reads its files, and "
+                        f"{got[0]} {got[1]} in process {rank}, which reads its config (is it quantised, or an adapter?)"
+                    )
+        for tensor, (_, _, dtype) in zip(held.values(), main, strict=True):
+            if tensor.dtype != dtype:
+                tensor.data = tensor.data.to(dtype)
+
     def shard(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Divide a module's weights over the processes in place: each layer a unit, all else with the module itself.
 
         Weights and buffers are the main process's; others may come on the meta device, and never hold more of them
         than their shares and, for a moment, one whole weight.
+
+        Raises:
+            ValueError: see `agree`.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        self.agree(module)
         names = [name for name, _ in module.named_parameters()]
         held = [weight.detach() for weight in module.parameters()] if self.main else []
         mesh = init_device_mesh(self.device.type, (self.size,))
@@ -150,6 +197,12 @@ def fill(weight: torch.Tensor, values: torch.Tensor) -> None:
     from torch.distributed.tensor import distribute_tensor
 
     weight.copy_(distribute_tensor(values.to(spread.device_type), spread, weight.placements))  # type: ignore[attr-defined]
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor that may be divided; to change it changes the tensor."""
+    local = getattr(tensor, "to_local", None)
+    return tensor if local is None else local()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

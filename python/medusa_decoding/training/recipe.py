@@ -124,8 +124,8 @@ def train(
     stages(config, len(rows.train))  # refuses what does not fit before anything is loaded
     for warning in config.warnings():
         say(warning)
-    backbone = Backbone.load(config, _device(processes))
-    heads = make_heads(config, backbone, tokenizer, rows)
+    backbone = processes.each(lambda: Backbone.load(config, _device(processes)))
+    heads = processes.each(lambda: make_heads(config, backbone, tokenizer, rows))
     states = _states(config, backbone, rows, processes)
     # Each process draws its own dropout; what all have in common was drawn before.
     torch.manual_seed(config.optimisation.seed + processes.rank)
@@ -182,6 +182,10 @@ def check(config: Config, processes: Processes) -> None:
         for broken, words in (
             (config.data.cache_hidden is not None, "data.cache_hidden: expected null with divided weights"),
             (config.model.quantization != "none", "model.quantization: expected none with divided weights"),
+            (
+                getattr(model, "quantization_config", None) is not None,
+                "model.name: expected a model that is not quantised with divided weights",
+            ),
             (config.optimisation.optimizer != "adamw", "optimisation.optimizer: expected adamw with divided weights"),
         ):
             if broken:
@@ -427,10 +431,10 @@ def _token_map(size: int, vocabulary: int, tokenizer: Any, rows: Rows) -> torch.
 def _finish(trainer: Trainer, rows: Rows, measured: Measured | None, say: Announce) -> Result:
     config, processes = trainer.config, trainer.processes
     folder = trainer.folder
+    weights = trainer.trained()
     if measured is not None and trainer.held_out is not None and config.heads.storage != "float":
         # What is written is what the figures beside it are of.
-        measured = trainer.measure_stored(trainer.held_out, config.heads.storage)
-    weights = trainer.trained()
+        measured = _measure_stored(trainer, trainer.held_out)
     base = _base_name(config)
     error: BaseException | None = None
     if processes.main:
@@ -440,14 +444,28 @@ def _finish(trainer: Trainer, rows: Rows, measured: Measured | None, say: Announ
         except Exception as caught:  # safetensors and torch have errors of their own for a full disk
             for left in folder.glob(".*.tmp"):
                 shutil.rmtree(left, ignore_errors=True)
-            newest = trainer.checkpoints.newest()
-            error = OSError(
-                f"{folder}: what was trained could not be written ({caught}); --resume writes it from {newest}"
-            )
-            error.__cause__ = caught
+            error = _not_written(trainer, caught)
     processes.together(error)
     say(f"heads in {folder / 'heads'}, their base model is {base}")
     return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds)
+
+
+def _measure_stored(trainer: Trainer, held_out: packing.PackedDataset) -> Measured:
+    """Return what held-out data says of the heads as they are stored, which those in the trainer become."""
+    try:
+        trainer.processes.each(lambda: trainer.store(trainer.config.heads.storage))
+        return trainer.measure(held_out)
+    except Exception as caught:  # memory, say
+        raise _not_written(trainer, caught) from caught
+
+
+def _not_written(trainer: Trainer, caught: Exception) -> OSError:
+    newest = trainer.checkpoints.newest()
+    error = OSError(
+        f"{trainer.folder}: what was trained could not be written ({caught}); --resume writes it from {newest}"
+    )
+    error.__cause__ = caught
+    return error
 
 
 def _base_name(config: Config) -> str:

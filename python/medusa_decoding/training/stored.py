@@ -7,24 +7,21 @@ import torch
 from medusa_decoding.heads import MedusaHeads, Storage
 
 
-def as_stored(projections: torch.Tensor, storage: Storage, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers that projections are once they are stored.
+def store(projections: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
+    """Put the numbers that projections are once they are stored in their place.
 
     Args:
-        projections: [K, V', H] floats.
+        projections: [K, V', H] floats, changed; K may be 0.
         storage: "int8" or "fp8".
         dtype: that they have before they are stored.
-
-    Returns:
-        [K, V', H] of the dtype of `projections`.
     """
-    found = torch.empty_like(projections)
-    for head, weight in enumerate(projections):
-        # One head at a time: no second set of all of them in full length.
+    for weight in projections.detach():
+        # One head at a time: at the end of a run there may be no room for a second set of all of them.
         rows, size = weight.shape
         one = MedusaHeads(size, rows, 1, bias=False, dtype=dtype, device=weight.device)
         with torch.no_grad():
             one.get_parameter("w2").copy_(weight[None])
             stored = one.quantized(storage)
-            found[head] = stored.get_buffer("w2")[0].float() * stored.get_buffer("w2_scale")[0, :, None]
-    return found
+            del one
+            weight.copy_(stored.get_buffer("w2")[0])
+            weight.mul_(stored.get_buffer("w2_scale")[0, :, None])

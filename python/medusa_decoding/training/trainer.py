@@ -27,11 +27,11 @@ from medusa_decoding.training.config import Config
 from medusa_decoding.training.losses import TOP, Loss
 from medusa_decoding.training.objective import HIDDEN, Normalisers, Objective
 from medusa_decoding.training.packing import PackedDataset, collate
-from medusa_decoding.training.processes import Processes, fill, whole
+from medusa_decoding.training.processes import Processes, fill, own, whole
 from medusa_decoding.training.saving import Checkpoints
 from medusa_decoding.training.schedules import Stage, cosine, lambda_0, parameter_groups, stages
 from medusa_decoding.training.states import StateCache, fingerprint
-from medusa_decoding.training.stored import as_stored
+from medusa_decoding.training.stored import store
 from medusa_decoding.training.targets import IGNORE
 
 LOG = "log.jsonl"
@@ -328,20 +328,17 @@ class Trainer:
         targets = max(float(sums["model_count"]), 1.0)
         return Measured(accuracy, float(sums["model_sum"]) / targets, float(sums["model_hits"]) / targets)
 
-    def measure_stored(self, rows: PackedDataset, storage: Storage) -> Measured:
-        """Return the accuracy on rows that heads have whose projections are stored in 8 bits.
+    def store(self, storage: Storage) -> None:
+        """Turn own projections into the numbers that they are once they are stored in 8 bits, to be measured.
 
-        The heads themselves stay as they are. All processes must ask.
+        What was trained is gone then: `trained` comes before. Nobody has to be asked: divided weights are divided
+        between heads, of each of which all rows are in one process.
         """
         projections = self.heads.w2
         assert isinstance(projections, nn.Parameter)
-        trained = whole(projections.detach()).clone()
-        with torch.no_grad():
-            fill(projections, as_stored(trained, storage, DTYPES[self.config.model.dtype]))
-            try:
-                return self.measure(rows)
-            finally:
-                fill(projections, trained)
+        part = own(projections.detach())
+        assert part.shape[1:] == projections.shape[1:]
+        store(part, storage, DTYPES[self.config.model.dtype])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
