@@ -7,6 +7,7 @@
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
 #   make train-demo      heads for the demo model from nothing, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
+#   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (35 minutes; MT_BENCH=FILE: 3b too)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
@@ -40,7 +41,8 @@ SAY_CUDA = @$(BIN)/python -I -c "from medusa_kernels import _native; print(_nati
 # Stages of `make gpu`. A stage that succeeded leaves a stamp for this commit and is skipped next time.
 PY ?= $(BIN)/python
 GPU_JOBS ?= 6
-GPU_STAGES := gpu-test gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-step
+GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
+GPU_STAGES := gpu-test gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-step $(GPU_ABLATIONS)
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown))
 STAMPS = benchmarks/results/.stages/$(COMMIT)
 # The sources of this checkout, whether or not the interpreter has the package installed.
@@ -48,7 +50,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo test test-interpreted test-lowest lint format types bench wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo test test-interpreted test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -86,6 +88,25 @@ types: $(EDITABLE)
 bench: $(EDITABLE)
 	$(BIN)/pytest benchmarks/ --benchmark-only $(PYTEST_ARGS)
 
+# Of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE". What the
+# demo model needs besides (a draft model, heads and a model trained alike) is made once, in ten minutes.
+ABLATION_ARGS ?=
+MT_BENCH ?=
+ABLATE = $(BIN)/python -m benchmarks.ablations
+ablations: $(EDITABLE) runs/ablations/draft runs/ablations/table2/medusa-2/heads
+	$(ABLATE) figure-4 $(ABLATION_ARGS)
+	$(ABLATE) figure-5 $(ABLATION_ARGS)
+	$(ABLATE) dynamic $(ABLATION_ARGS)
+	$(ABLATE) table-3 --medusa-1 runs/ablations/table2/medusa-1/heads --medusa-2 runs/ablations/table2/medusa-2/heads
+	$(ABLATE) figure-7 --draft runs/ablations/draft
+	$(if $(MT_BENCH),$(ABLATE) figure-3b --prompts $(MT_BENCH) $(ABLATION_ARGS))
+
+runs/ablations/draft: | $(EDITABLE)
+	$(ABLATE) draft --out $@
+
+runs/ablations/table2/medusa-2/heads: | $(EDITABLE)
+	$(ABLATE) medusa-2 --out runs/ablations/table2
+
 # Tests first: figures of wrong kernels are worth nothing. `make -k gpu` goes on after a stage that fails.
 gpu: $(GPU_STAGES)
 	@echo "results: benchmarks/results/"
@@ -116,10 +137,14 @@ gpu-verify: gpu-build
 
 gpu-compact: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_kv_compact --budget 120 && \
-		$(ON_GPU) -m benchmarks.bench_rope_append --budget 120)
+		$(ON_GPU) -m benchmarks.bench_rope_append --budget 120 && $(ON_GPU) -m benchmarks.bench_tree_select --budget 40)
 
 gpu-step: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 400 && $(ON_GPU) -m benchmarks.bench_decode_linear)
+
+$(GPU_ABLATIONS): gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.ablations $(patsubst gpu-%,%,$@) --no-picture --limit 12 \
+		$(or $(ABLATION_ARGS),--device cuda --dtype bfloat16))
 
 gpu-tune: gpu-build
 	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)

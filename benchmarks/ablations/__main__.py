@@ -1,0 +1,81 @@
+"""`python -m benchmarks.ablations NAME`: one ablation, or what prepares one. See the package for the names."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ablations import measuring, setup, writing
+
+ABLATIONS = ("figure-3b", "figure-4", "figure-5", "figure-7", "table-3", "dynamic")
+PREPARING = ("draft", "medusa-2")
+
+
+def module(name: str) -> Any:
+    """Return the module of a command."""
+    return importlib.import_module(f"benchmarks.ablations.{name.replace('-', '_')}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    whole = argparse.ArgumentParser(
+        prog="python -m benchmarks.ablations", description="The paper's ablations again, one command each."
+    )
+    names = whole.add_subparsers(dest="name", required=True, metavar="NAME")
+    for name in (*ABLATIONS, *PREPARING):
+        one = module(name)
+        doc = one.__doc__ or ""
+        sub = names.add_parser(
+            name, help=doc.splitlines()[0], description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        one.add_arguments(sub)
+    again = names.add_parser("redraw", help="Draw the pictures of records again.")
+    again.add_argument("records", nargs="+", type=Path, metavar="FILE.json")
+    return whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    commands = parser()
+    args = commands.parse_args(given)
+    try:
+        if args.name == "redraw":
+            for path in args.records:
+                draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
+            return 0
+        if args.name in PREPARING:
+            return int(module(args.name).run(args))
+        return _ablation(args, given[1:])
+    except (ValueError, measuring.OtherTextError) as error:
+        commands.exit(2, f"{commands.prog} {args.name}: {error}\n")
+
+
+def _ablation(args: argparse.Namespace, given: Sequence[str]) -> int:
+    if not args.no_picture:
+        writing.pyplot()  # what is missing is found out first
+    one = module(args.name)
+    described, figures = one.run(args)
+    path = writing.write_record(setup.folder(args), args.name, described, figures, given)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    print(one.as_text(record))
+    print(path)
+    if not args.no_picture:
+        draw(record, path.with_suffix(".svg"))
+        print(path.with_suffix(".svg"))
+    return 0
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """Draw one record."""
+    plt = writing.pyplot()
+    writing.save_picture(module(record["ablation"]).draw(plt, record), record, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Trees chosen anew before each step, by what the heads say at that very place, against the optimised tree.
+
+Both have the same number of nodes. The optimised tree is searched once, by how often heads are right on average
+(section 2.3.3); a dynamic tree has the likeliest nodes by this step's own probabilities, which goes beyond the paper.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.ablations import measuring, setup, writing
+from medusa_decoding.evaluation import interval
+from medusa_decoding.evaluation.own_text import RANKS
+from medusa_decoding.tree import Tree
+
+NAME = "dynamic"
+NODES = (4, 8, 16, 32, 64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    setup.add_arguments(parser, limit=60)
+    parser.add_argument("--nodes", type=setup.sizes, default=list(NODES), metavar="N,N", help="default: 4,8,16,32,64")
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load and measure."""
+    bench = setup.load(args)
+    with bench.model:
+        return bench.described, measure(bench, args.nodes)
+
+
+def measure(bench: setup.Bench, nodes: Sequence[int]) -> dict[str, Any]:
+    """Measure both kinds of every size beside plain decoding."""
+    accuracies = setup.count_heads(bench)
+    sizes = setup.fitting(nodes, accuracies)
+    ranks = min(RANKS, len(accuracies[0]))
+    ways = {measuring.PLAIN: measuring.ours(bench, Tree([]))}
+    for size in sizes:
+        ways[measuring.sparse_name(size)] = measuring.optimised(bench, accuracies, size)
+        ways[measuring.dynamic_name(size)] = measuring.ours(bench, Tree.dynamic(size, bench.num_heads, ranks))
+    same = {name: measuring.PLAIN for name in ways if name != measuring.PLAIN}
+    found = measuring.compare(bench, ways, same, before_block=bench.model.free)
+    return {
+        "plain": found[measuring.PLAIN].figures(),
+        "sizes": [
+            {
+                "nodes": size,
+                "optimised": found[measuring.sparse_name(size)].figures(),
+                "dynamic": found[measuring.dynamic_name(size)].figures(),
+            }
+            | over(found[measuring.dynamic_name(size)], found[measuring.sparse_name(size)])
+            for size in sizes
+        ],
+    }
+
+
+def over(dynamic: measuring.Found, static: measuring.Found) -> dict[str, Any]:
+    """Return the dynamic tree's tokens a step and tokens a second over the other's, prompt by prompt."""
+    pairs = list(zip(dynamic.written, static.written, strict=True))
+    speeds = [(len(a.text), a.seconds, len(b.text), b.seconds) for a, b in pairs]
+    steps = [(a.committed, a.steps, b.committed, b.steps) for a, b in pairs]
+    return {
+        "tokens_per_step_over": measuring.rounded(interval.ratio_of_rates(steps)),
+        "tokens_per_second_over": measuring.rounded(interval.ratio_of_rates(speeds)),
+    }
+
+
+def draw(plt: Any, record: dict[str, Any]) -> Any:
+    """Draw tokens a step and speed by size."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    nodes = [one["nodes"] for one in record["sizes"]]
+    for panel, name, words in zip(
+        panels, ("tokens_per_step", "speedup"), ("tokens a step", "tokens a second / plain decoding"), strict=True
+    ):
+        for kind, style, colour in (("optimised", "*-", writing.COLOURS[1]), ("dynamic", "s-", writing.COLOURS[2])):
+            values, errors = writing.spread([one[kind] for one in record["sizes"]], name)
+            panel.errorbar(nodes, values, errors, fmt=style, color=colour, capsize=2, elinewidth=0.7, label=kind)
+        panel.axhline(1.0, color="0.5", linewidth=0.8)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(nodes, [str(count) for count in nodes])
+        panel.set_xlabel("nodes, root included")
+        panel.set_ylabel(words)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].legend()
+    return figure
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """Return the figures for a person."""
+    lines = []
+    for one in record["sizes"]:
+        static, dynamic = one["optimised"], one["dynamic"]
+        lines.append(
+            f"{one['nodes']:4} nodes: tokens a step {static['tokens_per_step']['value']:.2f} -> "
+            f"{dynamic['tokens_per_step']['value']:.2f}, {writing.told(one['tokens_per_step_over'])} times; over plain "
+            f"{static['speedup']['value']:.2f} -> {dynamic['speedup']['value']:.2f}, "
+            f"{writing.told(one['tokens_per_second_over'])} times"
+        )
+    return "\n".join(lines)

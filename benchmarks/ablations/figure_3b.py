@@ -1,0 +1,147 @@
+"""The paper's figure 3b: Medusa's speed over plain decoding by category of questions, such as MT-Bench's eight.
+
+Each question's turns are answered in turn by Medusa, our plain loop and transformers' `generate` (see
+`medusa_decoding.evaluation`), each behind the plain loop's answer to the turn before. The tree is the checkpoint's own
+unless `--tree` or `--nodes` asks for another. The paper's bars are ratios to transformers' eager loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.ablations import measuring, setup, writing
+from medusa_decoding.checkpoints import _folder
+from medusa_decoding.cli import _arguments
+from medusa_decoding.evaluation import evaluate, read_prompts
+from medusa_decoding.evaluation.own_text import RANKS
+from medusa_decoding.evaluation.prompts import TURNS
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.tree import Tree
+from medusa_decoding.tuning.choice import find_accuracies
+
+NAME = "figure-3b"
+PAPER = {
+    "humanities": 2.58, "reasoning": 2.58, "roleplay": 2.70, "writing": 2.72, "stem": 2.77, "math": 3.01,
+    "coding": 3.29, "extraction": 3.62,
+}  # fmt: skip
+"""Vicuna-7B with Medusa-2, over transformers' eager loop."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    setup.add_arguments(parser, limit=10, files=True)
+    parser.add_argument(
+        "--turns", type=_arguments.at_least_one, default=TURNS, metavar="N", help="default: %(default)s"
+    )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--tree", type=_arguments.tree, metavar="TREE", help="as for medusa eval")
+    shape.add_argument(
+        "--nodes",
+        type=_arguments.at_least_one,
+        metavar="N",
+        help="the best tree of so many nodes by the accuracies that stand beside the heads",
+    )
+    parser.set_defaults(tree=None)
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load and measure."""
+    _arguments.check_device(args)
+    prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
+    tokenizer = _arguments.load_tokenizer(args)
+    with _arguments.load_model(args) as model:
+        tree = args.tree if args.nodes is None else best_tree(args, model)
+        described = setup.described_model(args, model) | {"prompts": len(prompts), "batch": 1}
+        described["prompts_from"] = [path.rsplit("/", 1)[-1] for path in args.prompts]
+        return described, measure(model, tokenizer, prompts, args.max_new_tokens, args.template, tree)
+
+
+def best_tree(args: argparse.Namespace, model: MedusaModel) -> Tree:
+    """Return the best tree of `--nodes` by what was counted of these heads, here or by their trainer.
+
+    Raises:
+        ValueError: nothing was.
+    """
+    folder = _folder(_arguments._heads(args), None)
+    heads = setup.heads_of(model)
+    found = find_accuracies(folder, heads.num_heads, min(RANKS, heads.num_candidates))
+    if found is None:
+        raise ValueError(f"--nodes: expected calibration.json or measured.json in {folder.name}, got neither")
+    return Tree.optimal(found.by_rank, args.nodes)
+
+
+def measure(
+    model: MedusaModel,
+    tokenizer: Any,
+    prompts: list[Any],
+    new_tokens: int,
+    template: str | None = None,
+    tree: Tree | Literal["auto"] | None = None,
+) -> dict[str, Any]:
+    """Measure every category.
+
+    Raises:
+        OtherTextError: in float32, a text that is not the plain loop's.
+    """
+    found = evaluate(model, tokenizer, prompts, max_new_tokens=new_tokens, template=template, tree=tree, progress=True)
+    others = [one for one in found.different if one["baseline"] == "plain"]
+    if others and model.trunk.dtype == torch.float32:
+        first = others[0]
+        raise measuring.OtherTextError(
+            f"medusa: expected the text of plain in {first['where'].rsplit('/', 1)[-1]}, turn {first['turn']}, got "
+            f"another from new token {first['token']} on"
+        )
+    said = found.to_json()
+    for one in (*said["different"], *said["left_out"]):
+        one["where"] = one["where"].rsplit("/", 1)[-1]
+    for figures in (said["overall"], *said["categories"].values()):
+        figures.pop("head_accuracy")
+        figures["speedup"] = {way: rounded(over) for way, over in figures["speedup"].items()}
+        figures["tokens_per_step"] = rounded(figures["tokens_per_step"])
+    wanted = ("overall", "categories", "settings", "different", "left_out")
+    return {name: said[name] for name in wanted} | {"paper": PAPER}
+
+
+def rounded(values: dict[str, float | None] | None) -> dict[str, float | None] | None:
+    """Return an interval with four digits."""
+    return values and {name: None if value is None else round(value, 4) for name, value in values.items()}
+
+
+def draw(plt: Any, record: dict[str, Any]) -> Any:
+    """Draw a pair of bars a category, those with the least gain first, tokens a step beside."""
+    named = sorted(record["categories"].items(), key=lambda item: item[1]["speedup"]["plain"]["value"])
+    named.append(("all", record["overall"]))
+    figure, panel = plt.subplots(figsize=(9, 3.8), layout="constrained")
+    width = 0.4
+    for offset, way, colour, words in (
+        (-width / 2, "plain", writing.COLOURS[1], "over our plain loop"),
+        (width / 2, "transformers", writing.COLOURS[0], "over transformers' generate"),
+    ):
+        values, errors = writing.spread([one["speedup"] for _, one in named], way)
+        places = [place + offset for place in range(len(named))]
+        panel.bar(
+            places, values, width, yerr=errors, color=colour, capsize=2, label=words, error_kw={"elinewidth": 0.7}
+        )
+        for place, value, above in zip(places, values, errors[1], strict=True):
+            panel.text(place, value + above, f"{value:.2f}", ha="center", va="bottom", fontsize=7)
+    panel.axhline(1.0, color="0.4", linewidth=0.8)
+    labels = [f"{name}\n{one['tokens_per_step']['value']:.2f} t/step" for name, one in named]
+    panel.set_xticks(range(len(named)), labels, fontsize=8)
+    panel.set_ylabel("tokens a second, ratio")
+    panel.legend(loc="upper left")
+    return figure
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """Return the figures as a Markdown table."""
+    lines = [
+        "| category | prompts | tokens a step | times our plain loop | times transformers |",
+        "|---|---|---|---|---|",
+    ]
+    for name, one in (*record["categories"].items(), ("all", record["overall"])):
+        told = [writing.told(value) for value in (one["tokens_per_step"], *one["speedup"].values())]
+        lines.append(f"| {name} | {one['prompts']} | {' | '.join(told)} |")
+    return "\n".join(lines)

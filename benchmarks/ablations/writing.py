@@ -1,0 +1,91 @@
+"""Records and pictures of ablations: a JSON and an SVG file an ablation and machine. This module measures nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.plot import COLOURS
+from medusa_decoding.evaluation import interval
+
+__all__ = ["COLOURS", "command", "foot", "pyplot", "save_picture", "spread", "write_record"]
+
+
+def command(name: str, arguments: Sequence[str]) -> str:
+    """Return the command as anyone would give it: of paths on this machine, only the names."""
+    told = [Path(word).name if word.startswith(("/", "~")) else word for word in arguments]
+    return shlex.join(["python", "-m", "benchmarks.ablations", name, *told])
+
+
+def write_record(
+    folder: Path, name: str, described: Mapping[str, Any], figures: Mapping[str, Any], arguments: Sequence[str]
+) -> Path:
+    """Write one ablation's record, whole or not at all; return the file."""
+    record = {
+        "ablation": name,
+        **described,
+        **figures,
+        "intervals": interval.WORDS,
+        **harness.provenance(),
+        "command": command(name, arguments),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    scratch.replace(path)
+    return path
+
+
+def pyplot() -> Any:
+    """Return pyplot, set up to write small and comparable files.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError('picture: expected matplotlib, got none; pip install -e ".[bench]"') from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "medusa-kernels", "font.size": 9})
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def foot(record: Mapping[str, Any]) -> str:
+    """Return where figures come from, for the foot of a picture."""
+    versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("torch", "transformers"))
+    return (
+        f"{record['model']}, {record['dtype']}, {record['backend']}, {record['prompts']} prompts, batch 1; "
+        f"{record['machine']['name']};\n{versions}; commit {record['commit']}; {record['date']}; bars: 95 %"
+    )
+
+
+def save_picture(figure: Any, record: Mapping[str, Any], path: Path) -> None:
+    """Write a picture with its conditions below."""
+    figure.supxlabel(foot(record), fontsize=6)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot().close(figure)
+
+
+def spread(points: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[list[float]]]:
+    """Return values and the distances to their intervals' ends, as matplotlib's error bars take them."""
+    values = [point[name]["value"] for point in points]
+    ends = [[point[name][end] for point in points] for end in ("low", "high")]
+    below = [0.0 if low is None else max(0.0, value - low) for value, low in zip(values, ends[0], strict=True)]
+    above = [0.0 if high is None else max(0.0, high - value) for value, high in zip(values, ends[1], strict=True)]
+    return values, [below, above]
+
+
+def told(value: Mapping[str, float | None] | None) -> str:
+    """Return an interval as text: "1.55 (1.49 to 1.62)"."""
+    if value is None:
+        return "-"
+    low, high = value["low"], value["high"]
+    return f"{value['value']:.2f}" + ("" if low is None or high is None else f" ({low:.2f} to {high:.2f})")
