@@ -7,7 +7,7 @@
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
 #   make train-demo      heads for the demo model from nothing, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
-#   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (35 minutes; MT_BENCH=FILE: 3b too)
+#   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (45 minutes; MT_BENCH=FILE: 3b too)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout

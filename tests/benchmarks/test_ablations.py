@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -232,6 +233,27 @@ def test_figure_5(bench: setup.Bench, tmp_path: Path) -> None:
     assert "same_text" not in record["typical"][0]
 
 
+def test_a_drawn_text_may_part_only_where_two_shares_touch(bench: setup.Bench) -> None:
+    asked = bench.asked[0]
+    logits = bench.model.trunk.causal(torch.cat([asked.ids, torch.tensor([[4, 2]])], 1)).logits[0, -1]
+    shares = (logits / 0.5).softmax(-1).tolist()
+    assert figure_5.gap(bench, asked.ids, [4, 2], (3, 8), 0.5) == pytest.approx(sum(shares[4:8]), abs=1e-6)
+    assert figure_5.gap(bench, asked.ids, [4, 2], (8, 3), 0.5) == pytest.approx(sum(shares[4:8]), abs=1e-6)
+    assert figure_5.gap(bench, asked.ids, [4, 2], (3, 4), 0.5) == 0.0
+
+    def found(token: int) -> measuring.Found:
+        texts = [[4, 2, token, 1], [1, 2, 3, 4], [1, 2, 3, 4]]
+        return measuring.Found([measuring.Written(text, 1.0, 3, 3) for text in texts])
+
+    assert figure_5.same_draws(bench, found(3), found(3), 0.5) == 3
+    assert figure_5.same_draws(bench, found(4), found(3), 0.5) == 2
+    with pytest.raises(
+        measuring.OtherTextError,
+        match="sampling: expected the text of sampling, plain on prompt 0, got another from new",
+    ):
+        figure_5.same_draws(bench, found(8), found(3), 0.5)
+
+
 # -- figure 7 ----------------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +332,16 @@ def test_figure_3b(bench: setup.Bench, tmp_path: Path) -> None:
     assert set(record["overall"]["speedup"]) == {"plain", "transformers"}
     assert record["overall"]["identical"] == {"plain": 8, "transformers": 8}
     assert "/folder" not in json.dumps(record)
+
+
+def test_a_tree_by_the_accuracies_beside_the_heads(bench: setup.Bench, tmp_path: Path) -> None:
+    args = argparse.Namespace(model=str(tmp_path), nodes=4)
+    with pytest.raises(ValueError, match=r"--nodes: expected calibration\.json or measured\.json in .*, got neither"):
+        figure_3b.best_tree(args, bench.model)
+    hits = [[90, 95], [10, 50], [5, 10], [1, 2]]
+    (tmp_path / "measured.json").write_text(json.dumps({"accuracy": {"hits": hits, "total": [100] * 4}}))
+    # Of 0.9 (head 1's first), 0.9 * 0.1 and 0.9 * 0.4 (then head 2's first and second) and 0.05 the largest three.
+    assert figure_3b.best_tree(args, bench.model).choices == [[0], [0, 0], [0, 1]]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
