@@ -40,7 +40,7 @@ def configuration(capability: launch.Capability, candidates: int, nodes: int) ->
         block_m=block_m,
         block_n=max(16, triton.next_power_of_2(nodes)),
         words=-(-nodes // WORD),
-        num_warps=4 if block_m <= 512 else 8 if block_m <= 1024 else 16,
+        num_warps=4 if block_m <= 256 else 16,
     )
 
 
