@@ -181,6 +181,23 @@ def step_way(record: Record) -> str:
     return f"{record['way']}{tree}{heads}"
 
 
+def pyplot() -> Any:
+    """Return pyplot, set up to write small and comparable files with text as text, legible at any size.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError('picture: expected matplotlib, got none; pip install -e ".[bench]"') from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "medusa-kernels", "font.size": 9})
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def draw(records: Sequence[Record], out: Path, kind: str) -> list[Path]:
     """Draw every figure that there are records for; return the files.
 
@@ -188,13 +205,9 @@ def draw(records: Sequence[Record], out: Path, kind: str) -> list[Path]:
         SystemExit: matplotlib is not installed.
     """
     try:
-        import matplotlib
-    except ImportError as error:
+        plt = pyplot()
+    except ValueError as error:
         raise SystemExit('plot: needs matplotlib; pip install -e ".[bench]"') from error
-    matplotlib.use("Agg")
-    # Text as text: legible at any size, and the files stay small and comparable.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "medusa-kernels", "font.size": 9})
-    import matplotlib.pyplot as plt
 
     out.mkdir(parents=True, exist_ok=True)
     drawn = []

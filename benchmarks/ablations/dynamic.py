@@ -70,23 +70,15 @@ def over(dynamic: measuring.Found, static: measuring.Found) -> dict[str, Any]:
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
     """Draw tokens a step and speed by size."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     nodes = [one["nodes"] for one in record["sizes"]]
-    for panel, name, words in zip(
-        panels, ("tokens_per_step", "speedup"), ("tokens a step", "tokens a second / plain decoding"), strict=True
-    ):
+
+    def points(panel: Any, name: str) -> None:
         for kind, style, colour in (("optimised", "*-", writing.COLOURS[1]), ("dynamic", "s-", writing.COLOURS[2])):
             values, errors = writing.spread([one[kind] for one in record["sizes"]], name)
             panel.errorbar(nodes, values, errors, fmt=style, color=colour, capsize=2, elinewidth=0.7, label=kind)
-        panel.axhline(1.0, color="0.5", linewidth=0.8)
-        panel.set_xscale("log", base=2)
         panel.set_xticks(nodes, [str(count) for count in nodes])
-        panel.set_xlabel("nodes, root included")
-        panel.set_ylabel(words)
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    panels[0].legend()
-    return figure
+
+    return writing.by_nodes(plt, points)
 
 
 def as_text(record: dict[str, Any]) -> str:

@@ -103,25 +103,17 @@ def of_kind(record: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
     """Draw both panels of the figure."""
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for panel, name, words in zip(
-        panels, ("tokens_per_step", "speedup"), ("tokens a step", "tokens a second / plain decoding"), strict=True
-    ):
+
+    def points(panel: Any, name: str) -> None:
         for kind, style, colour in (("dense", "o", writing.COLOURS[0]), ("optimised", "*-", writing.COLOURS[1])):
-            points = of_kind(record, kind)
-            values, errors = writing.spread(points, name)
+            trees = of_kind(record, kind)
+            values, errors = writing.spread(trees, name)
             panel.errorbar(
-                [point["nodes"] for point in points], values, errors, fmt=style, color=colour, capsize=2,
+                [tree["nodes"] for tree in trees], values, errors, fmt=style, color=colour, capsize=2,
                 elinewidth=0.7, markersize=9 if kind == "optimised" else 4, label=f"{kind} trees",
             )  # fmt: skip
-        panel.axhline(1.0, color="0.5", linewidth=0.8)
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("nodes, root included")
-        panel.set_ylabel(words)
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    panels[0].legend()
-    return figure
+
+    return writing.by_nodes(plt, points)
 
 
 def as_text(record: dict[str, Any]) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.plot import COLOURS
+from benchmarks.plot import COLOURS, pyplot
 from medusa_decoding.evaluation import interval
 
-__all__ = ["COLOURS", "command", "foot", "pyplot", "save_picture", "spread", "write_record"]
+__all__ = ["COLOURS", "by_nodes", "command", "foot", "pyplot", "save_picture", "spread", "write_record"]
 
 
 def command(name: str, arguments: Sequence[str]) -> str:
@@ -41,21 +41,26 @@ def write_record(
     return path
 
 
-def pyplot() -> Any:
-    """Return pyplot, set up to write small and comparable files.
+def by_nodes(plt: Any, points: Callable[[Any, str], None]) -> Any:
+    """Draw tokens a step and speed side by side, over the nodes of trees.
 
-    Raises:
-        ValueError: matplotlib is not installed.
+    Args:
+        plt: pyplot.
+        points: (panel, the record's name of what it shows) draws into one panel.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError('picture: expected matplotlib, got none; pip install -e ".[bench]"') from error
-    matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "medusa-kernels", "font.size": 9})
-    import matplotlib.pyplot as plt
-
-    return plt
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for panel, name, words in zip(
+        panels, ("tokens_per_step", "speedup"), ("tokens a step", "tokens a second / plain decoding"), strict=True
+    ):
+        panel.set_xscale("log", base=2)
+        points(panel, name)
+        panel.axhline(1.0, color="0.5", linewidth=0.8)
+        panel.set_xlabel("nodes, root included")
+        panel.set_ylabel(words)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].legend()
+    return figure
 
 
 def foot(record: Mapping[str, Any]) -> str:

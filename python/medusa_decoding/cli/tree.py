@@ -69,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "Draw a tree in the terminal, and as an image."
     show = actions.add_parser("show", help=summary, description=summary)
     show.add_argument(
-        "tree", type=shape, metavar="TREE", help="JSON file, chain:4, cartesian:7,6 or root, with or without +lookup:8"
+        "tree",
+        type=shape,
+        metavar="TREE",
+        help="JSON file, chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8",
     )
     show.add_argument(
         "--accuracies",
