@@ -302,18 +302,33 @@ class MedusaHeads(nn.Module):
         if self.w2 is None or self.storage != "float":
             kind = "a shared one" if self.w2 is None else f"one in {self.storage}"
             raise ValueError(f"heads: expected an own projection in floats, got {kind}")
-        with torch.random.fork_rng(devices=[]):
-            found = MedusaHeads(
-                self.hidden_size, self.vocab_size, self.num_heads, self.num_layers, bias=self.b1 is not None,
-                token_map=self.token_map, storage=storage, parent_rank=self.parent_rank, dtype=self.w1.dtype,
-                device=self.w1.device,
-            )  # fmt: skip
+        found = self.remade(storage=storage)
         stored, scale = found.get_buffer("w2"), found.get_buffer("w2_scale")
+        for head in range(self.num_heads):
+            _quantise(f"w2[{head}]", self.w2[head].detach(), stored[head], scale[head])
+        return found
+
+    def remade(self, **changes: Any) -> MedusaHeads:
+        """Return a copy, for decoding, that is made otherwise: with every weight but own projections, which are zero.
+
+        Args:
+            **changes: arguments of the class, in place of these heads' own (their storage is "float" unless given).
+        """
+        own = {
+            "shared_projection": self.shared_projection,
+            "bias": self.b1 is not None,
+            "token_map": self.token_map,
+            "parent_rank": self.parent_rank,
+            "dtype": self.w1.dtype,
+            "device": self.w1.device,
+        }
+        # The parents' term draws numbers, which are replaced: whoever draws next shall not notice.
+        with torch.random.fork_rng(devices=[]):
+            found = MedusaHeads(self.hidden_size, self.vocab_size, self.num_heads, self.num_layers, **(own | changes))
         with torch.no_grad():
             for name, parameter in found.named_parameters():
-                parameter.copy_(getattr(self, name))
-            for head in range(self.num_heads):
-                _quantise(f"w2[{head}]", self.w2[head], stored[head], scale[head])
+                if name != "w2":
+                    parameter.copy_(self.get_parameter(name))
         return found.requires_grad_(False).eval()
 
     def step_bytes(self) -> dict[str, int]:

@@ -119,19 +119,11 @@ def _stored(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype) -> 
     if storage is not None and storage != "float":
         # From the weights as they were given: two roundings are one too many.
         return heads.quantized(storage).to(dtype)
-    with torch.random.fork_rng(devices=[]):
-        found = MedusaHeads(
-            heads.hidden_size, heads.vocab_size, heads.num_heads, heads.num_layers, bias=heads.b1 is not None,
-            token_map=heads.token_map, parent_rank=heads.parent_rank, dtype=dtype,
-        )  # fmt: skip
+    found = heads.remade(dtype=dtype)
     stored, scale, floats = heads.get_buffer("w2"), heads.get_buffer("w2_scale"), found.get_parameter("w2")
-    with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            if name != "w2":
-                parameter.copy_(heads.get_parameter(name))
-        for head in range(heads.num_heads):
-            floats[head] = stored[head].float() * scale[head, :, None]
-    return found.requires_grad_(False).eval()
+    for head in range(heads.num_heads):
+        floats[head] = stored[head].float() * scale[head, :, None]
+    return found
 
 
 def in_order(heads: MedusaHeads) -> MedusaHeads:
@@ -142,18 +134,10 @@ def in_order(heads: MedusaHeads) -> MedusaHeads:
     mapped = heads.token_map
     if mapped is None or len(mapped) != heads.vocab_size or heads.storage != "float" or heads.parent_rank:
         return heads
-    with torch.random.fork_rng(devices=[]):
-        found = MedusaHeads(
-            heads.hidden_size, heads.vocab_size, heads.num_heads, heads.num_layers, bias=heads.b1 is not None,
-            shared_projection=heads.shared_projection, dtype=heads.w1.dtype,
-        )  # fmt: skip
-    with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            if name == "w2":
-                parameter[:, mapped] = heads.get_parameter(name)
-            else:
-                parameter.copy_(heads.get_parameter(name))
-    return found.requires_grad_(False).eval()
+    found = heads.remade(token_map=None)
+    if not heads.shared_projection:
+        found.get_parameter("w2")[:, mapped] = heads.get_parameter("w2")
+    return found
 
 
 def write(
