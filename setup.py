@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = ("80", "86", "89", "90")
 DEFAULT_CUDA_ROOT = Path("/usr/local/cuda")
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra"
-NVCC_FLAGS = "-std=c++17 -O3 --threads 0 -cudart static -Xcompiler=-fPIC,-fvisibility=hidden"
+# Without --threads: the nvlink calls of several targets write and read one .reg.c at once, and such a build failed.
+NVCC_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler=-fPIC,-fvisibility=hidden"
 
 NINJA = """\
 rule cpu
