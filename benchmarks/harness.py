@@ -7,15 +7,11 @@ same work are timed in turn within one process, so that a drift of the machine's
 from __future__ import annotations
 
 import datetime
-import functools
-import importlib.metadata
 import json
 import os
-import platform
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from medusa_decoding.provenance import commit, cpu_name, versions
 
 RESULTS = Path(__file__).parent / "results"
 T = TypeVar("T")
@@ -40,7 +38,7 @@ def machine() -> dict[str, Any]:
             "gpus": torch.cuda.device_count(),
         }
     return {
-        "name": _cpu_name(),
+        "name": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -51,35 +49,11 @@ def provenance() -> dict[str, Any]:
     """Return machine, versions, commit, command and date."""
     return {
         "machine": machine(),
-        "versions": {name: _version(name) for name in ("torch", "transformers", "triton")}
-        | {"python": platform.python_version()},
-        "commit": commit(),
+        "versions": versions("torch", "transformers", "triton"),
+        "commit": commit(__file__),
         "command": shlex.join(["python", "-m", "pytest" if "pytest" in sys.argv[0] else _module(), *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
     }
-
-
-@functools.cache
-def commit() -> str:
-    """Return the checkout's commit, marked if tracked files differ from it.
-
-    The environment variable MEDUSA_COMMIT goes first, for copies of a checkout whose repository is missing or is not
-    the checkout's own.
-    """
-    if os.environ.get("MEDUSA_COMMIT"):
-        return os.environ["MEDUSA_COMMIT"]
-    try:
-        folder = Path(__file__).parent
-        head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results"],
-            cwd=folder, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head + ("+changes" if changed else "")
 
 
 def write_record(benchmark: str, figures: Mapping[str, Any]) -> Path:
@@ -146,22 +120,5 @@ def ratio(
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _module() -> str:
     return f"benchmarks.{Path(sys.argv[0]).stem}"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

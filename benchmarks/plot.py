@@ -59,7 +59,9 @@ def copy_us(record: Record) -> float | None:
 def conditions(records: Sequence[Record]) -> str:
     """Return where the figures come from, for the foot of a figure."""
     last = records[-1]
-    versions = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "triton") if last["versions"][name])
+    versions = ", ".join(
+        f"{name} {last['versions'][name]}" for name in ("torch", "triton") if last["versions"].get(name)
+    )
     commits = ", ".join(sorted({record["commit"] for record in records}))
     return f"{last['machine']['name']}; {versions}; commit {commits}; {last['date']}"
 

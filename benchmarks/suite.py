@@ -10,12 +10,10 @@ import argparse
 import dataclasses
 import functools
 import gc
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -320,14 +318,6 @@ def cpu_part(
         note="a CPU",
     )
     Run(op, device, dtype=torch.float32).write_timing(case, implementation, timing, bytes=bytes, **extra)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
 
 
 def as_shapes(case: Any) -> dict[str, Any]:

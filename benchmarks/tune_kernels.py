@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import bench_heads_topk, bench_rope_append, bench_tree_attention, bench_tree_verify, gpu, harness, suite
+from medusa_decoding.files import write_json
 
 CPU_COUNT = os.cpu_count() or 1
 # Largest difference of a candidate's result, relative to the result's norm; of integer results, the share that differs.
@@ -337,7 +338,7 @@ def tune(op: str, budget: float, jobs: int) -> None:
             missed = [case.shapes() for case in search.problem.cases[reached:]]
             copy = {"copy_gb_per_s": round(run.copy / 1e9, 1)}
             record = {"op": op, "tables": tables, "not_reached": missed, **copy, **harness.provenance()}
-            suite.write_json(path, record)
+            write_json(path, record)
             print(f"{path}: {len(tables)} tables, {len(missed)} cases not reached", flush=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.plot import COLOURS, pyplot
 from medusa_decoding.evaluation import interval
+from medusa_decoding.files import write_json
 
 __all__ = ["COLOURS", "by_nodes", "command", "foot", "pyplot", "save_picture", "spread", "write_record"]
 
@@ -35,9 +35,7 @@ def write_record(
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    write_json(path, record)
     return path
 
 

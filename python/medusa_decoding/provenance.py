@@ -55,27 +55,30 @@ def versions(*libraries: str) -> dict[str, str]:
     return found
 
 
-def commit() -> str:
-    """Return the commit of the checkout that this file is part of, marked if tracked files differ from it.
+@functools.cache
+def commit(file: str | Path = __file__) -> str:
+    """Return the commit of the checkout that a file is part of, marked if tracked files differ from it.
 
     The environment variable MEDUSA_COMMIT goes first, for copies of a checkout whose repository is missing or is not
-    the checkout's own. An installed package has none: "unknown".
+    the checkout's own. A file that git does not track, of an installed package say, has none: "unknown".
     """
     if os.environ.get("MEDUSA_COMMIT"):
         return os.environ["MEDUSA_COMMIT"]
     try:
         # A package may be installed into a folder of somebody else's repository.
-        _git("ls-files", "--error-unmatch", Path(__file__).name)
-        head = _git("rev-parse", "--short=12", "HEAD").strip()
+        file = Path(file).resolve()
+        _git(file.parent, "ls-files", "--error-unmatch", file.name)
+        head = _git(file.parent, "rev-parse", "--short=12", "HEAD").strip()
         # Records that benchmarks append change nothing that is measured.
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
+        changed = _git(
+            file.parent, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results"
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changed else "")
 
 
-def _git(*arguments: str) -> str:
-    folder = Path(__file__).resolve().parent
+def _git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from medusa_decoding.files import write_json
 from medusa_kernels import ancestor_words
 from medusa_kernels.heads_topk import MAX_K
 from medusa_kernels.tree_select import MAX_CANDIDATES
@@ -213,12 +214,9 @@ class Tree:
 
     def save(self, path: str | Path) -> None:
         """Write the tree as JSON; the file appears whole or not at all."""
-        path = Path(path)
-        scratch = path.with_name(path.name + ".partial")
         parts = {"choices": self.choices, "lookup": self.lookup or None, "keep": self.keep}
         stated = {name: value for name, value in parts.items() if value is not None}
-        scratch.write_text(json.dumps(stated) + "\n", encoding="utf-8")
-        scratch.replace(path)
+        write_json(path, stated, indent=None)
 
     def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
         """Expected tokens a step, root included, if heads are right independently (Medusa paper, section 2.3.3).

@@ -246,19 +246,5 @@ def test_by_rank_puts_the_fronts_of_all_axes_first() -> None:
     assert len(set(got)) == 6
 
 
-def test_commit_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any, **kwargs: Any) -> Any:
-        raise FileNotFoundError("git")
-
-    monkeypatch.setattr(harness.subprocess, "run", missing)
-    harness.commit.cache_clear()
-    monkeypatch.setenv("MEDUSA_COMMIT", "abc123")
-    assert harness.commit() == "abc123"
-    harness.commit.cache_clear()
-    monkeypatch.delenv("MEDUSA_COMMIT")
-    assert harness.commit() == "unknown"
-    harness.commit.cache_clear()
-
-
 def test_machine_slug() -> None:
     assert harness.machine_slug({"name": "NVIDIA H200"}) == "nvidia-h200"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -650,30 +649,6 @@ class TestFolder:
         export(source, tmp_path / "out", "vllm", overwrite=True)
         found = sorted(file.name for file in (tmp_path / "out").iterdir())
         assert found == ["README.md", "config.json", "measured.json", "medusa_tree.json", "model.safetensors"]
-
-    @pytest.mark.parametrize("number", [1, 2])
-    @pytest.mark.parametrize("done", [False, True])
-    def test_ctrl_c_between_two_names_loses_neither(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, done: bool
-    ) -> None:
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "file").write_text("old")
-        rename, calls = os.rename, []
-
-        def interrupted(*names: Any) -> None:
-            calls.append(names)
-            if len(calls) != number:
-                rename(*names)
-                return
-            if done:
-                rename(*names)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(os, "rename", interrupted)
-        with pytest.raises(KeyboardInterrupt), _writing.whole_folder(tmp_path / "out", True) as staging:
-            (staging / "file").write_text("new")
-        assert (tmp_path / "out" / "file").read_text() == ("new" if number == 2 and done else "old")
-        assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
     @pytest.mark.parametrize("target", ["native", "embedded", "original-v1", "vllm"])
     def test_a_full_disk_leaves_what_was_there(

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 
 import pytest
@@ -13,7 +12,7 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.evaluation import Prompt
 from medusa_decoding.tuning import calibrate as module
 from medusa_decoding.tuning.acceleration import read_accuracies
-from medusa_decoding.tuning.accuracy import NONE, Calibration, wilson, write_whole
+from medusa_decoding.tuning.accuracy import NONE, Calibration, wilson
 from medusa_decoding.tuning.calibrate import calibrate
 from medusa_decoding.tuning.texts import Settings, Writer, shared_prompts
 from medusa_decoding.tuning.walk import walk
@@ -198,33 +197,6 @@ def test_texts_that_contradict_the_counts_are_refused(tmp_path, change, words):
     (tmp_path / "c.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=rf"c.json: expected a file that `medusa calibrate` wrote, .*{words}"):
         Calibration.load(tmp_path / "c.json")
-
-
-def test_processes_that_write_one_file_do_not_share_a_scratch_file(tmp_path, monkeypatch):
-    """The second one writes all of it while the first one is at it."""
-    flush, seen = os.fsync, []
-
-    def meanwhile(number):
-        seen.append(sorted(path.name for path in tmp_path.iterdir()))
-        if len(seen) == 1:
-            monkeypatch.setattr(os, "getpid", lambda: 22)
-            write_whole(tmp_path / "c.json", b"second")
-        flush(number)
-
-    monkeypatch.setattr(os, "fsync", meanwhile)
-    monkeypatch.setattr(os, "getpid", lambda: 11)
-    write_whole(tmp_path / "c.json", b"first")
-    assert seen == [["c.json.11.partial"], ["c.json.11.partial", "c.json.22.partial"]]
-    assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
-    assert (tmp_path / "c.json").read_bytes() == b"first"
-
-    def full(number):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(tmp_path / "c.json", b"third")
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("c.json", b"first")]
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", ""])

@@ -8,43 +8,58 @@ from medusa_decoding import provenance
 from medusa_decoding.tuning import record
 
 
-@pytest.fixture
-def git(monkeypatch):
-    """Answer git's commands as a checkout would: `git(tracked=True, changed="")`."""
+@pytest.fixture(autouse=True)
+def asked_anew(monkeypatch):
     monkeypatch.delenv("MEDUSA_COMMIT", raising=False)
-
-    def answer(tracked=True, changed=""):
-        asked = []
-
-        def run(*arguments):
-            asked.append(arguments[0])
-            if arguments[0] == "ls-files" and not tracked:
-                raise subprocess.CalledProcessError(1, "git")
-            return {"ls-files": "provenance.py\n", "rev-parse": "0123456789ab\n", "status": changed}[arguments[0]]
-
-        monkeypatch.setattr(provenance, "_git", run)
-        return asked
-
-    return answer
+    provenance.commit.cache_clear()
+    yield
+    provenance.commit.cache_clear()
 
 
-def test_the_commit_is_the_checkouts(git):
-    assert git() == []
-    assert provenance.commit() == "0123456789ab"
-    git(changed=" M python/medusa_decoding/tree.py\n")
-    assert provenance.commit() == "0123456789ab+changes"
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository with one commit of `code.py` and `benchmarks/results/figures.jsonl`."""
+    figures = tmp_path / "benchmarks" / "results" / "figures.jsonl"
+    figures.parent.mkdir(parents=True)
+    for file in (tmp_path / "code.py", figures):
+        file.write_text("1\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "-c", "user.name=A", "-c", "user.email=a@b.c", "commit", "-qm", "First")
+    return tmp_path
 
 
-def test_a_package_installed_into_another_repository_has_no_commit(git):
-    asked = git(tracked=False)
-    assert provenance.commit() == "unknown"
-    assert asked == ["ls-files"]
+def git(folder, *arguments):
+    done = subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
-def test_a_commit_that_is_told_goes_first(git, monkeypatch):
-    git(tracked=False)
+def test_the_commit_is_the_checkouts(checkout):
+    head = git(checkout, "rev-parse", "HEAD")[:12]
+    assert provenance.commit(checkout / "code.py") == head
+    provenance.commit.cache_clear()
+    with open(checkout / "benchmarks" / "results" / "figures.jsonl", "a") as lines:
+        lines.write("2\n")
+    (checkout / "new.txt").write_text("not tracked")
+    assert provenance.commit(checkout / "code.py") == head
+    provenance.commit.cache_clear()
+    (checkout / "code.py").write_text("2\n")
+    assert provenance.commit(checkout / "benchmarks" / "results" / "figures.jsonl") == f"{head}+changes"
+
+
+def test_a_package_installed_into_another_repository_has_no_commit(checkout):
+    (checkout / "installed.py").touch()
+    assert provenance.commit(checkout / "installed.py") == "unknown"
+
+
+def test_without_git_there_is_no_commit(checkout, monkeypatch):
+    monkeypatch.setenv("PATH", str(checkout / "nothing"))
+    assert provenance.commit(checkout / "code.py") == "unknown"
+
+
+def test_a_commit_that_is_told_goes_first(checkout, monkeypatch):
     monkeypatch.setenv("MEDUSA_COMMIT", "abc")
-    assert provenance.commit() == "abc"
+    assert provenance.commit(checkout / "code.py") == "abc"
 
 
 def test_another_program_does_not_pass_for_the_command(monkeypatch):

@@ -18,8 +18,9 @@ import torch
 from medusa_decoding.checkpoints import embedded, original, vllm
 from medusa_decoding.checkpoints._layout import DTYPES, unpack
 from medusa_decoding.checkpoints._places import CARD, PLOT, TOKENIZER
-from medusa_decoding.checkpoints._writing import save_json, save_tensors, whole_folder
+from medusa_decoding.checkpoints._writing import save_json, save_tensors
 from medusa_decoding.checkpoints.base import lm_head_weight
+from medusa_decoding.files import whole_folder
 from medusa_decoding.heads import MedusaHeads, Storage
 
 Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]

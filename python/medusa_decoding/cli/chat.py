@@ -28,6 +28,7 @@ import torch
 from medusa_decoding.cli import _arguments, _figures
 from medusa_decoding.cli._template import ChatTemplate, Message
 from medusa_decoding.cli._terminal import LEAVE, Breaker, messages
+from medusa_decoding.files import write_text
 from medusa_decoding.inputs import token_list
 from medusa_decoding.metrics import GenerationMetrics
 from medusa_decoding.model import MedusaModel, MedusaOutput
@@ -251,10 +252,7 @@ class Chat:
         """Write the history; the file appears whole or not at all."""
         if not rest:
             raise ValueError("/save: expected a file, got none")
-        path = Path(rest)
-        scratch = path.with_name(path.name + ".partial")
-        scratch.write_text(json.dumps({"messages": self.history}, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        scratch.replace(path)
+        write_text(rest, json.dumps({"messages": self.history}, indent=1, ensure_ascii=False) + "\n")
 
     def system(self, rest: str) -> None:
         """Set the system message, or drop it."""

@@ -21,6 +21,7 @@ from typing import Any
 from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
 from medusa_decoding.evaluation.report import as_text
+from medusa_decoding.files import write_text
 
 NAME = "eval"
 NEW_TOKENS = 256
@@ -87,9 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write(figures: dict[str, Any], path: Path) -> None:
     """Write figures as JSON; the file appears whole or not at all."""
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    write_text(path, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
 
 
 def warn(evaluation: Evaluation) -> None:

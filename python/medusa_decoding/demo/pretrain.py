@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from medusa_decoding.files import whole_file
+
 
 @dataclass
 class PretrainSettings:
@@ -142,9 +144,8 @@ def learning_rate_scale(step: int, progress: float, settings: PretrainSettings) 
 
 def save_atomically(path: Path, state: dict) -> None:
     """Write a torch checkpoint so that a kill never leaves half a file under its name."""
-    scratch = path.with_suffix(".partial")
-    torch.save(state, scratch)
-    scratch.replace(path)
+    with whole_file(path) as scratch:
+        torch.save(state, scratch)
 
 
 def pretrain(

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from medusa_decoding.files import whole_file, write_text
 from medusa_decoding.training import strict
 from medusa_decoding.training.accuracy import HeadAccuracy
 from medusa_decoding.training.config import Config, SourceConfig
@@ -107,9 +108,7 @@ def write_card(folder: str | Path, facts: CardFacts) -> Path:
     check_plotting()
     text = card_text(facts)
     _plot(facts, folder / PLOT)
-    scratch = folder / (CARD + ".partial")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(folder / CARD)
+    write_text(folder / CARD, text)
     return folder / CARD
 
 
@@ -363,6 +362,5 @@ def _plot(facts: CardFacts, path: Path) -> None:
     loss.set(title="Loss", xlabel="step", ylabel="nats")
     for panel in (heads, loss):
         panel.grid(alpha=0.3)
-    scratch = path.with_name(path.name + ".partial")
-    figure.savefig(scratch, format="png", dpi=100, metadata={"Software": None})
-    scratch.replace(path)
+    with whole_file(path) as scratch:
+        figure.savefig(scratch, format="png", dpi=100, metadata={"Software": None})

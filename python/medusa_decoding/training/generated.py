@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.files import write_json
+
 
 class GeneratedFile:
     """Records that are being written.
@@ -48,7 +50,7 @@ class GeneratedFile:
         self._there = list(self._read()) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         if not stated.exists():
-            _write(stated, settings)
+            write_json(stated, settings)
         _beside(path, "finished").unlink(missing_ok=True)
 
     def there(self) -> list[dict[str, Any]]:
@@ -85,7 +87,7 @@ class GeneratedFile:
 
     def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
         """Say that all is written, with a report and what was asked for."""
-        _write(_beside(self.path, "finished"), {"asked": asked, "report": report})
+        write_json(_beside(self.path, "finished"), {"asked": asked, "report": report})
 
     def _note(self, record: Mapping[str, Any]) -> None:
         seed, number = record["seed"], _number(record)
@@ -150,18 +152,3 @@ def _json(file: Path) -> dict[str, Any]:
 
 def _beside(path: Path, what: str) -> Path:
     return path.with_name(f"{path.name}.{what}")
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    # All of it or nothing, also where the machine stops meanwhile.
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from transformers import AutoConfig
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints.base import stated_vocab_size
+from medusa_decoding.files import whole_folder
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
@@ -442,8 +442,6 @@ def _finish(trainer: Trainer, rows: Rows, measured: Measured | None, say: Announ
             base = _write_backbone(trainer, weights)
             _write_heads(trainer, weights, base, rows, measured)
         except Exception as caught:  # safetensors and torch have errors of their own for a full disk
-            for left in folder.glob(".*.tmp"):
-                shutil.rmtree(left, ignore_errors=True)
             error = _not_written(trainer, caught)
     processes.together(error)
     say(f"heads in {folder / 'heads'}, their base model is {base}")
@@ -482,26 +480,25 @@ def _write_backbone(trainer: Trainer, weights: Mapping[str, torch.Tensor]) -> st
     tokenizer = load_tokenizer(config.model)
     merge = config.output.merge and config.model.quantization == "none" and not trainer.processes.sharded
     name = "model" if merge or backbone.lora is None else "adapter"
-    staging = folder / f".{name}.tmp"
-    shutil.rmtree(staging, ignore_errors=True)
-    if name == "adapter":
-        for settings in backbone.lora.peft_config.values():
-            settings.base_model_name_or_path, settings.revision = _base_name(config), config.model.revision
-        backbone.lora.save_pretrained(staging, state_dict=own, save_embedding_layers=False)
-        backbone.causal.config.save_pretrained(staging)  # says the vocabulary's size
-    else:
-        causal = backbone.causal
-        if backbone.lora is not None:
-            causal = backbone.lora.merge_and_unload()
-            causal.to(DTYPES[config.model.dtype]).save_pretrained(staging)
+    for pattern in (f".{name}.*.tmp", f".{name}.*.old"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)  # of a run that was killed
+    with whole_folder(folder / name, replace=True) as staging:
+        if name == "adapter":
+            for settings in backbone.lora.peft_config.values():
+                settings.base_model_name_or_path, settings.revision = _base_name(config), config.model.revision
+            backbone.lora.save_pretrained(staging, state_dict=own, save_embedding_layers=False)
+            backbone.causal.config.save_pretrained(staging)  # says the vocabulary's size
         else:
-            state = {key: value.to(DTYPES[config.model.dtype]) for key, value in own.items()}
-            causal.save_pretrained(staging, state_dict=state)
-            _state_dtype(staging, config.model.dtype)
-    tokenizer.save_pretrained(staging)
-    final = folder / name
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(staging, final)
+            causal = backbone.causal
+            if backbone.lora is not None:
+                causal = backbone.lora.merge_and_unload()
+                causal.to(DTYPES[config.model.dtype]).save_pretrained(staging)
+            else:
+                state = {key: value.to(DTYPES[config.model.dtype]) for key, value in own.items()}
+                causal.save_pretrained(staging, state_dict=state)
+                _state_dtype(staging, config.model.dtype)
+        tokenizer.save_pretrained(staging)
     return f"../{name}"
 
 

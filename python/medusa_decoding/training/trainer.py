@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medusa_decoding.files import write_text
 from medusa_decoding.heads import MedusaHeads, Storage
 from medusa_decoding.training.accuracy import HeadAccuracy
 from medusa_decoding.training.backbone import DTYPES, Backbone
@@ -450,9 +451,7 @@ class Trainer:
         file = self.folder / LOG
         if file.is_file():
             kept = [line for line in read_log(self.folder) if line["step"] <= self.at.done]
-            scratch = file.with_name(f".{LOG}.tmp")
-            scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            scratch.replace(file)
+            write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.files import write_json
 from medusa_decoding.tree import Tree
 
 NONE = -1
@@ -219,7 +219,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Write as JSON; the file appears whole or not at all."""
-        write_whole(Path(path), (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -287,17 +287,3 @@ def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath
     for text in (text for of_prompt in texts for text in of_prompt):
         counts.update(text[: max(0, len(text) - num_heads + 1)])
     return counts
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing, also where the machine stops meanwhile or another process writes it too."""
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with scratch.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise

@@ -19,9 +19,10 @@ from tqdm.auto import tqdm
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
+from medusa_decoding.files import write_text
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.tree import Tree
-from medusa_decoding.tuning.accuracy import FORMAT, NONE, Calibration, Text, text_name_of, text_of, write_whole
+from medusa_decoding.tuning.accuracy import FORMAT, NONE, Calibration, Text, text_name_of, text_of
 from medusa_decoding.tuning.texts import Settings, Writer
 
 
@@ -167,7 +168,7 @@ class _Progress:
         if path.exists():
             self._read(path, header)
         else:
-            write_whole(path, _line(header))
+            write_text(path, _line(header).decode())
 
     @property
     def done(self) -> int:

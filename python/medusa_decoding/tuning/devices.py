@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.files import write_json
+
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -166,10 +168,7 @@ def device_from_json(values: Any) -> Device:
 
 def write_device(device: Device, path: str | Path) -> None:
     """Write a device for `read_device`; the file appears whole or not at all."""
-    path = Path(path)
-    scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(json.dumps(device.to_json(), indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    write_json(path, device.to_json())
 
 
 def _attributes(what: str, values: Any, cls: type, required: tuple[str, ...]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.files import whole_file
 from medusa_decoding.tree import Tree
 
 LEAST_WIDTH = 20
@@ -167,9 +168,8 @@ def save_figure(figure: Any, path: str | Path) -> None:
     path = Path(path)
     kind = path.suffix[1:].lower()
     known = kind if kind in ("png", "svg", "pdf", "jpg", "jpeg") else "png"
-    scratch = path.with_name(path.name + ".partial")
-    figure.savefig(scratch, format=known, dpi=150)
-    scratch.replace(path)
+    with whole_file(path) as scratch:
+        figure.savefig(scratch, format=known, dpi=150)
 
 
 def check_matplotlib() -> None:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.decode.step_times import KEPT, StepTimes
+from medusa_decoding.files import write_json
 from medusa_decoding.provenance import device_name, fingerprint, versions
 from medusa_decoding.tuning import places
-from medusa_decoding.tuning.accuracy import write_whole
 from medusa_decoding.tuning.cases import Case, case_of
 from medusa_decoding.tuning.choice import Accuracies, Source
 
@@ -209,7 +209,7 @@ class Tuning:
 
     def save(self, path: Path) -> None:
         """Write as JSON; the file appears whole or not at all."""
-        write_whole(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Tuning:
