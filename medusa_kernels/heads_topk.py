@@ -101,7 +101,10 @@ def _matmul(
     if gather:
         w2 = w2[..., token_map, :]
         w2_scale = None if w2_scale is None else w2_scale[..., token_map]
-    weight = w2.to(hidden.dtype)
+    if w2_scale is not None and states.dtype == torch.float16:
+        # Before the scale is applied a logit may be beyond what float16 holds: 127 is an ordinary int8 weight.
+        states = states.float()
+    weight = w2.to(states.dtype)
     if w2.dim() == 2:
         logits = linear(states.reshape(-1, size), weight).view(-1, heads, w2.shape[0])
     else:

@@ -137,6 +137,24 @@ def test_quantised_projection(device: str, dtype: torch.dtype, stored: torch.dty
     check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_logits_that_only_their_scale_brings_into_float16(device: str, stored: torch.dtype, shared: bool) -> None:
+    """Row r is a constant r + 1 of its 64 columns: hidden states of 16 make 1024 (r + 1), beyond float16 from r = 63 on."""
+    rows, size = 100, 64
+    w1 = torch.zeros(2, size, size, dtype=torch.float16, device=device)
+    row = torch.arange(1, rows + 1, dtype=torch.float32, device=device).to(stored)
+    w2 = row.float()[:, None].expand(rows, size).to(stored)
+    hidden = torch.full((1, size), 16.0, dtype=torch.float16, device=device)
+    scale = torch.full((rows,), 2.0**-10, device=device)
+    if not shared:
+        w2, scale = w2.expand(2, rows, size).contiguous(), scale.expand(2, rows).contiguous()
+    logprobs, tokens = heads_topk(hidden, w1, None, w2, 1, w2_scale=scale)
+    logits = row.double()
+    assert logprobs[0, :, 0].tolist() == pytest.approx([(logits[-1] - logits.logsumexp(0)).item()] * 2, rel=1e-5)
+    assert all(row[token] == row[-1] for token in tokens.flatten().tolist())
+
+
 def test_token_map_names_the_rows(device: str) -> None:
     case = make(2, 3, 16, 9, device=device)
     ids = torch.tensor([70, 3, 500, 8, 9, 1, 0, 44, 2], device=device)
