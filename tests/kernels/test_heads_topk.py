@@ -140,7 +140,7 @@ def test_quantised_projection(device: str, dtype: torch.dtype, stored: torch.dty
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_logits_that_only_their_scale_brings_into_float16(device: str, stored: torch.dtype, shared: bool) -> None:
-    """Row r is a constant r + 1 of its 64 columns: hidden states of 16 make 1024 (r + 1), beyond float16 from r = 63 on."""
+    """Row r holds r + 1 in 64 columns: hidden states of 16 make 1024 (r + 1) of it, beyond float16 from r = 63 on."""
     rows, size = 100, 64
     w1 = torch.zeros(2, size, size, dtype=torch.float16, device=device)
     row = torch.arange(1, rows + 1, dtype=torch.float32, device=device).to(stored)
