@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,22 +11,21 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.plot import COLOURS, pyplot
 from medusa_decoding.evaluation import interval
-from medusa_decoding.files import write_json
+from medusa_decoding.provenance import without_folders
 
-__all__ = ["COLOURS", "by_nodes", "command", "foot", "pyplot", "save_picture", "spread", "write_record"]
+__all__ = ["COLOURS", "by_nodes", "command", "foot", "pyplot", "record", "save_picture", "spread"]
 
 
 def command(name: str, arguments: Sequence[str]) -> str:
-    """Return the command as anyone would give it: of paths on this machine, only the names."""
-    told = [Path(word).name if word.startswith(("/", "~")) else word for word in arguments]
-    return shlex.join(["python", "-m", "benchmarks.ablations", name, *told])
+    """Return the command as anyone would give it."""
+    return shlex.join(["python", "-m", "benchmarks.ablations", name, *without_folders(arguments)])
 
 
-def write_record(
-    folder: Path, name: str, described: Mapping[str, Any], figures: Mapping[str, Any], arguments: Sequence[str]
-) -> Path:
-    """Write one ablation's record, whole or not at all; return the file."""
-    record = {
+def record(
+    name: str, described: Mapping[str, Any], figures: Mapping[str, Any], arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Return one ablation's record, as JSON gives it back."""
+    made = {
         "ablation": name,
         **described,
         **figures,
@@ -33,10 +33,7 @@ def write_record(
         **harness.provenance(),
         "command": command(name, arguments),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    write_json(path, record)
-    return path
+    return dict(json.loads(json.dumps(made)))
 
 
 def by_nodes(plt: Any, points: Callable[[Any, str], None]) -> Any:

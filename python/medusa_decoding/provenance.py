@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -76,6 +77,11 @@ def commit(file: str | Path = __file__) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changed else "")
+
+
+def without_folders(arguments: Iterable[str]) -> list[str]:
+    """Return a command's arguments as anyone would give them: of paths on this machine, only the names."""
+    return [Path(word).name if word.startswith(("/", "~")) else word for word in arguments]
 
 
 def _git(folder: Path, *arguments: str) -> str:

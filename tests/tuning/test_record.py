@@ -68,5 +68,7 @@ def test_another_program_does_not_pass_for_the_command(monkeypatch):
     for program in ("pytest", "/somewhere/pytest/__main__.py"):
         monkeypatch.setattr("sys.argv", [program, "-q"])
         assert record.provenance(torch.device("cpu"))["command"] == "unknown"
-    monkeypatch.setattr("sys.argv", ["/somewhere/medusa_decoding/__main__.py", "tune", "--prompts", "a b"])
-    assert record.provenance(torch.device("cpu"))["command"] == "medusa tune --prompts 'a b'"
+    monkeypatch.setattr(
+        "sys.argv", ["/somewhere/medusa_decoding/__main__.py", "tune", "--prompts", "a b", "/home/me/c"]
+    )
+    assert record.provenance(torch.device("cpu"))["command"] == "medusa tune --prompts 'a b' c"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.provenance import commit, cpu_name, versions
+from medusa_decoding.provenance import commit, cpu_name, versions, without_folders
 from medusa_decoding.tuning.stored import LIBRARIES
 
 
@@ -68,7 +68,7 @@ def command() -> str:
     program = Path(sys.argv[0])
     # Every package that is run with -m is called __main__.py.
     own = program.name == "medusa" or program.parts[-2:] == ("medusa_decoding", "__main__.py")
-    return shlex.join(["medusa", *sys.argv[1:]]) if own else "unknown"
+    return shlex.join(["medusa", *without_folders(sys.argv[1:])]) if own else "unknown"
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
