@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablations import measuring, setup, writing
+from medusa_decoding.files import write_json
+from medusa_decoding.tuning import places
 
 ABLATIONS = ("figure-3b", "figure-4", "figure-5", "figure-7", "table-3", "dynamic")
 PREPARING = ("draft", "medusa-2")
@@ -47,28 +49,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.name == "redraw":
             for path in args.records:
-                draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg"))
+                draw(read(path), path.with_suffix(".svg"))
             return 0
         if args.name in PREPARING:
             return int(module(args.name).run(args))
         return _ablation(args, given[1:])
-    except (ValueError, measuring.OtherTextError) as error:
+    except (ValueError, OSError, measuring.OtherTextError) as error:
         commands.exit(2, f"{commands.prog} {args.name}: {error}\n")
 
 
 def _ablation(args: argparse.Namespace, given: Sequence[str]) -> int:
     if not args.no_picture:
         writing.pyplot()  # what is missing is found out first
-    one = module(args.name)
+    one, folder = module(args.name), setup.folder(args)
+    path = folder / f"{args.name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    places.check_place("--out", path)  # and what cannot be written to
     described, figures = one.run(args)
-    path = writing.write_record(setup.folder(args), args.name, described, figures, given)
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = writing.record(args.name, described, figures, given)
     print(one.as_text(record))
+    write_json(path, record)
     print(path)
     if not args.no_picture:
         draw(record, path.with_suffix(".svg"))
         print(path.with_suffix(".svg"))
     return 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read one record.
+
+    Raises:
+        ValueError: something else.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a record in JSON, got {error}") from error
+    if not isinstance(record, dict) or record.get("ablation") not in ABLATIONS:
+        raise ValueError(f"{path}: expected the record of one of {', '.join(ABLATIONS)}, got another file")
+    return record
 
 
 def draw(record: dict[str, Any], path: Path) -> None:

@@ -199,7 +199,7 @@ class Tree:
         """Read a tree from JSON: `{"choices": [[0], ..], "lookup": 0, "keep": null}`, or the bare list of paths."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: expected JSON with a list of paths, got {error}") from error
         choices = data.get("choices") if isinstance(data, dict) else data
         if not isinstance(choices, list):

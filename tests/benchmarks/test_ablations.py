@@ -73,10 +73,16 @@ def texts_of_transformers(bench: setup.Bench) -> list[list[int]]:
     return texts
 
 
+def write(folder: Path, name: str, described: dict[str, Any], figures: dict[str, Any]) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(writing.record(name, described, figures, ["--limit", "3"])))
+    return path
+
+
 def as_drawn(name: str, bench: setup.Bench, figures: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """Write a record, read it, draw it, put it in words: what the command does with figures."""
     pytest.importorskip("matplotlib")
-    path = writing.write_record(tmp_path, name, bench.described, figures, ["--limit", "3"])
+    path = write(tmp_path, name, bench.described, figures)
     record = json.loads(path.read_text())
     command.draw(record, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").read_text().rstrip().endswith("</svg>")
@@ -377,10 +383,21 @@ def test_a_command_names_no_folder_of_this_machine() -> None:
         (["figure-7", "--draft", "x", "--gamma", "0"], "expected at least 1, got 0"),
         (["table-3", "--dense", "20,20"], "expected at most 255 choices in all"),
         (["figure-3b"], "the following arguments are required: --prompts"),
+        (["figure-4", "--out", "file"], "figure-4: [Errno"),
+        (["redraw", "file"], "file: expected the record of one of figure-3b, "),
+        (["redraw", "nothing"], "redraw: [Errno"),
     ],
 )
-def test_bad_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text('{"ablation": "another"}')
     with pytest.raises(SystemExit) as stopped:
         command.main(arguments)
     assert stopped.value.code == 2

@@ -98,6 +98,25 @@ def test_refusals(capsys, file, tmp_path, argv, words):
     assert re.search(words, line)
 
 
+def test_a_place_that_may_not_be_written_to_is_told_of_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
+    monkeypatch.setattr("medusa_decoding.cli._arguments.load_tokenizer", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr("medusa_decoding.tuning.places.os.access", lambda path, mode: False)
+    assert main(["eval", "--prompts", file, *ARGV, "--out", str(tmp_path / "x.json")]) == 2
+    assert "--out: expected a file in a folder that exists and may be written to" in capsys.readouterr().err
+
+
+def test_figures_are_shown_also_where_the_disk_is_full(capsys, file, tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("medusa_decoding.cli.evaluate.write_text", full)
+    argv = ["--no-transformers", "--limit", "1", "--turns", "1", "--json", "--out", str(tmp_path / "x.json")]
+    assert main(["eval", "--prompts", file, *ARGV, *argv]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["overall"]["new_tokens"] > 0
+    assert "No space left" in captured.err
+
+
 def test_prompts_are_required(capsys):
     with pytest.raises(SystemExit) as end:
         main(["eval"])

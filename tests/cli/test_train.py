@@ -69,16 +69,35 @@ def test_every_setting_is_listed_with_its_source(capsys):
         (["--set", "optimisation.epoch=1"], "optimisation.epoch"),
         (["--set", "method.x=1"], "--set: expected a key of the settings, got 'method.x'"),
         (["--set", "model.name=nowhere/there"], "model.name: expected a model"),
+        (["--set", "optimisation={epochs: 1, epochs: 2}"], "epochs: expected one such key, got a second"),
+        (["--set", f"optimisation.seed={2**32}"], "optimisation.seed: expected from 0 to below 2^32, got 4294967296"),
+        (["--set", "heads.num_heads=47"], "heads.num_heads: expected at most 46 with data.length 48"),
+        (["--set", "heads.token_map_size=99999"], "heads.token_map_size: expected at most the "),
+        (["--set", "heads.initial=/nowhere"], "/nowhere"),
+        (
+            ["--set", "output.folder=/dev/null/runs"],
+            "output.folder: expected one that is there or can be made, got /dev",
+        ),
+        (["--set", "output.folder=FILE"], "output.folder: expected one that is there or can be made, got "),
+        (["--set", "output.folder=OLD"], "output.folder: expected a new one, got "),
         (["--set", "model.dtype=float16"], "model.dtype: expected one of bfloat16, float32 in training, got float16"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(recipe, tmp_path, capsys, monkeypatch, arguments, message):
+@pytest.mark.parametrize("check", [[], ["--check"]], ids=["train", "check"])
+def test_bad_input_is_one_line_and_exit_code_2(recipe, tmp_path, capsys, monkeypatch, arguments, message, check):
+    """With --check as well, and before a model is loaded."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("medusa_decoding.training.backbone.Backbone.load", lambda *given: pytest.fail("loaded"))
+    (tmp_path / "old" / "heads").mkdir(parents=True)
+    places = {"FILE": str(recipe), "OLD": str(tmp_path / "old")}
+    for name, place in places.items():
+        arguments = [word.replace(f"={name}", f"={place}") for word in arguments]
     config = [] if not arguments or arguments[0] == "--config" else ["--config", str(recipe)]
-    assert main(["train", *config, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert not (tmp_path / "out" / "heads").exists()
+    assert main(["train", *config, *arguments, *check]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert not (tmp_path / "out").exists()
 
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))

@@ -121,9 +121,9 @@ def test_files_round_trip_and_accept_the_bare_list(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
 
 
-@pytest.mark.parametrize("text", ["{", '{"paths": []}', "3"])
-def test_bad_files_are_named(tmp_path, text):
-    (tmp_path / "bad.json").write_text(text)
+@pytest.mark.parametrize("content", [b"{", b'{"paths": []}', b"3", b"\xff"])
+def test_bad_files_are_named(tmp_path, content):
+    (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"bad\.json"):
         Tree.load(tmp_path / "bad.json")
 

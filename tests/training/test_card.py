@@ -127,6 +127,25 @@ def test_data():
     assert "Held-out data: 5 records read, 0 of them left out." in text
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "drawn"),
+    [
+        (0.3, 1.0, "drawn at temperature 0.3,"),
+        (0.7, 0.9, "drawn at temperature 0.7, top-p 0.9,"),
+        (0.0, 0.9, "greedy,"),
+    ],
+)
+def test_data_that_the_model_wrote_says_of_what(temperature, top_p, drawn):
+    how = {"temperature": temperature, "top_p": top_p, "max_new_tokens": 64, "turns": 2, "seed": 7}
+    seeds = {"train": [{"path": "seeds_1.jsonl"}, {"path": "more.jsonl"}]}
+    settings = {"generation": how, "data": seeds, "model": {"name": "/there/base"}}
+    text = card_text(facts(generated={"out/records.jsonl": settings}))
+    assert (
+        f"out/records.jsonl was written by base itself behind the prompts of seeds\\_1.jsonl, more.jsonl: {drawn} "
+        "at most 64 tokens an answer, at most 2 turns, seed 7."
+    ) in text
+
+
 def test_settings_that_differ_and_all_of_them():
     text = card_text(facts())
     rows = {row[0]: row[1:3] for row in table(text, ["setting"])[1:]}

@@ -140,6 +140,8 @@ BAD_FILES = {
     "- a": "config: expected a mapping in .*, got seq",
     "heads: {num_heads: 3,\n num_heads: 4}": "heads.num_heads: expected one such key, got a second in line 2",
     "data:\n  train: [{path: a, path: b}]": r"data.train\[0\].path: expected one such key, got a second in line 2",
+    "a: &a [*a]": r"a\[0\]: expected values that do not hold themselves, got an alias of what it is in",
+    "a: &a {b: [1, *a]}": r"a.b\[1\]: expected values that do not hold themselves",
     "a: !!python/object:os.system {}": "config: expected YAML in .*, got could not determine a constructor",
 }
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.schedules import Stage, cosine, lambda_0, parameter_groups, stages
+from medusa_decoding.training.schedules import Stage, lambda_0, learning_rates, parameter_groups, stages
 
 
 def config(**sections):
@@ -16,24 +16,31 @@ def config(**sections):
     return Config.of(needed | sections)
 
 
-def test_cosine_with_warm_up():
+@pytest.mark.parametrize(
+    ("name", "behind"),
+    [
+        ("cosine", [1 + math.cos(math.pi * s / 8) for s in range(9)]),
+        ("linear", [2 * (8 - s) / 8 for s in range(9)]),
+        ("constant", [2.0] * 9),
+    ],
+)
+def test_rates_with_warm_up(name, behind):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = cosine(optimizer, 4, 12)
+    schedule = learning_rates(optimizer, 4, 12, name)
     rates = []
     for _ in range(12):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
     rates.append(optimizer.param_groups[0]["lr"])
-    expected = [2 * s / 4 for s in range(4)] + [1 + math.cos(math.pi * s / 8) for s in range(9)]
-    assert rates == pytest.approx(expected, abs=1e-12)
-    assert rates[4] == 2.0
-    assert rates[12] == 0.0
+    assert rates == pytest.approx([2 * s / 4 for s in range(4)] + behind, abs=1e-12)
     for warmup in (-1, 12, 13):
         with pytest.raises(
             ValueError, match=f"warmup_steps: expected from 0 to below the 12 steps in all, got {warmup}"
         ):
-            cosine(optimizer, warmup, 12)
+            learning_rates(optimizer, warmup, 12, name)
+    with pytest.raises(ValueError, match="schedule: expected 'cosine', 'linear' or 'constant', got 'steps'"):
+        learning_rates(optimizer, 4, 12, "steps")
 
 
 def test_lambda_0():

@@ -443,11 +443,26 @@ def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, fi
     with monkeypatch.context() as patch:
         patch.setattr(module._Writer, "count", lambda self, *asked: pytest.fail("asked again"))
         assert run(make, out, True) == Calibration.load(out)
-    other = run(make, out, True, max_new_tokens=20)
+    with pytest.raises(
+        ValueError, match=r"settings: expected .*'max_new_tokens': 16.* like the counts in .*whole.json"
+    ):
+        run(make, out, True, max_new_tokens=20)
+    assert out.read_bytes() == finished[0]
+    other = run(make, out, False, max_new_tokens=20)  # anew, over the other one
     assert other.made["settings"]["max_new_tokens"] == 20
     assert Calibration.load(out) == other
-    run(make, out, False)  # anew, over the other one
-    assert out.read_bytes() == finished[0]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_file_that_is_no_calibration_is_left(make, tmp_path, monkeypatch, resume):
+    monkeypatch.setattr(module._Writer, "count", lambda self, *asked: pytest.fail("asked"))
+    (tmp_path / "thesis.txt").write_text("Chapter 1")
+    with pytest.raises(
+        ValueError, match=r"out: expected a new file or a calibration to take the place of, got .*thesis"
+    ):
+        run(make, tmp_path / "thesis.txt", resume)
+    assert (tmp_path / "thesis.txt").read_text() == "Chapter 1"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize(

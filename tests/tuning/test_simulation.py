@@ -97,6 +97,16 @@ def test_what_are_no_accuracies_is_refused(tmp_path: Path, text: str) -> None:
         read_accuracies(path)
 
 
+def test_accuracies_of_several_ranks_together_are_refused(tmp_path: Path) -> None:
+    """As training logs print them: top-1, top-2, top-3."""
+    path = tmp_path / "accuracies.json"
+    path.write_text("[[0.5, 0.3, 0.2], [0.316, 0.424, 0.485]]")
+    with pytest.raises(
+        ValueError, match=r"accuracies\.json: expected accuracies of each rank alone.* 1\.225 in all for head 2"
+    ):
+        read_accuracies(path)
+
+
 def test_a_point_by_hand() -> None:
     point = simulation().point(2, 1024, 16)
     plain = total_seconds(step_operators(SEVEN, None, 2, 1, 1024), DEVICES["a100-80"])

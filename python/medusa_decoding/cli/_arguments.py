@@ -33,7 +33,10 @@ def at_least_zero(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from error
     if value < least:
         raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
     return value
@@ -239,10 +242,16 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     """Return the base model's tokenizer, of the revision that the model itself is loaded at.
 
     Raises:
-        ValueError: no base model known.
+        ValueError: no base model known, or none with a tokenizer there.
     """
-    revision = find_base_revision(_heads(args), base_model=args.base_model or None)
-    return AutoTokenizer.from_pretrained(_base_model(args), **({} if revision is None else {"revision": revision}))
+    base, revision = _base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
+    try:
+        return AutoTokenizer.from_pretrained(base, **({} if revision is None else {"revision": revision}))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"base model: expected a folder or hub id with a tokenizer (--base-model names another), got {base} "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:

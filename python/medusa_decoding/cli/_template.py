@@ -217,6 +217,8 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--template: expected UTF-8 text in {path}, got {error}") from error
+    except OSError as error:
+        raise ValueError(f"--template: expected plain or a readable file, got {path} ({error.strerror})") from error
 
 
 def _one_line(error: BaseException) -> str:

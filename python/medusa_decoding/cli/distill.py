@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         from medusa_decoding.training.processes import Processes
         from medusa_decoding.training.recipe import check
 
-        check(config, Processes.join(config.optimisation.sharding))
+        check(on_own_data(config, file), Processes.join(config.optimisation.sharding), args.resume)
     if figures is None:
         figures = _generate(args, config, file, asked)
     elif not args.json:

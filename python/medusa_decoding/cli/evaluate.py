@@ -22,6 +22,7 @@ from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
 from medusa_decoding.evaluation.report import as_text
 from medusa_decoding.files import write_text
+from medusa_decoding.tuning import places
 
 NAME = "eval"
 NEW_TOKENS = 256
@@ -57,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Read, load, measure, print."""
     _arguments.check_device(args)
     chosen = _arguments.sampling(args)
-    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
-        raise ValueError(f"--out: expected a file in a folder that exists, got {args.out}")
+    if args.out is not None:
+        args.out = places.expanded(args.out)
+        places.check_place("--out", args.out)
     try:
         prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
     except ModuleNotFoundError as error:
@@ -79,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
             **chosen,
         )
     figures = {"model": args.model or "the embedded demo checkpoint", "prompts": args.prompts} | evaluation.to_json()
-    if args.out is not None:
-        write(figures, args.out)
     print(json.dumps(figures) if args.json else as_text(evaluation))
     warn(evaluation)
+    if args.out is not None:
+        write(figures, args.out)
     return 0
 
 

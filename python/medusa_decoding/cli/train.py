@@ -3,7 +3,7 @@
     medusa train --config recipes/vicuna-7b.yaml
     medusa train --config recipes/demo-cpu.yaml --set optimisation.epochs=1 --set output.folder=trial
     medusa train --config recipes/vicuna-7b.yaml --resume
-    accelerate launch --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
+    accelerate launch --multi_gpu --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
 
 A run that was stopped goes on from its last checkpoint with --resume. At the end the output folder holds `heads` with a
 model card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter where there is one.
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = read_config(args)
     if args.check:
-        return _check(config)
+        return _check(config, args.resume)
     from medusa_decoding.training.recipe import train
 
     bar = None if args.json else Bar()
@@ -105,12 +105,16 @@ def summary(result: Any) -> dict[str, Any]:
     }
 
 
-def _check(config: Config) -> int:
+def _check(config: Config, resume: bool) -> int:
+    from medusa_decoding.checkpoints.base import stated_vocab_size
     from medusa_decoding.training.backbone import load_tokenizer
-    from medusa_decoding.training.recipe import load_rows
+    from medusa_decoding.training.processes import Processes
+    from medusa_decoding.training.recipe import check, load_rows
     from medusa_decoding.training.schedules import stages
 
-    rows = load_rows(config, load_tokenizer(config.model))
+    check(config, Processes.join(config.optimisation.sharding), resume)
+    vocabulary = stated_vocab_size(config.model.name, config.model.revision)
+    rows = load_rows(config, load_tokenizer(config.model), vocabulary)
     print(rows.report)
     print(f"{rows.records[0]} records in {len(rows.train)} rows of {config.data.length} ({rows.train.fill:.0%} filled)")
     print(f"{rows.records[1]} held out, in {0 if rows.held_out is None else len(rows.held_out)} rows")

@@ -52,6 +52,7 @@ class CardFacts:
         commit: of this package's checkout, or None.
         command: that started the run, or None.
         machine: it ran on, or None.
+        generated: what training data that a model has written was asked for with (`generated.asked_of`), by its path.
         trained_model: folder of the backbone that was trained along, or of its adapter, which the heads need then; None
             where the backbone was frozen.
     """
@@ -71,6 +72,7 @@ class CardFacts:
     commit: str | None = None
     command: str | None = None
     machine: str | None = None
+    generated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     trained_model: str | None = None
 
 
@@ -207,6 +209,7 @@ def _data(facts: CardFacts) -> list[str]:
     if facts.tokens is not None:
         counts += f" {facts.tokens:,} tokens of training data."
     found = ["## Data", _table(["", "source", "format", "split", "revision"], rows), counts]
+    found += [_written(path, settings) for path, settings in facts.generated.items()]
     for what, report in (("", facts.report), ("Held-out data: ", facts.held_out_report)):
         if report is not None:
             found += _came_of(what, report)
@@ -217,6 +220,18 @@ def _source(source: SourceConfig) -> list[str]:
     name = source.path if source.subset is None else f"{source.path} ({source.subset})"
     hub = _on_hub(source.path)
     return [name, source.format, source.split if hub else "", (source.revision or "newest") if hub else ""]
+
+
+def _written(path: str, settings: Mapping[str, Any]) -> str:
+    how, data = settings["generation"], settings["data"]
+    seeds = ", ".join(escaped(source["path"]) for source in data["train"])
+    drawn = f"drawn at temperature {how['temperature']:g}" if how["temperature"] else "greedy"
+    nucleus = f", top-p {how['top_p']:g}" if how["temperature"] and how["top_p"] < 1 else ""
+    return (
+        f"{escaped(path)} was written by {escaped(_shown_name(settings['model']['name']))} itself behind the prompts "
+        f"of {seeds}: {drawn}{nucleus}, at most {how['max_new_tokens']} tokens an answer, at most {how['turns']} "
+        f"turns, seed {how['seed']}."
+    )
 
 
 def _came_of(what: str, report: Report) -> list[str]:

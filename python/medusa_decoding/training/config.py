@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from medusa_decoding.training import strict
-from medusa_decoding.training.strict import DECAY, ENTRIES, POSITIVE, SHARE, WORDS, Note, at_least
+from medusa_decoding.training.strict import DECAY, ENTRIES, POSITIVE, SEED, SHARE, WORDS, Note, at_least
 
 Method = Literal["medusa-1", "medusa-2", "self-distillation"]
 OURS = "ours; the papers do not say"
@@ -157,7 +157,9 @@ class OptimisationConfig:
     heads_factor: Annotated[
         float, Note("the heads' rate over the backbone's (Medusa-1 has the same 2e-3)", "B.2", POSITIVE)
     ] = 4.0
-    schedule: Annotated[Literal["cosine"], Note("after a linear warm-up, down to 0", "B.2")] = "cosine"
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant"], Note("after a linear warm-up; the first two down to 0", "B.2: cosine")
+    ] = "cosine"
     warmup_steps: Annotated[int, Note("of each stage; self-distillation: 20", "B.3; B.4", at_least(0))] = 40
     epochs: Annotated[float, Note("over the data, of the last or only stage", "3.1", POSITIVE)] = 2.0
     heads_first_epochs: Annotated[
@@ -173,7 +175,7 @@ class OptimisationConfig:
     beta_2: Annotated[float, Note("of AdamW", "its usual value", SHARE)] = 0.999
     epsilon: Annotated[float, Note("of AdamW", "its usual value", POSITIVE)] = 1e-8
     max_gradient_norm: Annotated[float | None, Note("gradients are clipped to it; null: not", OURS, POSITIVE)] = 1.0
-    seed: Annotated[int, Note("of initial weights, order and dropout", OURS, at_least(0))] = 0
+    seed: Annotated[int, Note("of initial weights, order and dropout", OURS, SEED)] = 0
     sharding: Annotated[
         Literal["auto", "none", "full"],
         Note("full: weights divided over the processes (FSDP); auto: as accelerate launch --use_fsdp says", OURS),
@@ -213,7 +215,7 @@ class GenerationConfig:
         128
     )
     batch_size: Annotated[int, Note("answers generated at once", OURS, at_least(1))] = 8
-    seed: Annotated[int, Note("of sampling", OURS, at_least(0))] = 0
+    seed: Annotated[int, Note("of sampling", OURS, SEED)] = 0
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -363,6 +365,11 @@ class Config:
                 bool(data.held_out) and bool(data.held_out_share),
                 "data.held_out_share: expected null or 0 with data.held_out (one of them decides), "
                 f"got {data.held_out_share}",
+            ),
+            (
+                heads.num_heads + 2 > data.length,
+                f"heads.num_heads: expected at most {data.length - 2} with data.length {data.length} (the last one has "
+                f"nothing to guess in such a row), got {heads.num_heads}",
             ),
             (
                 rates.batch_size % micro != 0,

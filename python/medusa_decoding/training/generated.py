@@ -140,6 +140,13 @@ def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
             )
 
 
+def asked_of(path: Path) -> dict[str, Any] | None:
+    """Return the settings that a finished file of records was asked for with; None where nothing beside it says so."""
+    marker = _beside(path, "finished")
+    asked = _json(marker).get("asked") if marker.is_file() else None
+    return asked if isinstance(asked, dict) and {"model", "generation", "data"} <= asked.keys() else None
+
+
 def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from medusa_decoding.training import card, chat, data, packing, strict
 from medusa_decoding.training.accuracy import HeadAccuracy
 from medusa_decoding.training.backbone import DTYPES, Backbone, check_adaptable, load_tokenizer
 from medusa_decoding.training.config import Config
+from medusa_decoding.training.generated import asked_of
 from medusa_decoding.training.processes import Processes
 from medusa_decoding.training.saving import STATE, Checkpoints
 from medusa_decoding.training.schedules import stages
@@ -109,8 +111,7 @@ def train(
     processes = Processes.join(config.optimisation.sharding)
     say: Announce = announce if processes.main else lambda words: None
     folder = Path(config.output.folder)
-    check(config, processes)
-    start = _where_to_start(config, folder, resume)
+    start = check(config, processes, resume)
     if start is None and resume:
         say(f"no checkpoint in {folder}: begins anew")
     torch.manual_seed(config.optimisation.seed)
@@ -160,13 +161,20 @@ def _device(processes: Processes) -> torch.device:
     return torch.device("cpu" if processes.main else "meta")
 
 
-def check(config: Config, processes: Processes) -> None:
+def check(config: Config, processes: Processes, resume: bool = False) -> Path | None:
     """Refuse what can be known to fail before data is read, generated or a model loaded.
 
+    Returns:
+        The checkpoint that the run goes on from, None for a new run.
+
     Raises:
-        ValueError: settings that do not go together with the model, the given heads or the processes.
+        ValueError: settings that do not go together with the model, the given heads, the processes or what is in the
+            output folder; an output folder that cannot be written to.
         ModuleNotFoundError: a library that they need.
     """
+    folder = Path(config.output.folder)
+    _check_folder(folder)
+    start = _where_to_start(config, folder, resume)
     card.check_plotting()
     try:
         model = AutoConfig.from_pretrained(config.model.name, revision=config.model.revision)
@@ -176,8 +184,11 @@ def check(config: Config, processes: Processes) -> None:
             f"({str(error).splitlines()[0]})"
         ) from error
     check_adaptable(config, model)
+    vocabulary, trimmed = int(model.vocab_size), config.heads.token_map_size
+    if trimmed is not None and trimmed > vocabulary:
+        raise ValueError(f"heads.token_map_size: expected at most the {vocabulary} tokens there are, got {trimmed}")
     if config.heads.initial is not None:
-        _given_heads(config, int(model.hidden_size), int(model.vocab_size))
+        _given_heads(config, int(model.hidden_size), vocabulary)
     if processes.sharded:
         for broken, words in (
             (config.data.cache_hidden is not None, "data.cache_hidden: expected null with divided weights"),
@@ -198,6 +209,15 @@ def check(config: Config, processes: Processes) -> None:
                 "tensorboard: expected the library for output.tensorboard "
                 "(pip install 'medusa-kernels[train]', or set it to false), got none"
             ) from error
+    return start
+
+
+def _check_folder(folder: Path) -> None:
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"output.folder: expected one that is there or can be made, got {folder}")
 
 
 def _where_to_start(config: Config, folder: Path, resume: bool) -> Path | None:
@@ -542,6 +562,11 @@ def _facts(trainer: Trainer, base: str, rows: Rows, measured: Measured | None) -
         tokens=len(rows.train) * config.data.length,
         versions=versions("torch", "transformers"),
         machine=_machine(trainer.processes),
+        generated={
+            source.path: asked
+            for source in config.data.train
+            if (asked := asked_of(Path(source.path).expanduser())) is not None
+        },
         trained_model=base if config.trains_backbone else None,
     )
 

@@ -7,6 +7,7 @@ complete; then all but the last few are removed. This module does not know model
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -112,7 +113,11 @@ class Checkpoints:
     def _named(self, error: BaseException) -> OSError:
         newest = self.newest()
         kept = f"the last good one is {newest}" if newest is not None else "there is none before it"
-        return OSError(f"{self.folder}: the checkpoint could not be written ({error}); {kept}")
+        # torch's own words for a full disk tell nobody.
+        free = ""
+        with contextlib.suppress(OSError):
+            free = f"; {shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there"
+        return OSError(f"{self.folder}: the checkpoint could not be written ({error}{free}); {kept}")
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Read a checkpoint: its state, weights and optimiser; this process goes on with its random numbers.

@@ -1,9 +1,9 @@
 """How learning rates and the weight of the heads' loss move over a run (Medusa paper, sections 2.2.2, B.2 to B.4).
 
-The rates follow transformers' own cosine schedule with linear warm-up (B.2); the heads have several times the
-backbone's (B.2: four). lambda_0, the weight of the heads' loss in equation 2, is constant (B.3) or rises to its value
-along a sine (B.4); in two-stage training (2.2.2, B.3) a first stage trains the heads alone. This module knows counts of
-steps; it does not know data or losses.
+The rates follow transformers' own schedules with linear warm-up, the cosine unless said otherwise (B.2); the heads
+have several times the backbone's (B.2: four). lambda_0, the weight of the heads' loss in equation 2, is constant (B.3)
+or rises to its value along a sine (B.4); in two-stage training (2.2.2, B.3) a first stage trains the heads alone. This
+module knows counts of steps; it does not know data or losses.
 """
 
 from __future__ import annotations
@@ -15,24 +15,39 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import get_cosine_schedule_with_warmup
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
 from medusa_decoding.training.config import Config
 
 
-def cosine(optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return the cosine schedule with warm-up (B.2): up from 0 over `warmup_steps`, then half a wave down to 0.
+def learning_rates(
+    optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, schedule: str = "cosine"
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the rates' schedule: up from 0 over `warmup_steps`, then half a wave down to 0 (B.2).
 
-    Step s (from 0) has the factor s / warmup_steps before the end of the warm-up, then
-    (1 + cos(pi (s - warmup_steps) / (total_steps - warmup_steps))) / 2.
+    Step s (from 0) has the factor s / warmup_steps before the end of the warm-up. With t the share of the steps behind
+    it, (s - warmup_steps) / (total_steps - warmup_steps), "cosine" then has (1 + cos(pi t)) / 2, "linear" 1 - t,
+    "constant" 1.
 
     Raises:
-        ValueError: no step after the warm-up.
+        ValueError: no step after the warm-up, or another schedule.
     """
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"warmup_steps: expected from 0 to below the {total_steps} steps in all, got {warmup_steps}")
-    schedule: torch.optim.lr_scheduler.LambdaLR = get_cosine_schedule_with_warmup(optimizer, warmup_steps, total_steps)
-    return schedule
+    rates: torch.optim.lr_scheduler.LambdaLR
+    if schedule == "cosine":
+        rates = get_cosine_schedule_with_warmup(optimizer, warmup_steps, total_steps)
+    elif schedule == "linear":
+        rates = get_linear_schedule_with_warmup(optimizer, warmup_steps, total_steps)
+    elif schedule == "constant":
+        rates = get_constant_schedule_with_warmup(optimizer, warmup_steps)
+    else:
+        raise ValueError(f"schedule: expected 'cosine', 'linear' or 'constant', got {schedule!r}")
+    return rates
 
 
 def lambda_0(step: int, total_steps: int, value: float, schedule: str = "constant") -> float:

@@ -40,6 +40,7 @@ POSITIVE = Range("a finite number above 0", lambda value: 0 < value < math.inf)
 SHARE = Range("a number from 0 to below 1", lambda value: 0 <= value < 1)
 DECAY = Range("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 WORDS = Range("at least one character", lambda value: bool(value.strip()))
+SEED = Range("from 0 to below 2^32", lambda value: 0 <= value < 2**32)
 ENTRIES = Range("at least one entry", lambda value: len(value) > 0)
 
 
@@ -109,6 +110,9 @@ def parse_yaml(text: str) -> Any:
         ValueError: not YAML.
     """
     try:
+        node = yaml.compose(text, Loader=_Loader)
+        if node is not None:
+            _refuse_repetition(node, "")
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"expected a value in YAML, got {text!r}") from error
@@ -122,10 +126,13 @@ _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
-def _refuse_repetition(node: Any, path: str) -> None:
+def _refuse_repetition(node: Any, path: str, above: tuple[Any, ...] = ()) -> None:
+    if any(node is one for one in above):
+        raise ValueError(f"{path}: expected values that do not hold themselves, got an alias of what it is in")
+    above = (*above, node)
     if isinstance(node, yaml.SequenceNode):
         for place, entry in enumerate(node.value):
-            _refuse_repetition(entry, f"{path}[{place}]")
+            _refuse_repetition(entry, f"{path}[{place}]", above)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -133,7 +140,7 @@ def _refuse_repetition(node: Any, path: str) -> None:
             if name in seen:
                 raise ValueError(f"{name}: expected one such key, got a second in line {key.start_mark.line + 1}")
             seen.add(name)
-            _refuse_repetition(value, name)
+            _refuse_repetition(value, name, above)
 
 
 def build(kind: type[T], values: Any, path: str = "") -> T:

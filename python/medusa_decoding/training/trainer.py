@@ -30,7 +30,7 @@ from medusa_decoding.training.objective import HIDDEN, Normalisers, Objective
 from medusa_decoding.training.packing import PackedDataset, collate
 from medusa_decoding.training.processes import Processes, fill, own, whole
 from medusa_decoding.training.saving import Checkpoints
-from medusa_decoding.training.schedules import Stage, cosine, lambda_0, parameter_groups, stages
+from medusa_decoding.training.schedules import Stage, lambda_0, learning_rates, parameter_groups, stages
 from medusa_decoding.training.states import StateCache, fingerprint
 from medusa_decoding.training.stored import store
 from medusa_decoding.training.targets import IGNORE
@@ -176,7 +176,8 @@ class Trainer:
         backbone = list(self._trained_weights.items()) if stage.trains_backbone else []
         groups = parameter_groups(self.heads, backbone, config=config)
         self.optimiser = _optimiser(groups, config, self.processes.sharded)
-        self.schedule = cosine(self.optimiser, config.optimisation.warmup_steps, stage.steps)
+        rates = config.optimisation
+        self.schedule = learning_rates(self.optimiser, rates.warmup_steps, stage.steps, rates.schedule)
         self.clipped = [weight for group in groups for weight in group["params"]]
 
     @functools.cached_property

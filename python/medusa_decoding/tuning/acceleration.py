@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from medusa_decoding.tree import MAX_CHOICES, Tree
 
 SLOPE = 0.477
+ROUNDING = 1e-6  # by which shares may add up to more than one whole
 PRINTED: dict[str, Callable[[float], float]] = {
     "0.477 log10(n)": lambda nodes: SLOPE * math.log10(nodes),
     "0.477 ln(n)": lambda nodes: SLOPE * math.log(nodes),
@@ -114,7 +115,7 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
             the `accuracy` of an object.
 
     Raises:
-        ValueError: anything else; it names the file.
+        ValueError: anything else, accuracies of the n likeliest together above all; it names the file.
     """
     try:
         values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -135,4 +136,10 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
         ) from error
     if not rows or not all(rows) or not all(0 <= value <= 1 for row in rows for value in row):
         raise ValueError(f"{path}: expected one list a head of accuracies in [0, 1], got {rows!r:.80}")
+    for head, row in enumerate(rows, start=1):
+        if sum(row) > 1 + ROUNDING:
+            raise ValueError(
+                f"{path}: expected accuracies of each rank alone, which are shares of one whole, got {sum(row):.3f} in "
+                f"all for head {head} (are they those of the n likeliest together?)"
+            )
     return rows

@@ -61,8 +61,9 @@ def calibrate(
 
     Raises:
         ValueError: bad arguments; a model without heads, or whose heads reach as far as the texts may or further;
-            progress of a stopped run without `resume`, or of another model, other prompts, settings or versions; no
-            text that came to be longer than the heads reach.
+            progress of a stopped run without `resume`; with `resume`, progress or a result of another model, other
+            prompts, settings or versions; a file in the result's place that is no calibration; no text that came to be
+            longer than the heads reach.
         OSError: a file that cannot be written.
     """
     settings = Settings(max_new_tokens, prompt_tokens, template, temperature, seed)
@@ -83,9 +84,11 @@ def calibrate(
     writer = _Writer(model, tokenizer, settings)
     made = writer.described(prompts)
     file = None if out is None else Path(out)
-    if file is not None and resume and file.is_file():
-        there = Calibration.load(file)
-        if there.texts is not None and {name: there.made.get(name) for name in made} == made:
+    if file is not None and file.is_file():
+        there = _load_own(file)
+        if resume and not progress_file(file).exists():
+            _check_same(file, there.made, made)
+        if resume and there.texts is not None and {name: there.made.get(name) for name in made} == made:
             _Progress.forget(progress_file(file), made)
             return there
     found = _Progress(None if file is None else progress_file(file), made, heads)
@@ -113,6 +116,13 @@ def calibrate(
 def progress_file(out: Path) -> Path:
     """Return where what is counted so far is kept."""
     return out.with_name(out.name + ".progress")
+
+
+def _load_own(file: Path) -> Calibration:
+    try:
+        return Calibration.load(file)
+    except ValueError as error:
+        raise ValueError(f"out: expected a new file or a calibration to take the place of, got {error}") from error
 
 
 def check_fresh(out: Path, resume: bool) -> None:
