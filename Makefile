@@ -121,12 +121,13 @@ medusa_kernels/_lib/libmedusa_cuda.so: $(BUILD_FILES)
 	@touch "$@"
 
 # Dozens of steps are compiled by torch.compile in the second one. A stage that runs out of time says nothing.
-PYTEST_ON_GPU = $(ON_GPU) -m pytest -q -rs --durations=10 -m gpu $(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_ARGS) $(TESTS)
+# Of TESTS there may be none for it: pytest's status 5.
+PYTEST_ON_GPU = $(ON_GPU) -m pytest -q -rs --durations=10 $(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_ARGS) $(TESTS)
 gpu-test: gpu-build
-	$(call stage,$(PYTEST_ON_GPU) -k "not compiled")
+	$(call stage,$(PYTEST_ON_GPU) -m "gpu and not compiled")
 
 gpu-test-compiled: gpu-build
-	$(call stage,$(PYTEST_ON_GPU) -k compiled)
+	$(call stage,$(PYTEST_ON_GPU) -m "gpu and compiled" || [ $$? = 5 ])
 
 gpu-sanitize: gpu-build
 	$(call stage,PYTHONPATH=.:python timeout 590 compute-sanitizer --error-exitcode 1 \

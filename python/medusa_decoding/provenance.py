@@ -81,7 +81,11 @@ def commit(file: str | Path = __file__) -> str:
 
 def without_folders(arguments: Iterable[str]) -> list[str]:
     """Return a command's arguments as anyone would give them: of paths on this machine, only the names."""
-    return [Path(word).name if word.startswith(("/", "~")) else word for word in arguments]
+    found = []
+    for word in arguments:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        found.append(option + equals + (Path(value).name if value.startswith(("/", "~")) else value))
+    return found
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -52,6 +52,14 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_one_process_checks_a_run_whose_weights_are_to_be_divided(recipe, capsys):
+    divided = ["train", "--config", str(recipe), "--check", "--set", "optimisation.sharding=full"]
+    assert main(divided) == 0
+    assert "steps of 4 rows: heads" in capsys.readouterr().out
+    assert main([*divided, "--set", "optimisation.optimizer=adamw_8bit"]) == 2
+    assert "optimisation.optimizer: expected adamw with divided weights" in capsys.readouterr().err
+
+
 def test_every_setting_is_listed_with_its_source(capsys):
     assert main(["train", "--settings"]) == 0
     shown = capsys.readouterr().out

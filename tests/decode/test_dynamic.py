@@ -312,7 +312,7 @@ def test_trees_are_checked_against_the_heads():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize("backend", ["eager", "graph", pytest.param("compiled", marks=pytest.mark.compiled)])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 def test_on_a_gpu(tree, name, backend):

@@ -237,6 +237,7 @@ def test_a_step_that_cannot_be_captured_is_refused_and_nothing_is_lost():
         assert medusa.generate(row[None], max_new_tokens=12).sequences[0, 9:].tolist() == expected
 
 
+@pytest.mark.compiled
 def test_torch_compile_of_a_swapped_model(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, heads = on_gpu()
@@ -250,6 +251,7 @@ def test_torch_compile_of_a_swapped_model(tmp_path, monkeypatch):
     assert text == transformers_greedy(model, ids[0], 12)
 
 
+@pytest.mark.compiled
 def test_compiled_backend_is_captured_too(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, heads = on_gpu(num_hidden_layers=1)

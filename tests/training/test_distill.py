@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from medusa_decoding.training.chat import ChatEncoder, encode_records, fingerpri
 from medusa_decoding.training.config import GenerationConfig, SourceConfig
 from medusa_decoding.training.data import Record, Report, read_records
 from medusa_decoding.training.distill import generate_records
-from medusa_decoding.training.generated import finished
+from medusa_decoding.training.generated import asked_of, finished
 
 IM_END = toy.SPECIAL.index("<|im_end|>")
 GREEDY = GenerationConfig(max_new_tokens=12, temperature=0.0, turns=3, prompt_tokens=4, batch_size=3)
@@ -592,3 +593,13 @@ def test_seeds_need_no_answers(tmp_path):
     without = Report()
     assert len(list(read_records([SourceConfig(str(path))], without))) == 1
     assert without.bad.total() == 2
+
+
+@pytest.mark.parametrize("marker", [None, "", "{", "[1]", '{"asked": 3}', '{"asked": {"model": {}}}'])
+def test_what_lies_beside_data_of_ones_own_is_no_record_of_how_it_was_made(tmp_path, marker):
+    (tmp_path / "chats.jsonl").write_text("")
+    if marker is not None:
+        (tmp_path / "chats.jsonl.finished").write_text(marker)
+    assert asked_of(tmp_path / "chats.jsonl") is None
+    assert asked_of(tmp_path) is None
+    assert asked_of(Path()) is None

@@ -12,7 +12,9 @@ model card, for `medusa generate --model FOLDER/heads`, and the trained model or
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -108,11 +110,10 @@ def summary(result: Any) -> dict[str, Any]:
 def _check(config: Config, resume: bool) -> int:
     from medusa_decoding.checkpoints.base import stated_vocab_size
     from medusa_decoding.training.backbone import load_tokenizer
-    from medusa_decoding.training.processes import Processes
     from medusa_decoding.training.recipe import check, load_rows
     from medusa_decoding.training.schedules import stages
 
-    check(config, Processes.join(config.optimisation.sharding), resume)
+    check(config, _processes(config), resume)
     vocabulary = stated_vocab_size(config.model.name, config.model.revision)
     rows = load_rows(config, load_tokenizer(config.model), vocabulary)
     print(rows.report)
@@ -123,6 +124,15 @@ def _check(config: Config, resume: bool) -> int:
     for warning in config.warnings():
         print(warning)
     return 0
+
+
+def _processes(config: Config) -> Any:
+    """Return the processes that a run is checked for: one also where weights are to be divided over several."""
+    from medusa_decoding.training.processes import Processes
+
+    if config.optimisation.sharding == "full" and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return dataclasses.replace(Processes.join("none"), sharded=True)
+    return Processes.join(config.optimisation.sharding)
 
 
 def _say(words: str) -> None:

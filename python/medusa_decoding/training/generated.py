@@ -141,9 +141,14 @@ def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 def asked_of(path: Path) -> dict[str, Any] | None:
-    """Return the settings that a finished file of records was asked for with; None where nothing beside it says so."""
-    marker = _beside(path, "finished")
-    asked = _json(marker).get("asked") if marker.is_file() else None
+    """Return the settings that a finished file of records was asked for with; None where nothing beside it says so.
+
+    What lies beside data of one's own may be anything, and is no reason to refuse that.
+    """
+    try:
+        asked = _json(_beside(path, "finished")).get("asked") if path.is_file() else None
+    except (OSError, ValueError):
+        return None
     return asked if isinstance(asked, dict) and {"model", "generation", "data"} <= asked.keys() else None
 
 

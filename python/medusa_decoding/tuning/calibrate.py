@@ -85,7 +85,7 @@ def calibrate(
     made = writer.described(prompts)
     file = None if out is None else Path(out)
     if file is not None and file.is_file():
-        there = _load_own(file)
+        there = Calibration.load(file)
         if resume and not progress_file(file).exists():
             _check_same(file, there.made, made)
         if resume and there.texts is not None and {name: there.made.get(name) for name in made} == made:
@@ -118,15 +118,18 @@ def progress_file(out: Path) -> Path:
     return out.with_name(out.name + ".progress")
 
 
-def _load_own(file: Path) -> Calibration:
-    try:
-        return Calibration.load(file)
-    except ValueError as error:
-        raise ValueError(f"out: expected a new file or a calibration to take the place of, got {error}") from error
-
-
 def check_fresh(out: Path, resume: bool) -> None:
-    """Raise `ValueError` where a stopped run has left its progress and nobody has said to go on with it."""
+    """Refuse a place for a result, as far as that can be known before a model is loaded.
+
+    Raises:
+        ValueError: there is a file that is no calibration; a stopped run has left its progress, and nobody has said to
+            go on with it.
+    """
+    if out.is_file():
+        try:
+            Calibration.load(out)
+        except ValueError as error:
+            raise ValueError(f"out: expected a new file or a calibration to take the place of, got {error}") from error
     if progress_file(out).exists() and not resume:
         raise ValueError(
             f"resume: expected True (--resume) to go on from {progress_file(out)}, or no such file, got False"
