@@ -29,6 +29,7 @@ from benchmarks.ablations import writing
 from medusa_decoding.cli import _arguments
 from medusa_decoding.demo import CHECKPOINT, corpus
 from medusa_decoding.demo.distill import continuations, random_prompts
+from medusa_decoding.files import write_json
 
 NAME = "draft"
 BASE = CHECKPOINT / "base"
@@ -111,7 +112,7 @@ def make(settings: DraftSettings, out: Path) -> dict[str, Any]:
         **harness.provenance(),
         "command": writing.command(NAME, ["--steps", str(settings.steps)]),
     }
-    (out / "draft.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "draft.json", said)
     return said
 
 

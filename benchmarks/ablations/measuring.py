@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from benchmarks.ablations.setup import Asked, Bench
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.evaluation.run import own_attention
+from medusa_decoding.evaluation.run import departure, own_attention
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.tree import Tree
 
@@ -204,13 +204,10 @@ def _in_turn(
 
 
 def _agree(written: Written, reference: Written, words: str, asked: Asked, exact: bool) -> bool:
-    if written.text == reference.text:
-        return True
-    if exact:
-        pairs = enumerate(zip(written.text, reference.text, strict=False))
-        place = next((i for i, (a, b) in pairs if a != b), min(len(written.text), len(reference.text)))
+    place = departure(written.text, reference.text)
+    if place is not None and exact:
         raise OtherTextError(f"{words} on prompt {asked.number}, got another from new token {place} on")
-    return False
+    return place is None
 
 
 def _blocks(names: list[str], size: int) -> Iterator[list[str]]:

@@ -70,7 +70,7 @@ def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
 def test_texts_that_differ_are_said_on_standard_error(capsys, file, monkeypatch):
     from medusa_decoding.evaluation import run
 
-    monkeypatch.setattr(run, "_departure", lambda text, other: 4)
+    monkeypatch.setattr(run, "departure", lambda text, other: 4)
     assert main(["eval", "--prompts", file, *ARGV, "--no-transformers", "--limit", "1", "--turns", "1"]) == 0
     captured = capsys.readouterr()
     assert re.search(r"medusa: 2 texts differ .* the first is .*questions.jsonl:1, turn 1, .* token 4", captured.err)

@@ -18,9 +18,9 @@ import torch
 from medusa_decoding.checkpoints import embedded, original, vllm
 from medusa_decoding.checkpoints._layout import DTYPES, unpack
 from medusa_decoding.checkpoints._places import CARD, PLOT, TOKENIZER
-from medusa_decoding.checkpoints._writing import save_json, save_tensors
+from medusa_decoding.checkpoints._writing import save_tensors
 from medusa_decoding.checkpoints.base import lm_head_weight
-from medusa_decoding.files import whole_folder
+from medusa_decoding.files import whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads, Storage
 
 Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]
@@ -184,7 +184,7 @@ def write(
                     "vLLM of 2026 makes own projections as large as the whole vocabulary and refuses these; its "
                     "versions of 2025 read them"
                 )
-            save_json(vllm.fields(heads, base_model, base_revision), staging / "config.json")
+            write_json(staging / "config.json", vllm.fields(heads, base_model, base_revision), indent=2)
             save_tensors(vllm.tensors(heads, lm_head), staging / vllm.WEIGHTS)
         elif base is not None:
             said = original.fields(heads, base_model)
@@ -301,5 +301,5 @@ def _write_original(
         zeros = torch.zeros(heads.hidden_size, dtype=heads.w1.dtype)
         names = [f"{head}.{layer}.linear.bias" for head in range(heads.num_heads) for layer in range(heads.num_layers)]
         tensors |= {name: zeros.clone() for name in names}
-    save_json(fields, staging / "config.json")
+    write_json(staging / "config.json", fields, indent=2)
     save_tensors(tensors, staging / f"medusa_lm_head.{file}")

@@ -1,11 +1,9 @@
-"""Writing weights and settings of checkpoints. This module does not know whose they are."""
+"""Writing the weights of checkpoints. This module does not know whose they are."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -39,8 +37,3 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     except (SafetensorError, RuntimeError) as error:  # torch's writer has errors of its own for a full disk
         raise OSError(f"{file.parent}: the weights could not be written ({error})") from error
     file.chmod(mode)
-
-
-def save_json(values: Mapping[str, Any], file: Path) -> None:
-    """Write a JSON object."""
-    file.write_text(json.dumps(dict(values), indent=2) + "\n", encoding="utf-8")

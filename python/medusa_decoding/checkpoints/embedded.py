@@ -16,7 +16,8 @@ import torch
 from medusa_decoding.checkpoints._files import StoredTensor, open_sharded, open_tensors, read_index, read_json
 from medusa_decoding.checkpoints._layout import HeadTensors
 from medusa_decoding.checkpoints._places import OF_HEADS
-from medusa_decoding.checkpoints._writing import save_json, save_tensors
+from medusa_decoding.checkpoints._writing import save_tensors
+from medusa_decoding.files import write_json
 
 NAME = "embedded"
 FILES = "model.safetensors or pytorch_model.bin, whole or sharded, with medusa_head.* tensors in it"
@@ -103,7 +104,7 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
                 shutil.copyfile(file, staging / file.name)
     old = read_json(base / "config.json")
     kept = {key: value for key, value in old.items() if not key.startswith("medusa_") and key != "version"}
-    save_json(kept | dict(fields), staging / "config.json")
+    write_json(staging / "config.json", kept | dict(fields), indent=2)
     weight_map: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, start=1):
@@ -120,4 +121,4 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
     save_tensors({PREFIX + key: tensor for key, tensor in tensors.items()}, staging / _SHARD)
     weight_map |= dict.fromkeys((PREFIX + key for key in tensors), _SHARD)
     total = {"total_size": size + (staging / _SHARD).stat().st_size}
-    save_json({"metadata": total, "weight_map": weight_map}, staging / _WEIGHTS[1])
+    write_json(staging / _WEIGHTS[1], {"metadata": total, "weight_map": weight_map}, indent=2)

@@ -223,7 +223,7 @@ class _Run:
                 texts.setdefault(name, written)
         one.accepted = texts[MEDUSA].accepted
         compared = (PLAIN,) if self._drawn or TRANSFORMERS not in texts else (PLAIN, TRANSFORMERS)
-        one.departs = {name: _departure(texts[MEDUSA].new, texts[name].new) for name in compared}
+        one.departs = {name: departure(texts[MEDUSA].new, texts[name].new) for name in compared}
         own = texts[PLAIN].new
         if self.model.heads is not None:
             one.accuracy = own_text_accuracy(self.model, asked.ids + own, len(asked.ids))
@@ -288,7 +288,7 @@ def own_attention(model: MedusaModel) -> Iterator[Any]:
         model.resume()
 
 
-def _departure(text: list[int], other: list[int]) -> int | None:
+def departure(text: list[int], other: list[int]) -> int | None:
     """Return the first place in which two texts differ, their lengths included, or None."""
     if text == other:
         return None

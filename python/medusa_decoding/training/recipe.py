@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints.base import stated_vocab_size
-from medusa_decoding.files import whole_folder
+from medusa_decoding.files import whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
@@ -527,7 +527,7 @@ def _state_dtype(folder: Path, dtype: str) -> None:
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     values["dtype"] = dtype
-    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_json(file, values, indent=2)
 
 
 def _write_heads(
@@ -541,7 +541,7 @@ def _write_heads(
     revision = None if config.trains_backbone else config.model.revision
     write_heads(heads, folder / "heads", base_model=base, base_revision=revision)
     if measured is not None:
-        (folder / "heads" / MEASURED).write_text(json.dumps(measured.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_json(folder / "heads" / MEASURED, measured.to_json())
     card.write_card(folder / "heads", _facts(trainer, base, rows, measured))
 
 

@@ -73,8 +73,8 @@ def calibrate(
         raise ValueError("prompts: expected at least one, got none")
     if resume and out is None:
         raise ValueError("resume: expected a file (out) to go on from, got none")
-    if out is not None:
-        check_fresh(Path(out), resume)
+    file = None if out is None else Path(out)
+    there = None if file is None else check_fresh(file, resume)
     heads, ranks = model.heads.num_heads, min(RANKS, model.heads.num_candidates)
     if max_new_tokens <= heads:
         raise ValueError(
@@ -83,12 +83,10 @@ def calibrate(
         )
     writer = _Writer(model, tokenizer, settings)
     made = writer.described(prompts)
-    file = None if out is None else Path(out)
-    if file is not None and file.is_file():
-        there = Calibration.load(file)
-        if resume and not progress_file(file).exists():
+    if file is not None and there is not None and resume:
+        if not progress_file(file).exists():
             _check_same(file, there.made, made)
-        if resume and there.texts is not None and {name: there.made.get(name) for name in made} == made:
+        if there.texts is not None and {name: there.made.get(name) for name in made} == made:
             _Progress.forget(progress_file(file), made)
             return there
     found = _Progress(None if file is None else progress_file(file), made, heads)
@@ -118,22 +116,27 @@ def progress_file(out: Path) -> Path:
     return out.with_name(out.name + ".progress")
 
 
-def check_fresh(out: Path, resume: bool) -> None:
+def check_fresh(out: Path, resume: bool) -> Calibration | None:
     """Refuse a place for a result, as far as that can be known before a model is loaded.
+
+    Returns:
+        The calibration that is there, or None.
 
     Raises:
         ValueError: there is a file that is no calibration; a stopped run has left its progress, and nobody has said to
             go on with it.
     """
+    there = None
     if out.is_file():
         try:
-            Calibration.load(out)
+            there = Calibration.load(out)
         except ValueError as error:
             raise ValueError(f"out: expected a new file or a calibration to take the place of, got {error}") from error
     if progress_file(out).exists() and not resume:
         raise ValueError(
             f"resume: expected True (--resume) to go on from {progress_file(out)}, or no such file, got False"
         )
+    return there
 
 
 @dataclass
