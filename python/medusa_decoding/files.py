@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all. This module does not know what is in them."""
+"""Files and folders that appear whole or not at all, and JSON files read within bounds.
+
+This module does not know what is in them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+MAX_JSON = 64 * 2**20
+"""Bytes that `read_json` takes unless told otherwise: far more than any file of settings or measurements has."""
 
 
 @contextlib.contextmanager
@@ -43,6 +49,57 @@ def write_text(path: str | Path, text: str) -> None:
 def write_json(path: str | Path, values: Any, indent: int | None = 1) -> None:
     """Write a JSON file, whole or not at all."""
     write_text(path, json.dumps(values, indent=indent) + "\n")
+
+
+def read_json(path: str | Path, limit: int = MAX_JSON) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: the file.
+        limit: the most bytes that it may have. A larger file is refused before it is read.
+
+    Raises:
+        ValueError: a file that is too large or is not JSON (see `parse_json`); the message names the file.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        too_large = os.fstat(file.fileno()).st_size > limit
+        content = b"" if too_large else file.read(limit + 1)  # a pipe or a device has no size
+    if too_large or len(content) > limit:
+        raise ValueError(f"{path}: expected JSON of at most {limit:,} bytes, got a larger file")
+    return parse_json(content, path)
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object, as `read_json` does; anything else in it is a `ValueError`."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
+    return found
+
+
+def parse_json(text: str | bytes, where: object) -> Any:
+    """Parse JSON. NaN and Infinity are numbers here, as they are for Python's own parser.
+
+    Args:
+        text: the JSON; bytes are UTF-8, with or without a byte order mark.
+        where: the file, line or name that the error message begins with.
+
+    Raises:
+        ValueError: text that is not JSON, is not UTF-8, is nested too deeply, or has an integer of more digits than
+            Python converts (4,300 unless set otherwise).
+    """
+    try:
+        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as error:
+        reason = f"bytes that are not UTF-8 ({error.reason} at byte {error.start})"
+    except json.JSONDecodeError as error:
+        reason = f"text that does not parse ({error})"
+    except RecursionError:
+        reason = "lists or objects that are nested too deeply"
+    except ValueError:  # Python bounds the digits, as its conversion takes quadratic time
+        reason = "an integer of more digits than Python converts"
+    raise ValueError(f"{where}: expected JSON, got {reason}")
 
 
 @contextlib.contextmanager

@@ -96,10 +96,10 @@ def test_this_cpu_is_measured_on_request(capsys, monkeypatch):
         (["--nodes", "257"], "--nodes: expected at most 256, got 257"),
         (["--head-vocabulary", "32001"], "--head-vocabulary: expected at most 32000, got 32001"),
         (["--records", "{tmp}/bad.json"], "bad.json, line 1: expected a benchmark's record"),
-        (["--accuracies", "{tmp}/bad.json"], "bad.json: expected a list of accuracies"),
+        (["--accuracies", "{tmp}/bad.json"], "bad.json: expected JSON, got"),
         (["--accuracies", "{tmp}/two.json", "--heads", "3"], "--heads: expected 2, as in .*two.json, got 3"),
         (["--accuracies", "{tmp}/two.json", "--nodes", "8"], "--nodes: expected at most 7, got 8"),
-        (["--device", "{tmp}/bad.json"], "bad.json: expected a device in JSON"),
+        (["--device", "{tmp}/bad.json"], "bad.json: expected JSON, got"),
         (["--accuracies", "{tmp}/missing.json"], "missing.json"),
     ],
 )

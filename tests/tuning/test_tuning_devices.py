@@ -63,7 +63,7 @@ def test_what_is_no_device_is_refused_by_name(tmp_path: Path, values: Any, messa
 def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text("flops = 3")
-    with pytest.raises(ValueError, match=r"bad\.json: expected a device in JSON"):
+    with pytest.raises(ValueError, match=r"bad\.json: expected JSON, got"):
         read_device(path)
 
 

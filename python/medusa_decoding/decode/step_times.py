@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from medusa_decoding.files import parse_json
 from medusa_decoding.tree import Tree
 
 KEPT = 9
@@ -216,10 +217,7 @@ class StepTimes:
         Raises:
             ValueError: times of another device or model, or anything that is not such JSON; it says what.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"step times: expected JSON, got {error}") from error
+        data = parse_json(text, "step times")
         if not isinstance(data, dict):
             raise ValueError(f"step times: expected an object, got {type(data).__name__}")
         for name, wanted in (("device", device), ("model", model)):

@@ -10,13 +10,13 @@ This module knows rates, not times.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from medusa_decoding.files import read_json
 from medusa_decoding.tree import MAX_CHOICES, Tree
 
 SLOPE = 0.477
@@ -117,8 +117,8 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
     Raises:
         ValueError: anything else, accuracies of the n likeliest together above all; it names the file.
     """
+    values = read_json(path)
     try:
-        values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         if isinstance(values, dict) and isinstance(values.get("accuracy"), dict):
             values = values["accuracy"]
         if isinstance(values, dict) and "accuracies" in values:
@@ -130,7 +130,7 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
             ]
         else:
             rows = [[float(value) for value in row] for row in values]
-    except (UnicodeDecodeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(
             f"{path}: expected a list of accuracies a head, or counts (hits, total), in JSON; got {error!r}"
         ) from error

@@ -14,7 +14,6 @@ This module knows counts; it does not know where they come from (see `calibrate`
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.files import write_json
+from medusa_decoding.files import read_json_object, write_json
 from medusa_decoding.tree import Tree
 
 NONE = -1
@@ -230,10 +229,7 @@ class Calibration:
             OSError: it cannot be read.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError(f"calibration: expected named fields, got {type(values).__name__}")
-            return cls.from_json(values)
+            return cls.from_json(read_json_object(path))
         except ValueError as error:
             raise ValueError(f"{path}: expected a file that `medusa calibrate` wrote, got: {error}") from error
 

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
-from medusa_decoding.files import write_text
+from medusa_decoding.files import parse_json, write_text
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.accuracy import FORMAT, NONE, Calibration, Text, text_name_of, text_of
@@ -223,7 +223,7 @@ class _Progress:
         with path.open("rb+") as file:
             for place, line in _whole_lines(file):
                 try:
-                    found = json.loads(line)
+                    found = parse_json(line, f"{path}:{place}")
                     if place > 1:
                         texts = [text_of(name, self._num_heads) for name in found["texts"]]
                         self._include(_Counted(texts, found["left_out"]))

@@ -9,13 +9,13 @@ were measured.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medusa_decoding.decode.ladder import VICUNA_7B
+from medusa_decoding.files import parse_json, read_json
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.acceleration import read_accuracies
 from medusa_decoding.tuning.accuracy import Calibration
@@ -82,7 +82,7 @@ class Source:
             dtype: that these are loaded in.
         """
         content = file.read_bytes()
-        made = _made(json.loads(content))
+        made = _made(parse_json(content, file))
         of_texts = made.get("settings")
         settings = of_texts if isinstance(of_texts, dict) else {}
         beside = file.resolve().parent == folder.resolve()
@@ -185,7 +185,7 @@ def read_of(
     rows = read_accuracies(file)
     if len(rows) != num_heads:
         raise ValueError(f"{file}: expected accuracies of {num_heads} heads, got {len(rows)}")
-    made = _made(json.loads(file.read_text(encoding="utf-8")))
+    made = _made(read_json(file))
     settings = made.get("settings")
     if isinstance(settings, dict) and settings.get("dtype") == dtype:
         if heads is not None and made.get("heads", heads) != heads:
@@ -201,7 +201,7 @@ def read_texts(file: Path, num_candidates: int) -> Calibration | None:
     Raises:
         ValueError: a damaged file, or one with ranks that the heads cannot be asked for; it names the file.
     """
-    if "texts" not in json.loads(file.read_text(encoding="utf-8")):
+    if "texts" not in read_json(file):
         return None
     found = Calibration.load(file)
     if found.ranks > num_candidates:

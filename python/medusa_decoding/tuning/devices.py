@@ -7,13 +7,12 @@ nothing (see `measure`).
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.files import write_json
+from medusa_decoding.files import read_json, write_json
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -137,10 +136,7 @@ def read_device(path: str | Path) -> Device:
     Raises:
         ValueError: not such a file; it names the file and the attribute.
     """
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a device in JSON, got {error}") from error
+    values = read_json(path)
     try:
         return device_from_json(values)
     except ValueError as error:

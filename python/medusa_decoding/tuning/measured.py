@@ -7,7 +7,6 @@ through the caches, norms, acceptance, compaction) is in the error, which is sta
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.files import parse_json
 from medusa_decoding.tuning.devices import Attained, Device
 from medusa_decoding.tuning.reproduction import fit
 from medusa_decoding.tuning.roofline import Operator, step_operators, total_seconds
@@ -38,11 +38,11 @@ def read_steps(path: str | Path) -> list[Record]:
         ValueError: not such a file, or none of its records is such a step of a model that is known here.
     """
     found: dict[tuple[Any, ...], Record] = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line, "the line")
             known = (
                 record["benchmark"] == "step"
                 and record.get("way") in WAYS
@@ -50,7 +50,7 @@ def read_steps(path: str | Path) -> list[Record]:
                 and record["model"].lower() in SHAPES
                 and record["median_us"] > 0
             )
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: expected a benchmark's record in JSON, got {error!r}") from error
         if known:
             found[tuple(record.get(name) for name in ("model", "way", "nodes", "heads", "prefix", "batch"))] = record

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.decode.step_times import KEPT, StepTimes
-from medusa_decoding.files import write_json
+from medusa_decoding.files import read_json, write_json
 from medusa_decoding.provenance import device_name, fingerprint, versions
 from medusa_decoding.tuning import places
 from medusa_decoding.tuning.cases import Case, case_of
@@ -220,7 +220,7 @@ class Tuning:
             OSError: it cannot be read.
         """
         try:
-            return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_json(read_json(path))
         except ValueError as error:  # what json and the decoder raise as well
             raise ValueError(f"{path}: expected a file that `medusa tune` wrote, got: {error}") from error
 
