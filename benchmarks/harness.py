@@ -7,7 +7,6 @@ same work are timed in turn within one process, so that a drift of the machine's
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import random
 import shlex
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from medusa_decoding.files import append_line
 from medusa_decoding.provenance import commit, cpu_name, versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -61,8 +61,7 @@ def write_record(benchmark: str, figures: Mapping[str, Any]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     record = {"benchmark": benchmark, **figures, **provenance()}
     path = RESULTS / f"{machine_slug(record['machine'])}.jsonl"
-    with path.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")
+    append_line(path, record)
     return path
 
 

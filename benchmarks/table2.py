@@ -30,6 +30,7 @@ from benchmarks.table2_figures import Material, Measured, figures, measure, tabl
 from medusa_decoding.demo import CHECKPOINT, corpus
 from medusa_decoding.demo.distill import random_prompts
 from medusa_decoding.evaluation import interval
+from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.training import Config, train
 from medusa_decoding.training.chat import fingerprint
@@ -248,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sizes = QUICK if args.quick else Sizes(steps=args.steps, prompts=args.prompts)
         settings = SETTINGS + (CONTROLS if args.controls else ())
-        prepare(settings, sizes, args.out)
+        with only_writer("--out", args.out):
+            prepare(settings, sizes, args.out)
     except ValueError as error:
         parser.error(str(error))
     found = run(settings, sizes, args.out)

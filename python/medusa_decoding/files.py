@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and JSON files read within bounds.
+"""Files and folders that appear whole or not at all and have one writer at a time, and JSON files read within bounds.
 
 This module does not know what is in them.
 """
@@ -6,14 +6,23 @@ This module does not know what is in them.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
+import logging
 import os
 import secrets
+import shlex
 import shutil
+import socket
+import sys
+import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
 MAX_JSON = 64 * 2**20
 """Bytes that `read_json` takes unless told otherwise: far more than any file of settings or measurements has."""
 
@@ -102,6 +111,110 @@ def parse_json(text: str | bytes, where: object) -> Any:
     raise ValueError(f"{where}: expected JSON, got {reason}")
 
 
+_held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+@contextlib.contextmanager
+def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterator[None]:
+    """Hold a file or folder while the block runs, so that no other process or thread writes there.
+
+    A hidden lock file states who holds it, and is removed at the end. The system frees the lock when a process ends,
+    however it ends. What the same thread holds already may be held again. If the file system has no locks, a warning
+    says so and the block runs.
+
+    Args:
+        name: the argument that names the path, for messages.
+        path: a file or folder, which need not exist. Missing parents are made.
+        inside: put the lock file into the folder `path`, which is made, instead of next to it. An empty folder that
+            was made here is removed at the end.
+
+    Raises:
+        ValueError: another process or thread holds it. The message states its id, host and command, and since when.
+        OSError: the lock file could not be written.
+    """
+    lock = Path(path) / ".lock" if inside else Path(path).parent / f".{Path(path).name}.lock"
+    made = not lock.parent.exists()
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock = lock.parent.resolve() / lock.name
+    if lock in _held.get():
+        yield
+        return
+    number = _locked(lock, f"{name}: expected a place that nobody else writes to, got {path}")
+    token = _held.set(_held.get() | {lock})
+    try:
+        os.ftruncate(number, 0)
+        os.pwrite(number, _own_statement().encode("utf-8", "replace"), 0)
+        yield
+    finally:
+        _held.reset(token)
+        if _is_file_at(number, lock):
+            lock.unlink(missing_ok=True)  # while it is held: nobody can have taken it
+        os.close(number)
+        if made:
+            with contextlib.suppress(OSError):  # not empty
+                lock.parent.rmdir()
+
+
+def _locked(lock: Path, refusal: str) -> int:
+    """Open a lock file and lock it; return its descriptor."""
+    while True:
+        number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file_at(number, lock):
+                return number
+        except BlockingIOError:
+            holder = _statement_in(number)
+            if _is_file_at(number, lock):
+                os.close(number)
+                raise ValueError(f"{refusal}, which {holder} holds; wait for it, or name another place") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(number)
+                raise
+            logger.warning(
+                "%s: this file system has no locks (%s): make sure that nobody else writes there", lock.parent, error
+            )
+            return number
+        os.close(number)  # the holder has removed the file since it was opened
+
+
+def _is_file_at(number: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(number), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _own_statement() -> str:
+    command = " ".join(shlex.join(sys.orig_argv).split())[:300]
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return f"process {os.getpid()} on {socket.gethostname()} ({command}, since {since})\n"
+
+
+def _statement_in(number: int) -> str:
+    """Return who holds a lock file, which states it just after it has locked the file."""
+    for _ in range(50):
+        said = os.pread(number, 4096, 0).decode("utf-8", "replace")
+        if said.endswith("\n"):
+            return " ".join(said.split())
+        time.sleep(0.02)
+    return "another process (which has not stated its id)"
+
+
+def append_line(path: str | Path, values: Any) -> None:
+    """Add a line of JSON to a file in one write, so that lines of several processes do not mix.
+
+    Raises:
+        OSError: the file could not be written, or not all of the line (the disk is full).
+    """
+    line = (json.dumps(values) + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 @contextlib.contextmanager
 def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
     """Give a folder to write into, which gets its name when the block ends well, and goes when it does not.
@@ -111,10 +224,16 @@ def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
         replace: put it in the place of a folder of that name, which is removed then.
 
     Raises:
-        ValueError: there is something of that name and `replace` is not set.
+        ValueError: there is something of that name and `replace` is not set, or another process writes it.
         OSError: the files could not be written; what was there before is unchanged. A Ctrl-C also leaves that, or the
             new folder in its place.
     """
+    with only_writer("folder", folder), _whole_folder(folder, replace) as staging:
+        yield staging
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: Path, replace: bool) -> Iterator[Path]:
     if folder.exists() and not replace:
         raise ValueError(f"folder: expected a new one, got {folder}")
     mark = secrets.token_hex(4)

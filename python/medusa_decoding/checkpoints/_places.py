@@ -22,6 +22,8 @@ TOKENIZER = (
 
 _SMALL = ("config.json", "generation_config.json", ".gitattributes", CARD, PLOT, *OF_HEADS, *TOKENIZER)
 _TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+_LOCK = ".*.lock"
+"""Of `files.only_writer`; a writer that was killed leaves its file."""
 _HEADS_ALONE = re.compile(r"medusa_lm_head\.(safetensors|pt)")
 _PART = r"(-\d{5}-of-\d{5})?"
 _MODEL = re.compile(
@@ -39,7 +41,7 @@ def foreign(folder: Path) -> str | None:
     weights = _HEADS_ALONE if any(_HEADS_ALONE.fullmatch(entry.name) for entry in entries) else _MODEL
     for entry in entries:
         name = entry.name
-        known = name in _SMALL or weights.fullmatch(name) or any(fnmatchcase(name, terms) for terms in _TERMS)
+        known = name in _SMALL or weights.fullmatch(name) or any(fnmatchcase(name, terms) for terms in (*_TERMS, _LOCK))
         if entry.is_dir() or not known:
             return name
     return None

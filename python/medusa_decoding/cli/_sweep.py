@@ -17,6 +17,7 @@ from medusa_decoding.evaluation.conversation import AsItStands, Conversation, co
 from medusa_decoding.evaluation.interval import WORDS
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
+from medusa_decoding.files import append_line
 from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.tree import Tree
@@ -66,7 +67,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
         of_model = {"model": args.model or "the embedded demo checkpoint", "shapes": record.shapes(model)}
         how = {"dtype": place.dtype, "backend": place.backend, "batch": 1, "weighed": tuning.weighed}
         made = record.provenance(model.trunk.device)
-        record.append(args.sweep_out, {"benchmark": "tune_sweep"} | of_model | how | figures | made)
+        append_line(args.sweep_out, {"benchmark": "tune_sweep"} | of_model | how | figures | made)
     print(json.dumps(figures) if args.json else as_text(amounts, cases, found, expected, verdict))
 
 

@@ -21,6 +21,7 @@ from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.cli.tree import DRAWN, NODES, in_columns, three
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import read_prompts
+from medusa_decoding.files import only_writer
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning import places
 from medusa_decoding.tuning.accuracy import Calibration, wilson
@@ -66,12 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, load, measure, print."""
-    from medusa_decoding.tuning.calibrate import calibrate, check_fresh, progress_file
-
     _arguments.check_device(args)
     if args.seed is not None and not args.temperature:
         raise ValueError("--seed: expected --temperature above 0 with it, got none")
     out = place(args)
+    with only_writer("--out", out):
+        return _run(args, out)
+
+
+def _run(args: argparse.Namespace, out: Path) -> int:
+    from medusa_decoding.tuning.calibrate import calibrate, check_fresh, progress_file
+
     check_fresh(out, args.resume)
     try:
         prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)

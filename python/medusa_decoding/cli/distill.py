@@ -27,6 +27,7 @@ import torch
 from medusa_decoding.checkpoints import read_heads
 from medusa_decoding.cli import train as training
 from medusa_decoding.cli._arguments import at_least_one
+from medusa_decoding.files import only_writer
 from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
 from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
 from medusa_decoding.training.data import Report, read_records
@@ -50,22 +51,32 @@ def run(args: argparse.Namespace) -> int:
     config = training.read_config(args)
     if args.limit is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, limit=args.limit))
-    if not args.only_data:
-        _check_trainable(config, args.resume)
+    if args.only_data:
+        return _run(args, config)
+    _check_trainable(config, args.resume)
+    from medusa_decoding.training.processes import Processes
+    from medusa_decoding.training.recipe import hold
+
+    processes = Processes.join(config.optimisation.sharding)
+    with hold(config, processes):
+        return _run(args, config, processes)
+
+
+def _run(args: argparse.Namespace, config: Config, trained_by: Any = None) -> int:
     file = Path(config.output.folder) / FILE
     asked = _asked(config)
     figures = finished(file, asked) if args.resume else None
-    if figures is None and not args.only_data:
-        from medusa_decoding.training.processes import Processes
+    if figures is None and trained_by is not None:
         from medusa_decoding.training.recipe import check
 
-        check(on_own_data(config, file), Processes.join(config.optimisation.sharding), args.resume)
+        check(on_own_data(config, file), trained_by, args.resume)
     if figures is None:
-        figures = _generate(args, config, file, asked)
+        with only_writer("output.folder", file):
+            figures = _generate(args, config, file, asked)
     elif not args.json:
         print(f"{figures['records']} records are in {file}, all that were asked for", file=sys.stderr)
     summary: dict[str, Any] = {"records": str(file), "generation": figures}
-    if not args.only_data:
+    if trained_by is not None:
         summary["training"] = _train(args, on_own_data(config, file))
     if args.json:
         print(json.dumps(summary))

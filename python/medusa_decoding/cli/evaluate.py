@@ -21,7 +21,7 @@ from typing import Any
 from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
 from medusa_decoding.evaluation.report import as_text
-from medusa_decoding.files import write_text
+from medusa_decoding.files import only_writer, write_text
 from medusa_decoding.tuning import places
 
 NAME = "eval"
@@ -57,10 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, load, measure, print."""
     _arguments.check_device(args)
+    if args.out is None:
+        return _run(args)
+    args.out = places.expanded(args.out)
+    places.check_place("--out", args.out)
+    with only_writer("--out", args.out):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     chosen = _arguments.sampling(args)
-    if args.out is not None:
-        args.out = places.expanded(args.out)
-        places.check_place("--out", args.out)
     try:
         prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
     except ModuleNotFoundError as error:

@@ -30,6 +30,7 @@ from medusa_decoding.cli._sweep import compare
 from medusa_decoding.cli._sweep import encoded as encoded  # which benchmarks take from here
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import read_prompts
+from medusa_decoding.files import only_writer
 from medusa_decoding.heads import MAX_TOP_K
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import versions
@@ -190,6 +191,13 @@ def read_stored(args: argparse.Namespace, folder: Path, model: MedusaModel) -> t
 def tune(args: argparse.Namespace, folder: Path, model: MedusaModel) -> None:
     """Measure, choose, store, print."""
     place = Place.of(model)
+    file = args.out or places.place_of(folder, place.here)
+    with only_writer("--out", file):
+        measure_and_store(args, folder, model, place, file)
+
+
+def measure_and_store(args: argparse.Namespace, folder: Path, model: MedusaModel, place: Place, file: Path) -> None:
+    """Measure, choose and store in a file that nobody else writes, print."""
     accuracies, texts, source = accuracies_of(args.calibration, folder, model, place)
     warn_of_few(texts)
     sizes = sorted({1, *(args.nodes or (size for size in NODES if size <= accuracies.most_nodes))})
@@ -212,7 +220,6 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel) -> None:
                 cases.append(Case.of(found, best(weighed), weighed))
                 measured += found
     tuning = Tuning.of(place, accuracies, cases, measured, weighed_by(texts), source)
-    file = args.out or places.place_of(folder, place.here)
     tuning.save(file)
     print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, file))
 

@@ -11,6 +11,7 @@ there, so that a stopped run goes on where it was.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -37,6 +38,7 @@ from medusa_decoding.demo.distill import (
     train_heads,
 )
 from medusa_decoding.demo.pretrain import PretrainSettings, TrunkWithHeads, pretrain, save_atomically
+from medusa_decoding.files import only_writer
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.tree import Tree
@@ -209,13 +211,17 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=DistillSettings.prompts, help="greedy texts to distil on")
     parser.add_argument("--epochs", type=int, default=DistillSettings.epochs, help="passes over the greedy texts")
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.stage == "pretrain":
-        run_pretrain(args.work, PretrainSettings(minutes=args.minutes))
-    elif args.out is None:
+    if args.stage == "finish" and args.out is None:
         parser.error("finish needs --out")
-    else:
-        finish(args.work, args.out, DistillSettings(prompts=args.prompts, epochs=args.epochs))
+    args.work.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        if os.environ.get("RANK", "0") == "0":
+            held.enter_context(only_writer("--work", args.work, inside=True))
+        if args.stage == "pretrain":
+            run_pretrain(args.work, PretrainSettings(minutes=args.minutes))
+        else:
+            held.enter_context(only_writer("--out", args.out))
+            finish(args.work, args.out, DistillSettings(prompts=args.prompts, epochs=args.epochs))
     return 0
 
 

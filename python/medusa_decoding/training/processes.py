@@ -91,6 +91,20 @@ class Processes:
         if int(failed):
             raise RuntimeError("another process of this run failed; see its message")
 
+    def as_main(self, error: OSError | ValueError | None) -> None:
+        """Raise in every process if the main one has an error; what the others bring does not count.
+
+        Raises:
+            OSError, ValueError: the main process's own error; in the others a `ValueError` with its message.
+        """
+        said = [None if error is None else str(error)]
+        if self.size > 1:
+            dist.broadcast_object_list(said, src=0)
+        if error is not None:
+            raise error
+        if said[0] is not None:
+            raise ValueError(said[0])
+
     def each(self, work: Callable[[], T]) -> T:
         """Do some work in every process, and end all of them where it fails in one.
 

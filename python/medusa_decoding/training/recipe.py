@@ -9,12 +9,13 @@ checkpoints and TensorBoard's files. This module does not know how a step is mad
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from transformers import AutoConfig
 from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints.base import stated_vocab_size
-from medusa_decoding.files import whole_folder, write_json
+from medusa_decoding.files import only_writer, whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
@@ -109,7 +110,11 @@ def train(
         OSError: a file could not be written.
     """
     processes = Processes.join(config.optimisation.sharding)
-    say: Announce = announce if processes.main else lambda words: None
+    with hold(config, processes):
+        return _train(config, processes, resume, list(watchers), announce if processes.main else lambda words: None)
+
+
+def _train(config: Config, processes: Processes, resume: bool, every: list[Watcher], say: Announce) -> Result:
     folder = Path(config.output.folder)
     start = check(config, processes, resume)
     if start is None and resume:
@@ -130,7 +135,6 @@ def train(
     states = _states(config, backbone, rows, processes)
     # Each process draws its own dropout; what all have in common was drawn before.
     torch.manual_seed(config.optimisation.seed + processes.rank)
-    every = list(watchers)
     trainer = Trainer(config, backbone, heads, rows.train, rows.held_out, processes, states, every)
     error: BaseException | None = None
     if processes.main:
@@ -154,6 +158,27 @@ def train(
     return _finish(trainer, rows, measured, say)
 
 
+@contextlib.contextmanager
+def hold(config: Config, processes: Processes) -> Iterator[None]:
+    """Hold the output folder while the block runs, so that no other run writes there; the main process does it for all.
+
+    Raises:
+        ValueError: in every process, with one message: another run holds the folder (it says which), or it cannot be
+            written to.
+        OSError: likewise, in the main process.
+    """
+    with contextlib.ExitStack() as stack:
+        error: OSError | ValueError | None = None
+        if processes.main:
+            try:
+                _check_folder(Path(config.output.folder))
+                stack.enter_context(only_writer("output.folder", config.output.folder, inside=True))
+            except (OSError, ValueError) as caught:
+                error = caught
+        processes.as_main(error)
+        yield
+
+
 def _device(processes: Processes) -> torch.device:
     """Return where the model is loaded: weights to be divided by the main process alone, in the host's memory."""
     if not processes.sharded:
@@ -169,11 +194,14 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
 
     Raises:
         ValueError: settings that do not go together with the model, the given heads, the processes or what is in the
-            output folder; an output folder that cannot be written to.
+            output folder; an output folder that cannot be written to, or that another run writes to.
         ModuleNotFoundError: a library that they need.
     """
     folder = Path(config.output.folder)
     _check_folder(folder)
+    if processes.main and folder.is_dir():
+        with only_writer("output.folder", folder, inside=True):
+            pass  # nobody else holds it
     start = _where_to_start(config, folder, resume)
     card.check_plotting()
     try:

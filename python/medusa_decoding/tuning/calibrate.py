@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
-from medusa_decoding.files import parse_json, write_text
+from medusa_decoding.files import only_writer, parse_json, write_text
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.accuracy import FORMAT, NONE, Calibration, Text, text_name_of, text_of
@@ -63,7 +63,7 @@ def calibrate(
         ValueError: bad arguments; a model without heads, or whose heads reach as far as the texts may or further;
             progress of a stopped run without `resume`; with `resume`, progress or a result of another model, other
             prompts, settings or versions; a file in the result's place that is no calibration; no text that came to be
-            longer than the heads reach.
+            longer than the heads reach; an `out` that another process writes.
         OSError: a file that cannot be written.
     """
     settings = Settings(max_new_tokens, prompt_tokens, template, temperature, seed)
@@ -73,13 +73,28 @@ def calibrate(
         raise ValueError("prompts: expected at least one, got none")
     if resume and out is None:
         raise ValueError("resume: expected a file (out) to go on from, got none")
-    file = None if out is None else Path(out)
+    if out is None:
+        return _calibrate(model, tokenizer, prompts, settings, None, resume, progress)
+    with only_writer("out", out):
+        return _calibrate(model, tokenizer, prompts, settings, Path(out), resume, progress)
+
+
+def _calibrate(
+    model: MedusaModel,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    file: Path | None,
+    resume: bool,
+    progress: bool,
+) -> Calibration:
+    assert model.heads is not None
     there = None if file is None else check_fresh(file, resume)
     heads, ranks = model.heads.num_heads, min(RANKS, model.heads.num_candidates)
-    if max_new_tokens <= heads:
+    if settings.max_new_tokens <= heads:
         raise ValueError(
             f"max_new_tokens: expected at least {heads + 1}, as texts must go on for as long as {heads} heads reach, "
-            f"got {max_new_tokens}"
+            f"got {settings.max_new_tokens}"
         )
     writer = _Writer(model, tokenizer, settings)
     made = writer.described(prompts)

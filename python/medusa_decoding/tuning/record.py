@@ -7,11 +7,9 @@ what was measured.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +67,3 @@ def command() -> str:
     # Every package that is run with -m is called __main__.py.
     own = program.name == "medusa" or program.parts[-2:] == ("medusa_decoding", "__main__.py")
     return shlex.join(["medusa", *without_folders(sys.argv[1:])]) if own else "unknown"
-
-
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a record to a file, as a line."""
-    with path.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(record) + "\n")

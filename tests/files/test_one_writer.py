@@ -1,0 +1,163 @@
+"""One writer per output place: who comes second is told who holds it, and a killed holder lets go."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from medusa_decoding import files
+from medusa_decoding.checkpoints._places import foreign
+from medusa_decoding.files import only_writer, whole_folder
+
+HOLD = """
+import runpy, sys
+only_writer = runpy.run_path(sys.argv[3])["only_writer"]  # the module alone: the package imports torch
+with only_writer("out", sys.argv[1], inside=sys.argv[2] == "inside"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(path: Path, where: str = "inside") -> subprocess.Popen[str]:
+    """Start a process that holds a path until its standard input ends."""
+    command = [sys.executable, "-c", HOLD, str(path), where, files.__file__]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate(timeout=60)
+
+
+def test_the_second_is_told_who_holds_the_folder_until_the_first_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    first = holder(folder)
+    expected = r"^out: expected a place that nobody else writes to, got "
+    with pytest.raises(ValueError, match=expected) as caught, only_writer("out", folder, inside=True):
+        raise AssertionError("held twice")
+    said = str(caught.value)
+    assert f"process {first.pid} on {socket.gethostname()} (" in said
+    assert re.search(r"python.* -c .*, since 20\d\d-\d\d-\d\d ", said)
+    assert "\n" not in said
+    # Neither another folder nor one in it or around it is held.
+    for other in (tmp_path / "runs" / "b", folder / "c", tmp_path / "runs"):
+        with only_writer("out", other, inside=True):
+            pass
+    end(first)
+    assert not folder.exists()
+    with only_writer("out", folder, inside=True):
+        (folder / "kept").touch()
+    assert [file.name for file in folder.iterdir()] == ["kept"]
+
+
+def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    first = holder(file, "beside")
+    first.send_signal(signal.SIGKILL)
+    first.wait(timeout=60)
+    end(first)
+    assert f"process {first.pid} " in (tmp_path / ".out.json.lock").read_text()
+    with only_writer("out", file):
+        assert f"process {os.getpid()} " in (tmp_path / ".out.json.lock").read_text()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_name_of_the_folder_is_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    monkeypatch.chdir(tmp_path)
+    with only_writer("out", "a", inside=True), only_writer("out", tmp_path / "link", inside=True):
+        refused: list[str] = []
+
+        def other() -> None:
+            try:
+                with only_writer("out", Path("link"), inside=True):
+                    pass
+            except ValueError as error:
+                refused.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert f"process {os.getpid()} " in refused[0]
+        assert (tmp_path / "a" / ".lock").exists()
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_folder_that_is_replaced_has_one_writer(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    first = holder(folder, "beside")
+    for replace in (False, True):
+        with pytest.raises(ValueError, match=f"process {first.pid} "), whole_folder(folder, replace=replace):
+            raise AssertionError("written by two")
+    end(first)
+    with whole_folder(folder) as staging:
+        (staging / "a").write_text("a")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "out"]
+
+
+def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / ".out.lock").symlink_to(precious)
+    with pytest.raises(OSError), only_writer("out", tmp_path / "out"):  # noqa: PT011 (which one is the system's matter)
+        pass
+    assert precious.read_text() == "mine"
+
+
+def test_a_file_system_without_locks_is_said_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsupported(number: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with only_writer("out", tmp_path / "a", inside=True):
+        (tmp_path / "a" / "kept").touch()
+    (said,) = caplog.messages
+    assert f"{tmp_path / 'a'}: this file system has no locks (" in said
+    assert [file.name for file in (tmp_path / "a").iterdir()] == ["kept"]
+
+
+APPEND = """
+import runpy, sys
+append_line = runpy.run_path(sys.argv[2])["append_line"]
+for number in range(200):
+    append_line(sys.argv[1], [number % 10] * 10_000)
+"""
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    command = [sys.executable, "-c", APPEND, str(file), files.__file__]
+    several = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait(timeout=60) for process in several] == [0, 0, 0]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 600
+    assert all(line == [line[0]] * 10_000 for line in lines)
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_an_error() -> None:
+    with pytest.raises(OSError, match="No space left"):
+        files.append_line("/dev/full", [1])
+
+
+def test_a_lock_file_that_a_killed_writer_left_is_no_reason_to_keep_a_folder_of_heads(tmp_path: Path) -> None:
+    (tmp_path / "medusa_lm_head.pt").touch()
+    with only_writer("out", tmp_path / "calibration.json"):
+        assert foreign(tmp_path) is None
+    (tmp_path / ".secrets").touch()
+    assert foreign(tmp_path) == ".secrets"
