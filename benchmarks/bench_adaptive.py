@@ -18,11 +18,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks import harness
 from benchmarks.bench_generate import NEW, PROMPT, prompts
-from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.decode.ladder import VICUNA_7B, Ladder
 from medusa_decoding.decode.step_graph import Backend
 from medusa_decoding.demo import CHECKPOINT
@@ -93,7 +92,7 @@ class Ways:
 def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
     """Compare with random heads, then with the model's own."""
     [warm_up], inputs = prompts(held_out=False, count=1, seed=3), prompts(held_out=True, count=count, seed=11)
-    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32).eval()
+    base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
     plain: dict[str, Choice] = {"plain": Tree([]), "plain again": Tree([]), "auto": "auto", "auto, first": "auto"}
     figures: dict[str, Any] = {
         "prompts": count, "prompt_tokens": PROMPT, "new_tokens": NEW,
@@ -113,7 +112,7 @@ def test_adaptive(benchmark: Any, way: str) -> None:
     """One held-out prompt with random heads, eager, float32: plainly, and with tree="auto"."""
     if not (CHECKPOINT / "measured.json").is_file():
         pytest.skip("the embedded checkpoint is not there")
-    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32).eval()
+    base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
     choices: dict[str, Choice] = {"plain": Tree([]), "auto": "auto"}
     with MedusaModel(base, random_heads(base, seed=0), backend="eager") as model:
         ways = Ways(model, choices)

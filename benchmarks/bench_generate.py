@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from benchmarks import harness
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.step_graph import Backend
 from medusa_decoding.demo import CHECKPOINT, corpus
 from medusa_decoding.demo.distill import random_prompts
@@ -45,7 +45,7 @@ class Ways:
                 model = MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=DTYPES[dtype], backend=backend)
                 if backend == "eager":
                     # A model of its own, not the swapped one.
-                    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=DTYPES[dtype])
+                    base = pretrained.load_model(CHECKPOINT / "base", dtype=DTYPES[dtype])
                     for cache in ("dynamic", "static"):
                         name = f"transformers {dtype} {cache} cache"
                         self.groups["transformers"][name] = self._transformers(base, cache)

@@ -21,9 +21,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from benchmarks import gpu, harness
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_decoding.decode.step_graph import Backend
 from medusa_decoding.heads import MedusaHeads
@@ -103,8 +104,7 @@ WAYS: dict[str, tuple[Backend, bool]] = {
 def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Make a model with random weights on the device."""
     torch.manual_seed(0)
-    with device:
-        return AutoModelForCausalLM.from_config(MODELS[name](), dtype=dtype).eval()
+    return pretrained.build_model(MODELS[name](), device, dtype=dtype).eval()
 
 
 def random_heads(base: Any, name: str, num_heads: int = NUM_HEADS) -> MedusaHeads:

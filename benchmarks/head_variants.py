@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import harness
-from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.cli import main as medusa
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.demo.seeds import write_seeds
@@ -132,8 +131,8 @@ def run(work: Path, seeds: int, epochs: float, prompts: int, only: list[str]) ->
     """Train and measure all variants."""
     work.mkdir(parents=True, exist_ok=True)
     records = prepare(work, seeds)
-    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
+    base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
+    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
     sets = []
     for name, held_out, seed in (("calibration", False, 101), ("held-out", True, 102)):
         file = work / f"{name}.jsonl"

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import harness
 from benchmarks.table2_figures import Material, Measured, figures, measure, table
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.demo import CHECKPOINT, corpus
 from medusa_decoding.demo.distill import random_prompts
 from medusa_decoding.evaluation import interval
@@ -155,7 +155,7 @@ def write_rows(sizes: Sizes, files: corpus.Split, tokenizer: Tokenizer, path: Pa
         stream = np.concatenate([stream, corpus.encode(files, [str(name)], tokenizer)])
     if len(stream) < count * sizes.length:
         raise ValueError(f"steps: expected at most {len(stream) // sizes.length // sizes.rows}, got {sizes.steps}")
-    mark = fingerprint(AutoTokenizer.from_pretrained(BASE))
+    mark = fingerprint(pretrained.load_tokenizer(BASE))
     with path.open("w", encoding="utf-8") as lines:
         for row in stream[: count * sizes.length].reshape(count, sizes.length).tolist():
             said = {"input_ids": row, "learnt": [[0, sizes.length]], "tokenizer": mark}
@@ -231,7 +231,7 @@ def run(settings: Sequence[Setting], sizes: Sizes, out: Path, say: Callable[[str
 
 def _load(base: Path, heads: Path | None) -> MedusaModel:
     if heads is None:
-        return MedusaModel(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval())
+        return MedusaModel(pretrained.load_model(base, dtype=torch.float32).eval())
     return MedusaModel.from_pretrained(heads, base, dtype=torch.float32, backend="eager")
 
 

@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from benchmarks import harness
 from benchmarks.ablations import writing
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
 from medusa_decoding.demo import CHECKPOINT, corpus
 from medusa_decoding.demo.distill import continuations, random_prompts
@@ -93,7 +94,7 @@ def new_draft(base: Any, settings: DraftSettings) -> LlamaForCausalLM:
 def make(settings: DraftSettings, out: Path) -> dict[str, Any]:
     """Train a draft and write it with its tokenizer and what it was made with; return the latter."""
     begun = time.monotonic()
-    base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
+    base = pretrained.load_model(BASE, dtype=torch.float32).eval()
     files, tokenizer = corpus.split(), Tokenizer.from_file(str(BASE / "tokenizer.json"))
     stream = corpus.encode(files, files.train[:: settings.every], tokenizer)
     prompts = random_prompts(stream, settings.own_texts, settings.prompt_tokens, settings.seed)
@@ -102,7 +103,7 @@ def make(settings: DraftSettings, out: Path) -> dict[str, Any]:
     loss = _train(base, draft, stream, own, settings)
     out.mkdir(parents=True, exist_ok=True)
     draft.eval().save_pretrained(out)
-    AutoTokenizer.from_pretrained(BASE).save_pretrained(out)
+    pretrained.load_tokenizer(BASE).save_pretrained(out)
     said = {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in draft.parameters()),

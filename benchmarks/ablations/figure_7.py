@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
-
 from benchmarks.ablations import measuring, setup, table_3, writing
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import interval
 from medusa_decoding.model import MedusaModel, MedusaOutput
@@ -76,7 +75,7 @@ def load_draft(name: str, bench: setup.Bench) -> Any:
     """
     trunk = bench.model.trunk
     try:
-        draft = AutoModelForCausalLM.from_pretrained(name, dtype=trunk.dtype).to(trunk.device).eval()
+        draft = pretrained.load_model(name, dtype=trunk.dtype).to(trunk.device).eval()
     except OSError as error:
         raise ValueError(f"--draft: expected a model, got {name}: {str(error).splitlines()[0]}") from error
     if draft.config.vocab_size != trunk.vocab_size:

@@ -58,7 +58,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
         raise ValueError(f"{file}: expected JSON, got text that does not parse ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(content).__name__}")
@@ -153,7 +153,7 @@ def _open_pytorch(file: Path) -> dict[str, StoredTensor]:
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{file}: expected tensors only, got a damaged file or pickled Python objects, which are refused because "
-            f"loading them can run code ({str(error).splitlines()[0]})"
+            f"loading them can run code ({str(error).partition('.')[0]})"
         ) from error
     except Exception as error:  # torch.load raises many types on damaged bytes, OSError among them
         raise ValueError(f"{file}: expected a PyTorch file, got a truncated or damaged one ({error})") from error

@@ -1,8 +1,7 @@
 """The base model that belongs to a heads checkpoint, loaded by transformers as the plain model its `model_type` names.
 
-A Medusa-2 folder holds `medusa_head.*` tensors that the plain model has no place for; they are passed over without a
-warning, and everything else that transformers would report is still reported. Code that comes with a checkpoint is
-never run. This module does not know how heads are stored.
+A Medusa-2 folder holds `medusa_head.*` tensors that the plain model has no place for. They are passed over without a
+warning; any other tensor that the model has no place for is an error. This module does not know how heads are stored.
 """
 
 from __future__ import annotations
@@ -11,19 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints._layout import DTYPES
-from medusa_decoding.checkpoints.embedded import PREFIX, model_tensors
+from medusa_decoding.checkpoints.embedded import model_tensors
 
 if TYPE_CHECKING:
     from medusa_decoding.checkpoints import HeadsCheckpoint
-
-# These concern the weights; AutoConfig would take them for fields of the config.
-_WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
-# These say where files are: AutoConfig uses them up, and the weights are to be those beside the config.
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def lm_head_weight(folder: Path) -> torch.Tensor:
@@ -92,7 +87,9 @@ def load_base_model(
         path, revision = adapter["base_model_name_or_path"], adapter.get("revision")
     if revision is not None:
         kwargs.setdefault("revision", revision)
-    config, kwargs = _config(path, kwargs)
+    config = kwargs.pop("config", None)
+    if config is None:
+        config, kwargs = pretrained.read_config(path, **kwargs)
     heads = checkpoint.heads
     for name, wanted in (("hidden_size", heads.hidden_size), ("vocab_size", heads.vocab_size)):
         got = getattr(config, name, None)
@@ -100,9 +97,9 @@ def load_base_model(
             raise ValueError(
                 f"base_model: expected {name} {wanted} like the heads in {checkpoint.path}, got {got} in {path}"
             )
-    model = _load(path, config, kwargs)
+    model = pretrained.load_model(path, config, **kwargs)
     if adapter is not None:
-        model.load_adapter(str(adapter["folder"]))
+        pretrained.load_adapter(model, adapter["folder"])
     return model
 
 
@@ -141,51 +138,13 @@ def folder_of(base_model: str) -> Path | None:
 def stated_sizes(base_model: str, revision: str | None = None) -> dict[str, int]:
     """Return hidden_size and vocab_size as far as a base model's config has them; none where it cannot be had."""
     try:
-        config, _ = PretrainedConfig.get_config_dict(base_model, **({} if revision is None else {"revision": revision}))
-    except (OSError, ValueError):
+        config = pretrained.read_file(base_model, **pretrained.at(revision))
+    except ValueError:
         return {}
     sizes = {name: config.get(name) for name in ("hidden_size", "vocab_size")}
-    return {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
+    return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def stated_vocab_size(base_model: str, revision: str | None = None) -> int | None:
     """Return the vocabulary size in a base model's config; None where it cannot be had."""
     return stated_sizes(base_model, revision).get("vocab_size")
-
-
-def _load(path: str | Path, config: PretrainedConfig, kwargs: dict[str, Any]) -> PreTrainedModel:
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    ignored = [*(model_class._keys_to_ignore_on_load_unexpected or []), rf"^{PREFIX.replace('.', '[.]')}"]
-    # transformers reads this list from the class. A subclass for the time of loading leaves the class itself as it is.
-    reader: Any = type(
-        model_class.__name__,
-        (model_class,),
-        {"_keys_to_ignore_on_load_unexpected": ignored, "__module__": model_class.__module__},
-    )
-    model, report = reader.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"{path}: expected every weight of {model_class.__name__}, got none for {', '.join(missing[:4])}"
-        )
-    model.__class__ = model_class
-    return model
-
-
-def _config(path: str | Path, kwargs: dict[str, Any]) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Return the model's config, and the arguments for its weights, divided as `AutoModelForCausalLM` does."""
-    config = kwargs.pop("config", None)
-    if config is not None:
-        return config, kwargs
-    raw, _ = PretrainedConfig.get_config_dict(path, **kwargs)
-    model_type = raw.get("model_type", "")
-    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        remedy = "; its own code (auto_map) is never run" if "auto_map" in raw else ""
-        raise ValueError(
-            f"{path}: expected a model_type that transformers has as a causal language model, such as llama, mistral, "
-            f"qwen2 or qwen3, got {model_type!r}{remedy}"
-        )
-    held: dict[str, Any] = {key: kwargs.pop(key) for key in _WEIGHT_ARGUMENTS if key in kwargs}
-    hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
-    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, trust_remote_code=False, **kwargs)
-    return config, {**rest, **held, **hub}

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoTokenizer
 
-from medusa_decoding.checkpoints import find_base_model, find_base_revision
+from medusa_decoding.checkpoints import find_base_model, find_base_revision, pretrained
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel
@@ -245,13 +244,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
         ValueError: no base model known, or none with a tokenizer there.
     """
     base, revision = _base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
-    try:
-        return AutoTokenizer.from_pretrained(base, **({} if revision is None else {"revision": revision}))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"base model: expected a folder or hub id with a tokenizer (--base-model names another), got {base} "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+    return pretrained.load_tokenizer(base, revision, argument="base model (--base-model names another)")
 
 
 def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:

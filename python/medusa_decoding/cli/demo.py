@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one
 from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Stream an answer, measure, print; exit code 1 if the texts differ in float32."""
     disable_progress_bar()  # of loading 9 MB
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
+    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in ([args.prompt] if args.prompt else PROMPTS)]
     if prompts[0].numel() == 0:
         raise ValueError("--prompt: expected some text, got none")
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"A {parameters(model) / 1e6:.1f}M-parameter model of Python code continues:\n")
             model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
             print()
-        base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=DTYPES[args.dtype])
+        base = pretrained.load_model(CHECKPOINT / "base", dtype=DTYPES[args.dtype])
         result = compare(model, base, prompts, args.max_new_tokens, args.rounds)
         backend = resolve_backend(args.backend, model.trunk.device)
     result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}

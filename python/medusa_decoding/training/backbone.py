@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.training.config import Config, ModelConfig
 from medusa_decoding.training.packing import model_inputs
+
+NAME = "model.name"
+"""The setting that names the model, for messages."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -55,18 +58,13 @@ class Backbone:
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": settings.attention}
         if settings.quantization != "none":
             options |= {"quantization_config": _quantised(settings, dtype), "device_map": {"": device}}
-        try:
-            if device.type == "meta":
-                shapes = AutoConfig.from_pretrained(settings.name, revision=settings.revision)
-                with device:
-                    causal = AutoModelForCausalLM.from_config(shapes, **options)
-            else:
-                causal = AutoModelForCausalLM.from_pretrained(settings.name, revision=settings.revision, **options)
-        except OSError as error:
-            raise ValueError(
-                f"model.name: expected a model's folder or hub id within reach, got {settings.name!r} "
-                f"({str(error).splitlines()[0]})"
-            ) from error
+        causal: Any
+        if device.type == "meta":
+            shapes = pretrained.load_config(settings.name, settings.revision, argument=NAME)
+            causal = pretrained.build_model(shapes, device, argument=NAME, **options)
+        else:
+            options |= pretrained.at(settings.revision)
+            causal = pretrained.load_model(settings.name, argument=NAME, **options)
         if settings.quantization == "4bit":
             layers: list[Any] = list(causal.modules())
             for module in layers:
@@ -188,10 +186,4 @@ def load_tokenizer(settings: ModelConfig) -> Any:
     Raises:
         ValueError: there is none.
     """
-    try:
-        AutoConfig.from_pretrained(settings.name, revision=settings.revision)
-        return AutoTokenizer.from_pretrained(settings.name, revision=settings.revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.name: expected a model with a tokenizer, got {settings.name!r} ({str(error).splitlines()[0]})"
-        ) from error
+    return pretrained.load_tokenizer(settings.name, settings.revision, argument=NAME)

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from medusa_decoding.checkpoints import read_heads, write_heads
+from medusa_decoding.checkpoints import pretrained, read_heads, write_heads
 from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.files import only_writer, whole_folder, write_json
@@ -32,7 +31,7 @@ from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
 from medusa_decoding.training import card, chat, data, packing, strict
 from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.training.backbone import DTYPES, Backbone, check_adaptable, load_tokenizer
+from medusa_decoding.training.backbone import DTYPES, NAME, Backbone, check_adaptable, load_tokenizer
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.generated import asked_of
 from medusa_decoding.training.processes import Processes
@@ -204,13 +203,7 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
             pass  # nobody else holds it
     start = _where_to_start(config, folder, resume)
     card.check_plotting()
-    try:
-        model = AutoConfig.from_pretrained(config.model.name, revision=config.model.revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.name: expected a model's folder or hub id within reach, got {config.model.name!r} "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+    model = pretrained.load_config(config.model.name, config.model.revision, argument=NAME)
     check_adaptable(config, model)
     vocabulary, trimmed = int(model.vocab_size), config.heads.token_map_size
     if trimmed is not None and trimmed > vocabulary:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoConfig
+from medusa_decoding.checkpoints.pretrained import load_config
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,10 @@ def find_shape(name: str) -> ModelShape:
     if name in SHAPES:
         return SHAPES[name]
     try:
-        config: Any = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().partition("\n")[0]
+        config: Any = load_config(name, argument="model", causal=False)
+    except ValueError as error:
         raise ValueError(
-            f"model: expected one of {', '.join(SHAPES)}, or a folder or hub id with a config, got {name} ({first})"
+            f"model: expected one of {', '.join(SHAPES)}, or a folder or hub id with a config, got {name} ({error})"
         ) from error
     return shape_of(config.get_text_config(), name)
 

@@ -1,0 +1,394 @@
+"""Load configs, tokenizers, models and adapters with transformers and peft. No other module calls their loaders.
+
+A checkpoint may come from a stranger. Code beside it never runs, nothing is asked on standard input, and its sizes are
+compared with its weight files before a model is allocated. Whatever the libraries raise for a damaged or hostile folder
+becomes one `ValueError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+
+from medusa_decoding.checkpoints._files import open_tensors, read_index, read_json
+
+# These concern the weights; AutoConfig would take them for fields of the config.
+_WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
+# These say where files are: AutoConfig uses them up, and the weights are to be those beside the config.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+# Above any model there is. transformers loops over some of these before weights could contradict them.
+_MOST = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**21,
+    "num_attention_heads": 2**13,
+    "num_key_value_heads": 2**13,
+    "head_dim": 2**13,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**40,
+    "num_labels": 2**20,
+}
+# They name other files of weights or settings, which would pass by what is checked here.
+_ELSEWHERE = ("configuration_files", "transformers_weights")
+_CONFIG_BYTES = 2**24
+# A regular expression, as transformers wants it.
+_HEADS = r"^medusa_head\."
+# Numbers that one element of a quantised file can hold: 32 bits of 2 bits each.
+_PACKED = 16
+
+
+def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> dict[str, Any]:
+    """Return the content of a model's config.json once it states nothing that is impossible or dangerous.
+
+    Args:
+        name: folder or hub id.
+        argument: what messages call `name`.
+        hub: where files are, such as `revision`.
+
+    Raises:
+        ValueError: no such folder or repository, or a config.json that is damaged or refused.
+    """
+    with _explained(argument, _local(name), "a model's folder or hub id within reach"):
+        file = Path(cached_file(_local(name), "config.json", **hub))
+        raw = _small_json(file)
+    _check_raw(raw, file)
+    return raw
+
+
+def read_config(
+    name: str | Path, *, argument: str = "base_model", causal: bool = True, **kwargs: Any
+) -> tuple[PretrainedConfig, dict[str, Any]]:
+    """Read a model's config, and divide keyword arguments as `AutoModelForCausalLM.from_pretrained` does.
+
+    Args:
+        name: folder or hub id.
+        argument: what messages call `name`.
+        causal: whether the config must be a causal language model's.
+        kwargs: of transformers' `from_pretrained`; fields of the config override the file's.
+
+    Returns:
+        The config, and the arguments that are left for `load_model`.
+
+    Raises:
+        ValueError: no such folder or repository, a damaged config, one that states impossible sizes, or a `model_type`
+            that transformers does not have.
+    """
+    name = _local(name)
+    hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+    raw = read_file(name, argument=argument, **hub)
+    model_type = raw.get("model_type", "")
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    if not known or (causal and CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING):
+        remedy = "; its own code (auto_map) is never run" if "auto_map" in raw else ""
+        raise ValueError(
+            f"{name}: expected a model_type that transformers has as a causal language model, such as llama, mistral, "
+            f"qwen2 or qwen3, got {model_type!r}{remedy}"
+        )
+    held = {key: kwargs.pop(key) for key in _WEIGHT_ARGUMENTS if key in kwargs}
+    attention, experts = (kwargs.get(f"{part}_implementation") for part in ("attn", "experts"))
+    with _explained(argument, name, "a model with a config that transformers accepts"):
+        config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, trust_remote_code=False, **kwargs)
+        # A file may name kernels of the hub here, which transformers would fetch and run.
+        config._attn_implementation, config._experts_implementation = attention, experts
+    return config, {**rest, **held, **hub}
+
+
+def load_config(
+    name: str | Path, revision: str | None = None, *, argument: str = "base_model", causal: bool = True
+) -> PretrainedConfig:
+    """Return a model's config; see `read_config` for arguments and errors."""
+    return read_config(name, argument=argument, causal=causal, **at(revision))[0]
+
+
+def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: str = "base_model") -> Any:
+    """Return a model's tokenizer.
+
+    Args:
+        name: folder or hub id of the model.
+        revision: branch, tag or commit on the hub.
+        argument: what messages call `name`.
+
+    Raises:
+        ValueError: no such model, no tokenizer there, or a damaged one.
+    """
+    name, hub = _local(name), at(revision)
+    config = load_config(name, revision, argument=argument)
+    with _explained(argument, name, "a folder or hub id with a tokenizer"):
+        file = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **hub)
+        said = _small_json(Path(file)).get("tokenizer_class") if file else None
+        for kind in (said, getattr(config, "tokenizer_class", None)):
+            # transformers calls whatever class of its own is named here, also those that ask about code.
+            found = None if kind is None else getattr(transformers, kind, None)
+            if found is not None and not _is_tokenizer(found):
+                raise ValueError(f"tokenizer_class: expected a tokenizer, got {kind}")
+        return AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False, **hub)
+
+
+def load_model(
+    name: str | Path,
+    config: PretrainedConfig | None = None,
+    *,
+    argument: str = "base_model",
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a causal language model with every weight that its config describes, and no other.
+
+    Medusa heads among its weights are passed over.
+
+    Args:
+        name: folder or hub id.
+        config: as `read_config` returns it; None reads the model's own.
+        argument: what messages call `name`.
+        kwargs: as for `read_config`, or what it returned besides the config.
+
+    Returns:
+        The model in eval mode, an instance of transformers' own class.
+
+    Raises:
+        ValueError: damaged weight files, or weights that the config does not describe, or not in this shape, or lacks.
+        ModuleNotFoundError: a library that the model's quantisation needs.
+    """
+    name = _local(name)
+    if config is None:
+        config, kwargs = read_config(name, argument=argument, **kwargs)
+    hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+    with _explained(argument, name, "a model's folder or hub id within reach"):
+        folder = Path(cached_file(name, "config.json", **hub)).parent
+        generation = folder / "generation_config.json"
+        settings = _small_json(generation) if generation.is_file() else {}
+    _check_keys(settings, generation, GenerationConfig)
+    if (folder / "adapter_config.json").is_file():
+        check_adapter(folder)
+    usual = not any(kwargs.get(key) for key in ("gguf_file", "variant")) and kwargs.get("use_safetensors") is not False
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    quantised = getattr(config, "quantization_config", None) is not None
+
+    def built(model: Any, *args: Any, **options: Any) -> None:
+        model_class.__init__(model, *args, **options)
+        # Now there are shapes and no memory yet, and weights of the hub have been fetched.
+        if usual and (shapes := stored or _stored_shapes(folder)):
+            _check_shapes(model, shapes, folder, quantised)
+
+    stored = _stored_shapes(folder) if usual else {}
+    # transformers reads the list from the class. A subclass for the time of loading leaves the class as it is.
+    reader: Any = type(
+        model_class.__name__,
+        (model_class,),
+        {
+            "_keys_to_ignore_on_load_unexpected": [
+                *(model_class._keys_to_ignore_on_load_unexpected or []),
+                _HEADS,
+            ],
+            "__init__": built,
+            "__module__": model_class.__module__,
+        },
+    )
+    with _explained(argument, name, f"weights that fit {model_class.__name__}"), _without_report():
+        model, report = reader.from_pretrained(
+            name, config=config, output_loading_info=True, trust_remote_code=False, **kwargs
+        )
+    model.__class__ = model_class
+    _check_report(model, report, name, quantised)
+    return model
+
+
+def build_model(
+    config: PretrainedConfig, device: torch.device, *, argument: str = "base_model", **options: Any
+) -> PreTrainedModel:
+    """Return a causal language model with random weights, or on the meta device with shapes alone.
+
+    Raises:
+        ValueError: a config from which transformers cannot make a model.
+    """
+    with _explained(argument, config.name_or_path, "a config that describes a model"), device:
+        found: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    return found
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Put an adapter of peft into a loaded model.
+
+    Raises:
+        ValueError: an adapter that is damaged, or that does not fit the model.
+    """
+    check_adapter(folder)
+    with _explained("base_model", str(folder), "an adapter that fits its model"), _without_report():
+        report: Any = model.load_adapter(str(folder))
+    for kind, words in (("missing_keys", "every weight of"), ("unexpected_keys", "no weights besides those of")):
+        names = sorted(getattr(report, kind, ()))
+        if names:
+            raise ValueError(f"{folder}: expected {words} the adapter, got {_some(names, kind)}")
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise `ValueError` for an adapter's config that names code, or matrices of more rows than its weights have."""
+    file = folder / "adapter_config.json"
+    settings = _small_json(file)
+    if settings.get("megatron_config") is not None:
+        raise ValueError(f"{file}: expected no megatron_config, because it names a module to import, got one")
+    weights = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
+    stored = next((open_tensors(path) for path in weights if path.is_file()), {})
+    rows = max((tensor.shape[0] for name, tensor in stored.items() if "_A" in name and tensor.shape), default=0)
+    pattern = settings.get("rank_pattern") or {}
+    for rank in (settings.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])):
+        if rank is not None and (not isinstance(rank, int) or not 1 <= rank <= max(rows, 1)):
+            raise ValueError(f"{file}: expected a rank from 1 to {rows} as in the adapter's weights, got {rank!r}")
+
+
+@contextlib.contextmanager
+def _explained(argument: str, name: str, expected: str) -> Iterator[None]:
+    """Turn what libraries raise for a checkpoint into one `ValueError`, unless memory or a library is missing."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        words = str(error).strip().partition("\n")[0]
+        why = words if isinstance(error, ValueError) and words else f"{type(error).__name__}: {words}"
+        raise ValueError(f"{argument}: expected {expected}, got {name} ({why})") from error
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Keep back transformers' table of weights that do not fit: each of them is an error here."""
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def said(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    log.addFilter(said)
+    try:
+        yield
+    finally:
+        log.removeFilter(said)
+
+
+def _local(name: str | Path) -> str:
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else str(name)
+
+
+def at(revision: str | None) -> dict[str, str]:
+    """Return the keyword argument for a revision, if there is one."""
+    return {} if revision is None else {"revision": revision}
+
+
+def _small_json(file: Path) -> dict[str, Any]:
+    size = file.stat().st_size
+    if size > _CONFIG_BYTES:
+        raise ValueError(f"{file}: expected at most {_CONFIG_BYTES} bytes of settings, got {size}")
+    return read_json(file)
+
+
+def _is_tokenizer(found: Any) -> bool:
+    # A class whose library is missing has `_backends`; transformers then says which one.
+    return isinstance(found, type) and (issubclass(found, PreTrainedTokenizerBase) or hasattr(found, "_backends"))
+
+
+def _check_raw(raw: Mapping[str, Any], file: Path) -> None:
+    """Refuse what a config file must not say, also in the configs within it."""
+    _check_keys(raw, file, PretrainedConfig)
+    for key in _ELSEWHERE:
+        if raw.get(key) is not None:
+            raise ValueError(f"{file}: expected no {key}, got {raw[key]!r}")
+    for key, most in _MOST.items():
+        value = raw.get(key)
+        if value is None or isinstance(value, list):
+            continue  # a default, or one value per layer: transformers knows for which models
+        least = 0 if key == "num_labels" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{file}: expected {key} from {least} to {most}, got {_short(value)}")
+    for key, value in raw.items():
+        if key.endswith("_config") and isinstance(value, dict):
+            _check_raw(value, file)
+
+
+def _check_keys(raw: Mapping[str, Any], file: Path, kind: type) -> None:
+    """Refuse settings that would take the place of a method, such as `to_dict`."""
+    for key in raw:
+        if callable(getattr(kind, key, None)):
+            raise ValueError(f"{file}: expected settings, got {key!r}, which names a method of {kind.__name__}")
+
+
+def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
+    """Return the shapes of all tensors in the files that transformers takes a folder's weights from, in its order."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        file = folder / name
+        if file.is_file():
+            parts = sorted(set(read_index(file).values())) if name.endswith(".json") else [name]
+            opened = [open_tensors(folder / part) for part in parts]
+            return {key: torch.Size(tensor.shape) for tensors in opened for key, tensor in tensors.items()}
+    return {}
+
+
+def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], folder: Path, quantised: bool) -> None:
+    """Compare the weights that a config describes with those in the files, before memory is taken for them."""
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if not quantised:
+        for name in expected.keys() & stored.keys():
+            if expected[name] != stored[name]:
+                raise ValueError(
+                    f"{name} in {folder}: expected shape {list(expected[name])} as config.json says, "
+                    f"got {list(stored[name])}"
+                )
+    # transformers may know other names for some. But it makes up what it cannot find, so that has a limit.
+    made_up = sorted(name for name in expected if quantised or name not in stored)
+    held = sum(shape.numel() for shape in stored.values()) * (_PACKED if quantised else 1)
+    wanted = sum(expected[name].numel() for name in made_up)
+    if wanted > held:
+        raise ValueError(
+            f"{folder}: expected every weight of {type(model).__name__} as config.json describes it, "
+            + (f"got {held} numbers at most for {wanted}" if quantised else f"got none for {_some(made_up)}")
+        )
+
+
+def _check_report(model: PreTrainedModel, report: Mapping[str, Any], name: str, quantised: bool) -> None:
+    """Raise `ValueError` if weights and config are not the same model's."""
+    kind = type(model).__name__
+    missing = sorted(report["missing_keys"]) + sorted(str(entry[0]) for entry in report["mismatched_keys"])
+    if missing:
+        raise ValueError(f"{name}: expected every weight of {kind}, got none for {_some(missing)}")
+    # What quantisation stores beside a weight may have served already.
+    modules = {module for module, _ in model.named_modules()} if quantised else set()
+    stray = sorted(key for key in report["unexpected_keys"] if key.rpartition(".")[0] not in modules)
+    if stray:
+        raise ValueError(
+            f"{name}: expected weights of {kind} as config.json describes it "
+            f"({model.config.num_hidden_layers} layers), got also {_some(stray)}; config.json or the weights are wrong"
+        )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > 10**18:
+        return "a larger one" if value > 0 else "a negative one"
+    return re.sub(r"(.{80}).+", r"\1..", repr(value))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
