@@ -13,7 +13,7 @@ This module does not know trees, caches or base models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -308,6 +308,24 @@ class MedusaHeads(nn.Module):
             _quantise(f"w2[{head}]", self.w2[head].detach(), stored[head], scale[head])
         return found
 
+    def place(self, device: torch.device, dtype: torch.dtype) -> MedusaHeads:
+        """Move the heads to a base model's device and dtype, and return them.
+
+        Projections in 8 bits and their scales keep their dtype, as with `to`.
+
+        Raises:
+            ValueError: weights that are not finite in this dtype; the heads have been converted and are of no use.
+        """
+        before = self.w1.dtype
+        self.to(device=device, dtype=dtype)
+        names = not_finite(dict(self.named_parameters())) if dtype != before else []
+        if names:
+            raise ValueError(
+                f"heads: expected weights that are finite in {dtype}, got larger ones in {', '.join(names)}; load the "
+                f"model in {before}"
+            )
+        return self
+
     def remade(self, **changes: Any) -> MedusaHeads:
         """Return a copy, for decoding, that is made otherwise: with every weight but own projections, which are zero.
 
@@ -388,6 +406,16 @@ class MedusaHeads(nn.Module):
             raise ValueError(f"{prefix}w2: expected {wanted} (storage {self.storage!r}), got {given.dtype}")
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._find_candidate_rows()
+
+
+def not_finite(weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of those floating-point tensors that hold NaN or infinity."""
+    if not weights:
+        return []
+    # Both extremes are finite exactly when all values are. One copy to the host answers for all tensors.
+    extremes = [torch.stack(torch.aminmax(weight.detach())) for weight in weights.values()]
+    finite = torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all(dim=1).tolist()
+    return [name for name, held in zip(weights, finite, strict=True) if not held]
 
 
 def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:

@@ -69,7 +69,7 @@ def _read(model: nn.Module, heads: str | Path) -> MedusaModel:
     tree = checkpoint.path / DEFAULT_TREE_FILE
     return MedusaModel(
         model,
-        checkpoint.heads.to(device=trunk.device, dtype=trunk.dtype),
+        checkpoint.heads.place(trunk.device, trunk.dtype),
         Tree.load(tree) if tree.is_file() else None,
     )
 

@@ -204,7 +204,7 @@ class MedusaModel:
         tree_file = checkpoint.path / DEFAULT_TREE_FILE
         stated = Tree.load(tree_file) if tree is None and tree_file.is_file() else tree
         norm = base.model.norm.weight
-        model = cls(base.eval(), checkpoint.heads.to(device=norm.device, dtype=norm.dtype), stated, backend)
+        model = cls(base.eval(), checkpoint.heads.place(norm.device, norm.dtype), stated, backend)
         model._recall(checkpoint.path, tree)
         return model
 

@@ -36,6 +36,7 @@ from transformers.utils import (
 )
 
 from medusa_decoding.checkpoints._files import open_tensors, read_index, read_json
+from medusa_decoding.heads import not_finite
 
 # These concern the weights; AutoConfig would take them for fields of the config.
 _WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
@@ -171,7 +172,8 @@ def load_model(
         The model in eval mode, an instance of transformers' own class.
 
     Raises:
-        ValueError: damaged weight files, or weights that the config does not describe, or not in this shape, or lacks.
+        ValueError: damaged weight files; weights that the config does not describe, or describes in another shape, or
+            that are missing; weights that are infinite in float16.
         ModuleNotFoundError: a library that the model's quantisation needs.
     """
     name = _local(name)
@@ -215,6 +217,11 @@ def load_model(
         )
     model.__class__ = model_class
     _check_report(model, report, name, quantised)
+    if model.dtype == torch.float16:  # whose range is smaller than that of the other two
+        plain = {key: weight for key, weight in model.named_parameters() if type(weight) is torch.nn.Parameter}
+        names = not_finite({key: w for key, w in plain.items() if w.is_floating_point() and not w.is_meta})
+        if names:
+            raise ValueError(f"{name}: expected weights that are finite in float16, got larger ones in {_some(names)}")
     return model
 
 

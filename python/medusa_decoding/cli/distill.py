@@ -190,7 +190,7 @@ def load(config: Config) -> MedusaModel:
     norm = base.model.norm.weight
     file = checkpoint.path / DEFAULT_TREE_FILE
     tree = Tree.load(file) if file.is_file() else None
-    return MedusaModel(base, checkpoint.heads.to(device=norm.device, dtype=norm.dtype), tree)
+    return MedusaModel(base, checkpoint.heads.place(norm.device, norm.dtype), tree)
 
 
 def _vocab_size(config: Config) -> int | None:
