@@ -58,6 +58,7 @@ _MOST = {
 # They name other files of weights or settings, which would pass by what is checked here.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
 _CONFIG_BYTES = 2**24
+_MAY_BE_MISSING = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 # A regular expression, as transformers wants it.
 _HEADS = r"^medusa_head\."
 # Numbers that one element of a quantised file can hold: 32 bits of 2 bits each.
@@ -141,7 +142,7 @@ def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: s
     name, hub = _local(name), at(revision)
     config = load_config(name, revision, argument=argument)
     with _explained(argument, name, "a folder or hub id with a tokenizer"):
-        file = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **hub)
+        file = cached_file(name, "tokenizer_config.json", **_MAY_BE_MISSING, **hub)
         said = _small_json(Path(file)).get("tokenizer_class") if file else None
         for kind in (said, getattr(config, "tokenizer_class", None)):
             # transformers calls whatever class of its own is named here, also those that ask about code.
@@ -184,9 +185,8 @@ def load_model(
         folder = Path(cached_file(name, "config.json", **hub)).parent
         generation = folder / "generation_config.json"
         settings = _small_json(generation) if generation.is_file() else {}
+        adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
     _check_keys(settings, generation, GenerationConfig)
-    if (folder / "adapter_config.json").is_file():
-        check_adapter(folder)
     usual = not any(kwargs.get(key) for key in ("gguf_file", "variant")) and kwargs.get("use_safetensors") is not False
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     quantised = getattr(config, "quantization_config", None) is not None
@@ -212,11 +212,15 @@ def load_model(
         },
     )
     with _explained(argument, name, f"weights that fit {model_class.__name__}"), _without_report():
+        # An adapter beside the model is loaded below: transformers would report it in place of the model.
+        elsewhere = {} if adapter is None else {"adapter_kwargs": {"subfolder": "none"}}
         model, report = reader.from_pretrained(
-            name, config=config, output_loading_info=True, trust_remote_code=False, **kwargs
+            name, config=config, output_loading_info=True, trust_remote_code=False, **elsewhere, **kwargs
         )
     model.__class__ = model_class
     _check_report(model, report, name, quantised)
+    if adapter is not None:
+        load_adapter(model, name, **hub)
     if model.dtype == torch.float16:  # whose range is smaller than that of the other two
         plain = {key: weight for key, weight in model.named_parameters() if type(weight) is torch.nn.Parameter}
         names = not_finite({key: w for key, w in plain.items() if w.is_floating_point() and not w.is_meta})
@@ -238,34 +242,41 @@ def build_model(
     return found
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
     """Put an adapter of peft into a loaded model.
 
+    Args:
+        model: changed in place.
+        name: folder or hub id of the adapter.
+        hub: where files are, such as `revision`.
+
     Raises:
-        ValueError: an adapter that is damaged, or that does not fit the model.
+        ValueError: an adapter that is damaged, that names code, or that does not fit the model.
     """
-    check_adapter(folder)
-    with _explained("base_model", str(folder), "an adapter that fits its model"), _without_report():
-        report: Any = model.load_adapter(str(folder))
-    for kind, words in (("missing_keys", "every weight of"), ("unexpected_keys", "no weights besides those of")):
-        names = sorted(getattr(report, kind, ()))
-        if names:
-            raise ValueError(f"{folder}: expected {words} the adapter, got {_some(names, kind)}")
+    name = _local(name)
+    with _explained("base_model", name, "an adapter that fits its model"), _without_report():
+        _check_adapter(Path(cached_file(name, "adapter_config.json", **hub)))
+        report: Any = model.load_adapter(name, adapter_kwargs=dict(hub))
+    # Older versions of transformers report nothing.
+    missing, stray = (sorted(getattr(report, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
+    if missing:
+        raise ValueError(f"{name}: expected every weight of the adapter, got none for {_some(missing)}")
+    if stray:
+        raise ValueError(f"{name}: expected an adapter of its base model, got also {_some(stray)}")
 
 
-def check_adapter(folder: Path) -> None:
-    """Raise `ValueError` for an adapter's config that names code, or matrices of more rows than its weights have."""
-    file = folder / "adapter_config.json"
+def _check_adapter(file: Path) -> None:
+    """Refuse an adapter's config that names code, or matrices of more rows than the adapter's weights have."""
     settings = _small_json(file)
     if settings.get("megatron_config") is not None:
-        raise ValueError(f"{file}: expected no megatron_config, because it names a module to import, got one")
-    weights = [folder / name for name in ("adapter_model.safetensors", "adapter_model.bin")]
+        raise ValueError("expected no megatron_config, because it names a module to import, got one")
+    weights = [file.with_name(f"adapter_model.{kind}") for kind in ("safetensors", "bin")]
     stored = next((open_tensors(path) for path in weights if path.is_file()), {})
-    rows = max((tensor.shape[0] for name, tensor in stored.items() if "_A" in name and tensor.shape), default=0)
+    rows = max((tensor.shape[0] for name, tensor in stored.items() if "_A" in name and tensor.shape), default=2**12)
     pattern = settings.get("rank_pattern") or {}
     for rank in (settings.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])):
-        if rank is not None and (not isinstance(rank, int) or not 1 <= rank <= max(rows, 1)):
-            raise ValueError(f"{file}: expected a rank from 1 to {rows} as in the adapter's weights, got {rank!r}")
+        if rank is not None and (not isinstance(rank, int) or not 1 <= rank <= rows):
+            raise ValueError(f"expected a rank from 1 to {rows} as in the adapter's weights, got {rank!r}")
 
 
 @contextlib.contextmanager
@@ -284,16 +295,18 @@ def _explained(argument: str, name: str, expected: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
     """Keep back transformers' table of weights that do not fit: each of them is an error here."""
-    log = logging.getLogger("transformers.modeling_utils")
+    logs = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
 
     def said(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
-    log.addFilter(said)
+    for log in logs:
+        log.addFilter(said)
     try:
         yield
     finally:
-        log.removeFilter(said)
+        for log in logs:
+            log.removeFilter(said)
 
 
 def _local(name: str | Path) -> str:

@@ -1,0 +1,144 @@
+"""A config and weight files that are not the same model's are refused, wherever a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from medusa_decoding import MedusaHeads, MedusaModel
+from medusa_decoding.checkpoints import pretrained, write_heads
+from medusa_decoding.cli import main
+from medusa_decoding.training.backbone import Backbone
+from medusa_decoding.training.config import Config
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_llama: LlamaForCausalLM) -> Path:
+    """A model of two layers, and heads."""
+    tiny_llama.save_pretrained(tmp_path / "base")
+    write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model="../base")
+    return tmp_path
+
+
+def say(folder: Path, **values: Any) -> None:
+    """Change what the base model's config says."""
+    file = folder / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors to the base model's file."""
+    file = folder / "base" / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+
+
+def backbone(folder: Path) -> Any:
+    model = {"name": str(folder / "base"), "dtype": "float32", "quantization": "none"}
+    rest = {"data": {"train": [{"path": "none"}]}, "output": {"folder": "none"}}
+    return Backbone.load(Config.of({"method": "medusa-1", "model": model, **rest}), torch.device("cpu"))
+
+
+def loaded(folder: Path) -> Any:
+    with MedusaModel.from_pretrained(folder / "heads") as model:
+        return model.base
+
+
+@pytest.mark.parametrize("load", [loaded, backbone])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_hidden_layers": 1}, r"\(1 layers\), got also model\.layers\.1\.input_layernorm\.weight, .* and 5 more"),
+        ({"num_hidden_layers": 3}, r"expected every weight of LlamaForCausalLM, got none for model\.layers\.2\."),
+        ({"intermediate_size": 16}, r"model\.layers\.0\.mlp\.\w+\.weight in .*: expected shape .*16.*, got \[.*12.*\]"),
+        (
+            {"attention_bias": True},
+            r"expected every weight of LlamaForCausalLM, got none for .*self_attn\.\w_proj\.bias",
+        ),
+        ({"num_key_value_heads": 2}, r"self_attn\.\w_proj\.weight in .*: expected shape \[8, 8\] .*, got \[4, 8\]"),
+    ],
+)
+def test_weights_of_another_model(folder: Path, load: Any, values: dict[str, Any], message: str) -> None:
+    say(folder, **values)
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_the_command_says_so_in_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    say(folder, num_hidden_layers=1)
+    file = folder / "heads" / "config.json"
+    assert file.is_file()
+    assert main(["tune", "--model", str(folder / "heads")]) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if "layers.1" in line or "REPORT" in line]
+    assert len(said) == 1
+    assert said[0].startswith("medusa: ")
+
+
+def test_shapes_are_never_passed_over(folder: Path) -> None:
+    say(folder, intermediate_size=16)
+    with pytest.raises(ValueError, match=r"expected shape .*, got"):
+        pretrained.load_model(folder / "base", ignore_mismatched_sizes=True)
+
+
+def test_what_old_checkpoints_hold_besides_is_fine(folder: Path, tiny_llama: LlamaForCausalLM) -> None:
+    add(folder, {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(2) for layer in (0, 1)})
+    add(folder, {"medusa_head.0.0.linear.weight": torch.ones(8, 8)})
+    tokens = torch.tensor([[3, 4, 5]])
+    for load in (loaded, backbone):
+        found = load(folder)
+        assert torch.equal(getattr(found, "causal", found)(tokens).logits, tiny_llama(tokens).logits)
+
+
+class TestAdapters:
+    @pytest.fixture
+    def adapter(self, folder: Path, tiny_llama: LlamaForCausalLM) -> Path:
+        """An adapter of the model's two layers, whose numbers are not zero."""
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        wrapped: Any = peft.get_peft_model(tiny_llama, config)
+        wrapped.peft_config["default"].base_model_name_or_path = str(folder / "base")
+        wrapped.save_pretrained(folder / "adapter")
+        tiny_llama.config.save_pretrained(folder / "adapter")
+        write_heads(MedusaHeads(8, 11, 2), folder / "adapted", base_model="../adapter")
+        return folder / "adapter"
+
+    def test_of_more_layers(self, folder: Path, adapter: Path) -> None:
+        file = adapter / "adapter_model.safetensors"
+        tensors = load_file(file)
+        save_file(tensors | {key.replace(".1.", ".2."): tensors[key].clone() for key in tensors if ".1." in key}, file)
+        with pytest.raises(ValueError, match=r"expected an adapter of its base model, got also .*layers\.2\."):
+            MedusaModel.from_pretrained(folder / "adapted")
+
+    @pytest.mark.parametrize("beside", [False, True])
+    def test_of_fewer_layers(self, folder: Path, adapter: Path, beside: bool) -> None:
+        """Also of an adapter in the folder of its model, which transformers finds by itself."""
+        file = adapter / "adapter_model.safetensors"
+        save_file({key: tensor for key, tensor in load_file(file).items() if ".1." not in key}, file)
+        if beside:
+            (folder / "base" / "model.safetensors").rename(adapter / "model.safetensors")
+        with pytest.raises(ValueError, match=r"expected every weight of the adapter, got none for .*layers\.1\."):
+            MedusaModel.from_pretrained(folder / "adapted")
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"r": 10**9}, "expected a rank from 1 to 2 as in the adapter's weights, got 1000000000"),
+            ({"rank_pattern": {"q_proj": 10**9}}, "expected a rank from 1 to 2"),
+            ({"r": "two"}, "expected a rank from 1 to 2 .* got 'two'"),
+            ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "expected no megatron_config"),
+            ({"peft_type": "NONE"}, "expected an adapter that fits its model"),
+        ],
+    )
+    def test_whose_config_is_not_its_weights(
+        self, folder: Path, adapter: Path, values: dict[str, Any], message: str
+    ) -> None:
+        file = adapter / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+        with pytest.raises(ValueError, match=message):
+            MedusaModel.from_pretrained(folder / "adapted")
