@@ -22,8 +22,8 @@ from transformers import GenerationConfig
 from transformers.utils.generic import ModelOutput
 
 from medusa_decoding import settings
-from medusa_decoding.checkpoints import find_base_revision, load_base_model, read_heads
-from medusa_decoding.checkpoints.base import stated_vocab_size
+from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads
+from medusa_decoding.checkpoints.base import stated_sizes
 from medusa_decoding.decode.follow import Follower
 from medusa_decoding.decode.ladder import Belief, Ladder
 from medusa_decoding.decode.loop import Hooks, Run, run
@@ -194,12 +194,14 @@ class MedusaModel:
         """
         if hf_kwargs.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
-        # Heads that share lm_head do not say V; the base model that was asked for does.
-        vocab_size = None
-        if base_model is not None:
-            revision = hf_kwargs.get("revision") or find_base_revision(heads, base_model=base_model)
-            vocab_size = stated_vocab_size(str(base_model), revision)
-        checkpoint = read_heads(heads, vocab_size=vocab_size)
+        # The base model's sizes are checked before the heads take memory; and heads that share lm_head do not say V.
+        # A hub is not asked about the base model that heads name themselves: it is asked when that model is loaded.
+        named = find_base_model(heads) if base_model is None else base_model
+        sizes = {}
+        if base_model is not None or (named is not None and Path(named).is_dir()):
+            revision = hf_kwargs.get("revision") or find_base_revision(heads, base_model=named)
+            sizes = stated_sizes(str(named), revision)
+        checkpoint = read_heads(heads, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
         base = load_base_model(checkpoint, base_model, dtype=dtype, device_map=device_map, **hf_kwargs)
         tree_file = checkpoint.path / DEFAULT_TREE_FILE
         stated = Tree.load(tree_file) if tree is None and tree_file.is_file() else tree

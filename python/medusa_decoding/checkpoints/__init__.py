@@ -140,6 +140,8 @@ def read_heads(
     Raises:
         ValueError: an unknown or damaged checkpoint; a missing, extra or misshapen tensor; mixed dtypes; NaN or Inf;
             sizes other than the base model's. The message names the tensor or file, what was expected and what came.
+            Names, shapes and sizes are checked before memory is taken.
+        OSError: a file cannot be read.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype: expected float16, bfloat16, float32 or None, got {dtype}")
@@ -357,7 +359,7 @@ def _vocab_size(layout: Layout, config: Mapping[str, Any], base: str | None, fol
     if layout.vocab_size is not None:
         return layout.vocab_size
     size = config.get("vocab_size")
-    if isinstance(size, int) and size > 0:
+    if type(size) is int and size > 0:  # True is an int, too
         return size
     size = None if base is None else stated_vocab_size(base, _revision(original, config))
     if size is None:

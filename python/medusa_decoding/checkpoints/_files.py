@@ -6,16 +6,19 @@ module does not know what the tensors mean.
 
 from __future__ import annotations
 
-import json
-import pickle
+import contextlib
+import os
+import pickletools
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from medusa_decoding.files import read_json_object
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -29,6 +32,17 @@ _SAFETENSORS_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+# What `torch.save` writes for a dict of plain tensors. The unpickler of `weights_only=True` calls more than that, among
+# them `bytearray` and `torch.Tensor`, which take as much memory as a number in the file says.
+_GLOBAL = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch\.storage UntypedStorage"
+    r"|torch (\w+Storage|b?float\w+|u?int\d+|bool|complex\d+)"
+)
+# Pickles before the values in a file of torch before 1.6.
+_OLDER_PICKLES = 5
+# Several names may share values, such as the lm_head of version 1 that all heads share: each name is a copy in memory.
+_MOST_COPIES = 16
 
 
 @dataclass(frozen=True)
@@ -50,31 +64,25 @@ class StoredTensor:
     load: Callable[[], torch.Tensor]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        ValueError: the file holds something else; it names the file.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also a number of too many digits
-        raise ValueError(f"{file}: expected JSON, got text that does not parse ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {type(content).__name__}")
-    return content
+read_json = read_json_object
+"""Of a config or an index."""
 
 
-def open_tensors(file: Path) -> dict[str, StoredTensor]:
-    """List the tensors of one weight file by name.
+def open_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
+    """List the tensors of one weight file whose names start with `prefix`, by name.
+
+    What they take in memory is bounded by the file's size, whatever it says of itself.
 
     Args:
         file: a `.safetensors` file, or a file written by `torch.save` that holds a dict of tensors.
+        prefix: the beginning of the wanted names.
 
     Raises:
-        ValueError: the file is truncated, damaged, or holds anything but tensors; it names the file.
+        ValueError: the file is truncated, damaged, holds anything but tensors, or fewer values than their shapes say;
+            it names the file.
+        OSError: it cannot be read.
     """
-    return _open_safetensors(file) if file.suffix == ".safetensors" else _open_pytorch(file)
+    return _open_safetensors(file, prefix) if file.suffix == ".safetensors" else _open_pytorch(file, prefix)
 
 
 def open_sharded(index_file: Path, prefix: str) -> dict[str, StoredTensor]:
@@ -91,12 +99,11 @@ def open_sharded(index_file: Path, prefix: str) -> dict[str, StoredTensor]:
     wanted = read_index(index_file, prefix)
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(wanted.values())):
-        for name, tensor in open_tensors(index_file.parent / shard).items():
-            if name.startswith(prefix):
-                if wanted.get(name) != shard:
-                    listed = wanted.get(name, "no file")
-                    raise ValueError(f"{name}: expected in {listed} ({index_file.name}), got it in {shard}")
-                found[name] = tensor
+        for name, tensor in open_tensors(index_file.parent / shard, prefix).items():
+            if wanted.get(name) != shard:
+                listed = wanted.get(name, "no file")
+                raise ValueError(f"{name}: expected in {listed} ({index_file.name}), got it in {shard}")
+            found[name] = tensor
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         raise ValueError(f"{missing[0]}: expected in {wanted[missing[0]]} ({index_file.name}), got no such tensor")
@@ -116,16 +123,17 @@ def read_index(index_file: Path, prefix: str = "") -> dict[str, str]:
     for shard in sorted(set(wanted.values())):
         # An index comes from strangers: it must not point to other files of this machine.
         if Path(shard).name != shard:
-            raise ValueError(f"{index_file}: weight_map: expected names of files beside it, got {shard!r}")
-        if not (index_file.parent / shard).is_file():
-            raise ValueError(f"{index_file}: weight_map: expected the file {shard} beside it, got none")
+            raise ValueError(f"{index_file}: weight_map: expected names of files beside it, got {shard[:99]!r}")
+        if not os.path.isfile(index_file.parent / shard):  # False also for what can be no name of a file
+            raise ValueError(f"{index_file}: weight_map: expected the file {shard[:99]} beside it, got none")
     return wanted
 
 
-def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
+def _open_safetensors(file: Path, prefix: str) -> dict[str, StoredTensor]:
     try:
         handle = safe_open(str(file), framework="pt")
-        listed = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 (a handle is no mapping)
+        names = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118 (a handle is no mapping)
+        listed = {name: handle.get_slice(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{file}: expected a safetensors file, got a truncated or damaged one ({error})") from error
 
@@ -144,30 +152,72 @@ def _open_safetensors(file: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _open_pytorch(file: Path) -> dict[str, StoredTensor]:
+def _open_pytorch(file: Path, prefix: str) -> dict[str, StoredTensor]:
     try:
+        zipped = zipfile.is_zipfile(file)
+        refusal = _compression(file) if zipped else None
+        refusal = refusal or _calls(file, zipped)
         # Only the zip format can be mapped into memory; files of torch before 1.6 are read as a whole.
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        content = None if refusal else torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except (FileNotFoundError, PermissionError):
         raise
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{file}: expected tensors only, got a damaged file or pickled Python objects, which are refused because "
-            f"loading them can run code ({str(error).partition('.')[0]})"
-        ) from error
     except Exception as error:  # torch.load raises many types on damaged bytes, OSError among them
-        raise ValueError(f"{file}: expected a PyTorch file, got a truncated or damaged one ({error})") from error
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{file}: expected a PyTorch file, got a truncated or damaged one ({said})") from error
+    if refusal:
+        raise ValueError(f"{file}: {refusal}")
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected a dict of tensors, got {type(content).__name__}")
-    tensors = {}
+    tensors, copied, size = {}, 0, file.stat().st_size
     for name, value in content.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            kind = value.layout if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ValueError(f"{file}: {name}: expected a named dense tensor, got {kind}")
-        if value.is_meta:
-            raise ValueError(f"{file}: {name}: expected a tensor with values, got one on the meta device")
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise ValueError(f"{file}: {name}: expected a named tensor, got {type(value).__name__}")
+        if not name.startswith(prefix):
+            continue
+        wanted, held = value.numel() * value.element_size(), value.untyped_storage().nbytes()
+        if wanted > held:
+            raise ValueError(
+                f"{file}: {name}: expected {wanted} bytes of values, got {held} that {list(value.shape)} is a view of"
+            )
+        copied += wanted
         tensors[name] = StoredTensor(name, tuple(value.shape), value.dtype, file, _returning(value))
+    if copied > _MOST_COPIES * size:
+        raise ValueError(
+            f"{file}: expected tensors with values of their own, got names for {copied} bytes in a file of {size}"
+        )
     return tensors
+
+
+def _compression(file: Path) -> str | None:
+    """Return why a zip file is refused, or None: what is inside could be any number of times as large as the file."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        return "expected a file that torch.save wrote, got one with compressed entries"
+    if sum(entry.file_size for entry in entries) > file.stat().st_size:
+        return "expected a file that torch.save wrote, got one whose entries overlap"
+    return None
+
+
+def _calls(file: Path, zipped: bool) -> str | None:
+    """Return why the pickles in a PyTorch file are refused, or None. Nothing is unpickled."""
+    with contextlib.ExitStack() as stack:
+        if zipped:
+            archive = stack.enter_context(zipfile.ZipFile(file))
+            names = [entry for entry in archive.infolist() if entry.filename.lower().endswith(".pkl")]
+            pickles = [stack.enter_context(archive.open(name)) for name in names]
+        else:
+            pickles = [stack.enter_context(open(file, "rb"))] * _OLDER_PICKLES
+        for pickled in pickles:
+            for opcode, argument, _ in pickletools.genops(pickled):
+                # The name that STACK_GLOBAL looks up is made only as the file is read.
+                called = "STACK_GLOBAL" if opcode.name == "STACK_GLOBAL" else str(argument)
+                if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL") and not _GLOBAL.fullmatch(called):
+                    return (
+                        f"expected tensors only, got {called[:99]!r}, which is refused because loading it can run code "
+                        "or take any amount of memory"
+                    )
+    return None
 
 
 def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -8,8 +8,10 @@ maps them to these. This module does not know files or folders.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +24,10 @@ TOKEN_MAP = "token_map"
 PARENTS, CANDIDATES = "parent_tokens", "candidate_tokens"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_BLOCK = re.compile(r"(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.linear\.(weight|bias)")
-_PROJECTION = re.compile(r"(0|[1-9]\d{0,2})\.(0|[1-9]\d{0,2})\.weight")
-_MIX = re.compile(r"(0|[1-9]\d{0,2})\.parent_mix")
+NUMBER = r"(0|[1-9][0-9]{0,2})"
+_BLOCK = re.compile(rf"{NUMBER}\.{NUMBER}\.linear\.(weight|bias)")
+_PROJECTION = re.compile(rf"{NUMBER}\.{NUMBER}\.weight")
+_MIX = re.compile(rf"{NUMBER}\.parent_mix")
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ def examine(found: HeadTensors) -> Layout:
     owned = 0 if projections else None
     # Sizes are unknown yet: only its names are used.
     names = Layout(num_heads, num_layers, 0, has_bias, owned, None, torch.float32, storage, int(conditioned), 0)
-    _check_names(found, [name for name, *_ in names.expected()])
+    _check_names(found, (name for name, *_ in names.expected()))
 
     first = tensors["0.0.linear.weight"]
     if len(first.shape) != 2 or first.shape[0] < 1:
@@ -192,15 +195,15 @@ def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
     if layout.vocab_size is not None:
         held["vocab_size"] = layout.vocab_size
     notes = [
-        f"config.json: {key} is {config[key]!r}, the tensors hold {value}; the tensors are believed"
+        f"config.json: {key} is {reprlib.repr(config[key])}, the tensors hold {value}; the tensors are believed"
         for key, value in held.items()
         if key in config and config[key] != value
     ]
     said = {"1": "own", "2": "shared"}.get(str(config.get("version")), projection)
     if said != projection:
         notes.append(
-            f"config.json: version is {config['version']!r} ({said} projections), the tensors hold {projection} "
-            "projections; the tensors are believed"
+            f"config.json: version is {reprlib.repr(config['version'])} ({said} projections), the tensors hold "
+            f"{projection} projections; the tensors are believed"
         )
     return notes
 
@@ -221,6 +224,11 @@ def pack(
         ValueError: NaN or Inf among the weights, before or after the conversion to `dtype`; a token_map that repeats
             ids or leaves the vocabulary.
     """
+    if layout.trimmed is not None and layout.trimmed > vocab_size:
+        mapped = found.tensors[TOKEN_MAP]
+        raise ValueError(
+            f"{mapped.name} in {mapped.file}: expected at most {vocab_size} ids (the vocabulary), got {layout.trimmed}"
+        )
     with torch.random.fork_rng(devices=[]):  # whose random first weights are replaced at once
         heads = MedusaHeads(
             layout.hidden_size,
@@ -283,12 +291,17 @@ def check_finite(stored: StoredTensor, values: torch.Tensor, when: str = "") -> 
         )
 
 
-def _check_names(found: HeadTensors, expected: list[str]) -> None:
-    missing = [found.prefix + name for name in expected if name not in found.tensors]
-    known = {*expected, TOKEN_MAP}
-    extra = [tensor.name for name, tensor in found.tensors.items() if name not in known]
+def _check_names(found: HeadTensors, expected: Iterable[str]) -> None:
+    # One tensor named 999.999.linear.weight would ask for two million others, so the list is cut. A cut list has more
+    # names than there are tensors, so some are missing.
+    most = len(found.tensors) + 100
+    listed = list(itertools.islice(expected, most))
+    cut = len(listed) == most
+    missing = [found.prefix + name for name in listed if name not in found.tensors]
+    known = {*listed, TOKEN_MAP}
+    extra = [] if cut else [tensor.name for name, tensor in found.tensors.items() if name not in known]
     if missing or extra:
-        parts = [f"missing {_some(missing)}"] if missing else []
+        parts = [f"missing {'at least ' if cut else ''}{_some(missing)}"] if missing else []
         parts += [f"unexpected {_some(sorted(extra))}"] if extra else []
         files = sorted({str(tensor.file) for tensor in found.tensors.values()})
         where = f"{', '.join(files)}: " if files else ""
@@ -310,7 +323,7 @@ def _examine_token_map(tensors: Mapping[str, StoredTensor], rows: int | None) ->
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return ", ".join(name[:99] for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _word(dtype: torch.dtype | str) -> str:

@@ -60,7 +60,7 @@ def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
         if file.is_file():
             if name.endswith(".json"):
                 return open_sharded(file, prefix)
-            return {key: tensor for key, tensor in open_tensors(file).items() if key.startswith(prefix)}
+            return open_tensors(file, prefix)
     return {}
 
 

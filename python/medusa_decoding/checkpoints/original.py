@@ -62,7 +62,7 @@ def base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
     if not isinstance(name, str) or not name:
         return None
     beside = folder / name
-    return str(beside.resolve()) if beside.is_dir() else name
+    return str(beside.resolve()) if os.path.isdir(beside) else name  # False also for what can be no path
 
 
 def write_heads(

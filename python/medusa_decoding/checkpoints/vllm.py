@@ -12,6 +12,7 @@ model's lm_head is. This module does not know other formats.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.checkpoints._files import StoredTensor, open_tensors, read_json
-from medusa_decoding.checkpoints._layout import TOKEN_MAP, HeadTensors, unpack
+from medusa_decoding.checkpoints._layout import NUMBER, TOKEN_MAP, HeadTensors, unpack
 from medusa_decoding.checkpoints.original import REVISION, base_model
 from medusa_decoding.heads import MedusaHeads
 
@@ -31,8 +32,8 @@ FILES = "model.safetensors beside a config.json with model_type medusa"
 WEIGHTS = "model.safetensors"
 
 _PREFIX = "medusa_heads."
-_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_OWN = re.compile(r"lm_heads\.(\d+)\.weight")
+_BLOCK = re.compile(rf"blocks\.{NUMBER}\.layers\.{NUMBER}\.(weight|bias)")
+_OWN = re.compile(rf"lm_heads\.{NUMBER}\.weight")
 _SHARED = "lm_head.weight"
 
 
@@ -50,7 +51,12 @@ def gather(folder: Path) -> HeadTensors:
             token_map.
     """
     config = read_json(folder / "config.json")
-    stored = {name.replace(_PREFIX, ""): tensor for name, tensor in open_tensors(folder / WEIGHTS).items()}
+    stored: dict[str, StoredTensor] = {}
+    for full, tensor in open_tensors(folder / WEIGHTS).items():
+        name = full.replace(_PREFIX, "")
+        if name in stored:
+            raise ValueError(f"{tensor.file}: expected each name once, with or without {_PREFIX}, got {name} twice")
+        stored[name] = tensor
     blocks = {name: match for name in stored if (match := _BLOCK.fullmatch(name))}
     heads = sorted({int(match[1]) for match in blocks.values()})
     layers = 1 + max((int(match[2]) for match in blocks.values()), default=0)
@@ -65,7 +71,7 @@ def gather(folder: Path) -> HeadTensors:
         known = {*blocks, *(name for name in stored if _OWN.fullmatch(name)), TOKEN_MAP}
     for name, tensor in stored.items():
         if name not in known:
-            raise ValueError(f"{tensor.name} in {tensor.file}: expected names that vLLM reads, got another")
+            raise ValueError(f"{tensor.name[:99]} in {tensor.file}: expected names that vLLM reads, got another")
     if not projections:
         wanted = _SHARED if config.get("original_lm_head") else "lm_heads.0.weight"
         raise ValueError(f"{folder / WEIGHTS}: expected the projection {wanted}, got none")
@@ -81,7 +87,7 @@ def _notes(config: Mapping[str, Any], heads: int, layers: int, bias: bool) -> li
     held = {"num_heads": heads, "num_hidden_layers": layers, "medusa_fc_bias": bias}
     said = {"medusa_fc_bias": False, **config}
     return [
-        f"config.json: {key} is {said[key]!r}, the tensors hold {value}; the tensors are believed"
+        f"config.json: {key} is {reprlib.repr(said[key])}, the tensors hold {value}; the tensors are believed"
         for key, value in held.items()
         if key in said and said[key] != value
     ]
@@ -97,8 +103,8 @@ def _trimmed(config: Mapping[str, Any], token_map: StoredTensor | None, notes: l
     if token_map is None:
         if size not in (None, whole):
             raise ValueError(
-                f"{TOKEN_MAP}: expected one in {WEIGHTS}, because config.json says truncated_vocab_size {size} of "
-                f"{whole}, got none"
+                f"{TOKEN_MAP}: expected one in {WEIGHTS}, because config.json says truncated_vocab_size "
+                f"{reprlib.repr(size)} of {reprlib.repr(whole)}, got none"
             )
         return None
     if size is None or size == whole:
@@ -111,7 +117,7 @@ def _trimmed(config: Mapping[str, Any], token_map: StoredTensor | None, notes: l
 
 def _rows_of(projection: StoredTensor, token_map: StoredTensor) -> StoredTensor:
     """Return the mapped rows of a projection that has them all."""
-    if len(projection.shape) != 2 or projection.shape[0] <= token_map.shape[0]:
+    if len(projection.shape) != 2 or len(token_map.shape) != 1 or projection.shape[0] <= token_map.shape[0]:
         return projection
     shape = (token_map.shape[0], projection.shape[1])
     return replace(projection, shape=shape, load=lambda: projection.load()[token_map.load()])

@@ -1,0 +1,412 @@
+"""Checkpoints made to do harm: refused by name, at no cost, before anything of the size they claim is allocated."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from limits import MIB, bounded
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+from medusa_decoding import MedusaModel
+from medusa_decoding.checkpoints import read_heads
+
+HIDDEN, VOCAB = 8, 11
+PT, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
+Tensors = dict[str, torch.Tensor]
+BLOCK = {"0.0.linear.weight": torch.ones(HIDDEN, HIDDEN)}
+WHOLE = BLOCK | {"0.1.weight": torch.ones(VOCAB, HIDDEN)}
+
+
+def pt(tensors: Any) -> Callable[[Path], None]:
+    return lambda folder: torch.save(tensors, folder / PT)
+
+
+def safe(tensors: Tensors) -> Callable[[Path], None]:
+    return lambda folder: save_file(tensors, folder / SAFE)
+
+
+def header(content: bytes | dict[str, Any], length: int | None = None, size: int = 0) -> Callable[[Path], None]:
+    """Write a safetensors file by hand: a header, of a stated length, and `size` bytes that take no room on disk."""
+
+    def write(folder: Path) -> None:
+        text = content if isinstance(content, bytes) else json.dumps(content).encode()
+        with open(folder / SAFE, "wb") as file:
+            file.write(struct.pack("<Q", len(text) if length is None else length) + text)
+            file.truncate(file.tell() + size)
+
+    return write
+
+
+def float32(shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+class Call:
+    """Pickled, a call that unpickling makes."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def rezipped(tensors: Any, compression: int = zipfile.ZIP_DEFLATED) -> Callable[[Path], None]:
+    """Write what `torch.save` writes, with its entries compressed."""
+
+    def write(folder: Path) -> None:
+        plain = io.BytesIO()
+        torch.save(tensors, plain)
+        with zipfile.ZipFile(plain) as source, zipfile.ZipFile(folder / PT, "w", compression) as target:
+            for entry in source.infolist():
+                target.writestr(entry.filename, source.read(entry))
+
+    return write
+
+
+def older(value: Any) -> Callable[[Path], None]:
+    """Write the format of torch before 1.6, a row of pickles."""
+    return lambda folder: torch.save(value, folder / PT, _use_new_zipfile_serialization=False)
+
+
+def named(heads: int, block: torch.Tensor, projection: torch.Tensor) -> Tensors:
+    return {f"{k}.0.linear.weight": block for k in range(heads)} | {f"{k}.1.weight": projection for k in range(heads)}
+
+
+def vllm(tensors: Tensors, **config: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        save_file(tensors, folder / "model.safetensors")
+        sizes = {"model_type": "medusa", "hidden_size": HIDDEN, "vocab_size": VOCAB}
+        (folder / "config.json").write_text(json.dumps(sizes | config))
+
+    return write
+
+
+def embedded(tensors: Any) -> Callable[[Path], None]:
+    return lambda folder: torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def index(weight_map: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return write
+
+
+def config(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        save_file(WHOLE, folder / SAFE)
+        (folder / "config.json").write_text(text)
+
+    return write
+
+
+def expanded(*shape: int) -> torch.Tensor:
+    return torch.zeros(1).expand(*shape)
+
+
+_ZEROS = {f"{k}.{k}.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for k in range(100_000)}
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "views of one number": (
+        pt(named(2, expanded(8192, 8192), expanded(VOCAB, 8192))),
+        rf"{PT}: 0\.0\.linear\.weight: expected 268435456 bytes of values, got 4 ",
+    ),
+    "views of one number, older": (
+        older(named(2, expanded(8192, 8192), expanded(VOCAB, 8192))),
+        rf"{PT}: 0\.0\.linear\.weight: expected 268435456 bytes of values, got 4 ",
+    ),
+    "a projection that is a view of one number": (
+        pt(BLOCK | {"0.1.weight": expanded(2**24, HIDDEN)}),
+        rf"{PT}: 0\.1\.weight: expected 536870912 bytes of values, got 4 ",
+    ),
+    "a token_map that is a view of one number": (
+        pt(BLOCK | {"token_map": torch.zeros(1, dtype=torch.int64).expand(10**8)}),
+        rf"{PT}: token_map: expected 800000000 bytes of values, got 8 ",
+    ),
+    "views of one number, embedded": (
+        embedded({"medusa_head.0.0.linear.weight": expanded(8192, 8192)}),
+        r"pytorch_model\.bin: medusa_head\.0\.0\.linear\.weight: expected 268435456 bytes of values, got 4 ",
+    ),
+    "hundreds of names for one tensor": (
+        pt(dict.fromkeys((f"{k}.0.linear.weight" for k in range(999)), torch.ones(256, 256))),
+        rf"{PT}: expected .* values of their own, got names for 261881856 bytes in a file of \d+",
+    ),
+    "numbers that the file does not hold": (
+        pt({"0.0.linear.weight": Call(torch.Tensor, 16384, 16384)}),
+        rf"{PT}: expected tensors only, got .*torch Tensor",
+    ),
+    "a bytearray": (
+        pt({"0.0.linear.weight": Call(bytearray, 2**30)}),
+        rf"{PT}: expected tensors only, got .*bytearray",
+    ),
+    "a bytearray, older": (
+        older({"0.0.linear.weight": Call(bytearray, 2**30)}),
+        rf"{PT}: expected tensors only, got .*bytearray",
+    ),
+    "compressed zeros": (
+        rezipped(named(1, torch.zeros(8192, 8192), torch.zeros(VOCAB, 8192))),
+        rf"{PT}: expected a file that torch\.save wrote, got one with compressed entries",
+    ),
+    "a quantised tensor": (
+        pt({"0.0.linear.weight": Call(torch._utils._rebuild_qtensor, 0)}),
+        rf"{PT}: expected tensors only, got .*_rebuild_qtensor",
+    ),
+    "a sparse tensor": (
+        pt({"0.0.linear.weight": torch.eye(8).to_sparse()}),
+        rf"{PT}: expected tensors only, got .*_rebuild_sparse_tensor",
+    ),
+    "a tensor without values": (
+        pt({"0.0.linear.weight": torch.empty(2**20, 2**20, device="meta")}),
+        rf"{PT}: expected tensors only, got .*_rebuild_meta_tensor_no_storage",
+    ),
+    "complex numbers": (
+        pt({"0.0.linear.weight": torch.ones(8, 8, dtype=torch.complex64)}),
+        r"0\.0\.linear\.weight in .*expected dtype float16, .*got complex64",
+    ),
+    "a name of head and block 999": (
+        safe({"999.999.linear.weight": torch.ones(1, 1)}),
+        r"expected the tensors of complete heads, got missing at least 0\.0\.linear\.weight, .* and 97 more",
+    ),
+    "a projection of head 999": (
+        pt(WHOLE | {"999.1.weight": torch.ones(VOCAB, HIDDEN)}),
+        r"got missing at least 1\.0\.linear\.weight, .* and 97 more",
+    ),
+    "a header of 8 exabytes": (header(b"{}", 2**63 - 1), rf"{SAFE}: expected a safetensors file"),
+    "a shape of terabytes": (
+        header({"0.0.linear.weight": float32([2**20, 2**20], 0, 256)}, size=256),
+        rf"{SAFE}: expected a safetensors file",
+    ),
+    "a shape beyond 64 bits": (
+        header({"0.0.linear.weight": float32([2**62, 2**62], 0, 256)}, size=256),
+        rf"{SAFE}: expected a safetensors file",
+    ),
+    "tensors in the same place": (
+        header({"0.0.linear.weight": float32([8, 8], 0, 256), "1.0.linear.weight": float32([8, 8], 0, 256)}, size=256),
+        rf"{SAFE}: expected a safetensors file",
+    ),
+    "negative offsets": (
+        header({"0.0.linear.weight": float32([8, 8], -256, 0)}, size=256),
+        rf"{SAFE}: expected a safetensors file",
+    ),
+    "a header nested deeply": (header(b'{"a":' + b"[" * 200_000), rf"{SAFE}: expected a safetensors file"),
+    "a hundred thousand tensors of no size": (header(_ZEROS), r"got missing 0\.0\.linear\.weight"),
+    "a block of no size": (safe({"0.0.linear.weight": torch.ones(0, 0)}), r"expected shape \[H, H\], got \[0, 0\]"),
+    "a projection of no rows": (
+        safe(BLOCK | {"0.1.weight": torch.ones(0, 8)}),
+        r"expected shape \[V', 8\], got \[0, 8\]",
+    ),
+    "a scale of one number": (
+        safe(BLOCK | {"0.1.weight": torch.ones(11, 8, dtype=torch.int8), "0.1.weight_scale": torch.ones(1)}),
+        r"0\.1\.weight_scale in .*expected shape \[11\], got \[1\]",
+    ),
+    "a scale of a matrix": (
+        safe(BLOCK | {"0.1.weight": torch.ones(11, 8).to(torch.float8_e4m3fn), "0.1.weight_scale": torch.ones(11, 8)}),
+        r"0\.1\.weight_scale in .*expected shape \[11\], got \[11, 8\]",
+    ),
+    "no scale": (
+        safe(BLOCK | {"0.1.weight": torch.ones(11, 8, dtype=torch.int8)}),
+        r"got missing 0\.1\.weight_scale",
+    ),
+    "a scale that is not finite": (
+        safe(
+            BLOCK
+            | {"0.1.weight": torch.ones(11, 8, dtype=torch.int8), "0.1.weight_scale": torch.full((11,), float("inf"))}
+        ),
+        r"0\.1\.weight_scale in .*expected finite weights",
+    ),
+    "a token_map of negative ids": (
+        safe(BLOCK | {"token_map": torch.tensor([-1, 3])}),
+        r"token_map: expected ids in \[0, 11\), got -1 to 3",
+    ),
+    "a token_map of floats": (
+        safe(BLOCK | {"token_map": torch.tensor([1.0, 3.0])}),
+        r"token_map in .*: expected int64 .*, got float32",
+    ),
+    "a token_map longer than the vocabulary": (
+        safe(BLOCK | {"token_map": torch.arange(12)}),
+        r"token_map in .*: expected at most 11 ids \(the vocabulary\), got 12",
+    ),
+    "parents of no rank": (
+        safe(
+            WHOLE
+            | {"parent_tokens": torch.ones(VOCAB, 0), "candidate_tokens": torch.ones(VOCAB, 0)}
+            | {"0.parent_mix": torch.ones(0, 0)}
+        ),
+        r"parent_tokens in .*: expected shape \[V, r\], got \[11, 0\]",
+    ),
+    "vllm: a name of head and block 999": (
+        vllm({"blocks.999.layers.999.weight": torch.ones(1, 1), "lm_heads.0.weight": torch.ones(1, 1)}),
+        r"expected the tensors of complete heads, got missing at least 0\.0\.linear\.weight",
+    ),
+    "vllm: a head whose number has 5,000 digits": (
+        vllm({f"blocks.{'9' * 5000}.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}),
+        r"expected names that vLLM reads",
+    ),
+    "vllm: a name twice": (
+        vllm(
+            {"blocks.0.layers.0.weight": torch.ones(8, 8), "medusa_heads.blocks.0.layers.0.weight": torch.ones(8, 8)}
+            | {"lm_heads.0.weight": torch.ones(11, 8)}
+        ),
+        r"expected each name once, with or without medusa_heads\., got blocks\.0\.layers\.0\.weight twice",
+    ),
+    "vllm: a token_map beyond the projection": (
+        vllm(
+            {"blocks.0.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}
+            | {"token_map": torch.tensor([0, 2**40])},
+            truncated_vocab_size=2,
+        ),
+        r"token_map: expected ids in \[0, 11\), got 0 to 1099511627776",
+    ),
+    "vllm: a token_map of floats": (
+        vllm(
+            {"blocks.0.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}
+            | {"token_map": torch.tensor([0.0, 1.0])},
+            truncated_vocab_size=2,
+        ),
+        r"token_map in .*: expected int64 \[2\]",
+    ),
+    "vllm: a token_map without dimensions": (
+        vllm(
+            {"blocks.0.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}
+            | {"token_map": torch.tensor(1)},
+            truncated_vocab_size=2,
+        ),
+        r"token_map in .*: expected int64 \[",
+    ),
+    "a shard elsewhere": (
+        index({"medusa_head.0.0.linear.weight": "../secret.safetensors"}),
+        "names of files beside it",
+    ),
+    "a shard with an endless name": (
+        index({"medusa_head.0.0.linear.weight": "a" * 5000 + ".safetensors"}),
+        r"index\.json: weight_map: expected ",
+    ),
+    "a shard with a name that is none": (
+        index({"medusa_head.0.0.linear.weight": "a\0b", "medusa_head.0.1.weight": "\ud800"}),
+        r"index\.json: weight_map: expected ",
+    ),
+    "a shard that is the folder": (
+        index({"medusa_head.0.0.linear.weight": "."}),
+        r"index\.json: weight_map: expected ",
+    ),
+    "a config nested deeply": (config("[" * 200_000), r"config\.json: expected JSON"),
+    "a config with a number of 5,000 digits": (
+        config(f'{{"vocab_size": {"9" * 5000}}}'),
+        r"config\.json: expected JSON",
+    ),
+}
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_llama: LlamaForCausalLM) -> Path:
+    tiny_llama.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, base: Path) -> Path:
+    """A folder whose config names a base model."""
+    target = tmp_path / "heads"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    return target
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_heads_are_refused_at_no_cost(folder: Path, base: Path, case: str) -> None:
+    write, message = HOSTILE[case]
+    write(folder)
+    for read in (
+        lambda: read_heads(folder, vocab_size=VOCAB),
+        lambda: MedusaModel.from_pretrained(folder, base),
+    ):
+        with bounded(ValueError, seconds=2, memory=128 * MIB) as said:
+            read()
+        assert said, "read without a word"
+        assert re.search(message, said[0]), said[0][:400]
+        assert len(said[0]) < 1000
+
+
+def test_sizes_are_compared_with_the_base_model_before_memory_is_taken(folder: Path) -> None:
+    """The file holds what it says: 1 GiB of zeros, which take no room on this disk."""
+    side = 8192
+    names = {f"{k}.0.linear.weight": float32([side, side], 4 * k * side**2, 4 * (k + 1) * side**2) for k in range(4)}
+    header(names, size=16 * side**2)(folder)
+    for base_model in (None, folder.parent / "base"):
+        with bounded(ValueError, seconds=2, memory=128 * MIB) as said:
+            MedusaModel.from_pretrained(folder, base_model)
+        assert re.search(r"0\.0\.linear\.weight in .*expected hidden size 8 \(the base model's\), got 8192", said[0])
+
+
+@pytest.mark.parametrize("number", [10**9, -1, 0.5, float("nan"), True, "3", None, [[]] * 1000, {"a": 1}])
+def test_numbers_of_a_config_that_lies_are_reported_and_not_believed(folder: Path, number: Any) -> None:
+    save_file(WHOLE, folder / SAFE)
+    lies = (
+        "medusa_num_heads",
+        "medusa_num_layers",
+        "hidden_size",
+        "vocab_size",
+        "medusa_storage",
+        "medusa_parent_rank",
+    )
+    (folder / "config.json").write_text(json.dumps(dict.fromkeys((*lies, "version", "base_model_revision"), number)))
+    with bounded(seconds=1, memory=64 * MIB):
+        read = read_heads(folder)
+    heads = read.heads
+    assert (heads.num_heads, heads.num_layers, heads.hidden_size, heads.vocab_size) == (1, 1, HIDDEN, VOCAB)
+    told = [note for note in read.notes if "the tensors are believed" in note]
+    assert len(told) >= (4 if number is True else 6)
+    assert all(len(note) < 500 for note in told)
+
+
+@pytest.mark.parametrize("size", [10**30, -1, 0, 0.5, True, "11", None])
+def test_a_vocabulary_that_only_the_config_says(folder: Path, base: Path, size: Any) -> None:
+    """Heads that share lm_head: a wrong number is not V, and costs nothing."""
+    save_file(BLOCK, folder / SAFE)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size, "base_model_name_or_path": str(base)}))
+    with bounded(seconds=1, memory=64 * MIB):
+        read = read_heads(folder)
+    assert read.heads.vocab_size == (size if size == 10**30 else VOCAB)
+    with bounded(seconds=5):
+        model = MedusaModel.from_pretrained(folder)
+    assert model.heads is not None
+    assert model.heads.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "/" + "b" * 5000, "a\0b", "\ud800", "/dev/zero", "../" * 2000, "~" * 300])
+def test_a_base_model_whose_name_is_none(folder: Path, name: str) -> None:
+    save_file(BLOCK, folder / SAFE)
+    (folder / "config.json").write_text(json.dumps({"base_model_name_or_path": name}))
+    with bounded(ValueError, seconds=2) as said:
+        read_heads(folder)
+    assert said[0].startswith("vocab_size: expected the base model's")
+
+
+BESIDE = {
+    "medusa_tree.json": ["[[-1]]", "[[NaN]]", '{"choices": {"a": 1}}', "[[0], 3]", "7"],
+    "calibration.json": ["[" * 200_000, "[]", '{"texts": 3}', '{"accuracy": [[NaN]]}', '{"hits": "a", "total": []}'],
+    "measured.json": ["[" * 200_000, "[]", '{"accuracy": {"hits": [[1e999]]}}', '{"accuracy": {"hits": 1}}'],
+    "tuning.json": ["[" * 200_000, "[]", '{"cases": [[]]}', '{"format": 1e999, "cases": {}}', "null"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_hostile_files_beside_heads(folder: Path, name: str) -> None:
+    """What was measured is passed over with a warning; a tree is refused."""
+    save_file(WHOLE, folder / SAFE)
+    for content in BESIDE[name]:
+        (folder / name).write_text(content)
+        with bounded(*([ValueError] if name == "medusa_tree.json" else []), seconds=3) as said:
+            MedusaModel.from_pretrained(folder).free()
+        assert bool(said) == (name == "medusa_tree.json"), content[:50]
+        assert not said or len(said[0]) < 1000
