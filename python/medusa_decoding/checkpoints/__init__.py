@@ -232,7 +232,8 @@ def export(
 
     Raises:
         ValueError: heads that the format cannot hold (the message says what can be done), an unreadable checkpoint, no
-            base model known or one of other sizes, or a `folder` that exists or that holds what is read.
+            base model known or one of other sizes, a file to be copied that is a link out of its folder (and of the
+            hub's cache), or a `folder` that exists or that holds what is read.
         OSError: a file could not be written; what was there before is unchanged.
     """
     if format not in TARGETS:

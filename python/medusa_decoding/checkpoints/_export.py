@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from medusa_decoding.checkpoints import embedded, original, vllm
+from medusa_decoding.checkpoints._files import own_file
 from medusa_decoding.checkpoints._layout import DTYPES, unpack
 from medusa_decoding.checkpoints._places import CARD, PLOT, TOKENIZER
 from medusa_decoding.checkpoints._writing import save_tensors
@@ -249,7 +250,7 @@ def _copy_tokenizer(base: Path, staging: Path, base_model: str) -> list[str]:
     """Copy the base model's tokenizer to where text-generation-inference looks for it, or return a note."""
     files = [base / name for name in TOKENIZER if (base / name).is_file()]
     for file in files:
-        shutil.copyfile(file, staging / file.name)
+        shutil.copyfile(own_file(file), staging / file.name)
     if files:
         return []
     return [
@@ -265,6 +266,7 @@ def _carry(source: Path, staging: Path, before: Storage, after: Storage) -> list
         file = source / name
         if not file.is_file() or (name == _MEASURED and before != after):
             continue
+        own_file(file)
         if name == CARD and before != after:
             (staging / name).write_bytes(_marked(file.read_bytes(), before, after))
         else:

@@ -64,6 +64,25 @@ class StoredTensor:
     load: Callable[[], torch.Tensor]
 
 
+def own_file(file: Path) -> Path:
+    """Return a file that may be copied out of its folder.
+
+    A stranger's folder may hold links to any file of this machine. In the hub's cache every file of a folder
+    `snapshots/REVISION` is a link to the same model's `blobs`; those are followed.
+
+    Raises:
+        ValueError: a link that leads elsewhere; it names both.
+    """
+    folder, target = file.parent.resolve(), file.resolve()
+    places = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    if not any(target.is_relative_to(place) for place in places):
+        raise ValueError(
+            f"{file}: expected a file in {folder}, got a link to {target} (copy that file to the folder if it belongs "
+            "there)"
+        )
+    return file
+
+
 read_json = read_json_object
 """Of a config or an index."""
 

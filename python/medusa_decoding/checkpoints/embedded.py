@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints._files import StoredTensor, open_sharded, open_tensors, read_index, read_json
+from medusa_decoding.checkpoints._files import (
+    StoredTensor,
+    open_sharded,
+    open_tensors,
+    own_file,
+    read_index,
+    read_json,
+)
 from medusa_decoding.checkpoints._layout import HeadTensors
 from medusa_decoding.checkpoints._places import OF_HEADS
 from medusa_decoding.checkpoints._writing import save_tensors
@@ -69,19 +76,21 @@ def base_files(base: Path) -> list[Path]:
 
     Raises:
         ValueError: an adapter (also beside a model, which transformers loads with it), weights in other files than
-            safetensors, or a damaged index.
+            safetensors, no config, a link that leads out of the folder, or a damaged index.
     """
     single, index = base / _WEIGHTS[0], base / _WEIGHTS[1]
     adapted = (base / "adapter_config.json").is_file()
     if adapted or not (single.is_file() or index.is_file()):
         kind = "an adapter (merge it first)" if adapted else "none there"
         raise ValueError(f"base_model: expected a model's safetensors files for {NAME}, got {kind} in {base}")
+    if not (base / "config.json").is_file():
+        raise ValueError(f"base_model: expected a model's config.json for {NAME}, got none in {base}")
     if single.is_file():
-        return [single]
+        return [own_file(single)]
     shards = sorted(set(read_index(index).values()))
     if not shards:
         raise ValueError(f"{index}: expected a weight_map with tensors in it, got an empty one")
-    return [base / shard for shard in shards]
+    return [own_file(base / shard) for shard in shards]
 
 
 def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> None:
@@ -101,8 +110,8 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
     for pattern in _BESIDE:
         for file in base.glob(pattern):
             if file.is_file() and file.name not in (*_WEIGHTS, "config.json", *OF_HEADS):
-                shutil.copyfile(file, staging / file.name)
-    old = read_json(base / "config.json")
+                shutil.copyfile(own_file(file), staging / file.name)
+    old = read_json(own_file(base / "config.json"))
     kept = {key: value for key, value in old.items() if not key.startswith("medusa_") and key != "version"}
     write_json(staging / "config.json", kept | dict(fields), indent=2)
     weight_map: dict[str, str] = {}

@@ -1,0 +1,158 @@
+"""Export copies what belongs to a checkpoint: no file that a link in its folder leads to elsewhere, and no pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from medusa_decoding.checkpoints import export, read_heads, write_heads
+from medusa_decoding.heads import MedusaHeads
+
+SECRET = "not for others"
+
+
+@pytest.fixture
+def base(tmp_path: Path, tiny_llama: LlamaForCausalLM) -> Path:
+    tiny_llama.save_pretrained(tmp_path / "base")
+    for name in ("tokenizer.json", "LICENSE"):
+        (tmp_path / "base" / name).write_text("{}")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def heads(tmp_path: Path, base: Path) -> Path:
+    write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model=base)
+    (tmp_path / "heads" / "README.md").write_text("the card")
+    return tmp_path / "heads"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A folder beside the others, with files of their names."""
+    folder = tmp_path / "private"
+    folder.mkdir()
+    (folder / "id_rsa").write_text(SECRET)
+    return folder
+
+
+def linked(file: Path, target: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to(target)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "LICENSE", "notes.txt", "config.json", "model.safetensors"])
+def test_links_out_of_a_base_model_are_refused_by_name(heads: Path, base: Path, secret: Path, name: str) -> None:
+    target = secret / "id_rsa"
+    if (base / name).exists() and name not in ("tokenizer.json", "LICENSE"):
+        target = Path(shutil.move(base / name, secret / name))
+    linked(base / name, target)
+    with pytest.raises(ValueError, match=rf"{name}: expected a file in .*base, got a link to .*private/{target.name}"):
+        export(heads, heads.parent / "out", "embedded", base_model=base)
+    assert sorted(entry.name for entry in heads.parent.iterdir()) == ["base", "heads", "private"]
+
+
+def test_links_of_shards_are_refused_too(heads: Path, base: Path, secret: Path, tiny_llama: LlamaForCausalLM) -> None:
+    shutil.rmtree(base)
+    tiny_llama.save_pretrained(base, max_shard_size="2KB")
+    shard = sorted(base.glob("model-*.safetensors"))[1]
+    shutil.move(shard, secret / shard.name)
+    linked(shard, Path("..") / "private" / shard.name)
+    with pytest.raises(ValueError, match=rf"{shard.name}: expected a file in .*base, got a link to .*private"):
+        export(heads, heads.parent / "out", "embedded")
+
+
+@pytest.mark.parametrize("target", ["native", "vllm", "original-v1", "embedded"])
+@pytest.mark.parametrize("name", ["README.md", "accuracy.png", "measured.json", "medusa_tree.json"])
+def test_links_out_of_a_folder_of_heads_are_refused(heads: Path, secret: Path, name: str, target: Any) -> None:
+    linked(heads / name, secret / "id_rsa")
+    with pytest.raises(ValueError, match=rf"{name}: expected a file in .*heads, got a link to .*private/id_rsa"):
+        export(heads, heads.parent / "out", target)
+    assert sorted(entry.name for entry in heads.parent.iterdir()) == ["base", "heads", "private"]
+
+
+def test_a_card_that_is_changed_on_the_way_is_no_way_around(heads: Path, secret: Path) -> None:
+    linked(heads / "README.md", secret / "id_rsa")
+    with pytest.raises(ValueError, match=r"README\.md: expected a file in .*heads, got a link"):
+        export(heads, heads.parent / "out", "native", storage="int8")
+
+
+def test_a_tokenizer_for_text_generation_inference(heads: Path, base: Path, secret: Path) -> None:
+    linked(base / "tokenizer.json", secret / "id_rsa")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: expected a file in .*base, got a link to .*private/id_rsa"):
+        export(heads, heads.parent / "out", "original-v1", file="safetensors")
+
+
+def test_a_folder_that_looks_like_the_hub_s_cache(heads: Path, base: Path, secret: Path) -> None:
+    """Its blobs are a link themselves."""
+    snapshot = heads.parent / "cache" / "snapshots" / "1a2b"
+    snapshot.parent.mkdir(parents=True)
+    shutil.move(base, snapshot)
+    linked(heads.parent / "cache" / "blobs", secret)
+    linked(snapshot / "tokenizer.json", Path("../../blobs/id_rsa"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: expected a file in .*, got a link to .*private/id_rsa"):
+        export(heads, heads.parent / "out", "embedded", base_model=snapshot)
+
+
+def test_links_of_the_hub_s_cache_and_within_a_folder_are_followed(heads: Path, base: Path) -> None:
+    blobs, snapshot = heads.parent / "cache" / "blobs", heads.parent / "cache" / "snapshots" / "1a2b"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(base.iterdir())):
+        shutil.move(file, blobs / f"{number}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number}")
+    (snapshot / "NOTICE").symlink_to("LICENSE")
+    # All of the cache may be elsewhere.
+    (heads.parent / "link").symlink_to(heads.parent / "cache")
+    out = export(
+        heads, heads.parent / "out", "embedded", base_model=heads.parent / "link" / "snapshots" / "1a2b"
+    ).folder
+    assert (out / "tokenizer.json").read_text() == (out / "NOTICE").read_text() == "{}"
+    assert not any(entry.is_symlink() for entry in out.iterdir())
+    assert torch.equal(read_heads(out).heads.w1, read_heads(heads).heads.w1)
+
+
+def test_pipes_and_folders_are_not_waited_for_nor_copied(heads: Path, base: Path) -> None:
+    for name in ("tokenizer.model", "NOTICE"):
+        os.mkfifo(base / name)
+    (base / "chat_template.json").mkdir()
+    os.mkfifo(heads / "measured.json")
+    (heads / "medusa_tree.json").mkdir()
+    out = export(heads, heads.parent / "out", "embedded").folder
+    assert not {"tokenizer.model", "NOTICE", "chat_template.json", "measured.json", "medusa_tree.json"} & {
+        entry.name for entry in out.iterdir()
+    }
+    export(heads, heads.parent / "tgi", "original-v1", file="safetensors")
+    (base / "config.json").unlink()
+    os.mkfifo(base / "config.json")
+    with pytest.raises(ValueError, match=r"^base_model: expected a model's config\.json for embedded, got none in"):
+        export(heads, heads.parent / "again", "embedded")
+
+
+def test_a_link_for_a_result_is_written_to_where_it_leads(heads: Path, make_link: Callable[[Path], Path]) -> None:
+    link = make_link(heads.parent / "real")
+    export(heads, link, "native")
+    assert link.is_symlink()
+    assert json.loads((heads.parent / "real" / "config.json").read_text())["medusa_num_heads"] == 2
+    export(heads, link, "vllm", overwrite=True)
+    assert link.is_symlink()
+    assert (heads.parent / "real" / "model.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"^folder: expected another one than what is read"):
+        export(heads, make_link(heads), "native", overwrite=True)
+
+
+@pytest.fixture
+def make_link(tmp_path: Path) -> Callable[[Path], Path]:
+    def make(target: Path) -> Path:
+        link = tmp_path / f"link to {target.name}"
+        link.symlink_to(target)
+        return link
+
+    return make
