@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from medusa_decoding.training.backbone import Backbone
 from medusa_decoding.training.chat import ChatEncoder, encode_records
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data import Report, read_records
+from medusa_decoding.training.objective import HIDDEN
 from medusa_decoding.training.packing import PackedDataset
 from medusa_decoding.training.processes import Processes
 from medusa_decoding.training.recipe import train
@@ -611,6 +613,25 @@ def test_states_on_disk_change_nothing_and_spare_the_backbone(shop, tmp_path, mo
             train(workshop.config(tmp_path / "other", base, shop[1], data=cache | changes))
 
 
+def test_at_most_two_micro_batches_of_states_are_on_the_device(shop, tmp_path, monkeypatch):
+    states, most, moved = [], 0, trainer._moved
+
+    def watching(batch, device):
+        nonlocal most
+        found = moved(batch, device)
+        if HIDDEN in found:
+            states.append(weakref.ref(found[HIDDEN]))
+        most = max(most, sum(tensor() is not None for tensor in states))
+        return found
+
+    monkeypatch.setattr(trainer, "_moved", watching)
+    cache = {"cache_hidden": str(tmp_path / "states")}
+    rates = {"batch_size": 8, "micro_batch_size": 1, "max_steps": 4}
+    train(workshop.config(tmp_path / "run", *shop, data=cache, optimisation=rates))
+    assert len(states) > 8
+    assert 0 < most <= 2
+
+
 def test_gradient_checkpointing_changes_nothing(shop, tmp_path):
     for on in (False, True):
         model = {"gradient_checkpointing": on}
@@ -659,6 +680,7 @@ def test_a_quantised_model_is_not_divided(shop, tmp_path):
 
 LAUNCHED = """
 import sys
+import weakref
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import workshop

@@ -78,10 +78,21 @@ class StateCache:
         self._states = torch.from_file(str(states), shared=True, size=count, dtype=dtype).view(shape)
         self._there = torch.from_file(str(there), shared=True, size=shape[0], dtype=torch.uint8)
 
-    def get(self, rows: Sequence[int]) -> Tensor | None:
-        """Return the states of rows, [B, length, H] on the CPU, or None if one of them is not there yet."""
+    def get(self, rows: Sequence[int], pinned: bool = False) -> Tensor | None:
+        """Return the states of rows, or None if one of them is not there yet.
+
+        Args:
+            rows: B numbers of rows.
+            pinned: read them into pinned memory, from which a GPU copies while the host goes on.
+
+        Returns:
+            A copy, [B, length, H] on the CPU, in the cache's dtype.
+        """
         numbers = torch.tensor(rows)
-        return self._states[numbers] if bool(self._there[numbers].all()) else None
+        if not bool(self._there[numbers].all()):
+            return None
+        found = torch.empty(len(rows), *self._shape[1:], dtype=self._states.dtype, pin_memory=pinned)
+        return torch.index_select(self._states, 0, numbers, out=found)
 
     def put(self, rows: Sequence[int], states: Tensor) -> None:
         """Keep the states of rows."""

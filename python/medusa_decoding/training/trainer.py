@@ -201,16 +201,17 @@ class Trainer:
         numbers = self._rows_of_step(self.at.step)
         # Every process has all rows, whose targets it counts; its own go to the device.
         rows = {number: self.rows[number] for number in numbers}
-        batches = [self._batch(part, rows) for part in self._micro_batches(numbers)]
+        parts = self._micro_batches(numbers)
         normalisers = self._normalisers(rows.values()).to(processes.device)
-        del rows
         weight = config.loss.lambda_0
         if weight is not None and stage.trains_backbone:
             weight = lambda_0(self.at.step, stage.steps, weight, config.loss.lambda_0_schedule)
         self.objective.train()
         sums: dict[str, Tensor] = {}
-        for place, batch in enumerate(batches):
-            more = place + 1 < len(batches)
+        for place, part in enumerate(parts):
+            # A GPU still computes the micro-batch before while this one is read and sent.
+            batch = self._batch(part, rows)
+            more = place + 1 < len(parts)
             with processes.gradients_kept(self.wrapped, more), self._precision():
                 found = self.wrapped(batch, normalisers, 1.0 if weight is None else weight, int(logged))
                 # Gradients are averaged over the processes, where the step's is their sum.
@@ -226,7 +227,7 @@ class Trainer:
         self.optimiser.step()
         self.schedule.step()
         self.optimiser.zero_grad(set_to_none=True)
-        self.at.tokens += len(numbers) * int(batches[0]["input_ids"].shape[1])
+        self.at.tokens += sum(row["input_ids"].numel() for row in rows.values())
         line = {"stage": stage.name, "step": self.at.done + 1, "of": self.steps, "loss": float(sums["loss"])}
         line |= _means(sums)
         if weight is not None and stage.trains_backbone:
@@ -255,13 +256,14 @@ class Trainer:
         batch = collate(chosen, self.config.model.attention)
         states = None
         if self.states is not None and trained and numbers:
-            states = self.states.get(numbers)
+            pinned = self.processes.device.type == "cuda"
+            states = self.states.get(numbers, pinned)
             if states is None:
                 moved = _moved(batch, self.processes.device)
                 with torch.no_grad(), self._precision():
                     states = self.backbone.hidden(moved)
                 self.states.put(numbers, states)
-                states = self.states.get(numbers)  # as every later epoch reads them
+                states = self.states.get(numbers, pinned)  # as every later epoch reads them
         if states is not None:
             batch[HIDDEN] = states
         return _moved(batch, self.processes.device)
@@ -510,4 +512,8 @@ def _blank(row: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    # What lies in pinned memory is copied while the host goes on; other tensors are copied at once.
+    return {
+        name: value.to(device, non_blocking=value.is_pinned()) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
