@@ -1,12 +1,18 @@
 """Chat templates to tokens: exactly the assistant's tokens are learnt, whatever the template and tokenizer."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import toy
 from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
 
+from medusa_decoding.cli._template import ChatTemplate
+from medusa_decoding.evaluation.conversation import conversation_of
 from medusa_decoding.training.chat import ChatEncoder, encode_records
+from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data import BadRecordError, Record, Report
+from medusa_decoding.training.seeds import Seed
 
 SINGLE = chat("How are you?", "I am fine, thank you.")
 SEVERAL = chat("Hello", " Hello! 東京\n", "Count to three.", "one two three", "Häuser?", "naïve  </think> Paris.")
@@ -83,18 +89,50 @@ def test_white_space_after_the_end_of_a_turn_is_not_learnt_but_text_is():
     assert tokenizer.decode(example.ids[example.learnt]) == " I am fine, thank you.\n"
 
 
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions."
+)
+
+
+@pytest.mark.parametrize(("system", "written"), [(None, VICUNA), ("A chat.", "A chat.")], ids=["default", "own"])
 @pytest.mark.parametrize("kind", ["bytes", "marks"])
-def test_vicuna(kind):
+def test_vicuna(kind, system, written):
     tokenizer = toy.tokenizer(kind)
-    messages = chat("How are you?", "I am fine.", "Hello", "Hello!", system="A chat.")
+    messages = chat("How are you?", "I am fine.", "Hello", "Hello!", system=system)
     (example,) = ChatEncoder(tokenizer, "vicuna").encode(record(messages))
-    text = "A chat. USER: How are you? ASSISTANT: I am fine.</s>USER: Hello ASSISTANT: Hello!</s>"
+    text = f"{written} USER: How are you? ASSISTANT: I am fine.</s>USER: Hello ASSISTANT: Hello!</s>"
     assert example.ids.tolist() == tokenizer(text)["input_ids"]
     assert (example.ids[0] == tokenizer.bos_token_id) == (kind == "marks")
     assert [toy.spelt(tokenizer, run) for run in runs(example)] == [" I am fine.</s>", " Hello!</s>"]
-    prompt = tokenizer("A chat. USER: How are you? ASSISTANT:")["input_ids"]
+    prompt = tokenizer(f"{written} USER: How are you? ASSISTANT:")["input_ids"]
     assert int(example.learnt.argmax()) == len(prompt)
     assert example.ids[: len(prompt)].tolist() == prompt
+
+
+@pytest.mark.parametrize("system", [None, "You are an assistant."])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("bytes", "vicuna"), ("marks", "vicuna"), ("bytes", "auto"), ("bytes", "file")]
+)
+def test_training_distillation_and_decoding_make_the_same_prompts(kind, name, system, tmp_path):
+    """What heads learn is what `chat`, `eval` and `calibrate` ask, and what `distill` has the model answer."""
+    tokenizer = toy.tokenizer(kind, unmarked(CHATML) if name == "auto" else None)
+    if name == "file":
+        name = str(tmp_path / "own.jinja")
+        Path(name).write_text(marked(CHATML))
+    asked = None if name == "auto" else name
+    messages = chat("How are you?", "I am fine.", "Hello", "Hello!", system=system)
+    encoder = ChatEncoder(tokenizer, name)
+    (example,) = encoder.encode(record(messages))
+    for end in (len(messages) - 3, len(messages) - 1):
+        prompt = ChatTemplate(tokenizer, asked).encode(messages[:end])
+        assert prompt == conversation_of(tokenizer, asked, []).encode(messages[:end])
+        assert prompt == encoder.prompt(messages[:end])[1]
+        assert prompt == example.ids[: len(prompt)].tolist()
+        assert example.learnt[len(prompt)]
+        assert not example.learnt[len(prompt) - 1]
+    seed = Seed(0, record(messages), encoder, GenerationConfig(), 512)
+    assert seed.prompt == ChatTemplate(tokenizer, asked).encode(messages[:-3])
 
 
 def test_plain():

@@ -226,8 +226,8 @@ def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="FILE",
-        help="a chat template in Jinja, as tokenizers have one, in place of the tokenizer's; plain: a simple one for "
-        "models without (`User: ..`, `Assistant: ..`)",
+        help="a chat template in Jinja, as tokenizers have one, in place of the tokenizer's; vicuna: that of Vicuna "
+        "models, as in training; plain: a simple one for models without (`User: ..`, `Assistant: ..`)",
     )
 
 

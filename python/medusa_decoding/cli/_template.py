@@ -17,6 +17,8 @@ import torch
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
+from medusa_decoding.training.chat import template_text
+
 Message = dict[str, Any]
 
 PLAIN = """\
@@ -35,7 +37,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: of the base model.
-        asked: a file with a Jinja template, "plain", or None for the tokenizer's own.
+        asked: a file with a Jinja template, "vicuna" (as in training), "plain", or None for the tokenizer's own.
 
     Attributes:
         stop: the string with which an answer ends, and which is no part of it; None where a token ends it.
@@ -50,13 +52,14 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, asked: str | None = None) -> None:
         self.tokenizer, self._plain = tokenizer, asked == "plain"
+        self._built_in = self._plain or asked == "vicuna"
         self.stop = PLAIN_STOP if self._plain else None
         if asked is None and not tokenizer.chat_template:
             raise ValueError(
                 f"--template: expected a Jinja file or plain, because the tokenizer of {tokenizer.name_or_path} has no "
-                "chat template, got none"
+                "chat template (vicuna for Vicuna models), got none"
             )
-        self._text = PLAIN if self._plain else None if asked is None else _read(asked)
+        self._text = None if asked is None else _text(tokenizer, asked)
         self.render([{"role": "user", "content": "?"}])
         self.end_of_turn = self._end_of_turn()
 
@@ -109,8 +112,8 @@ class ChatTemplate:
         return AnswerStreamer(self.tokenizer, self.stop)
 
     def _tokens(self, text: str) -> list[int]:
-        # A chat template writes special tokens itself; the plain one leaves them to the tokenizer.
-        return self.tokenizer(text, add_special_tokens=self._plain)["input_ids"]
+        # A chat template writes special tokens itself; a built-in one leaves them to the tokenizer.
+        return self.tokenizer(text, add_special_tokens=self._built_in)["input_ids"]
 
     def _end_of_turn(self) -> int | None:
         said = "8fe31b"  # stands nowhere in a template, and has no space to lose
@@ -212,13 +215,21 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
+def _text(tokenizer: Any, asked: str) -> str:
+    if asked == "plain":
+        return PLAIN
+    return template_text(tokenizer, asked) if asked == "vicuna" else _read(asked)
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--template: expected UTF-8 text in {path}, got {error}") from error
     except OSError as error:
-        raise ValueError(f"--template: expected plain or a readable file, got {path} ({error.strerror})") from error
+        raise ValueError(
+            f"--template: expected vicuna, plain or a readable file, got {path} ({error.strerror})"
+        ) from error
 
 
 def _one_line(error: BaseException) -> str:

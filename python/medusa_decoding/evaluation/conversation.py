@@ -69,8 +69,8 @@ def conversation_of(tokenizer: Any, template: str | None, eos: Sequence[int]) ->
 
     Args:
         tokenizer: of the base model.
-        template: a file with a Jinja template, "plain", or None: the tokenizer's own, and text as it stands where it
-            has none.
+        template: a file with a Jinja template, "vicuna", "plain", or None: the tokenizer's own, and text as it stands
+            where it has none.
         eos: the model's tokens that end a text.
 
     Raises:

@@ -33,10 +33,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from medusa_decoding.training.data import BadRecordError, Record, Report, Tokens
 
-# Vicuna's format: system, turns "USER: ..." and "ASSISTANT: ...</s>". The system message is the data's or the config's.
-# The tokenizer puts the start token in front, as it does for that model's own users: written as text, it would change
-# how some tokenizers divide what follows.
+# Vicuna's format (v1.1 and later): a system message, then turns "USER: ..." and "ASSISTANT: ...</s>". The model was
+# trained with this line as the system message; a conversation's own one takes its place. The tokenizer puts the start
+# token in front, as it does for that model's own users: written as text, it would change how some tokenizers divide
+# what follows.
 _VICUNA = """\
+{%- if messages[0].role != 'system' -%}
+{{- 'A chat between a curious user and an artificial intelligence assistant. ' -}}
+{{- "The assistant gives helpful, detailed, and polite answers to the user's questions. " -}}
+{%- endif -%}
 {%- for message in messages -%}
 {%- if message.role == 'system' -%}
 {%- if not loop.first -%}{{ raise_exception('a system message comes first') }}{%- endif -%}
@@ -108,7 +113,7 @@ class ChatEncoder:
         if turns not in ("joint", "each"):
             raise ValueError(f"turns: expected 'joint' or 'each', got {turns!r}")
         self._tokenizer, self._each = tokenizer, turns == "each"
-        self._template = _template(tokenizer, template)
+        self._template = template_text(tokenizer, template)
         self._built_in = template in TEMPLATES
         self._vocab_size = vocab_size
         self._marked = _MARKED.search(self._template) is not None
@@ -321,7 +326,8 @@ def encode_records(records: Iterable[Record], encoder: ChatEncoder, report: Repo
             report.reject(record.where, str(error))
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+def template_text(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """Return a chat template in Jinja: see `ChatEncoder` for its names and errors."""
     if name == "auto":
         if not tokenizer.chat_template:
             raise ValueError(
