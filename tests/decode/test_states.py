@@ -1,5 +1,8 @@
 """What outlives a generation: lent states, made steps, and what they are made anew for."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from models import heads_for, prompts, tiny, transformers_greedy
@@ -36,6 +39,29 @@ def test_kept_states_are_found_by_shape_and_cleared(medusa):
     arena.give_back(wide)  # two are kept: the most recent ones
     assert arena.lend([5], 60, 10) is not small
     assert arena.lend([5], 60, 500) is wide
+
+
+def test_graphs_over_lent_states_are_dropped_with_their_step(medusa):
+    """A session holds its state between calls; a step that is dropped meanwhile must free its graphs there too."""
+    arena = Arena(medusa.trunk, keep=2)
+    state = arena.lend([5], 60, 10)
+    state.captured |= {("dropped", "key"): "graph", ("kept", "key"): "graph"}
+    arena.forget("dropped")
+    assert state.captured == {("kept", "key"): "graph"}
+    wider, _ = arena.enlarge(state, [5], 60, 500)
+    assert wider is not state
+    wider.captured |= {("dropped", "key"): "graph", ("kept", "key"): "graph"}
+    arena.forget("dropped")
+    assert wider.captured == {("kept", "key"): "graph"}
+    arena.clear()
+    assert wider.captured == {}
+
+
+def test_the_arena_keeps_no_lent_state_alive(medusa):
+    arena = Arena(medusa.trunk, keep=2)
+    state = weakref.ref(arena.lend([5], 60, 10))
+    gc.collect()
+    assert state() is None
 
 
 def test_what_is_kept_makes_room(medusa, monkeypatch):

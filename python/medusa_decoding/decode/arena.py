@@ -8,6 +8,7 @@ allocated. The arena knows shapes; it does not know steps.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 
 from medusa_decoding.cache import Tables, TreeCache, bucket, reusable_rows
@@ -31,6 +32,8 @@ class Arena:
         self.trunk = trunk
         self.keep = keep
         self._idle: list[DecodeState] = []
+        # Every state alive, lent ones included: what is captured over them must be dropped with its step.
+        self._states: weakref.WeakSet[DecodeState] = weakref.WeakSet()
 
     def first_capacity(
         self,
@@ -129,7 +132,7 @@ class Arena:
                 raise
             self._idle.clear()
             cache = TreeCache.allocate(shape=shape, rope=tables)
-        return DecodeState.allocate(cache, self.trunk.config.hidden_size, budget)
+        return self._allocate(cache, budget)
 
     def enlarge(
         self,
@@ -190,7 +193,7 @@ class Arena:
         tables = self.trunk.rope(prompt_lengths, cache.capacity)
         cached = min(cached, reusable_rows(cache.tables, tables))
         if width > state.output.shape[1]:
-            state = DecodeState.allocate(cache, self.trunk.config.hidden_size, budget)
+            state = self._allocate(cache, budget)
         self._prepare(state, tables)
         return state, cached
 
@@ -201,13 +204,20 @@ class Arena:
         del self._idle[: max(0, len(self._idle) - self.keep)]
 
     def forget(self, step: object) -> None:
-        """Drop what has been captured of one step."""
-        for state in self._idle:
+        """Drop every graph that was captured of one step, also over states that are lent."""
+        for state in list(self._states):
             state.captured = {key: value for key, value in state.captured.items() if key[0] is not step}
 
     def clear(self) -> None:
-        """Free everything kept, captured steps included."""
+        """Free the idle states, and every graph captured over a lent one."""
         self._idle.clear()
+        for state in list(self._states):
+            state.captured.clear()
+
+    def _allocate(self, cache: TreeCache, budget: int) -> DecodeState:
+        state = DecodeState.allocate(cache, self.trunk.config.hidden_size, budget)
+        self._states.add(state)
+        return state
 
     def _serves(self, state: DecodeState, shape: tuple[int, ...], width: int | None) -> bool:
         kv = state.cache.kv
