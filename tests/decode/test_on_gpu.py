@@ -299,6 +299,23 @@ def test_every_way_of_choosing_is_captured(settings, tree):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("settings", ["processors", "warpers", "typical"])
+def test_lm_head_runs_on_the_captures_stream_before_it_is_captured(settings):
+    model, heads = on_gpu()
+    [row] = [row.cuda() for row in prompts(1, [9])]
+    calls = []
+
+    def note(*_):
+        calls.append((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream))
+
+    with MedusaModel(model, heads, Tree.chain(2)) as medusa:
+        handle = model.lm_head.register_forward_hook(note)  # a hook has every choice call the module itself
+        medusa.generate(row[None], max_new_tokens=12, **SETTINGS[settings])
+        handle.remove()
+    capture = next(number for number, (capturing, _) in enumerate(calls) if capturing)
+    assert (False, calls[capture][1]) in calls[:capture]
+
+
 def test_sampling_over_a_large_vocabulary_is_captured():
     """PyTorch sorts, sums and selects in long rows by other kernels than in the few tokens of the tests above."""
     model = tiny(vocab_size=32000)

@@ -28,7 +28,7 @@ from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.processed import Processed
 from medusa_decoding.decode.state import DecodeState, Rules
-from medusa_decoding.decode.verify import Greedy, Nodes
+from medusa_decoding.decode.verify import Nodes
 from medusa_decoding.fused import obstacle
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.tree import Tree
@@ -201,35 +201,28 @@ class Captured:
 
 
 class Pause:
-    """Stands in for a choice made on the host while a step is captured: ends one graph there and begins the next.
+    """Takes the place of a choice made on the host: makes the logits that it needs, and then calls `split`.
 
     Args:
-        first: the graph being captured.
-        second: captures what follows.
-        begin: begins the capture of a graph.
-        next_tokens: int64 [B, N], where the choice is read from; allocated outside of the capture.
+        next_tokens: int64 [B, N], where the step reads the choice; allocated outside of the capture.
+
+    Attributes:
+        split: ends the first graph and begins the second; does nothing until a capture sets it.
     """
 
     key = "pause"
     on_host = False
 
-    def __init__(
-        self,
-        first: torch.cuda.CUDAGraph,
-        second: torch.cuda.CUDAGraph,
-        begin: Callable[[torch.cuda.CUDAGraph], None],
-        next_tokens: torch.Tensor,
-    ) -> None:
-        self.first, self.second, self.begin = first, second, begin
+    def __init__(self, next_tokens: torch.Tensor) -> None:
         self.next_tokens = next_tokens
+        self.split: Callable[[], None] = lambda: None
         self.logits: torch.Tensor | None = None
         self.nodes: Nodes | None = None
 
     def __call__(self, nodes: Nodes, lm_head: torch.nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
-        """Capture the logits, end the first graph, begin the second."""
+        """Make the logits, split, and return the tensor that the choice will be written to."""
         self.nodes, self.logits = nodes, lm_head(nodes.hidden)
-        self.first.capture_end()
-        self.begin(self.second)
+        self.split()
         return self.next_tokens
 
     def choose(self, state: DecodeState, rules: Rules) -> None:
@@ -282,8 +275,11 @@ class CapturedStep:
         return new
 
     def _capture(self, state: DecodeState, rules: Rules) -> Captured:
-        # The host's own choice may remember what it is shown, and belongs to one generation: no graph refers to it.
-        own_rules = replace(rules.clone(), choice=Greedy()) if rules.choice.on_host else rules.clone()
+        own_rules, pause = rules.clone(), None
+        if rules.choice.on_host:
+            # The host's own choice may remember what it is shown, and belongs to one generation: no graph refers to it.
+            pause = Pause(torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device))
+            own_rules = replace(own_rules, choice=pause)
         step = self.step
         if rules.choice.on_host and isinstance(step, CompiledStep):
             step = step.step  # compiled code is one piece
@@ -292,15 +288,15 @@ class CapturedStep:
             self._pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        pause = None
         try:
-            # A first run outside of the capture loads kernels and makes workspaces; then everything is put back.
+            # A first run outside of the capture, of the very operations that are captured next and on their stream,
+            # loads kernels and makes workspaces; then everything is put back.
             with torch.cuda.stream(side):
                 step(state, own_rules)
                 state.restore(before)
             torch.cuda.current_stream().wait_stream(side)
-            if rules.choice.on_host:
-                graphs, pause = self._capture_in_two(step, state, own_rules, side)
+            if pause is not None:
+                graphs = self._capture_in_two(step, state, own_rules, pause, side)
             else:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
@@ -318,8 +314,8 @@ class CapturedStep:
         return captured
 
     def _capture_in_two(
-        self, step: Step, state: DecodeState, rules: Rules, side: torch.cuda.Stream
-    ) -> tuple[tuple[torch.cuda.CUDAGraph, ...], Pause]:
+        self, step: Step, state: DecodeState, rules: Rules, pause: Pause, side: torch.cuda.Stream
+    ) -> tuple[torch.cuda.CUDAGraph, ...]:
         """Capture a step up to the host's choice, and from there on."""
         graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
         open_ones: list[torch.cuda.CUDAGraph] = []
@@ -328,16 +324,19 @@ class CapturedStep:
             open_ones[:] = [graph]
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
-        next_tokens = torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device)
-        pause = Pause(*graphs, begin, next_tokens)
+        def split() -> None:
+            graphs[0].capture_end()
+            begin(graphs[1])
+
+        pause.split = split
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             begin(graphs[0])
             try:
-                step(state, replace(rules, choice=pause))
+                step(state, rules)
             finally:
                 open_ones[0].capture_end()
-        return graphs, pause
+        return graphs
 
 
 class CompiledStep:

@@ -1,0 +1,131 @@
+"""What a step runs before it is captured, with CUDA's graphs and streams replaced by ones that only take notes."""
+
+import contextlib
+
+import pytest
+import torch
+from models import heads_for, prompts, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation import logits_process as lp
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode import loop
+from medusa_decoding.decode.processed import Processed
+from medusa_decoding.decode.sampling import Sampled
+from medusa_decoding.decode.state import Rules
+from medusa_decoding.decode.step_graph import CapturedStep
+from medusa_decoding.decode.typical import Typical
+from medusa_decoding.decode.verify import Greedy
+
+
+class Stream:
+    """A stream that runs nothing: PyTorch keeps workspaces per stream, so the tests compare which one is current."""
+
+    current = None
+
+    def wait_stream(self, other):
+        pass
+
+
+class Graph:
+    """A graph that notes when it is open. What is launched meanwhile runs at once, as the CPU knows no capture."""
+
+    open_now = None
+
+    def capture_begin(self, **_):
+        assert Graph.open_now is None
+        Graph.open_now = self
+
+    def capture_end(self):
+        assert Graph.open_now is self
+        Graph.open_now = None
+
+    def replay(self):
+        assert Graph.open_now is None
+
+
+@contextlib.contextmanager
+def current(stream):
+    before, Stream.current = Stream.current, stream
+    yield
+    Stream.current = before
+
+
+@contextlib.contextmanager
+def capture(graph, pool, stream, capture_error_mode):
+    with current(stream):
+        graph.capture_begin()
+        yield
+        graph.capture_end()
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation with its shapes and its stream, apart for what runs before a capture and within one."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.captured = set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        shapes = tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else None for arg in args)
+        (self.before if Graph.open_now is None else self.captured).add((str(function), shapes, Stream.current))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    for name, value in {
+        "Stream": Stream, "CUDAGraph": Graph, "graph": capture, "stream": current,
+        "current_stream": Stream, "graph_pool_handle": object, "synchronize": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def penalised(prompt):
+    return Processed([prompt], [[lp.RepetitionPenaltyLogitsProcessor(1.3)]], [20], [])
+
+
+CHOICES = {
+    "greedy": lambda prompt: Greedy(),
+    "sampled": lambda prompt: Sampled([lp.TopKLogitsWarper(4), lp.TopPLogitsWarper(0.9)]),
+    "typical": lambda prompt: Typical(),
+    "processors": penalised,
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, choice):
+    """A library's first call makes handles and workspaces and loads code, which is not to happen in a capture."""
+    model, [prompt] = tiny(), prompts(1, [7])
+    tree = Tree.cartesian([3, 2])
+    with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
+        eager = medusa._steps.get(tree, "eager")
+        rules = Rules(torch.tensor([99]), torch.tensor([20], dtype=torch.int32), None, 20, choice(prompt))
+        state = medusa._steps.arena.lend([7], 60, 20)
+        loop.prefill(medusa.trunk, [prompt], state, rules)
+        with Operations() as operations:
+            assert CapturedStep(eager, tree.num_nodes)(state, rules)
+    lm_head = [name for name, shapes, _ in operations.captured if (32, 11) in shapes or (11, 32) in shapes]
+    assert lm_head, "the projection to the vocabulary is captured"
+    assert operations.captured - operations.before == set()
+
+
+def test_the_host_is_asked_once_for_each_step(fake_cuda):
+    """Neither the warm-up nor the capture shows the caller's processors a token."""
+    model, [prompt] = tiny(), prompts(1, [7])
+    seen = []
+
+    def processor(text, scores):
+        seen.append(text.shape[1])
+        return scores
+
+    with MedusaModel(model) as medusa, torch.no_grad():
+        eager = medusa._steps.get(Tree([]), "eager")
+        choice = Processed([prompt], [[processor]], [20], [])
+        rules = Rules(torch.tensor([99]), torch.tensor([20], dtype=torch.int32), None, 20, choice)
+        state = medusa._steps.arena.lend([7], 60, 20)
+        loop.prefill(medusa.trunk, [prompt], state, rules)
+        step = CapturedStep(eager, 1)
+        for _ in range(3):
+            step(state, rules)
+    assert seen == [7, 8, 9, 10]
