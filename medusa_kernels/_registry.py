@@ -1,8 +1,9 @@
 """Where ops are declared and where the choice of an implementation is made, logged and reported.
 
 Each op is a `torch.library` op in the namespace `medusa_kernels` with one schema, one fake and one implementation a
-device type. Which implementation serves a device type is chosen at the first call, by a function that also says why;
-the choice is logged once and `served_by` (used by `medusa doctor`) reports it. Nothing falls back silently.
+device. Which implementation serves a device is chosen at the first call there, by a function that also says why; GPUs
+of one machine may differ, so each gets its own answer. The choice is logged once per device and `served_by` (used by
+`medusa doctor`) reports it. Nothing falls back silently.
 
 The ops are for decoding and are not differentiable: what they return never requires a gradient.
 """
@@ -48,8 +49,8 @@ class Implementation:
 LOWEST_CAPABILITY = (8, 0)
 """The oldest GPUs that the Triton kernels are written and compiled for (bf16 tensor cores, asynchronous copies)."""
 
-_choosers: dict[tuple[str, str], Callable[[], Implementation]] = {}
-_chosen: dict[tuple[str, str], Implementation] = {}
+_choosers: dict[tuple[str, str], Callable[[torch.device], Implementation]] = {}
+_chosen: dict[tuple[str, torch.device], Implementation] = {}
 
 
 def declare(schema: str, fake: Callable[..., Any]) -> str:
@@ -61,12 +62,16 @@ def declare(schema: str, fake: Callable[..., Any]) -> str:
     return name
 
 
-def serve(op: str, device_type: str, choose: Callable[[], Implementation]) -> None:
-    """Let `choose` decide, at the first call, what serves `op` on a device type ("cpu" or "cuda")."""
+def serve(op: str, device_type: str, choose: Callable[[torch.device], Implementation]) -> None:
+    """Let `choose` decide, at the first call on each device of a type ("cpu" or "cuda"), what serves `op` there.
+
+    The first argument of every op is a tensor; its device is the op's.
+    """
     _choosers[op, device_type] = choose
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        function = served_by(op, device_type).function
+        device = args[0].device
+        function = (_chosen.get((op, device)) or served_by(op, device)).function
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         with torch.no_grad():
@@ -75,16 +80,26 @@ def serve(op: str, device_type: str, choose: Callable[[], Implementation]) -> No
     LIBRARY.impl(op, run, device_type.upper())
 
 
-def served_by(op: str, device_type: str) -> Implementation:
-    """Return the implementation that serves an op on a device type, choosing and logging it at the first call."""
-    key = (op, device_type)
-    if key not in _chosen:
-        if key not in _choosers:
-            raise ValueError(f"expected one of the ops {OPS} on cpu or cuda, got {op!r} on {device_type!r}")
-        chosen = _choosers[key]()
-        logger.info("%s on %s: %s (%s)", op, device_type, chosen.name, chosen.reason)
-        _chosen[key] = chosen
-    return _chosen[key]
+def served_by(op: str, device: str | torch.device) -> Implementation:
+    """Return the implementation that serves an op on a device, choosing and logging it at the first call.
+
+    Args:
+        op: one of `OPS`.
+        device: "cpu", "cuda:1", or "cuda" for the current GPU.
+
+    Raises:
+        ValueError: an unknown op, or a device that is neither a CPU nor a CUDA device.
+    """
+    if (op, str(device).partition(":")[0]) not in _choosers:
+        raise ValueError(f"expected one of the ops {OPS} on cpu or cuda, got {op!r} on {str(device)!r}")
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if (op, device) not in _chosen:
+        chosen = _choosers[op, device.type](device)
+        logger.info("%s on %s: %s (%s)", op, device, chosen.name, chosen.reason)
+        _chosen[op, device] = chosen
+    return _chosen[op, device]
 
 
 @functools.cache
@@ -93,7 +108,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def triton_or(op: str, name: str, function: Callable[..., Any], why: str, *, device_type: str) -> Implementation:
+def triton_or(op: str, name: str, function: Callable[..., Any], why: str, *, device: torch.device) -> Implementation:
     """Choose the op's Triton kernel where it can run, else the given implementation.
 
     Args:
@@ -101,14 +116,14 @@ def triton_or(op: str, name: str, function: Callable[..., Any], why: str, *, dev
         name: the other implementation's short name.
         function: the other implementation.
         why: on a CPU, the reason to choose the other implementation.
-        device_type: "cpu", where kernels run in Triton's interpreter only, or "cuda".
+        device: a CPU, where kernels run in Triton's interpreter only, or a CUDA device.
     """
-    if device_type == "cpu" and not interpreted():
+    if device.type == "cpu" and not interpreted():
         return Implementation(name, function, why)
-    if device_type == "cuda":
+    if device.type == "cuda":
         if not torch.cuda.is_available():
             return Implementation(name, function, "PyTorch finds no CUDA device")
-        capability = torch.cuda.get_device_capability()
+        capability = torch.cuda.get_device_capability(device)
         if capability < LOWEST_CAPABILITY:
             return Implementation(name, function, f"Triton kernels need compute capability 8.0, got {capability}")
     try:

@@ -58,5 +58,5 @@ def _fake(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[
 # Without delta the op has no sum to return, and an output of an op must not be one of its inputs.
 declare("add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)", _fake)
 _CPU = "PyTorch, operation by operation"
-serve("add_rms_norm", "cpu", lambda: triton_or("add_rms_norm", "eager", _eager, _CPU, device_type="cpu"))
-serve("add_rms_norm", "cuda", lambda: triton_or("add_rms_norm", "eager", _eager, "", device_type="cuda"))
+serve("add_rms_norm", "cpu", lambda device: triton_or("add_rms_norm", "eager", _eager, _CPU, device=device))
+serve("add_rms_norm", "cuda", lambda device: triton_or("add_rms_norm", "eager", _eager, "", device=device))

@@ -114,8 +114,8 @@ def _fake(
     return x.new_empty(*x.shape[:-1], features)
 
 
-def _choose(device_type: str) -> Implementation:
-    chosen = triton_or("decode_linear", "linear", with_linear, "PyTorch matrix products", device_type=device_type)
+def _choose(device: torch.device) -> Implementation:
+    chosen = triton_or("decode_linear", "linear", with_linear, "PyTorch matrix products", device=device)
     if chosen.name != "triton":
         return chosen
     return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows")
@@ -126,5 +126,5 @@ declare(
     "-> Tensor",
     _fake,
 )
-serve("decode_linear", "cpu", lambda: _choose("cpu"))
-serve("decode_linear", "cuda", lambda: _choose("cuda"))
+serve("decode_linear", "cpu", _choose)
+serve("decode_linear", "cuda", _choose)

@@ -150,5 +150,5 @@ declare(
     _fake,
 )
 _CPU = "PyTorch matrix products, then top-k"
-serve("heads_topk", "cpu", lambda: triton_or("heads_topk", "matmul", _matmul, _CPU, device_type="cpu"))
-serve("heads_topk", "cuda", lambda: triton_or("heads_topk", "matmul", _matmul, "", device_type="cuda"))
+serve("heads_topk", "cpu", lambda device: triton_or("heads_topk", "matmul", _matmul, _CPU, device=device))
+serve("heads_topk", "cuda", lambda device: triton_or("heads_topk", "matmul", _matmul, "", device=device))

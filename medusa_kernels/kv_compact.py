@@ -89,7 +89,7 @@ def _arguments(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor
     )
 
 
-def _choose_cpu() -> Implementation:
+def _choose_cpu(device: torch.device) -> Implementation:
     library = _native.cpu_library()
     if library is None:
         return Implementation("reference", _reference_on_host, _native.why_missing("cpu"))
@@ -105,7 +105,7 @@ def _choose_cpu() -> Implementation:
     return Implementation("cpp", move, "C++ library of csrc/")
 
 
-def _choose_cuda() -> Implementation:
+def _choose_cuda(device: torch.device) -> Implementation:
     library = _native.cuda_library()
     if library is None:
         return Implementation("reference", reference.kv_compact, _native.why_missing("cuda"))

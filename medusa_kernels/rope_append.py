@@ -183,7 +183,9 @@ declare(
     _fake,
 )
 _CPU = "PyTorch, with lengths read on the host and rows written as slices"
-serve("rope_append", "cpu", lambda: triton_or("rope_append", "sliced", _sliced, _CPU, device_type="cpu"))
+serve("rope_append", "cpu", lambda device: triton_or("rope_append", "sliced", _sliced, _CPU, device=device))
 serve(
-    "rope_append", "cuda", lambda: triton_or("rope_append", "reference", reference.rope_append, "", device_type="cuda")
+    "rope_append",
+    "cuda",
+    lambda device: triton_or("rope_append", "reference", reference.rope_append, "", device=device),
 )

@@ -22,7 +22,7 @@ class Result:
 
     Attributes:
         op: its name.
-        device: "cpu" or "cuda".
+        device: as `run` was given it.
         implementation: what serves it there.
         reason: why.
         error: largest absolute difference from the reference; infinite if the op raised.
@@ -45,10 +45,10 @@ class Result:
 
 
 def run(device: str) -> list[Result]:
-    """Check every op on a device type, in fp32.
+    """Check every op on a device ("cpu", "cuda:1", or "cuda" for the current GPU), in fp32.
 
     Raises:
-        ValueError: a device type other than "cpu" and "cuda".
+        ValueError: neither a CPU nor a CUDA device.
     """
     results = []
     for op in OPS:

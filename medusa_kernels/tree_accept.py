@@ -123,9 +123,9 @@ declare(
 _CPU = "PyTorch, operation by operation"
 
 
-def _choose(device_type: str) -> Implementation:
-    return triton_or("tree_accept", "reference", reference.tree_accept, _CPU, device_type=device_type)
+def _choose(device: torch.device) -> Implementation:
+    return triton_or("tree_accept", "reference", reference.tree_accept, _CPU, device=device)
 
 
-serve("tree_accept", "cpu", lambda: _choose("cpu"))
-serve("tree_accept", "cuda", lambda: _choose("cuda"))
+serve("tree_accept", "cpu", _choose)
+serve("tree_accept", "cuda", _choose)

@@ -241,9 +241,9 @@ declare(
     _fake,
 )
 _CPU = "scaled_dot_product_attention over the valid rows; with a softcap, which it lacks, the reference"
-serve("tree_attention", "cpu", lambda: triton_or("tree_attention", "sdpa", _sdpa, _CPU, device_type="cpu"))
+serve("tree_attention", "cpu", lambda device: triton_or("tree_attention", "sdpa", _sdpa, _CPU, device=device))
 serve(
     "tree_attention",
     "cuda",
-    lambda: triton_or("tree_attention", "reference", reference.tree_attention, "", device_type="cuda"),
+    lambda device: triton_or("tree_attention", "reference", reference.tree_attention, "", device=device),
 )

@@ -115,7 +115,9 @@ declare(
     _fake,
 )
 _CPU = "NumPy, a call for all rows"
-serve("tree_select", "cpu", lambda: triton_or("tree_select", "numpy", _on_host, _CPU, device_type="cpu"))
+serve("tree_select", "cpu", lambda device: triton_or("tree_select", "numpy", _on_host, _CPU, device=device))
 serve(
-    "tree_select", "cuda", lambda: triton_or("tree_select", "reference", reference.tree_select, "", device_type="cuda")
+    "tree_select",
+    "cuda",
+    lambda device: triton_or("tree_select", "reference", reference.tree_select, "", device=device),
 )

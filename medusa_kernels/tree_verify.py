@@ -162,5 +162,5 @@ declare(
     _fake,
 )
 _CPU = "one PyTorch linear over all nodes, then the reductions"
-serve("tree_verify", "cpu", lambda: triton_or("tree_verify", "linear", _linear_on_host, _CPU, device_type="cpu"))
-serve("tree_verify", "cuda", lambda: triton_or("tree_verify", "linear", _linear, "", device_type="cuda"))
+serve("tree_verify", "cpu", lambda device: triton_or("tree_verify", "linear", _linear_on_host, _CPU, device=device))
+serve("tree_verify", "cuda", lambda device: triton_or("tree_verify", "linear", _linear, "", device=device))

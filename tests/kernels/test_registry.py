@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import medusa_kernels as mk
-from medusa_kernels import _registry
+from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import OPS, Implementation, served_by
 
 
@@ -43,7 +44,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_choice_is_made_once() -> None:
     calls = []
 
-    def choose() -> Implementation:
+    def choose(device: torch.device) -> Implementation:
         calls.append(1)
         return Implementation("mine", lambda: None, "for this test")
 
@@ -52,7 +53,41 @@ def test_the_choice_is_made_once() -> None:
     assert calls == [1]
 
 
-@pytest.mark.parametrize(("op", "device_type"), [("rope", "cpu"), ("kv_compact", "mps")])
+def test_gpus_of_one_machine_get_an_answer_each(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A card too old for the kernels beside one that runs them, whichever is asked for first."""
+    caplog.set_level(logging.INFO, logger="medusa_kernels")
+    capabilities = {0: (7, 5), 1: (8, 9)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[torch.device(device).index])
+    names = {device: served_by("tree_verify", device).name for device in ("cuda:1", "cuda:0", "cuda")}
+    assert names == {"cuda:1": "triton", "cuda:0": "linear", "cuda": "triton"}
+    assert served_by("tree_verify", "cuda:0").reason == "Triton kernels need compute capability 8.0, got (7, 5)"
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+        "tree_verify on cuda:1: triton",
+        "tree_verify on cuda:0: linear",
+    ]
+
+
+def test_a_call_is_served_by_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = {}
+    monkeypatch.setattr(_registry.LIBRARY, "impl", lambda op, function, key: kernels.update({key: function}))
+    _registry.serve("kv_compact", "cuda", lambda device: Implementation("mine", lambda x: str(device), "for this test"))
+    for index in (1, 0, 1):
+        assert kernels["CUDA"](types.SimpleNamespace(device=torch.device("cuda", index))) == f"cuda:{index}"
+
+
+@pytest.mark.gpu
+def test_every_op_is_right_on_every_gpu() -> None:
+    """Also on those that are not the current one."""
+    results = [result for index in range(torch.cuda.device_count()) for result in selftest.run(f"cuda:{index}")]
+    assert [f"{result.op} on {result.device}" for result in results if not result.passed] == []
+    assert len(results) == torch.cuda.device_count() * len(OPS)
+
+
+@pytest.mark.parametrize(("op", "device_type"), [("rope", "cpu"), ("kv_compact", "mps"), ("kv_compact", "no device")])
 def test_unknown_ops_and_devices(op: str, device_type: str) -> None:
     with pytest.raises(ValueError, match=f"expected one of the ops .*'{op}' on '{device_type}'"):
         served_by(op, device_type)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     """Collect versions, devices, native libraries and the ops' checks."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
