@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all and have one writer at a time, and JSON files read within bounds.
+"""Files and folders that appear whole or not at all and have one writer at a time; JSON and text read within bounds.
 
 This module does not know what is in them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import logging
 import os
@@ -25,6 +26,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 MAX_JSON = 64 * 2**20
 """Bytes that `read_json` takes unless told otherwise: far more than any file of settings or measurements has."""
+MAX_TEXT = 16 * 2**20
+"""Bytes that `read_text` takes: more text than the contexts of models hold, and a moment's work for a tokenizer."""
 
 
 @contextlib.contextmanager
@@ -71,12 +74,34 @@ def read_json(path: str | Path, limit: int = MAX_JSON) -> Any:
         ValueError: a file that is too large or is not JSON (see `parse_json`); the message names the file.
         OSError: the file cannot be read.
     """
+    return parse_json(_content(path, limit, "JSON"), path)
+
+
+def read_text(path: str | Path, limit: int = MAX_TEXT) -> str:
+    """Read a text file, with or without a byte order mark.
+
+    Args:
+        path: the file.
+        limit: the most bytes that it may have. A larger file is refused before it is read.
+
+    Raises:
+        ValueError: a file that is too large or is not UTF-8; the message names the file.
+        OSError: the file cannot be read.
+    """
+    content = _content(path, limit, "text")
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()  # line ends as `open` reads them
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8 text, got {error.reason} at byte {error.start}") from error
+
+
+def _content(path: str | Path, limit: int, kind: str) -> bytes:
     with open(path, "rb") as file:
         too_large = os.fstat(file.fileno()).st_size > limit
         content = b"" if too_large else file.read(limit + 1)  # a pipe or a device has no size
     if too_large or len(content) > limit:
-        raise ValueError(f"{path}: expected JSON of at most {limit:,} bytes, got a larger file")
-    return parse_json(content, path)
+        raise ValueError(f"{path}: expected {kind} of at most {limit:,} bytes, got a larger file")
+    return content
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from typing import Any
 
+import numpy as np
 import torch
+
+MAX_ROWS = 2**16
+"""Rows of a batch. Each has objects on the host, which take time and memory before the cache's size is checked."""
 
 
 def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int) -> list[torch.Tensor]:
@@ -17,12 +22,17 @@ def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
         vocab_size: V; ids must lie in [0, V).
 
     Raises:
-        ValueError: wrong shape or dtype, an empty row, a mask with holes, or an id outside the vocabulary.
+        ValueError: no tensors, wrong shape or dtype, an empty row, a mask with holes, or an id outside the vocabulary.
     """
+    _check_tensor("input_ids", input_ids, "a tensor of token ids [B, T]")
+    if attention_mask is not None:
+        _check_tensor("attention_mask", attention_mask, "a tensor of 0 and 1 [B, T], or None")
     if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids: expected int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected at least one row and one token, got shape {list(input_ids.shape)}")
+    if len(input_ids) > MAX_ROWS:
+        raise ValueError(f"input_ids: expected at most {MAX_ROWS:,} rows, got {len(input_ids):,}")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)}, got {list(mask.shape)}")
@@ -45,6 +55,25 @@ def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
     return prompts
 
 
+def _check_tensor(name: str, value: Any, expected: str) -> None:
+    """Raise `ValueError` unless a value is a tensor whose entries can be read."""
+    if not isinstance(value, torch.Tensor):
+        remedy = "; tokenize it first" if isinstance(value, (str, bytes)) else ""
+        raise ValueError(f"{name}: expected {expected}, got {type(value).__name__}{remedy}")
+    if value.layout != torch.strided or value.is_meta or value.is_nested or value.is_quantized:
+        raise ValueError(f"{name}: expected {expected}, got one that is sparse, nested, quantized or on meta")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise `ValueError` unless UTF-8 can write a text: bytes of a command line, or JSON, may be no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: expected UTF-8 text, got {text[error.start]!a} at character {error.start}"
+        ) from error
+
+
 def whole(name: str, value: Any) -> int | None:
     """Return an optional count as an int.
 
@@ -53,16 +82,58 @@ def whole(name: str, value: Any) -> int | None:
     """
     if value is None:
         return None
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise ValueError(f"{name}: expected a whole number, got {value!r}") from error
+    number = index(name, value)
     if abs(number) >= 2**31:
-        raise ValueError(f"{name}: expected below 2**31, got {number}")
+        raise ValueError(f"{name}: expected below 2**31, got {shown(number)}")
     return number
 
 
-def token_list(value: Any) -> list[int]:
+def plain(name: str, value: Any) -> Any:
+    """Return a setting as plain Python: a tensor's or array's entries in place of it, anything else as it is.
+
+    Raises:
+        ValueError: a tensor whose entries cannot be read.
+    """
+    if isinstance(value, torch.Tensor):
+        _check_tensor(name, value, "numbers")
+    return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value
+
+
+def check_truth(name: str, value: Any) -> None:
+    """Raise `ValueError` unless an optional flag is one."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {shown(value)}")
+
+
+def check_streamer(streamer: Any) -> None:
+    """Raise `ValueError` unless an optional streamer can be written to."""
+    if streamer is not None and (isinstance(streamer, torch.Tensor) or not callable(getattr(streamer, "end", None))):
+        raise ValueError(f"streamer: expected a transformers streamer (put and end) or None, got {shown(streamer)}")
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message, shortened."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a number of thousands of digits
+        return f"{type(value).__name__} too large to print"
+
+
+def index(name: str, value: Any) -> int:
+    """Return a whole number, of numpy or a tensor too, as an int.
+
+    Raises:
+        ValueError: anything else, True and False among it.
+    """
+    try:
+        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+            raise TypeError("a truth value")
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: expected a whole number, got {shown(value)}") from error
+
+
+def token_list(value: Any, name: str = "eos_token_id") -> list[int]:
     """Return token ids given as None, an int, a list or an integer tensor as a list.
 
     Raises:
@@ -72,8 +143,8 @@ def token_list(value: Any) -> list[int]:
         return []
     try:
         tokens = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"eos_token_id: expected token ids, got {value!r}") from error
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name}: expected token ids, got {shown(value)}") from error
     if tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"eos_token_id: expected whole numbers, got {value!r}")
+        raise ValueError(f"{name}: expected whole numbers, got {shown(value)}")
     return tokens.flatten().tolist()

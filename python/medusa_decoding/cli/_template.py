@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
+from medusa_decoding.files import read_text
+from medusa_decoding.inputs import check_text
+from medusa_decoding.rendering import render
 from medusa_decoding.training.chat import template_text
 
 Message = dict[str, Any]
@@ -59,7 +61,7 @@ class ChatTemplate:
                 f"--template: expected a Jinja file or plain, because the tokenizer of {tokenizer.name_or_path} has no "
                 "chat template (vicuna for Vicuna models), got none"
             )
-        self._text = None if asked is None else _text(tokenizer, asked)
+        self._text = tokenizer.get_chat_template() if asked is None else _text(tokenizer, asked)
         self.render([{"role": "user", "content": "?"}])
         self.end_of_turn = self._end_of_turn()
 
@@ -73,10 +75,11 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        for message in plain:
+            check_text("message", message["content"])
+        special = self.tokenizer.special_tokens_map
         try:
-            return self.tokenizer.apply_chat_template(
-                plain, chat_template=self._text, add_generation_prompt=add_generation_prompt, tokenize=False
-            )
+            return render(self._text, plain, add_generation_prompt=add_generation_prompt, **special)[0]
         except TemplateError as error:
             raise ValueError(
                 f"chat template: expected one that takes these messages, got {_one_line(error)}"
@@ -223,9 +226,9 @@ def _text(tokenizer: Any, asked: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--template: expected UTF-8 text in {path}, got {error}") from error
+        return read_text(path)
+    except ValueError as error:
+        raise ValueError(f"--template: {error}") from error
     except OSError as error:
         raise ValueError(
             f"--template: expected vicuna, plain or a readable file, got {path} ({error.strerror})"

@@ -29,8 +29,8 @@ from typing import Any
 import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from medusa_decoding.rendering import render
 from medusa_decoding.training.data import BadRecordError, Record, Report, Tokens
 
 # Vicuna's format (v1.1 and later): a system message, then turns "USER: ..." and "ASSISTANT: ...</s>". The model was
@@ -271,10 +271,10 @@ class ChatEncoder:
         return Example(np.array(whole, dtype=np.int32), learnt, where)
 
     def _marked_spans(self, messages: list[Mapping[str, str]], where: str) -> tuple[str, list[tuple[int, int]]]:
-        text, spans = self._rendered(messages, return_assistant_tokens_mask=True)
+        text, spans = self._rendered(messages)
         if not spans:
             raise ValueError(f"template: expected a {{% generation %}} block around each answer of {where}, got none")
-        return text, [(start, end) for start, end in spans]
+        return text, spans
 
     def _prefix_spans(
         self, messages: list[Mapping[str, str]], answers: list[int], where: str
@@ -297,13 +297,8 @@ class ChatEncoder:
             spans.append((len(before), len(bare if bare.endswith(self._special) else after)))
         return text, spans
 
-    def _rendered(self, messages: Sequence[Mapping[str, str]], **options: Any) -> tuple[str, list[Any]]:
-        conversations: Any = [[dict(message) for message in messages]]
-        rendered: Any = render_jinja_template(
-            conversations=conversations, chat_template=self._template, **options, **self._variables
-        )
-        texts, spans = rendered
-        return texts[0], spans[0] if spans else []
+    def _rendered(self, messages: Sequence[Mapping[str, str]], **options: Any) -> tuple[str, list[tuple[int, int]]]:
+        return render(self._template, messages, **options, **self._variables)
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         # A template of the tokenizer's or a file writes the start token itself.

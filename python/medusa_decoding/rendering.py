@@ -1,0 +1,229 @@
+"""Render chat templates within bounds of time and size.
+
+A chat template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's
+internals, but not from running without end or from filling memory. Here every loop round, call and filter looks at the
+clock, and whatever makes text or lists longer looks at their length. What the sandbox offers beside that (names,
+filters, `{% generation %}` blocks) is transformers' own. This module does not know tokenizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+SECONDS = 5.0
+"""CPU time that one rendering may take."""
+CHARACTERS = 2**24
+"""Length of a rendered text, and of every text made on the way to it."""
+ENTRIES = 10**5
+"""Length of every list made on the way, and the largest number that a call or a filter may be given."""
+BITS = 2**12
+"""Size of every whole number made on the way."""
+
+
+class _LimitError(Exception):
+    """The template went beyond a bound; says which, in words."""
+
+
+def render(template: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Render messages by a chat template.
+
+    Args:
+        template: in Jinja, with the names that transformers gives to chat templates.
+        messages: `role` and `content` each.
+        **variables: further ones of the template, `add_generation_prompt` among them.
+
+    Returns:
+        The text, and where the template's `{% generation %}` blocks lie in it: pairs of start and end.
+
+    Raises:
+        jinja2.TemplateError: the template refuses these messages, or fails on them.
+        ValueError: it is no Jinja template, takes too long, makes too much text, or text that has no UTF-8.
+    """
+    if not isinstance(template, str):
+        raise ValueError(f"chat template: expected text in Jinja, got {type(template).__name__}")
+    spans: list[tuple[int, int]] = []
+    pieces: list[str] = []
+    names = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
+    with _LOCK:  # the environment keeps the clock and the spans of one rendering
+        _CLOCK.start()
+        try:
+            compiled = _compiled(template)
+            with compiled.environment.activate_tracker(pieces, spans):
+                length = 0
+                for piece in compiled.generate(messages=[dict(message) for message in messages], **names):
+                    pieces.append(piece)
+                    length += len(piece)
+                    _check_length(length, CHARACTERS)
+        except _LimitError as error:
+            raise ValueError(f"chat template: expected one that {error}") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template: expected Jinja, got {error.message} (line {error.lineno})") from error
+        except jinja2.TemplateError:
+            raise
+        except Exception as error:  # a template runs whatever it says: anything may come of it
+            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
+    text = "".join(pieces)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"chat template: expected text that UTF-8 can write, got {error}") from error
+    return text, spans
+
+
+class _Clock:
+    """How much longer a rendering may run, and how much text it has put out so far."""
+
+    def start(self) -> None:
+        self._end, self._written = time.thread_time() + SECONDS, 0
+
+    def tick(self) -> None:
+        if time.thread_time() > self._end:
+            raise _LimitError(f"renders within {SECONDS:g} seconds, got one that did not")
+
+    def write(self, value: Any) -> str:
+        """Count what an expression puts out, into the rendered text or a variable."""
+        text = str(value)
+        self._written += len(text)
+        _check_length(self._written, 2 * CHARACTERS)
+        return text
+
+
+class _Ticking(NodeTransformer):
+    """Has every loop round and every call of a macro look at the clock, and every `~` at the length."""
+
+    def visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> Any:
+        node = super().visit(node, *arguments, **named)
+        if isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock)):
+            node.body.insert(0, nodes.ExprStmt(_call("tick", [], node.lineno), lineno=node.lineno))
+        return _call("concatenated", node.nodes, node.lineno) if isinstance(node, nodes.Concat) else node
+
+
+def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+    # An attribute of the environment, which no name in a template can hide.
+    attribute = nodes.EnvironmentAttribute(name, lineno=line)
+    return nodes.Call(attribute, arguments, [], None, None, lineno=line)
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(template: str) -> jinja2.Template:
+    environment = _environment()
+    return environment.from_string(_Ticking().visit(environment.parse(template)))
+
+
+@functools.cache
+def _environment() -> Any:
+    """Return transformers' environment for chat templates, with bounds."""
+    # The one of an empty template: transformers makes an environment for each, and would compile, and so compute, what
+    # is constant in another one.
+    environment: Any = _compile_jinja_template("").environment
+    environment.tick, environment.concatenated = _CLOCK.tick, _concatenated
+    environment.intercepted_binops = frozenset(_OPERATORS)
+    for operator, check in _OPERATORS.items():
+        environment.binop_table[operator] = _checked(check, environment.binop_table[operator])
+    environment.filters = {name: _bounded_filter(name, function) for name, function in environment.filters.items()}
+    environment.globals.pop("lipsum")  # prose without end
+    environment.finalize = _CLOCK.write
+    unbounded = environment.call
+
+    def call(context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+        _check_call(getattr(method, "__name__", ""), getattr(method, "__self__", None), arguments, named)
+        return _checked_size(unbounded(context, function, *arguments, **named))
+
+    environment.call = call
+    return environment
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of what it is applied to
+
+    @functools.wraps(function)
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        _check_call(name, arguments[place], arguments[place + 1 :], named)
+        return _checked_size(function(*arguments, **named))
+
+    return bounded
+
+
+def _check_call(name: str, target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Check a method or filter of `target`, before it runs."""
+    _CLOCK.tick()
+    for argument in (*arguments, *named.values()):
+        if isinstance(argument, int) and abs(argument) > ENTRIES:
+            raise _LimitError(f"calls nothing with a number above {ENTRIES:,}, got one that does")
+    if name == "format":
+        _check_format(target)
+    elif name == "join":
+        for joined in (target, *arguments):
+            if isinstance(joined, (list, tuple)):
+                _check_length(sum(len(entry) if isinstance(entry, str) else 1 for entry in joined), CHARACTERS)
+
+
+def _checked_size(value: Any) -> Any:
+    if isinstance(value, (str, list, tuple)):
+        _check_length(len(value), CHARACTERS if isinstance(value, str) else ENTRIES)
+    return value
+
+
+def _check_length(length: int, most: int) -> None:
+    if length > most:
+        what = "entries of a list" if most == ENTRIES else "characters of text"
+        raise _LimitError(f"makes at most {most:,} {what}, got one that makes more")
+
+
+def _check_product(value: Any, count: Any) -> None:
+    if isinstance(value, int) and isinstance(count, int):
+        _check_bits(value.bit_length() + count.bit_length())
+        return
+    for many, times in ((value, count), (count, value)):
+        if isinstance(many, (str, list, tuple)) and isinstance(times, int):
+            _check_length(len(many) * times, CHARACTERS if isinstance(many, str) else ENTRIES)
+
+
+def _check_sum(left: Any, right: Any) -> None:
+    if isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
+        _check_length(len(left) + len(right), CHARACTERS if isinstance(left, str) else ENTRIES)
+
+
+def _check_power(base: Any, exponent: Any) -> None:
+    if isinstance(base, int) and isinstance(exponent, int):
+        _check_bits(base.bit_length() * exponent)
+
+
+def _check_format(pattern: Any, values: Any = None) -> None:
+    if isinstance(pattern, str) and re.search(r"%[^a-zA-Z%]*\*|\d{7}", pattern):
+        raise _LimitError("formats to widths of at most 6 digits, got one that does not")
+
+
+def _check_bits(bits: int) -> None:
+    if bits > BITS:
+        raise _LimitError(f"makes whole numbers of at most {BITS:,} bits, got one that makes larger ones")
+
+
+def _checked(check: Callable[[Any, Any], None], operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def checked(left: Any, right: Any) -> Any:
+        check(left, right)
+        return _checked_size(operate(left, right))
+
+    return checked
+
+
+def _concatenated(*values: Any) -> str:
+    texts = [str(value) for value in values]
+    _check_length(sum(map(len, texts)), CHARACTERS)
+    return "".join(texts)
+
+
+_CLOCK = _Clock()
+_LOCK = threading.RLock()
+_OPERATORS = {"+": _check_sum, "*": _check_product, "**": _check_power, "%": _check_format}
