@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,13 +20,16 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.files import write_json
+from medusa_decoding.files import read_json, write_json
+from medusa_decoding.inputs import shown
 from medusa_kernels import ancestor_words
 from medusa_kernels.heads_topk import MAX_K
 from medusa_kernels.tree_select import MAX_CANDIDATES
 
 MAX_CHOICES = 255
-"""Nodes that a step may verify, the root not counted."""
+"""Nodes that a step may verify, the root not counted; also the longest path."""
+FILE_BYTES = 2**21
+"""Size of a tree's file; those of the largest trees have a tenth of it."""
 
 
 class Tree:
@@ -69,7 +71,7 @@ class Tree:
         room = min(MAX_CHOICES + 1 - (keep or 1 + len(self.choices)), limit - len(self.choices))
         if not _is_whole(lookup) or not 0 <= lookup <= room:
             beside = f"{len(self.choices)} choices" if keep is None else f"{keep} nodes of {len(self.choices)} choices"
-            raise ValueError(f"lookup: expected 0 to {room} with {beside}, got {lookup!r}")
+            raise ValueError(f"lookup: expected 0 to {room} with {beside}, got {shown(lookup)}")
         self.lookup, self.keep = lookup, keep
         index: dict[tuple[int, ...], int] = {(): 0} | {tuple(path): i + 1 for i, path in enumerate(self.choices)}
         # Copied tokens have no rank: their paths are made of -1.
@@ -92,18 +94,21 @@ class Tree:
     @classmethod
     def chain(cls, length: int) -> Tree:
         """The single path of every head's best token: `length` nodes below the root."""
-        if length < 0:
-            raise ValueError(f"length: expected at least 0, got {length}")
+        if not _is_whole(length) or not 0 <= length <= MAX_CHOICES:
+            raise ValueError(f"length: expected at least 0 and at most {MAX_CHOICES}, got {shown(length)}")
         return cls([[0] * d for d in range(1, length + 1)])
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> Tree:
         """Every combination of the first widths[k] predictions of each head k (Medusa paper, section 2.1.2)."""
-        if any(width < 1 for width in widths):
-            raise ValueError(f"widths: expected at least 1 for every head, got {list(widths)}")
-        total = sum(math.prod(widths[: d + 1]) for d in range(len(widths)))
-        if total > MAX_CHOICES:
-            raise ValueError(f"widths: expected at most {MAX_CHOICES} choices in all, {list(widths)} gives {total}")
+        if not isinstance(widths, Sequence) or not all(_is_whole(width) and width >= 1 for width in widths):
+            raise ValueError(f"widths: expected at least 1 for every head, got {shown(widths)}")
+        total, level_size = 0, 1
+        for width in widths:
+            level_size *= width
+            total += level_size
+            if total > MAX_CHOICES:
+                raise ValueError(f"widths: expected at most {MAX_CHOICES} choices in all, {shown(widths)} gives more")
         choices: list[list[int]] = []
         level: list[list[int]] = [[]]
         for width in widths:
@@ -127,8 +132,8 @@ class Tree:
             ValueError: an accuracy outside [0, 1], or fewer possible paths than asked for.
         """
         rows = _checked_accuracies(accuracies)
-        if not 1 <= num_nodes <= MAX_CHOICES + 1:
-            raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {num_nodes}")
+        if not _is_whole(num_nodes) or not 1 <= num_nodes <= MAX_CHOICES + 1:
+            raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {shown(num_nodes)}")
         order = [_best_first(row) for row in rows]
         choices: list[list[int]] = []
         frontier: list[tuple[float, tuple[int, ...]]] = (
@@ -167,11 +172,11 @@ class Tree:
         """
         for name, value, least, most in (
             ("num_nodes", num_nodes, 1, MAX_CHOICES + 1),
-            ("depth", depth, 0 if num_nodes == 1 else 1, MAX_CHOICES),
+            ("depth", depth, 0 if _is_whole(num_nodes) and num_nodes == 1 else 1, MAX_CHOICES),
             ("top_k", top_k, 1, MAX_K),
         ):
             if not _is_whole(value) or not least <= value <= most:
-                raise ValueError(f"{name}: expected {least} to {most}, got {value!r}")
+                raise ValueError(f"{name}: expected {least} to {most}, got {shown(value)}")
         choices: list[list[int]] = []
         # A path, how many paths of its length are at least as probable, and how many paths of any length are.
         open_ones: list[tuple[list[int], int, int]] = [([], 1, 0)] if depth else []
@@ -196,17 +201,23 @@ class Tree:
 
     @classmethod
     def load(cls, path: str | Path) -> Tree:
-        """Read a tree from JSON: `{"choices": [[0], ..], "lookup": 0, "keep": null}`, or the bare list of paths."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: expected JSON with a list of paths, got {error}") from error
+        """Read a tree from JSON: `{"choices": [[0], ..], "lookup": 0, "keep": null}`, or the bare list of paths.
+
+        Raises:
+            ValueError: not such a file, or no tree (see the class).
+            OSError: it cannot be read.
+        """
+        if not isinstance(path, (str, Path)):
+            raise ValueError(f"path: expected a file's name, got {shown(path)}")
+        data = read_json(path, FILE_BYTES)
         choices = data.get("choices") if isinstance(data, dict) else data
         if not isinstance(choices, list):
             raise ValueError(f'{path}: expected {{"choices": [[0], ..]}} or a list of paths, got {type(data).__name__}')
-        if isinstance(data, list):
-            return cls(choices)
-        return cls(choices, data.get("lookup", 0), data.get("keep"))
+        stated = {} if isinstance(data, list) else data
+        try:
+            return cls(choices, stated.get("lookup", 0), stated.get("keep"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def with_lookup(self, length: int) -> Tree:
         """The same tree with a copied branch of another length; 0 for none."""
@@ -294,19 +305,23 @@ def _is_whole(value: Any) -> bool:
 def _check_keep(keep: Any, candidates: int) -> None:
     most = min(MAX_CHOICES + 1, 1 + candidates)
     if not _is_whole(keep) or not 1 <= keep <= most:
-        raise ValueError(f"keep: expected 1 to {most} with {candidates} choices, got {keep!r}")
+        raise ValueError(f"keep: expected 1 to {most} with {candidates} choices, got {shown(keep)}")
 
 
 def _ordered(choices: Iterable[Sequence[int]], most: int) -> list[list[int]]:
     paths: list[tuple[int, ...]] = []
+    if not isinstance(choices, Iterable) or isinstance(choices, torch.Tensor):
+        raise ValueError(f"choices: expected a list of paths, got {shown(choices)}")
     for path in choices:
         if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):
-            raise ValueError(f"choices: expected paths (lists of ranks), got {path!r}")
-        if not path or not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in path):
-            raise ValueError(f"choices: expected a non-empty path of ranks of at least 0, got {list(path)}")
+            raise ValueError(f"choices: expected paths (lists of ranks), got {shown(path)}")
+        if len(path) > MAX_CHOICES:
+            raise ValueError(f"choices: expected paths of at most {MAX_CHOICES} ranks, got one of {len(path):,}")
+        if not path or not all(_is_whole(rank) and 0 <= rank < 2**31 for rank in path):
+            raise ValueError(f"choices: expected a non-empty path of ranks of at least 0, got {shown(path)}")
+        if len(paths) == most:
+            raise ValueError(f"choices: expected at most {most} paths, got {most + 1} or more")
         paths.append(tuple(path))
-    if len(paths) > most:
-        raise ValueError(f"choices: expected at most {most} paths, got {len(paths)}")
     known = set(paths)
     for path in paths:
         if len(path) > 1 and path[:-1] not in known:
@@ -322,7 +337,10 @@ def _best_first(row: list[float]) -> list[int]:
 
 
 def _checked_accuracies(accuracies: Sequence[Sequence[float]]) -> list[list[float]]:
-    rows = [[float(value) for value in row] for row in accuracies]
+    try:
+        rows = [[float(value) for value in row] for row in accuracies]
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"accuracies: expected a list of numbers for each head, got {shown(accuracies)}") from error
     for k, row in enumerate(rows):
         if not row:
             raise ValueError(f"accuracies: expected at least one rank for head {k}, got none")
