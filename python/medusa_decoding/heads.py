@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from medusa_decoding.inputs import shown
 from medusa_kernels import heads_topk
 
 MAX_TOP_K = 32
@@ -93,6 +94,7 @@ class MedusaHeads(nn.Module):
         parent_mix: M [K, r, r], the identity at the start, or None.
 
     Raises:
+        MemoryError: weights of these sizes do not fit.
         ValueError: a count below 1 (`parent_rank`: below 0), a token_map with repeated ids or ids outside [0, V), an
             unknown storage, or one of 8 bits with a shared projection.
     """
@@ -123,15 +125,19 @@ class MedusaHeads(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("num_heads", num_heads), ("num_layers", num_layers), ("hidden_size", hidden_size)):
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if parent_rank < 0:
-            raise ValueError(f"parent_rank: expected at least 0, got {parent_rank}")
-        if storage not in ("float", *STORED):
-            raise ValueError(f"storage: expected 'float', 'int8' or 'fp8', got {storage!r}")
+        for name, value, least in (
+            ("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 1), ("num_heads", num_heads, 1),
+            ("num_layers", num_layers, 1), ("parent_rank", parent_rank, 0),
+        ):  # fmt: skip
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+                raise ValueError(f"{name}: expected at least {least}, got {shown(value)}")
+        if not isinstance(storage, str) or storage not in ("float", *STORED):
+            raise ValueError(f"storage: expected 'float', 'int8' or 'fp8', got {shown(storage)}")
         if storage != "float" and shared_projection:
             raise ValueError(f"storage: expected 'float' with a shared projection (none is owned), got {storage!r}")
+        for name, flag in (("shared_projection", shared_projection), ("bias", bias)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}: expected True or False, got {shown(flag)}")
         if token_map is not None:
             _check_token_map(token_map, vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
@@ -140,7 +146,10 @@ class MedusaHeads(nn.Module):
         self.parent_rank = parent_rank
 
         def zeros(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+            try:
+                return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
+            except RuntimeError as error:  # also torch.OutOfMemoryError
+                raise MemoryError(f"heads: expected sizes that fit in memory, got a tensor {list(shape)}") from error
 
         self.w1 = zeros(num_heads, num_layers, hidden_size, hidden_size)
         self.b1 = zeros(num_heads, num_layers, hidden_size) if bias else None
@@ -441,8 +450,12 @@ def _has_another_forward(module: nn.Module) -> bool:
 
 
 def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:
+    if not isinstance(token_map, torch.Tensor):
+        raise ValueError(f"token_map: expected int64 [V'], got {type(token_map).__name__}")
     if token_map.ndim != 1 or token_map.dtype != torch.int64:
         raise ValueError(f"token_map: expected int64 [V'], got {token_map.dtype} {list(token_map.shape)}")
+    if token_map.numel() == 0 or token_map.is_meta:
+        raise ValueError(f"token_map: expected at least one id, got {list(token_map.shape)} on {token_map.device}")
     if int(token_map.min()) < 0 or int(token_map.max()) >= vocab_size:
         raise ValueError(
             f"token_map: expected ids in [0, {vocab_size}), got {int(token_map.min())} to {int(token_map.max())}"

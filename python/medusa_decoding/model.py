@@ -7,8 +7,8 @@ This is the public face: it checks what it is given, then runs the loop. It does
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from medusa_decoding.decode.step_graph import Backend, Steps, resolve_backend
 from medusa_decoding.decode.step_times import StepTimes
 from medusa_decoding.decode.verify import Choice
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.inputs import split_prompts
+from medusa_decoding.inputs import check_streamer, check_truth, index, plain, shown, split_prompts
 from medusa_decoding.metrics import GenerationMetrics
 from medusa_decoding.parallel import Peers
 from medusa_decoding.provenance import fingerprint
@@ -304,10 +304,16 @@ class MedusaModel:
         """
         with _ended_on_error(streamer):
             self._check_swapped()
+            check_streamer(streamer)
+            check_truth("metrics", metrics)
+            check_truth("return_dict_in_generate", return_dict_in_generate)
+            if not isinstance(session, (Session, type(None))):
+                raise ValueError(f"session: expected a Session or None, got {shown(session)}")
             changes = generation | {
                 "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
                 "top_k": top_k, "stop_strings": stop_strings,
             }  # fmt: skip
+            changes = {name: plain(name, value) for name, value in changes.items()}
             own = self.trunk.causal.generation_config
             if do_sample is None and getattr(generation_config, "do_sample", None) is None:
                 changes["do_sample"] = False
@@ -326,8 +332,8 @@ class MedusaModel:
                 config,
                 settings.Rule(
                     acceptance,
-                    posterior_threshold,
-                    posterior_alpha,
+                    plain("posterior_threshold", posterior_threshold),
+                    plain("posterior_alpha", posterior_alpha),
                     settings.callables("logits_processor", logits_processor),
                     prefix_allowed_tokens_fn,
                 ),
@@ -356,7 +362,7 @@ class MedusaModel:
         ends = input_ids[:, [0, -1]]
         if attention_mask is None and pad is not None and len(ends) > 1 and bool((ends == pad).any()):
             logger.warning("attention_mask: none given, so the pad token %d at an end of a row is read as text", pad)
-        count = settings.sampled_rows(config)
+        count = settings.sampled_rows(config, len(input_ids))
         prompts = [prompt for prompt in prompts for _ in range(count)]
         if wanted.get("streamer") is not None and len(prompts) > 1:
             raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
@@ -381,7 +387,8 @@ class MedusaModel:
             prompts = [prompt.to(self.trunk.device) for prompt in request.prompts]
             choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, request.rule)
             model = self._steps.fingerprint() if request.session else None
-            hooks = Hooks(_draws(request, self.trunk.peers), self._follower(request, prompts, choice), request.metrics)
+            draws = functools.partial(_draws, request, self.trunk.peers)
+            hooks = Hooks(draws, self._follower(request, prompts, choice), request.metrics)
             step_of = self._steps.of_generation(backend)
             rules = self._rules(request.limits, choice)
             if request.streamer is not None:
@@ -429,9 +436,7 @@ class MedusaModel:
                 return None
             return tuple(score[None] for score in choice.rows[row].scores[:count])
 
-        return Follower(
-            prompts, max(request.limits.budgets), request.criteria, request.streamer, scores, self.trunk.peers.agree
-        )
+        return Follower(prompts, request.criteria, request.streamer, scores, self.trunk.peers.agree)
 
     def _rules(self, limits: settings.Limits, choice: Choice) -> Rules:
         device = self.trunk.device
@@ -511,6 +516,8 @@ class MedusaModel:
         self.trunk.swap.check(self.trunk.decoder.layers)
 
     def _check_heads(self, heads: MedusaHeads) -> None:
+        if not isinstance(heads, MedusaHeads):
+            raise ValueError(f"heads: expected MedusaHeads or None, got {shown(heads)}")
         for name, wanted, got in (
             ("hidden_size", self.trunk.config.hidden_size, heads.hidden_size),
             ("vocab_size", self.trunk.vocab_size, heads.vocab_size),
@@ -580,10 +587,7 @@ def whole_seed(seed: Any) -> int | None:
     """
     if seed is None:
         return None
-    try:
-        number = operator.index(seed)
-    except TypeError as error:
-        raise ValueError(f"seed: expected a whole number, got {seed!r}") from error
+    number = index("seed", seed)
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"seed: expected a whole number of up to 64 bits, got {number}")
     return number % 2**64
@@ -599,7 +603,10 @@ def _draws(request: Request, peers: Peers) -> torch.Tensor | None:
     # A stream a row: neither the batch nor the budget changes a row's numbers.
     keys = [(seed, row) for row in range(len(budgets))] if isinstance(seed, int) else [(own, 0) for own in seed]
     streams = [np.random.Generator(np.random.Philox(np.random.SeedSequence(key))) for key in keys]
-    return torch.from_numpy(np.stack([stream.random(max(budgets)) for stream in streams]))
+    draws = np.empty((len(streams), max(budgets)))
+    for row, stream in zip(draws, streams, strict=True):
+        stream.random(out=row)
+    return torch.from_numpy(draws)
 
 
 def _collect(done: Run, request: Request, choice: Choice) -> MedusaOutput:

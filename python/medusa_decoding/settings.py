@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from medusa_decoding.decode.processed import Processed, Processor
 from medusa_decoding.decode.sampling import CONTEXT_FREE, Sampled
 from medusa_decoding.decode.typical import Typical
 from medusa_decoding.decode.verify import Choice, Greedy
-from medusa_decoding.inputs import token_list, whole
+from medusa_decoding.inputs import MAX_ROWS, check_truth, shown, token_list, whole
 
 DEFAULT_NEW_TOKENS = 256
 ACCEPTANCES = ("lossless", "typical")
@@ -88,6 +89,8 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
     if config.max_length == 20 and "max_length" not in changes and (given is None or given.max_length is None):
         # Old checkpoints state transformers' own default, which stands for "not set"; a caller means it.
         config.max_length = None
+    for name in ("do_sample", "output_scores", "output_logits"):
+        check_truth(name, getattr(config, name))
     _check_sampling(config)
     _check_forced(config)
     for name, (neutral, why) in _CANNOT.items():
@@ -103,7 +106,7 @@ def _check_sampling(config: GenerationConfig) -> None:
     if not config.do_sample:
         return
     bounds: dict[str, tuple[Callable[[float], bool], str]] = {
-        "temperature": (lambda value: 0.0 < value < float("inf"), "above 0 and finite"),
+        "temperature": (lambda value: 0.0 < value <= sys.float_info.max, "above 0 and finite"),
         "top_p": (lambda value: 0.0 < value <= 1.0, "above 0 and at most 1"),
         "min_p": (lambda value: 0.0 <= value <= 1.0, "0 to 1"),
     }
@@ -124,8 +127,8 @@ def _check_forced(config: GenerationConfig) -> None:
     """Raise `ValueError` for tokens forced and suppressed at once, as transformers does: none would be left."""
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         value = getattr(config, name)
-        forced = {value} if isinstance(value, int) else set(value or ())
-        if forced and forced <= set(config.suppress_tokens or ()):
+        forced = set(token_list(value, name))
+        if forced and forced <= set(token_list(config.suppress_tokens, "suppress_tokens")):
             raise ValueError(f"suppress_tokens: expected one of {name} = {sorted(forced)} left out, got all of them")
 
 
@@ -135,9 +138,9 @@ def callables(name: str, given: Sequence[Any] | None) -> list[Any]:
     Raises:
         ValueError: no list, or something else in it.
     """
-    if given is not None and not isinstance(given, Iterable):
-        raise ValueError(f"{name}: expected a list of callables, got {given!r}")
-    listed = list(given or ())
+    if given is not None and (not isinstance(given, Iterable) or isinstance(given, torch.Tensor)):
+        raise ValueError(f"{name}: expected a list of callables, got {shown(given)}")
+    listed = [] if given is None else list(given)
     for one in listed:
         if not callable(one):
             raise ValueError(f"{name}: expected callables, got {one!r}")
@@ -196,7 +199,7 @@ class Limits:
                     context,
                 )
         eos = token_list(config.eos_token_id)
-        pad = config.pad_token_id
+        pad = whole("pad_token_id", config.pad_token_id)
         return cls(budgets, cls._minimum(config, lengths, budgets), eos, eos[0] if pad is None and eos else pad or 0)
 
     @staticmethod
@@ -244,7 +247,11 @@ def choice(
         ValueError: settings that do not go together.
     """
     if rule.acceptance not in ACCEPTANCES:
-        raise ValueError(f"acceptance: expected 'lossless' or 'typical', got {rule.acceptance!r}")
+        raise ValueError(f"acceptance: expected 'lossless' or 'typical', got {shown(rule.acceptance)}")
+    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"):
+        for token in token_list(getattr(config, name), name):
+            if not 0 <= token < causal.config.vocab_size:
+                raise ValueError(f"{name}: expected tokens in [0, {causal.config.vocab_size}), got {token}")
     if rule.acceptance == "lossless" and (rule.threshold, rule.alpha) != (Rule.threshold, Rule.alpha):
         raise ValueError(
             f"posterior_threshold, posterior_alpha: expected {Rule.threshold} and {Rule.alpha} with "
@@ -252,7 +259,16 @@ def choice(
         )
     sample = bool(config.do_sample)
     keep = bool(config.output_scores), bool(config.output_logits)
-    own = [_processors(causal, config, prompt, row, limits, rule) for row, prompt in enumerate(prompts)]
+    if rule.prefix_fn is not None and not callable(rule.prefix_fn):
+        raise ValueError(f"prefix_allowed_tokens_fn: expected a callable or None, got {shown(rule.prefix_fn)}")
+    try:
+        own = [_processors(causal, config, prompt, row, limits, rule) for row, prompt in enumerate(prompts)]
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        # transformers checks few of the values that it makes processors of.
+        raise ValueError(
+            f"generation_config: expected values that logits processors can be made of, got {type(error).__name__}: "
+            f"{error}"
+        ) from error
     # The minimum of the limits is kept by the rules; one that the caller has made is a processor like any other.
     callers = {id(processor) for processor in rule.processors}
     listed = [processor for processor in own[0] if type(processor) not in _MINIMUM or id(processor) in callers]
@@ -320,11 +336,15 @@ def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteri
     return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
 
 
-def sampled_rows(config: GenerationConfig) -> int:
+def sampled_rows(config: GenerationConfig, prompts: int = 1) -> int:
     """Return how many rows each prompt is expanded to.
 
+    Args:
+        config: in force.
+        prompts: how many prompts there are.
+
     Raises:
-        ValueError: a count below 1, or several rows that greedy decoding would make equal.
+        ValueError: a count below 1, several rows that greedy decoding would make equal, or too many rows in all.
     """
     asked = whole("num_return_sequences", config.num_return_sequences)
     count = 1 if asked is None else asked
@@ -332,6 +352,10 @@ def sampled_rows(config: GenerationConfig) -> int:
         raise ValueError(f"num_return_sequences: expected at least 1, got {count}")
     if count > 1 and not config.do_sample:
         raise ValueError(f"num_return_sequences: expected 1 without do_sample=True (all would be equal), got {count}")
+    if prompts * count > MAX_ROWS:
+        raise ValueError(
+            f"num_return_sequences: expected at most {MAX_ROWS:,} rows in all, got {prompts:,} prompts times {count:,}"
+        )
     return count
 
 

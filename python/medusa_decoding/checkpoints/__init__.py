@@ -322,6 +322,10 @@ def _folder(
     name: str = "path_or_hub_id",
     files: list[str] = _HUB_FILES,
 ) -> Path:
+    if not isinstance(path_or_hub_id, (str, Path)):
+        got = type(path_or_hub_id).__name__
+        remedy = " (write_heads writes heads that are in memory)" if isinstance(path_or_hub_id, MedusaHeads) else ""
+        raise ValueError(f"{name}: expected a folder or hub id, got {got}{remedy}")
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path.resolve()

@@ -17,12 +17,28 @@ from medusa_decoding.decode.watch import Progress
 Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
 
 
+def extended(text: torch.Tensor, length: int, new: torch.Tensor) -> torch.Tensor:
+    """Return a text whose first `length` tokens are followed by new ones.
+
+    Room beyond them is made in proportion to the text: few texts get as long as they may.
+
+    Args:
+        text: int64 [at least length]; changed in place if it has room for the new tokens.
+        length: tokens so far.
+        new: int64 [n].
+    """
+    end = length + len(new)
+    if end > len(text):
+        text = torch.cat([text, text.new_zeros(max(end, 2 * len(text)) - len(text))])
+    text[length:end] = new
+    return text
+
+
 class Follower:
     """Follows the rows of one generation.
 
     Args:
         prompts: int64 [T_b] a row, on the device on which criteria shall see them.
-        longest: new tokens that a row may get at most.
         criteria: called with (int64 [1, length], scores) behind each new token of each row, as transformers calls them.
         streamer: a transformers streamer, given new tokens one by one (batch of 1), or None.
         scores: (row, count) to what criteria are given as scores: a tuple of [1, V] for each new token, or None.
@@ -32,7 +48,6 @@ class Follower:
     def __init__(
         self,
         prompts: Sequence[torch.Tensor],
-        longest: int,
         criteria: Sequence[Any] = (),
         streamer: Any = None,
         scores: Scores = lambda row, count: None,
@@ -40,7 +55,7 @@ class Follower:
     ) -> None:
         self.criteria, self.streamer, self.scores, self.agree = list(criteria), streamer, scores, agree
         self._lengths = [len(prompt) for prompt in prompts]
-        self._texts = [torch.cat([prompt, prompt.new_zeros(longest)]) for prompt in prompts] if self.criteria else []
+        self._texts = list(prompts)
         self._seen = [0] * len(prompts)
         self._ended = [False] * len(prompts)
 
@@ -71,8 +86,8 @@ class Follower:
 
     def _stop_here(self, row: int, first: int, new: torch.Tensor) -> int:
         """Return the same as this process sees it; -1 where no criterion stops."""
-        text, prompt = self._texts[row], self._lengths[row]
-        text[prompt + first : prompt + first + len(new)] = new
+        prompt = self._lengths[row]
+        text = self._texts[row] = extended(self._texts[row], prompt + first, new)
         for count in range(first + 1, first + len(new) + 1):
             prefix, scores = text[None, : prompt + count], self.scores(row, count)
             # Every criterion is asked, as in transformers: one of them may count.

@@ -74,13 +74,14 @@ class Hooks:
     """What a generation is told to do besides writing tokens.
 
     Attributes:
-        draws: fp64 [B, the largest budget], the uniform numbers of sampling; None where nothing is drawn.
+        draws: returns the uniform numbers of sampling, fp64 [B, the largest budget], or None if nothing is drawn;
+            called once there is memory for the generation.
         follower: is shown each token, and may end rows.
         timed: measure the prefill and each step.
         earlier: the state of a generation whose text the prompts begin with, and how many of its tokens they share.
     """
 
-    draws: torch.Tensor | None = None
+    draws: Callable[[], torch.Tensor | None] = lambda: None
     follower: Follower | None = None
     timed: bool = False
     earlier: tuple[DecodeState | None, int] = (None, 0)
@@ -123,8 +124,9 @@ def run(
     try:
         if any(tree.lookup for tree in policy.trees):
             state.hold_text(prompts)
-        if hooks.draws is not None:
-            state.draws[:, : hooks.draws.shape[1]].copy_(hooks.draws)
+        draws = hooks.draws()
+        if draws is not None:
+            state.draws[:, : draws.shape[1]].copy_(draws)
         watch = Watch(state, tokens=hooks.follower is not None, timed=hooks.timed or policy.timed)
         reader = _Reader(watch, policy, trunk.peers)
         prefill(trunk, prompts, state, rules, reuse=reused)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from medusa_decoding.decode.follow import extended
 from medusa_decoding.decode.sampling import draw
 from medusa_decoding.decode.verify import Nodes
 
@@ -80,7 +81,7 @@ class Processed:
         keep_scores: bool = False,
     ) -> None:
         self.rows = [
-            Row(torch.cat([prompt, prompt.new_zeros(budget)]), len(prompt), len(prompt), list(own), budget)
+            Row(prompt, len(prompt), len(prompt), list(own), budget)
             for prompt, own, budget in zip(prompts, processors, budgets, strict=True)
         ]
         self.eos = set(eos)
@@ -140,6 +141,6 @@ class Processed:
                 f"logits_processor: expected scores to draw from at new token {place + 1}, got NaN, infinity or no "
                 "token allowed"
             )
-        row.text[row.length] = token
+        row.text = extended(row.text, row.length, row.text.new_tensor([token]))
         row.length += 1
         return token
