@@ -436,8 +436,14 @@ def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether calling the module does more than its class's forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or _has_another_forward(module)
+    """Return whether calling the module does more than its class's forward.
+
+    transformers' hooks that record outputs do not count: the first call with `output_hidden_states` or
+    `output_attentions` leaves them on a model for good, and they do nothing in any other call.
+    """
+    recording = "transformers.utils.output_capturing"
+    hooks = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", None) != recording]
+    return bool(hooks or module._forward_pre_hooks) or _has_another_forward(module)
 
 
 def _has_another_forward(module: nn.Module) -> bool:

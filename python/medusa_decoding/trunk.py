@@ -135,6 +135,8 @@ class Trunk:
         if self.fuse:
             return fused.forward(self.decoder, hidden, context)
         for layer in self.decoder.layers:
-            out = layer(hidden, position_embeddings=None, medusa_context=context)
+            # Without hooks that count: torch.compile cannot trace those that transformers records outputs with.
+            run = layer if is_hooked(layer) else layer.forward
+            out = run(hidden, position_embeddings=None, medusa_context=context)
             hidden = out[0] if isinstance(out, tuple) else out
         return self.decoder.norm(hidden)

@@ -1,0 +1,35 @@
+"""Models that transformers has recorded hidden states or attentions of still decode."""
+
+import pytest
+from calls import IDS, NEW, TREE, plain, with_heads
+from models import heads_for, tiny, transformers_greedy
+
+from medusa_decoding import MedusaModel
+from medusa_decoding.fused import obstacle
+
+
+@pytest.fixture
+def model():
+    return tiny()
+
+
+@pytest.fixture
+def heads(model):
+    return heads_for(model)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("wrapped_before", [False, True])
+def test_hooks_that_record_outputs_are_no_obstacle(model, heads, backend, wrapped_before):
+    expected = transformers_greedy(model, IDS[0], NEW)
+    if wrapped_before:
+        with_heads(model, heads, IDS, backend=backend)
+    recorded = {"output_hidden_states": True, "output_attentions": True, "return_dict_in_generate": True}
+    plain(model, IDS, **recorded, max_new_tokens=2)
+    hooks = [module for module in model.modules() if module._forward_hooks]
+    assert hooks, "transformers leaves no hooks any more: the test shows nothing"
+    assert with_heads(model, heads, IDS, backend=backend)[0, 3:].tolist() == expected
+    with MedusaModel(model, heads, TREE) as medusa:
+        assert obstacle(medusa.trunk.decoder) is None
+    hidden = plain(model, IDS, **recorded, max_new_tokens=2).hidden_states
+    assert [len(layers) for layers in hidden] == [3, 3]
