@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.utils.generic import ModelOutput
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from medusa_decoding import settings
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads
@@ -55,26 +55,26 @@ _OF_SAMPLING = {
 
 
 @dataclass
-class MedusaOutput(ModelOutput):
-    """What `MedusaModel.generate` returns; a transformers ModelOutput, so fields are found by name and by key.
+class MedusaOutput(GenerateDecoderOnlyOutput):
+    """What `MedusaModel.generate` returns: transformers' own output of `generate`, with more fields after its own.
+
+    Fields are found by name, by key, and by place among those that are not None (the sequences first). `attentions`,
+    `hidden_states` and `past_key_values` are always None.
 
     Attributes:
         sequences: int64 [B, prompt + new]: the prompt as given (padding included), then the new tokens, padded on the
             right with the pad token; a row ends at its EOS token, as in transformers.
-        accept_lengths: one list a row: accepted tokens below the root, a number a step (prefill is not a step). A last
-            step cut short by EOS, a stopping criterion or the budget counts what was kept.
-        new_tokens: new tokens of each row.
         scores: with `output_scores`: processed scores fp32 [B, V] of each new token, as in transformers; zeros in rows
             that had ended.
         logits: with `output_logits`: the model's logits likewise.
+        accept_lengths: one list a row: accepted tokens below the root, a number a step (prefill is not a step). A last
+            step cut short by EOS, a stopping criterion or the budget counts what was kept.
+        new_tokens: new tokens of each row.
         metrics: with `metrics=True`.
     """
 
-    sequences: torch.Tensor = None  # type: ignore[assignment]  # ModelOutput asks for defaults
-    accept_lengths: list[list[int]] = None  # type: ignore[assignment]
+    accept_lengths: list[list[int]] = None  # type: ignore[assignment]  # ModelOutput asks for defaults
     new_tokens: list[int] = None  # type: ignore[assignment]
-    scores: tuple[torch.Tensor, ...] | None = None
-    logits: tuple[torch.Tensor, ...] | None = None
     metrics: GenerationMetrics | None = None
 
     @property
@@ -625,7 +625,9 @@ def _collect(done: Run, request: Request, choice: Choice) -> MedusaOutput:
     if request.metrics:
         prompts = [len(prompt) for prompt in request.prompts]
         metrics = GenerationMetrics.of(prompts, counts, accepted, done.trees, done.seconds)
-    return MedusaOutput(sequences, accepted, counts, scores, logits, metrics)
+    return MedusaOutput(
+        sequences=sequences, scores=scores, logits=logits, accept_lengths=accepted, new_tokens=counts, metrics=metrics
+    )
 
 
 def _cached(output: MedusaOutput, request: Request) -> list[list[int]]:
