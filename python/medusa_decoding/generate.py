@@ -14,11 +14,12 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 import transformers
-from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
+from transformers import Cache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria, QuantizedCache
 from transformers.generation import logits_process as lp
 from transformers.generation import utils as generation_utils
 
@@ -55,8 +56,11 @@ def medusa_generate(
     The arguments before `heads` and behind `stop_strings` are filled in by transformers; those from `heads` to
     `stop_strings` are keywords of `generate`, next to transformers' own. Text, and with `output_scores` and
     `output_logits` scores and logits, are those of `generate` alone; with sampling they have its distribution.
-    Processors and criteria of the caller's see each row without its padding and are called for one row at a time. A
-    row that a criterion ends is padded behind its last token.
+    Processors and criteria, transformers' and the caller's, see each row without its padding and are called for one row
+    at a time. So each row of a batch is what `generate` alone writes for that row in a batch of its own, also with
+    processors that would count padding (`no_repeat_ngram_size`, say) and with prompts that are padded on the right,
+    after whose padding `generate` alone goes on. A row that a criterion ends is padded behind its last token.
+    docs/generate.md lists what is accepted, ignored and refused.
 
     The model is unpatched between calls. What a call has made (heads read from a folder, caches, compiled and captured
     steps) is kept for the next one until the model is deleted, see `kept`.
@@ -81,14 +85,15 @@ def medusa_generate(
             a generation config never get here, as transformers refuses them for want of a tokenizer: give them
             as an argument, or as `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
         inputs_tensor: the prompts before they were repeated for `num_return_sequences`.
-        **model_kwargs: what else transformers has prepared: attention mask, positions, an empty cache.
+        **model_kwargs: what else transformers has prepared: attention mask, positions, an empty cache (which stays
+            empty, also if it is the caller's).
 
     Returns:
         A `MedusaOutput` with `return_dict_in_generate`, else its sequences, int64 [B, T + new].
 
     Raises:
         ValueError: not called by transformers' `generate`; bad arguments; something that cannot work here, by name
-            (beam search, an assistant model, a cache of the caller's, ..). Raised before any work.
+            (beam search, an assistant model, a cache with content, ..). Raised before any work.
         FloatingPointError: the model's output is not finite; names the step.
         MemoryError: keys and values do not fit.
     """
@@ -99,7 +104,9 @@ def medusa_generate(
             raise ValueError("generation_config: expected the one that transformers has prepared, got None")
         # What the config asks for is looked at first: it explains what else is there.
         config = _checked(generation_config, given, bool(stop_strings))
-        mask = _attention_mask(model, input_ids, model_kwargs)
+        mask, positions = _mask_and_positions(model, model_kwargs)
+        prompts = _prompts(input_ids, mask, model.config.vocab_size, None if given.mask else generation_config)
+        _check_positions(positions, input_ids, mask, "position_ids" if given.positions else "attention_mask")
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer: expected a batch of 1, got {len(input_ids)}")
         limits, criteria = _limits(generation_config, stopping_criteria, input_ids.shape[1], len(input_ids))
@@ -109,7 +116,7 @@ def medusa_generate(
         config.stop_strings, config.max_time = stop_strings, None  # transformers' criteria have the time limit
         request = Request(
             input_ids,
-            split_prompts(input_ids, mask, model.config.vocab_size),
+            prompts,
             config,
             settings.Rule(acceptance, posterior_threshold, posterior_alpha, own, prefix_fn),
             limits,
@@ -126,12 +133,19 @@ def medusa_generate(
 
 @dataclass(frozen=True)
 class _Lost:
-    """Arguments of `generate` that transformers does not hand to a `custom_generate` callable."""
+    """Arguments of `generate` that transformers does not hand to a `custom_generate` callable.
+
+    Attributes:
+        streamer, assistant_model, synced_gpus, tokenizer: as in `generate`.
+        mask, positions: whether the caller gave an attention mask and positions; if not, transformers makes them.
+    """
 
     streamer: Any
     assistant_model: Any
     synced_gpus: bool | None
     tokenizer: Any
+    mask: bool
+    positions: bool
 
 
 def _lost_arguments(model: Any) -> _Lost:
@@ -140,8 +154,9 @@ def _lost_arguments(model: Any) -> _Lost:
     From what it has extracted for a decoding method, transformers (5.17 to 5.23) gives a callable only what the
     callable's own signature names and its own decoding methods' does not: `streamer`, `assistant_model` and
     `synced_gpus` are dropped without a word, and `tokenizer` has been taken out by then. The first three are read here
-    from the frame of transformers' `generate`, the tokenizer from that of the decorator around it. A release that
-    names them otherwise is refused, since a streamer that gets nothing would leave its reader waiting.
+    from the frame of transformers' `generate`, the tokenizer from the frame that called it: transformers' own decorator
+    (`torch.no_grad`), which has all the keywords, whatever wraps it in turn. A release that names them otherwise is
+    refused, since a streamer that gets nothing would leave its reader waiting.
 
     Raises:
         ValueError: this is no call by transformers' `generate` for this model, or one by an unknown release's.
@@ -163,9 +178,17 @@ def _lost_arguments(model: Any) -> _Lost:
             f"{', '.join(unknown)} in transformers {transformers.__version__}; MedusaModel.generate does not depend "
             "on it"
         )
-    around, decorator = frame.f_back, getattr(generation_utils.GenerationMixin.generate, "__code__", None)
-    arguments = around.f_locals.get("kwargs", {}) if around is not None and around.f_code is decorator else {}
-    return _Lost(found["streamer"], found["assistant_model"], found["synced_gpus"], arguments.get("tokenizer"))
+    tokenizer = _arguments(frame.f_back).get("tokenizer")
+    mask, positions = (_arguments(frame).get(name) is not None for name in ("attention_mask", "position_ids"))
+    return _Lost(found["streamer"], found["assistant_model"], found["synced_gpus"], tokenizer, mask, positions)
+
+
+def _arguments(frame: FrameType | None) -> dict[str, Any]:
+    """Return the arguments by name that a function was called with, those of its `**` among them."""
+    if frame is None:
+        return {}
+    names, _, keywords, values = inspect.getargvalues(frame)
+    return {name: values[name] for name in names if name in values} | values.get(keywords or "", {})
 
 
 class _Continued:
@@ -220,20 +243,14 @@ def _checked(config: GenerationConfig, given: _Lost, stop_strings: bool) -> Gene
         )
     copied = settings.merged(config, config, {})
     settings.sampled_rows(copied)
-    if copied.cache_implementation not in (None, "dynamic", "static"):
-        raise ValueError(
-            f"cache_implementation: expected None, got {copied.cache_implementation!r}; decoding runs on its own cache"
-        )
-    if not copied.return_dict_in_generate:
-        copied.output_scores = copied.output_logits = False
     return copied
 
 
-def _attention_mask(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the attention mask [B, T] or None, if the model is to be given nothing else that matters.
+def _mask_and_positions(model: Any, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
+    """Return the attention mask and the positions, each None if there is none.
 
     Raises:
-        ValueError: something else was given: a cache, embeddings, other positions, ..
+        ValueError: the model is to be given something else that matters: a cache with content, embeddings, ..
     """
     method = getattr(model, "prepare_inputs_for_generation", None)
     if getattr(method, "__func__", None) is not type(model).prepare_inputs_for_generation:
@@ -242,22 +259,77 @@ def _attention_mask(model: Any, input_ids: torch.Tensor, model_kwargs: dict[str,
             "tokens of prompt learning, say); decoding does not call it"
         )
     rest = {name: value for name, value in model_kwargs.items() if value is not None}
-    for name in ("use_cache", "logits_to_keep"):  # use_cache is the config's; every node's logits are needed
+    # The config has the first three as well, every node's logits are needed, and labels, which batches of a data loader
+    # have, change no text.
+    for name in ("use_cache", "output_attentions", "output_hidden_states", "logits_to_keep", "labels"):
         rest.pop(name, None)
-    mask = rest.pop("attention_mask", None)
-    cache = rest.pop("past_key_values", None)
-    if getattr(cache, "_is_user_defined", False):
-        raise ValueError(f"past_key_values: expected None, got {type(cache).__name__}; decoding runs on its own cache")
-    positions = rest.pop("position_ids", None)
-    if positions is not None:
-        kept = torch.ones_like(input_ids) if mask is None else mask.to(input_ids)
-        if positions.ndim != 2 or bool(((positions - kept.cumsum(-1) + 1) * kept).any()):
-            raise ValueError("position_ids: expected each row's positions from 0 on, got others")
+    mask, positions, cache = (rest.pop(name, None) for name in ("attention_mask", "position_ids", "past_key_values"))
     for name, value in rest.items():
         raise ValueError(
             f"{name}: expected None, got {type(value).__name__}; decoding goes by token ids and mask alone"
         )
-    return mask
+    if cache is not None:
+        _check_cache(cache)
+    return mask, positions
+
+
+def _check_cache(cache: Any) -> None:
+    """Raise `ValueError` for a cache that is more than an empty one, which is what transformers makes itself."""
+    length = int(cache.get_seq_length()) if isinstance(cache, Cache) else "none of transformers' Cache"
+    if length != 0:
+        raise ValueError(
+            f"past_key_values: expected None or an empty cache, got {type(cache).__name__} (length: {length}); "
+            "decoding keeps its own. Give the whole text as input_ids, or use MedusaModel.generate(session=Session())"
+        )
+    kind = "quantized" if isinstance(cache, QuantizedCache) else "offloaded" if cache.offloading else None
+    settings.check_cache("past_key_values", kind)
+
+
+def _prompts(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, vocab_size: int, made: GenerationConfig | None
+) -> list[torch.Tensor]:
+    """Split the prompts into rows without padding, see `split_prompts`.
+
+    Args:
+        input_ids: int64 [B, T].
+        mask: [B, T] or None.
+        vocab_size: V.
+        made: the config whose pad token transformers has made the mask from, if the caller gave none.
+
+    Raises:
+        ValueError: as `split_prompts`; it says where a mask comes from that the caller has not given.
+    """
+    try:
+        return split_prompts(input_ids, mask, vocab_size)
+    except ValueError as error:
+        name, _, words = str(error).partition(": ")
+        if name != "attention_mask" or made is None:
+            raise
+        pad = token_list(made._pad_token_tensor)
+        raise ValueError(
+            f"attention_mask: none was given, so transformers takes token {pad[0]} (pad_token_id) for padding; "
+            f"{words}. Give attention_mask=torch.ones_like(input_ids) if nothing is padded"
+        ) from error
+
+
+def _check_positions(positions: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, source: str) -> None:
+    """Raise `ValueError` for positions of tokens [B, T] other than those that the mask gives them.
+
+    Args:
+        positions: int64 [B or 1, T], or None.
+        input_ids: int64 [B, T].
+        mask: [B, T] or None.
+        source: the argument they come from.
+    """
+    if positions is None:
+        return
+    rows, width = input_ids.shape
+    if not isinstance(positions, torch.Tensor) or positions.shape not in ((1, width), (rows, width)):
+        got = f"shape {list(positions.shape)}" if isinstance(positions, torch.Tensor) else type(positions).__name__
+        raise ValueError(f"{source}: expected one column per token, shape {[rows, width]}, got {got}")
+    kept = torch.ones_like(input_ids) if mask is None else mask.to(input_ids)
+    if bool(((positions - kept.cumsum(-1) + 1) * kept).any()):
+        raise ValueError(f"{source}: expected each row's positions from 0 on, got others")
 
 
 def _limits(

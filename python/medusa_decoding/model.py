@@ -258,6 +258,9 @@ class MedusaModel:
     ) -> MedusaOutput | torch.Tensor:
         """Continue each prompt: the text the base model alone would write, or with `do_sample` would draw.
 
+        Each row of a batch gets the text that it would get alone, also with processors that count padding in
+        transformers' own `generate`. docs/generate.md lists which settings are obeyed, ignored and refused.
+
         Settings come from the arguments, then from `generation_config`, then from the base model's own generation
         config; only `do_sample` is never taken from the latter, so that greedy decoding is the default.
 
@@ -311,7 +314,7 @@ class MedusaModel:
                 raise ValueError(f"session: expected a Session or None, got {shown(session)}")
             changes = generation | {
                 "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
-                "top_k": top_k, "stop_strings": stop_strings,
+                "top_k": top_k, "stop_strings": stop_strings, "return_dict_in_generate": bool(return_dict_in_generate),
             }  # fmt: skip
             changes = {name: plain(name, value) for name, value in changes.items()}
             own = self.trunk.causal.generation_config
@@ -320,8 +323,6 @@ class MedusaModel:
             if acceptance == "typical" and temperature is None and generation_config is None:
                 changes["temperature"] = 1.0
             config = settings.merged(own, generation_config, changes)
-            if not return_dict_in_generate:
-                config.output_scores = config.output_logits = False
             for name, neutral in _OF_SAMPLING.items():
                 value, lossy = changes.get(name), acceptance == "typical" and name == "temperature"
                 if value is not None and value != neutral and not config.do_sample and not lossy:

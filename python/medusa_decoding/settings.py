@@ -28,8 +28,8 @@ DEFAULT_NEW_TOKENS = 256
 ACCEPTANCES = ("lossless", "typical")
 logger = logging.getLogger(__name__)
 
-# Fields of a generation config that ask for what this decoding does not do: the value that asks for nothing (besides
-# None), and why.
+# Generation config fields that ask for something this decoding cannot do: the value that asks for nothing (next to
+# None), and why another one is refused. docs/generate.md lists them for users.
 _CANNOT: dict[str, tuple[Any, str]] = {
     "num_beams": (1, "Medusa decoding follows one sequence a row: no beam search"),
     "num_beam_groups": (1, "no beam search"),
@@ -44,19 +44,19 @@ _CANNOT: dict[str, tuple[Any, str]] = {
     "use_mtp": (False, "it is another way of speculation"),
     "is_assistant": (False, "a model with heads drafts for itself alone"),
     "token_healing": (False, "it changes the prompt"),
-    "use_cache": (True, "decoding runs on its own cache"),
     "output_attentions": (False, "attention weights are never made"),
     "output_hidden_states": (False, "hidden states are not kept"),
-    "remove_invalid_values": (False, "logits that are not finite are an error here"),
 }
-# Arguments that only tell transformers how to run its own loop. A checkpoint's config may state them; a caller who does
-# so expects something of them.
-_OF_ANOTHER_LOOP = (
-    "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile",
-    "low_memory", "early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
+# Fields that only tell transformers how to run its own loop: accepted and ignored, since the text is the same.
+_IGNORED = (
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config",
+    "disable_compile", "continuous_batching_config", "low_memory", "early_stopping", "length_penalty",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
     "speculation_type", "decoder_start_token_id",
 )  # fmt: skip
+# Values of cache_implementation that promise less memory, or change the text.
+_OTHER_CACHES = ("offloaded", "quantized")
 _MINIMUM = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
 
 
@@ -82,8 +82,8 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
     for name in changes:
         if name.startswith("_") or not hasattr(config, name):
             raise ValueError(f"{name}: expected an argument of generate or of a GenerationConfig, got an unknown one")
-        if name in _OF_ANOTHER_LOOP:
-            raise ValueError(f"{name}: expected None (it is for transformers' own loop), got {changes[name]!r}")
+        if name in _IGNORED:
+            logger.info("%s: ignored, it only tells transformers how to run its own loop", name)
     for name, value in changes.items():
         setattr(config, name, value)
     if config.max_length == 20 and "max_length" not in changes and (given is None or given.max_length is None):
@@ -91,14 +91,32 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
         config.max_length = None
     for name in ("do_sample", "output_scores", "output_logits"):
         check_truth(name, getattr(config, name))
+    if not config.return_dict_in_generate:
+        # As in transformers, only a dictionary has them.
+        config.output_scores = config.output_logits = config.output_attentions = config.output_hidden_states = False
     _check_sampling(config)
     _check_forced(config)
+    check_cache("cache_implementation", config.cache_implementation)
     for name, (neutral, why) in _CANNOT.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             where = name if name in changes else f"generation_config.{name}"
             raise ValueError(f"{where}: expected {neutral!r}, got {value!r}; {why}")
     return config
+
+
+def check_cache(name: str, kind: Any) -> None:
+    """Raise `ValueError` for a kind of cache that keeps keys and values elsewhere or in fewer bits.
+
+    Args:
+        name: of the argument.
+        kind: as in `cache_implementation`; None for the default.
+    """
+    if any(other in str(kind) for other in _OTHER_CACHES):
+        raise ValueError(
+            f"{name}: expected a cache that is neither offloaded nor quantized, got {kind!r}; decoding keeps its own "
+            "cache, on the model's device and in its dtype"
+        )
 
 
 def _check_sampling(config: GenerationConfig) -> None:
@@ -272,6 +290,9 @@ def choice(
     # The minimum of the limits is kept by the rules; one that the caller has made is a processor like any other.
     callers = {id(processor) for processor in rule.processors}
     listed = [processor for processor in own[0] if type(processor) not in _MINIMUM or id(processor) in callers]
+    if listed and type(listed[0]) is lp.InfNanRemoveLogitsProcessor:
+        # It sees the model's own logits, which it leaves as they are: logits that are not finite are an error.
+        del listed[0]
     if rule.acceptance == "typical":
         if sample:
             raise ValueError("do_sample: expected False with acceptance='typical', which draws nothing, got True")

@@ -91,7 +91,7 @@ def test_a_reader_in_another_thread_sees_the_end_also_of_a_failure(model, heads,
         ({"logits_processor": [fail]}, FailingError),
         ({"tree": [[0]]}, ValueError),
         ({"heads": None}, ValueError),
-        ({"num_beams": 1, "use_cache": False}, ValueError),
+        ({"guidance_scale": 2.0}, ValueError),
     ):
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
         raised = []
@@ -265,6 +265,13 @@ def test_a_pipeline_with_streamer_stop_sequence_and_several_samples(model, heads
     assert scored["generated_text"] == whole
 
 
+def filled():
+    """A cache of two tokens."""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8), 0)
+    return cache
+
+
 @pytest.fixture
 def no_work(monkeypatch):
     def forward(*args, **kwargs):
@@ -285,14 +292,26 @@ def no_work(monkeypatch):
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: .*another way of speculation"),
         ({"assistant_model": tiny(seed=7)}, "assistant_model: expected None, got LlamaForCausalLM"),
         ({"synced_gpus": True}, "synced_gpus: expected False, got True"),
-        ({"use_cache": False}, "use_cache: expected True, got False"),
-        ({"past_key_values": DynamicCache()}, "past_key_values: expected None, got DynamicCache"),
-        ({"cache_implementation": "offloaded"}, "cache_implementation: expected None, got 'offloaded'"),
+        (
+            {"past_key_values": filled()},
+            r"past_key_values: expected .* empty cache, got DynamicCache \(length: 2",
+        ),
+        (
+            {"cache_implementation": "offloaded"},
+            "cache_implementation: expected .*, got 'offloaded'",
+        ),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions: expected False"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states: expected False"),
         ({"position_ids": torch.tensor([[5, 6, 7]])}, "position_ids: expected each row's positions from 0 on"),
+        ({"position_ids": torch.arange(5)[None]}, r"position_ids: expected .* shape \[1, 3\], got shape \[1, 5\]"),
+        ({"position_ids": [[0, 1, 2]]}, r"position_ids: expected .* shape \[1, 3\], got list"),
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds: expected None, got Tensor"),
-        ({"remove_invalid_values": True}, "remove_invalid_values: expected False"),
+        ({"ids": torch.zeros(1, 3, 32), "attention_mask": None}, r"input_ids: expected int64 .*float32 \[1, 3, 32\]"),
+        ({"ids": IDS[None], "attention_mask": None}, r"input_ids: expected int64 .*int64 \[1, 1, 3\]"),
+        ({"ids": IDS[:, :0]}, "input_ids: expected at least one row and one token"),
+        ({"ids": IDS[:0]}, "input_ids: expected at least one row and one token"),
+        ({"attention_mask": torch.ones(1, 5)}, r"attention_mask: expected .* shape \[1, 3\], got shape \[1, 5\]"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, r"attention_mask: expected shape \[1, 3\], got \[1, 4\]"),
         ({"heads": None}, "heads: expected MedusaHeads, or a folder or hub id of heads, got NoneType"),
         ({"heads": 3}, "heads: expected MedusaHeads, .* got int"),
         ({"heads": heads_for(tiny(hidden_size=64, head_dim=16))}, "hidden_size 32 like the base model, got 64"),
@@ -319,6 +338,12 @@ def test_what_cannot_work_is_refused_by_name_before_any_work(model, heads, no_wo
     with pytest.raises((ValueError, TypeError), match=words):
         with_heads(model, **({"heads": heads, "ids": IDS} | kwargs))
     assert attentions(model) == own
+
+
+def test_embeddings_without_ids_are_refused_by_name(model, heads, no_work):
+    for given in ({}, {"attention_mask": torch.ones_like(IDS)}):
+        with pytest.raises(ValueError, match="inputs_embeds: expected None, got Tensor"):
+            model.generate(inputs_embeds=torch.zeros(1, 3, 32), custom_generate=medusa_generate, heads=heads, **given)
 
 
 def test_two_sets_of_allowed_tokens_are_refused(model, heads, no_work):

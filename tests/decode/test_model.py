@@ -82,8 +82,7 @@ IDS = torch.tensor([[1, 2, 3]])
         (IDS, {"typical_p": 0.5}, "typical_p: expected 1.0 without do_sample=True, got 0.5"),
         (IDS, {"top_h": 0.5}, "top_h: expected None without do_sample=True, got 0.5"),
         (IDS, {"posterior_threshold": 0.2}, "posterior_threshold, posterior_alpha: expected 0.09 and 0.3 with"),
-        (IDS, {"cache_implementation": "quantized"}, "cache_implementation: expected None .*transformers' own loop"),
-        (IDS, {"prefill_chunk_size": 8}, "prefill_chunk_size: expected None"),
+        (IDS, {"cache_implementation": "quantized"}, "cache_implementation: expected .* neither .* got 'quantized'"),
         (IDS, {"generation_config": {"do_sample": True}}, "generation_config: expected a GenerationConfig"),
         (IDS, {"seed": 2**70}, "seed: expected a whole number of up to 64 bits"),
         (IDS, {"top_p": 0.5}, "top_p: expected 1.0 without do_sample=True, got 0.5"),
@@ -107,7 +106,7 @@ def test_bad_arguments_are_refused_before_any_work(no_work, ids, kwargs, words):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_beams", 2), ("penalty_alpha", 0.6), ("guidance_scale", 2.0), ("token_healing", True), ("use_cache", False)],
+    [("num_beams", 2), ("penalty_alpha", 0.6), ("guidance_scale", 2.0), ("token_healing", True), ("use_mtp", True)],
 )
 def test_a_generation_config_that_asks_for_the_impossible_is_refused(no_work, name, value):
     setattr(no_work.base.generation_config, name, value)
