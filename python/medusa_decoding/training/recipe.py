@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 from collections import Counter
@@ -23,9 +22,8 @@ from typing import Any
 import torch
 
 from medusa_decoding.checkpoints import pretrained, read_heads, write_heads
-from medusa_decoding.checkpoints._files import read_json
 from medusa_decoding.checkpoints.base import stated_vocab_size
-from medusa_decoding.files import only_writer, whole_folder, write_json
+from medusa_decoding.files import only_writer, read_json_object, whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
@@ -35,7 +33,7 @@ from medusa_decoding.training.backbone import DTYPES, NAME, Backbone, check_adap
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.generated import asked_of
 from medusa_decoding.training.processes import Processes
-from medusa_decoding.training.saving import STATE, Checkpoints
+from medusa_decoding.training.saving import STATE, Checkpoints, damaged, read_state
 from medusa_decoding.training.schedules import stages
 from medusa_decoding.training.states import StateCache, fingerprint
 from medusa_decoding.training.targets import most_frequent_tokens
@@ -254,7 +252,11 @@ def _where_to_start(config: Config, folder: Path, resume: bool) -> Path | None:
         raise ValueError(
             f"output.folder: expected a new one (or --resume to go on from {newest.name}), got {folder} with a run"
         )
-    before = Config.of(strict.parse_yaml(read_json(newest / STATE)["config"]))
+    state = read_state(newest)
+    try:
+        before = Config.of(strict.parse_yaml(str(state.get("config"))))
+    except ValueError as error:
+        raise damaged(newest, f"{STATE}: config: {error}") from error
     if _lasting(before) != _lasting(config):
         apart = _apart(_lasting(before), _lasting(config))
         raise ValueError(f"{apart}: expected what the run in {folder} was begun with, got another; start a new one")
@@ -546,7 +548,7 @@ def _write_backbone(trainer: Trainer, weights: Mapping[str, torch.Tensor]) -> st
 def _state_dtype(folder: Path, dtype: str) -> None:
     """Have a model's config name the type its weights were written in."""
     file = folder / "config.json"
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = read_json_object(file)
     values["dtype"] = dtype
     write_json(file, values, indent=2)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_decoding.files import write_text
+from medusa_decoding.files import parse_json, write_text
 from medusa_decoding.heads import MedusaHeads, Storage
 from medusa_decoding.training.accuracy import HeadAccuracy
 from medusa_decoding.training.backbone import DTYPES, Backbone
@@ -29,7 +29,15 @@ from medusa_decoding.training.losses import TOP, Loss
 from medusa_decoding.training.objective import HIDDEN, Normalisers, Objective
 from medusa_decoding.training.packing import PackedDataset, collate
 from medusa_decoding.training.processes import Processes, fill, own, whole
-from medusa_decoding.training.saving import Checkpoints
+from medusa_decoding.training.saving import (
+    STATE,
+    Checkpoints,
+    check_optimiser,
+    check_weights,
+    damaged,
+    read_state,
+    restore_random,
+)
 from medusa_decoding.training.schedules import Stage, lambda_0, learning_rates, parameter_groups, stages
 from medusa_decoding.training.states import StateCache, fingerprint
 from medusa_decoding.training.stored import store
@@ -60,6 +68,20 @@ class Measured:
             "head_top1": [row[0] for row in self.accuracy.cumulative],
             "accuracy": self.accuracy.to_json(),
         }
+
+    @classmethod
+    def from_json(cls, values: Any) -> Measured:
+        """Read what `to_json` returned.
+
+        Raises:
+            ValueError: anything else.
+        """
+        try:
+            return cls(
+                HeadAccuracy.from_json(values["accuracy"]), float(values["model_loss"]), float(values["model_top1"])
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"measured: expected accuracy, model_loss and model_top1, got {values!r:.80}") from error
 
 
 @dataclass
@@ -369,12 +391,12 @@ class Trainer:
         """Go on from a checkpoint.
 
         Raises:
-            ValueError: a damaged checkpoint, or one of other rows or another number of processes.
+            ValueError: a damaged checkpoint, or one of other rows or another number of processes; a damaged log.
         """
-        state, weights, optimiser = self.checkpoints.load(path)
-        for name in ("rows", "processes", "sharded", "data"):
-            if name not in state:
-                raise ValueError(f"{path}: expected a checkpoint of this version, got one that does not say its {name}")
+        state = read_state(path)
+        missing = {"rows", "processes", "sharded", "data", "measured", *vars(self.at)} - state.keys()
+        if missing:
+            raise damaged(path, f"{STATE} does not say its {min(missing)}")
         for name, wanted in (("rows", len(self.rows)), ("processes", self.processes.size)):
             if state[name] != wanted:
                 raise ValueError(f"{path}: expected a run of {wanted} {name}, got one of {state[name]}")
@@ -383,18 +405,39 @@ class Trainer:
             raise ValueError(f"{path}: expected a run with {has} weights, got one with {had} weights")
         if state["data"] != self._data:
             raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
-        self.at = Progress(state["stage"], state["step"], state["done"], state["tokens"], state["seconds"])
+        self.at = self._progress(path, state)
+        try:
+            self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
+        except ValueError as error:
+            raise damaged(path, f"{STATE}: {error}") from error
+        weights, optimiser, numbers = self.checkpoints.load(path, state)
         if self.at.stage > 0:
             self._begin_stage(self.stages[self.at.stage])
-        self._restore(weights, optimiser["optimiser"])
-        self.schedule.load_state_dict(optimiser["schedule"])
-        measured = state["measured"]
-        if measured is not None:
-            self.measured = Measured(
-                HeadAccuracy.from_json(measured["accuracy"]), measured["model_loss"], measured["model_top1"]
-            )
+        self._restore(path, weights, optimiser)
+        try:
+            restore_random(numbers, self.processes.device)
+        except Exception as error:  # each of the generators has its own
+            raise damaged(path, f"random-{self.processes.rank}.pt: {error!r:.200}") from error
         if self.processes.main:
             self._cut_log()
+
+    def _progress(self, path: Path, state: Mapping[str, Any]) -> Progress:
+        """Return where a checkpoint's run stood, which must be a place of this run."""
+        names = ("stage", "step", "done", "tokens")
+        stage, step, done, tokens = (state[name] for name in names)
+        counted = all(isinstance(state[name], int) and not isinstance(state[name], bool) for name in names)
+        fits = (
+            counted
+            and 0 <= stage < len(self.stages)
+            and 0 <= step <= self.stages[stage].steps
+            and done == step + sum(before.steps for before in self.stages[:stage])
+            and tokens >= 0
+        )
+        seconds = state["seconds"]
+        if not fits or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+            got = ", ".join(f"{name} {state[name]!r:.40}" for name in (*names, "seconds"))
+            raise damaged(path, f"{STATE}: expected a place in this run's {self.steps} steps, got {got}")
+        return Progress(stage, step, done, tokens, float(seconds))
 
     def trained(self) -> dict[str, Tensor]:
         """Return whole copies of the trained weights on the CPU, by their names in heads and model.
@@ -419,22 +462,25 @@ class Trainer:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return weights, get_optimizer_state_dict(self.objective, self.optimiser, options=options)
 
-    def _restore(self, weights: Mapping[str, Tensor], optimiser: dict[str, Any]) -> None:
+    def _restore(self, path: Path, weights: Mapping[str, Tensor], saved: dict[str, Any]) -> None:
         named = {f"heads.{name}": weight for name, weight in self.heads.named_parameters()}
         named |= {f"model.{name}": weight for name, weight in self._trained_weights.items()}
-        if named.keys() != weights.keys():
-            apart = sorted(named.keys() ^ weights.keys())
-            raise ValueError(f"checkpoint: expected the weights that this run trains, got others ({apart[0]}, say)")
+        check_weights(path, weights, named)
+        if not self.processes.sharded:
+            check_optimiser(path, saved, self.optimiser, self.schedule, self.at.step)
+        optimiser = saved["optimiser"]
         with torch.no_grad():
             for name, weight in named.items():
                 fill(weight, weights[name])
         if not self.processes.sharded:
             self.optimiser.load_state_dict(optimiser)
+            self.schedule.load_state_dict(saved["schedule"])
             return
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(self.objective, self.optimiser, optim_state_dict=optimiser, options=options)
+        self.schedule.load_state_dict(saved["schedule"])
 
     # -- the log ---------------------------------------------------------------------------------------------------
 
@@ -458,15 +504,24 @@ class Trainer:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log; a last one that a kill cut off is left out."""
+    """Return the lines of a run's log; a last one that a kill cut off is left out.
+
+    Raises:
+        ValueError: a line that is not of a log; it is named.
+    """
     file = folder / LOG
-    return list(_lines(file.read_text(encoding="utf-8"))) if file.is_file() else []
+    return list(_lines(file)) if file.is_file() else []
 
 
-def _lines(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            found = parse_json(line, where := f"{file}:{number}")
+            if not isinstance(found, dict) or not all(
+                isinstance(value, (int, float)) for value in (found.get("step"), found.get("loss", 0))
+            ):
+                raise ValueError(f"{where}: expected the log of a step, got {found!r:.80}; remove the line to go on")
+            yield found
 
 
 def _optimiser(groups: list[dict[str, Any]], config: Config, sharded: bool) -> torch.optim.Optimizer:
