@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from limits import MIB, bounded
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.evaluation import Prompt
@@ -606,3 +607,33 @@ def test_a_model_without_heads_is_refused(make):
     model.undo()
     with MedusaModel(base) as plain, pytest.raises(ValueError, match="model: expected one with heads, got one without"):
         calibrate(plain, tokenizer, PROMPTS)
+
+
+HOSTILE_LINES = [
+    "[" * 100_000,
+    "1" * 5000,
+    "{}",
+    "[]",
+    "null",
+    '{"texts": "00", "left_out": 0}',
+    '{"texts": [0], "left_out": 0}',
+    '{"texts": [["0"]], "left_out": 0}',
+    '{"texts": ["xxx"], "left_out": 0}',
+    '{"texts": ["\u0663\u0663\u0663"], "left_out": 0}',
+    '{"texts": ["0"], "left_out": 0}',
+    '{"texts": [], "left_out": "0"}',
+    '{"texts": [], "left_out": -1}',
+    '{"texts": [], "left_out": true}',
+]
+
+
+def test_hostile_progress_is_refused_with_its_line(make, tmp_path, finished):
+    progress = tmp_path / "c.json.progress"
+    first, _, *rest = finished[1].splitlines(keepends=True)
+    for line in HOSTILE_LINES:
+        progress.write_bytes(first + line.encode() + b"\n" + b"".join(rest))
+        with bounded(ValueError, seconds=10, memory=64 * MIB) as said:
+            run(make, tmp_path / "c.json", True)
+        assert said, line
+        assert f"{progress}:2: expected a prompt's texts, got another line" in said[0]
+        assert "and those after it to go on" in said[0]

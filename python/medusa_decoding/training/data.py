@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
+import math
 import re
 import zlib
 from collections import Counter
@@ -31,6 +33,8 @@ _LISTS = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".txt", ".txt.gz")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EXAMPLES = 20
+MAX_LINE, MAX_WHOLE, MAX_RATIO = 64 * 2**20, 4 * 2**30, 100
+"""Most bytes of a record's line, and of a list or text; how many times its own size a compressed file may become."""
 
 
 class BadRecordError(ValueError):
@@ -217,11 +221,12 @@ def _exact(raw: Mapping[str, Any], where: str) -> Record:
         raise BadRecordError("input_ids is not a list of token ids")
     if raw.get("learnt") == []:
         spans = np.zeros((0, 2), dtype=np.int64)
-    bad = spans is None or spans.ndim != 2 or spans.shape[1] != 2
-    if spans is None or bad or (np.diff(spans, axis=1) < 1).any() or (np.diff(spans.flatten()) < 0).any():
+    if spans is None or spans.ndim != 2 or spans.shape[1] != 2:
         raise BadRecordError("learnt is not a list of spans [start, end] in order")
-    if len(spans) and (spans[0, 0] < 0 or spans[-1, 1] > len(ids)):
+    if len(spans) and (spans.min() < 0 or spans.max() > len(ids)):  # first: differences of larger ones overflow
         raise BadRecordError("learnt reaches beyond input_ids")
+    if (np.diff(spans, axis=1) < 1).any() or (np.diff(spans.flatten()) < 0).any():
+        raise BadRecordError("learnt is not a list of spans [start, end] in order")
     turns = raw.get("messages")
     if turns is not None and not isinstance(turns, list):
         raise BadRecordError("messages is not a list of turns")
@@ -338,13 +343,45 @@ def _parsed(line: bytes) -> Any:
         return BadRecordError("not UTF-8")
     except RecursionError:
         return BadRecordError("not JSON that can be read (nested too deeply)")
+    except ValueError:
+        return BadRecordError("not JSON that can be read (an integer of too many digits)")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    room = _most_bytes(path)
     with _open(path) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number in itertools.count(1):
+            line = lines.readline(MAX_LINE + 1)
+            if not line:
+                return
+            room -= max(len(line), 64)  # empty lines take time as well
+            if len(line) > MAX_LINE or room < 0:
+                raise _too_large(f"{path}:{number}", f"lines of at most {MAX_LINE:,} bytes")
             if line.strip():
                 yield f"{path}:{number}", _parsed(line)
+
+
+def _most_bytes(path: Path) -> float:
+    """Return how many bytes may be read from a file: a compressed one could go on without end."""
+    return max(MAX_LINE, MAX_RATIO * path.stat().st_size) if path.suffix == ".gz" else math.inf
+
+
+def _read_whole(path: Path) -> bytes:
+    limit = int(min(MAX_WHOLE, _most_bytes(path)))
+    content = b""
+    if path.stat().st_size <= limit:
+        with _open(path) as file:
+            content = file.read(limit + 1)
+    if len(content) > limit or path.stat().st_size > limit:
+        raise _too_large(path, f"at most {limit:,} bytes")
+    return content
+
+
+def _too_large(where: object, words: str) -> ValueError:
+    return ValueError(
+        f"data: expected {words} (and at most {MAX_RATIO} times a .gz file's own size) in {where}, got more; divide it "
+        "into several records or files"
+    )
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
@@ -353,8 +390,7 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     if not is_list:
         yield from _json_lines(path)
         return
-    with _open(path) as file:
-        whole = _parsed(file.read())
+    whole = _parsed(_read_whole(path))
     if isinstance(whole, BadRecordError):
         raise ValueError(f"data: expected a list of records in {path}, got {whole}")
     for number, record in enumerate(whole, start=1):
@@ -362,11 +398,10 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
-    with _open(path) as file:
-        try:
-            yield str(path), {"text": file.read().decode("utf-8-sig")}
-        except UnicodeDecodeError:
-            yield str(path), BadRecordError("not UTF-8")
+    try:
+        yield str(path), {"text": _read_whole(path).decode("utf-8-sig")}
+    except UnicodeDecodeError:
+        yield str(path), BadRecordError("not UTF-8")
 
 
 def _datasets(reason: str) -> Any:

@@ -8,13 +8,14 @@ This module knows lines and files; it does not know models or seeds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.files import write_json
+from medusa_decoding.files import parse_json, read_json_object, write_json
 
 
 class GeneratedFile:
@@ -105,22 +106,45 @@ class GeneratedFile:
                     file.truncate(end)
                     break
                 end += len(line)
+                where = f"{self.path}:{place}"
                 try:
-                    record = json.loads(line)
-                    self._note(record)
-                    known = {key: record[key] for key in ("seed", "cut", "ended", "learnt")}
+                    known = _known(parse_json(line, where))
                 except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{self.path}:{place}: expected a generated record, got another line") from error
+                    raise ValueError(
+                        f"{where}: expected a generated record, got another line ({error!s:.200}); remove this line "
+                        "and those after it to go on from there"
+                    ) from error
+                self._note(known)
                 yield known
 
 
+def _known(record: Any) -> dict[str, Any]:
+    """Return what a run that goes on needs to know of a record."""
+    known = {key: record[key] for key in ("seed", "cut", "ended", "learnt")}
+    seed, learnt = known["seed"], known["learnt"]
+    counts = [*(seed[name] for name in ("number", "part", "parts")), known["cut"], *itertools.chain(*learnt)]
+    if not all(type(count) is int and count >= 0 for count in counts) or not 1 <= seed["part"] <= seed["parts"]:
+        raise ValueError("expected counts of 0 or more")
+    if not isinstance(seed["digest"], str) or not isinstance(known["ended"], str | None):
+        raise ValueError("expected text as digest and reason")
+    if any(len(span) != 2 or span[0] > span[1] for span in learnt):
+        raise ValueError("expected spans [start, end]")
+    return known
+
+
 def finished(path: Path, asked: Any) -> dict[str, Any] | None:
-    """Return the report of the run that finished a file, if the very same was asked for; else None."""
+    """Return the report of the run that finished a file, if the very same was asked for; else None.
+
+    Raises:
+        ValueError: a damaged report; it is named.
+    """
     marker = _beside(path, "finished")
     if not (marker.is_file() and path.is_file()):
         return None
-    found = _json(marker)
-    report: dict[str, Any] = found["report"]
+    found = read_json_object(marker)
+    report = found.get("report")
+    if not isinstance(report, dict) or not isinstance(report.get("records"), int):
+        raise ValueError(f"{marker}: expected the report of a finished run, got another file; remove it to go on")
     return report if found.get("asked") == json.loads(json.dumps(asked)) else None
 
 
@@ -130,7 +154,7 @@ def _number(record: Mapping[str, Any]) -> int:
 
 
 def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
-    stated = _json(file)
+    stated = read_json_object(file)
     for name in sorted({*stated, *settings}):
         before, now = stated.get(name), settings.get(name)
         if before != now:
@@ -146,20 +170,10 @@ def asked_of(path: Path) -> dict[str, Any] | None:
     What lies beside data of one's own may be anything, and is no reason to refuse that.
     """
     try:
-        asked = _json(_beside(path, "finished")).get("asked") if path.is_file() else None
+        asked = read_json_object(_beside(path, "finished")).get("asked") if path.is_file() else None
     except (OSError, ValueError):
         return None
     return asked if isinstance(asked, dict) and {"model", "generation", "data"} <= asked.keys() else None
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file}: expected JSON, got text that does not parse ({error})") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: expected named fields, got {type(found).__name__}")
-    return found
 
 
 def _beside(path: Path, what: str) -> Path:

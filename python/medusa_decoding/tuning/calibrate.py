@@ -25,6 +25,8 @@ from medusa_decoding.tree import Tree
 from medusa_decoding.tuning.accuracy import FORMAT, NONE, Calibration, Text, text_name_of, text_of
 from medusa_decoding.tuning.texts import Settings, Writer
 
+RANK_NAMES = {"-", *map(str, range(RANKS))}
+
 
 def calibrate(
     model: MedusaModel,
@@ -240,14 +242,26 @@ class _Progress:
                 try:
                     found = parse_json(line, f"{path}:{place}")
                     if place > 1:
-                        texts = [text_of(name, self._num_heads) for name in found["texts"]]
-                        self._include(_Counted(texts, found["left_out"]))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    raise ValueError(f"{path}:{place}: expected a prompt's texts, got another line") from error
+                        self._include(_counted_in(found, self._num_heads))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(
+                        f"{path}:{place}: expected a prompt's texts, got another line ({error!s:.200}); remove this "
+                        "line and those after it to go on from there"
+                    ) from error
                 if place == 1:
                     _check_same(path, found, header)
         if not place:
             raise ValueError(f"{path}: expected what is counted in its first line, got an empty file")
+
+
+def _counted_in(found: Any, num_heads: int) -> _Counted:
+    """Return what a line of the file says."""
+    names, left_out = found["texts"], found["left_out"]
+    if not isinstance(names, list) or type(left_out) is not int or left_out < 0:
+        raise ValueError("expected a list of texts and a count of turns left out")
+    if not all(isinstance(name, str) and set(name) <= RANK_NAMES for name in names):
+        raise ValueError("expected ranks, a character each")
+    return _Counted([text_of(name, num_heads) for name in names], left_out)
 
 
 def _whole_lines(file: Any) -> Iterator[tuple[int, bytes]]:
