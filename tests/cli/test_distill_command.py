@@ -165,6 +165,19 @@ def test_bad_input_is_one_line_and_code_2(capsys, place, trained, changes, words
     assert not place.file.exists() or place.file.read_bytes() == b""
 
 
+@pytest.mark.parametrize("quantization", ["none", "4bit"])
+def test_answers_of_a_quantised_model_are_warned_of_before_it_is_loaded(capsys, place, monkeypatch, quantization):
+    def loads(config):
+        raise ValueError("loads now")
+
+    monkeypatch.setattr("medusa_decoding.cli.distill.load", loads)
+    assert place.run("--only-data", method="medusa-1", model={"quantization": quantization}) == 2
+    said = capsys.readouterr().err
+    assert "medusa: loads now" in said
+    warned = f"model.quantization: {quantization} makes the quantised model write the answers; set none" in said
+    assert warned == (quantization != "none")
+
+
 def test_heads_that_are_there_are_not_trained_over(capsys, place, trained):
     (place.file.parent.parent / "heads").mkdir(parents=True)
     assert place.run() == 2

@@ -262,6 +262,18 @@ def test_a_quantised_teacher_is_warned_of():
     assert warning.startswith("model.quantization: 4bit makes the quantised model the teacher")
 
 
+@pytest.mark.parametrize("method", ["medusa-1", "medusa-2", "self-distillation"])
+def test_a_quantised_model_that_writes_data_or_states_is_warned_of(method):
+    for distills in (False, True):
+        assert of(method, model={"quantization": "none"}).warnings(distills) == []
+    config = of(method, model={"quantization": "8bit"})
+    (training,) = config.warnings()
+    answers, again = config.warnings(distills=True)
+    assert again == training
+    assert ("states" in training) == (method != "self-distillation")
+    assert answers.startswith("model.quantization: 8bit makes the quantised model write the answers; set none")
+
+
 def test_a_configuration_made_in_python_is_checked_too():
     parts = {"model": ModelConfig("m"), "data": DataConfig((SourceConfig("d"),)), "output": OutputConfig("o")}
     assert Config(**parts) == Config.of(

@@ -126,7 +126,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
     seeds = list(read_records(data.train, found, system=data.system, limit=data.limit, seeds=True))
     found.check(data.max_bad_share)
     if not args.json:
-        print(f"{len(seeds)} seeds; {found}", file=sys.stderr)
+        print(f"{len(seeds)} seeds; {found}", *config.warnings(distills=True), sep="\n", file=sys.stderr)
     tokenizer = load_tokenizer(config.model)
     bar = _Bar(len(seeds), quiet=args.json)
     model = load(config)

@@ -295,13 +295,30 @@ class Config:
             return self.data.held_out_share
         return 0.0 if self.data.held_out else DEFAULT_HELD_OUT_SHARE
 
-    def warnings(self) -> list[str]:
-        """Return what works but is not what the paper advises."""
+    def warnings(self, distills: bool = False) -> list[str]:
+        """Return what works but is easily overlooked: a quantised model is not the one that is served without it.
+
+        Args:
+            distills: whether the model also writes the data (`medusa distill`).
+        """
+        quantised = self.model.quantization
+        if quantised == "none":
+            return []
         found = []
-        if self.method == "self-distillation" and self.model.quantization != "none":
+        if distills:
             found.append(
-                f"model.quantization: {self.model.quantization} makes the quantised model the teacher "
+                f"model.quantization: {quantised} makes the quantised model write the answers; set none unless the "
+                "model is served quantised in the same way"
+            )
+        if self.method == "self-distillation":
+            found.append(
+                f"model.quantization: {quantised} makes the quantised model the teacher "
                 "(the paper advises against it, section 2.3.2)"
+            )
+        else:
+            found.append(
+                f"model.quantization: {quantised} makes heads learn from the quantised model's states (the paper's "
+                "setting, B.3); they guess best for a model that is served quantised in the same way, or set none"
             )
         return found
 
