@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +48,7 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
 
 REFUSED: dict[str, dict[str, str]] = {
     "original-v1": {
-        "trimmed": "the whole vocabulary for original-v. .*vllm too.* got 4 of 11 tokens",
+        "trimmed": r"the whole vocabulary for original-v. \(native and embedded hold it.* got 4 of 11 tokens",
         "shared, trimmed": "the whole vocabulary",
         "int8": r"in floats for original-v. .*--storage float.*, got int8",
         "fp8, trimmed": "in floats .*, got fp8",
@@ -54,6 +57,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "int8, parents": "parent token",
     },
     "vllm": {
+        "trimmed": r"the whole vocabulary for vllm \(native and embedded hold it.* got 4 of 11 tokens",
         "int8": "in floats for vllm .*--storage float.*, got int8",
         "fp8, trimmed": "in floats",
         "parents": "parent token for vllm",
@@ -140,7 +144,8 @@ def test_every_kind_in_every_format(
         target, target
     )
     assert read.base_model == str(out if target == "embedded" else tmp_path / "base") == done.base_model
-    heads, lm_head = made(kind), tiny_llama.lm_head.weight.detach()
+    trimmed = target == "vllm" and kind == "shared, trimmed"  # written with all of lm_head
+    heads, lm_head = made("shared" if trimmed else kind), tiny_llama.lm_head.weight.detach()
     if target in ("native", "embedded"):
         before, after = heads.state_dict(), read.heads.state_dict()
         assert before.keys() == after.keys()
@@ -158,7 +163,8 @@ def test_every_kind_in_every_format(
             for found in (heads, read.heads)
         )
         assert torch.equal(best[1], guessed[1])
-    assert (out / "README.md").read_text() == "the card"
+    says = "> The heads here have all 11 tokens. All figures below are of heads with 4 of the tokens.\n\n"
+    assert (out / "README.md").read_text() == says * trimmed + "the card"
     assert (out / "medusa_tree.json").read_text() == "[[0]]"
     assert not (out / "calibration.json").exists()
 
@@ -176,7 +182,10 @@ class TestVllm:
         assert config["architectures"] == ["MedusaModel"]
         assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
         assert [key for key in config if "num" in key and "layers" in key] == ["num_hidden_layers"]
-        size = config["truncated_vocab_size"] or config["vocab_size"]
+        # A map is a parameter that its loader does not count as initialised: it raises for any.
+        assert "token_map" not in tensors
+        assert config["truncated_vocab_size"] is None
+        size = config["vocab_size"]
         wanted = {}
         for k in range(config["num_heads"]):
             for layer in range(config["num_hidden_layers"]):
@@ -184,10 +193,9 @@ class TestVllm:
                 if config["medusa_fc_bias"]:
                     wanted[f"blocks.{k}.layers.{layer}.bias"] = (HIDDEN,)
             wanted["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{k}.weight"] = (size, HIDDEN)
-        if size < config["vocab_size"]:
-            wanted["token_map"] = (size,)
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wanted
-        expected = logits(made(kind), tiny_llama.lm_head.weight.detach(), HIDDEN_STATES).argmax(-1)
+        whole = "shared" if kind == "shared, trimmed" else kind
+        expected = logits(made(whole), tiny_llama.lm_head.weight.detach(), HIDDEN_STATES).argmax(-1)
         for k in range(config["num_heads"]):
             state = HIDDEN_STATES
             for layer in range(config["num_hidden_layers"]):
@@ -195,8 +203,7 @@ class TestVllm:
                 bias = tensors[f"{name}.bias"].float() if config["medusa_fc_bias"] else None
                 state = state + F.silu(F.linear(state, tensors[f"{name}.weight"].float(), bias))
             weight = tensors["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{k}.weight"].float()
-            best = (state @ weight.T).argmax(-1)
-            assert torch.equal(tensors["token_map"][best] if "token_map" in tensors else best, expected[k])
+            assert torch.equal((state @ weight.T).argmax(-1), expected[k])
 
     def test_a_map_of_all_tokens_is_put_in_order(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         """Its loader passes such a map over: rows must lie in the order of the vocabulary."""
@@ -207,11 +214,62 @@ class TestVllm:
         for row, token in enumerate(ALL.tolist()):
             assert torch.equal(tensors["lm_heads.2.weight"][token], heads.w2[2, row])
 
-    def test_own_projections_of_a_trimmed_vocabulary_are_noted(
+    def test_a_trimmed_vocabulary_that_becomes_whole_is_noted(
         self, tmp_path: Path, checkpoint: Callable[..., Path]
     ) -> None:
-        assert "refuses these" in export(checkpoint("trimmed"), tmp_path / "a", "vllm").notes[0]
-        assert export(checkpoint("shared, trimmed"), tmp_path / "b", "vllm").notes == []
+        source = checkpoint("shared, trimmed")
+        (source / "measured.json").write_text("{}")
+        done = export(source, tmp_path / "out", "vllm")
+        assert done.heads.token_map is None
+        assert re.search(
+            r"^vLLM 0\.28 to 0\.32 cannot read a token_map: .* any of 11 tokens.*may differ$", done.notes[0]
+        )
+        assert done.notes[1].startswith(
+            "what was measured is of heads with 4 of the tokens, and these have all 11 tokens: "
+        )
+        assert not (tmp_path / "out" / "measured.json").exists()
+
+    @pytest.mark.parametrize("name", ["heads", "heads of 'mine' $HOME; `rm`", "köpfe"])
+    def test_the_launch_line_survives_a_shell(self, tmp_path: Path, base: Path, name: str) -> None:
+        write_heads(made("two blocks"), tmp_path / "from", base_model="../base")
+        done = export(tmp_path / "from", tmp_path / name, "vllm")
+        assert done.launch is not None
+        shown = subprocess.run(
+            ["/bin/sh", "-c", f'vllm() {{ printf "%s\\0" "$@"; }}; {done.launch}'], capture_output=True, check=True
+        ).stdout.decode()
+        *words, speculation, _ = shown.split("\0")
+        assert words == ["serve", str(base), "--speculative-config"]
+        assert json.loads(speculation) == {
+            "method": "medusa",
+            "model": str(tmp_path / name),
+            "num_speculative_tokens": 3,
+        }
+
+    def test_the_launch_line_names_the_revision(self, tmp_path: Path) -> None:
+        write_heads(made("one head"), tmp_path / "from", base_model="someone/base", base_revision="v 2")
+        done = export(tmp_path / "from", tmp_path / "out", "vllm")
+        assert shlex.split(done.launch or "")[:5] == ["vllm", "serve", "someone/base", "--revision", "v 2"]
+        assert '"num_speculative_tokens": 1}' in (done.launch or "")
+        assert export(tmp_path / "from", tmp_path / "other", "native").launch is None
+
+    def test_what_it_would_not_serve_has_no_launch_line(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
+    ) -> None:
+        source = checkpoint("own")
+        misread = export(source, tmp_path / "Eagle3-and-Medusa" / "out", "vllm")
+        assert misread.launch is None
+        assert "'eagle3' in its path" in misread.notes[0]
+        export(source, tmp_path / "full", "embedded")
+        full = export(tmp_path / "full", tmp_path / "from-full", "vllm")
+        assert full.launch is None
+        assert "does not serve a model with heads in it" in full.notes[0]
+        named = export(tmp_path / "full", tmp_path / "named", "vllm", base_model=base)
+        assert named.launch is not None
+        assert named.notes == []
+        (base / "adapter_config.json").write_text("{}")
+        adapted = export(source, tmp_path / "adapted", "vllm")
+        assert adapted.launch is None
+        assert "does not serve an adapter" in adapted.notes[0]
 
     @pytest.fixture
     def published(self, tmp_path: Path) -> Callable[..., Path]:
@@ -322,7 +380,13 @@ class TestOriginal:
         assert len({tensors[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
 
     def test_several_blocks_are_noted(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
-        assert "misreads" in export(checkpoint("two blocks"), tmp_path / "out", "original-v1").notes[0]
+        assert "misreads" in export(checkpoint("two blocks"), tmp_path / "out", "original-v1").notes[1]
+
+    def test_it_is_not_for_vllm(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+        first = export(checkpoint("own"), tmp_path / "first", "original-v1").notes[0]
+        assert re.search(r"^not for vLLM, .* passes over their biases: --format vllm is for it$", first)
+        second = export(checkpoint("shared"), tmp_path / "second", "original-v2", file="safetensors").notes[0]
+        assert re.search(r"^not for vLLM, .* accepts none of their guesses: --format vllm is for it$", second)
 
     @pytest.mark.parametrize(("count", "words"), [(3, "head 4 on: random numbers"), (5, None), (6, "left out")])
     def test_the_project_s_five_heads_are_noted(
@@ -331,13 +395,13 @@ class TestOriginal:
         for shared, target in ((False, "original-v1"), (True, "original-v2")):
             source = tmp_path / f"heads-{target}"
             write_heads(MedusaHeads(HIDDEN, VOCAB, count, shared_projection=shared), source, base_model=base)
-            notes = export(source, tmp_path / target, target).notes  # type: ignore[arg-type]
+            notes = export(source, tmp_path / target, target).notes[1:]  # type: ignore[arg-type]
             if shared:
                 assert "has a projection a head" in notes.pop()
             assert len(notes) == (words is not None)
             assert words is None or words in notes[0]
             again = export(source, tmp_path / f"{target}-tgi", target, file="safetensors")  # type: ignore[arg-type]
-            assert again.notes == []  # that loader does not read it, and the tokenizer was copied
+            assert len(again.notes) == 1  # that loader does not read it, and the tokenizer was copied
 
     @pytest.mark.parametrize("kind", ["own", "shared"])
     def test_text_generation_inference_finds_the_tokenizer(
@@ -592,9 +656,13 @@ class TestConversion:
         assert (kept.folder / "README.md").read_text() == (source / "README.md").read_text()
         done = export(source, tmp_path / "small", "native", storage="int8")
         assert not (done.folder / "measured.json").exists()
-        said = "> The projections here are stored in int8. All figures below are of those in float.\n\n"
+        said = "> The heads here have projections stored in int8. "
+        said += "All figures below are of heads with projections stored in float.\n\n"
         assert (done.folder / "README.md").read_text() == front + said + "# Heads\n\n--- 63.1 % ---\n"
-        assert "of projections stored in float, and these are in int8: measured.json is left out" in done.notes[0]
+        words = (
+            "heads with projections stored in float, and these have projections stored in int8: measured.json is left"
+        )
+        assert words in done.notes[0]
         assert (done.folder / "medusa_tree.json").read_text() == "[[0]]"
 
 

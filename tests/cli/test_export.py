@@ -23,6 +23,9 @@ def test_for_vllm_with_json(capsys, checkpoint, tmp_path):
         "base_model": str(checkpoint / "base"),
         "bytes": file.stat().st_size + (tmp_path / "out" / "config.json").stat().st_size,
         "notes": [],
+        "vllm": "0.28 to 0.32",
+        "launch": f'vllm serve {checkpoint / "base"} --speculative-config \'{{"method": "medusa", "model": '
+        f'"{tmp_path / "out"}", "num_speculative_tokens": 3}}\'',
     }
     tensors = load_file(file)
     assert tensors["lm_heads.2.weight"].dtype == torch.bfloat16
@@ -73,11 +76,24 @@ def test_refusals(capsys, checkpoint, tmp_path, argv, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_line_that_starts_vllm_is_printed(capsys, checkpoint, tmp_path):
+    argv = ["export", "--model", str(checkpoint / "heads"), "--out", str(tmp_path / "out")]
+    assert main([*argv, "--format", "vllm"]) == 0
+    assert re.search(
+        r"\nvLLM 0\.28 to 0\.32 \(0\.33 has no Medusa any more\) serves it with:\n    vllm serve .*_tokens\": 3}'\n$",
+        capsys.readouterr().out,
+    )
+    assert main([*argv, "--format", "native", "--overwrite"]) == 0
+    assert "vllm serve" not in capsys.readouterr().out
+
+
 def test_the_formats_are_in_the_help(capsys):
     with pytest.raises(SystemExit) as end:
         main(["export", "--help"])
     assert end.value.code == 0
-    assert re.search(r"original-v2 +the original project's: residual blocks alone", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search(r"original-v2 +the original project's: residual blocks alone, lm_head shared; not for vLLM", said)
+    assert re.search(r"vllm +for vLLM 0\.28 to 0\.32 \(0\.33 has no Medusa any more\)", said)
 
 
 def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):

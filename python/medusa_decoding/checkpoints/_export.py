@@ -27,11 +27,11 @@ from medusa_decoding.heads import MedusaHeads, Storage
 Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]
 
 TARGETS: dict[Target, str] = {
-    "native": "what this package writes itself; holds every kind of heads",
-    "embedded": "the base model with the heads in it, one folder; holds every kind of heads",
-    "original-v1": "the original project's: a projection a head (lm_head copied where it is shared)",
-    "original-v2": "the original project's: residual blocks alone, lm_head shared",
-    "vllm": "what vLLM reads",
+    "native": "what this package writes itself; holds every kind of heads; not for vLLM",
+    "embedded": "the base model with the heads in it, one folder; holds every kind of heads; not for vLLM",
+    "original-v1": "the original project's: one projection per head (a shared lm_head is copied); not for vLLM",
+    "original-v2": "the original project's: residual blocks alone, lm_head shared; not for vLLM",
+    "vllm": f"for vLLM {vllm.VERSIONS} (0.33 has no Medusa any more)",
 }
 """Formats by name, and what they are."""
 
@@ -53,6 +53,8 @@ class Exported:
         base_model: what it names as its base model.
         heads: as they were written: converted, with the projection they had.
         notes: what a user should know.
+        launch: for vLLM, the shell command that serves the base model with these heads. None for other formats, and
+            if vLLM would not start; the notes then say why.
     """
 
     folder: Path
@@ -60,6 +62,7 @@ class Exported:
     base_model: str
     heads: MedusaHeads
     notes: list[str]
+    launch: str | None = None
 
 
 def refusal(heads: MedusaHeads, target: Target) -> str | None:
@@ -77,13 +80,13 @@ def refusal(heads: MedusaHeads, target: Target) -> str | None:
             f"heads: expected projections in floats for {target} ({anywhere}; storage float, --storage float, turns "
             f"them back), got {heads.storage}"
         )
+    if heads.token_map is not None and not (target == "vllm" and heads.shared_projection):
+        return (
+            f"heads: expected the whole vocabulary for {target} ({anywhere}; what a trimmed one never proposes has no "
+            f"projection), got {heads.num_candidates} of {heads.vocab_size} tokens"
+        )
     if target == "vllm":
         return None
-    if heads.token_map is not None:
-        return (
-            f"heads: expected the whole vocabulary for {target} ({anywhere}, vllm too; what a trimmed one never "
-            f"proposes has no projection), got {heads.num_candidates} of {heads.vocab_size} tokens"
-        )
     if target == "original-v2" and not heads.shared_projection:
         return f"heads: expected a projection shared with lm_head for {target} (original-v1 holds own ones), got own"
     if target == "original-v2" and heads.num_layers > 1:
@@ -131,7 +134,7 @@ def _stored(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype) -> 
 def in_order(heads: MedusaHeads) -> MedusaHeads:
     """Return heads whose token_map holds every token without it: their rows in the order of the vocabulary.
 
-    vLLM passes such a map over, and the original formats have none. Others come back as they are.
+    vLLM's format and the original ones have no such map. Others come back as they are.
     """
     mapped = heads.token_map
     if mapped is None or len(mapped) != heads.vocab_size or heads.storage != "float" or heads.parent_rank:
@@ -173,6 +176,14 @@ def write(
     """
     notes: list[str] = []
     lm_head = None
+    was, now = f"projections stored in {stored_before}", f"projections stored in {heads.storage}"
+    if target == "vllm" and heads.token_map is not None:
+        was, now = f"{heads.num_candidates} of the tokens", f"all {heads.vocab_size} tokens"
+        heads = heads.remade(token_map=None)
+        notes.append(
+            f"vLLM {vllm.VERSIONS} cannot read a token_map: the heads are written with the whole lm_head, so they may "
+            f"propose any of {heads.vocab_size} tokens. The text is the same; the acceptance may differ"
+        )
     if target in ("original-v1", "vllm") and heads.shared_projection:
         heads, lm_head = _with_lm_head(heads, base_folder(), dtype)
     base = base_folder() if target == "embedded" else None
@@ -180,11 +191,6 @@ def write(
         embedded.base_files(base)
     with whole_folder(folder, overwrite) as staging:
         if target == "vllm":
-            if heads.token_map is not None and lm_head is None:
-                notes.append(
-                    "vLLM of 2026 makes own projections as large as the whole vocabulary and refuses these; its "
-                    "versions of 2025 read them"
-                )
             write_json(staging / "config.json", vllm.fields(heads, base_model, base_revision), indent=2)
             save_tensors(vllm.tensors(heads, lm_head), staging / vllm.WEIGHTS)
         elif base is not None:
@@ -200,8 +206,13 @@ def write(
                 known = Path(base_model) if lm_head is None else base_folder()
                 notes += _copy_tokenizer(known, staging, base_model)
         # Last: a base model's folder may have files of these names, too.
-        notes += _carry(source, staging, stored_before, heads.storage)
-    return Exported(folder, target, base_model if base is None else str(folder), heads, notes)
+        notes += _carry(source, staging, was, now)
+    launch = None
+    if target == "vllm":
+        obstacles = vllm.obstacles(folder, base_model, source)
+        notes += obstacles
+        launch = None if obstacles else vllm.launch(heads, folder, base_model, base_revision)
+    return Exported(folder, target, base_model if base is None else str(folder), heads, notes, launch)
 
 
 def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> tuple[MedusaHeads, torch.Tensor]:
@@ -223,7 +234,8 @@ def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> 
 
 def _for_original(heads: MedusaHeads, target: Target, file: Literal["pt", "safetensors"]) -> list[str]:
     """Return what a user should know of the readers of the original formats."""
-    notes = []
+    lost = "accepts none of their guesses" if target == "original-v2" else "passes over their biases"
+    notes = [f"not for vLLM, which takes this folder without an error but {lost}: --format vllm is for it"]
     if heads.num_layers > 1:
         notes.append(
             "the original project's code makes one residual block of several and misreads these heads; "
@@ -259,29 +271,35 @@ def _copy_tokenizer(base: Path, staging: Path, base_model: str) -> list[str]:
     ]
 
 
-def _carry(source: Path, staging: Path, before: Storage, after: Storage) -> list[str]:
-    """Copy the files that go along; return notes on those that do not hold any more."""
-    notes = []
+def _carry(source: Path, staging: Path, was: str, now: str) -> list[str]:
+    """Copy the files that go along; return notes on those that do not hold any more.
+
+    Args:
+        source: folder of the heads that were read.
+        staging: folder of the heads that are written.
+        was: what the former have that the figures beside them depend on.
+        now: what the latter have instead; the same if nothing has changed.
+    """
     for name in CARRIED:
         file = source / name
-        if not file.is_file() or (name == _MEASURED and before != after):
+        if not file.is_file() or (name == _MEASURED and was != now):
             continue
         own_file(file)
-        if name == CARD and before != after:
-            (staging / name).write_bytes(_marked(file.read_bytes(), before, after))
+        if name == CARD and was != now:
+            (staging / name).write_bytes(_marked(file.read_bytes(), was, now))
         else:
             shutil.copyfile(file, staging / name)
-    if before != after and any((source / name).is_file() for name in (CARD, _MEASURED)):
-        notes.append(
-            f"what was measured is of projections stored in {before}, and these are in {after}: {_MEASURED} is left "
-            f"out, {CARD} says so where there is one"
-        )
-    return notes
+    if was != now and any((source / name).is_file() for name in (CARD, _MEASURED)):
+        return [
+            f"what was measured is of heads with {was}, and these have {now}: {_MEASURED} is left out, and {CARD} says "
+            "so if there is one"
+        ]
+    return []
 
 
-def _marked(card: bytes, before: Storage, after: Storage) -> bytes:
-    """Return a model card that says, below its front matter, of which numbers its figures are."""
-    said = f"> The projections here are stored in {after}. All figures below are of those in {before}.\n\n"
+def _marked(card: bytes, was: str, now: str) -> bytes:
+    """Return a model card that says, below its front matter, of which heads its figures are."""
+    said = f"> The heads here have {now}. All figures below are of heads with {was}.\n\n"
     front = re.match(rb"---\r?\n.*?\n---\r?\n\s*", card, re.DOTALL)
     end = 0 if front is None else front.end()
     return card[:end] + said.encode() + card[end:]

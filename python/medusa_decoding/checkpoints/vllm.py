@@ -4,6 +4,10 @@
     lm_heads.{h}.weight                     its own projection, or with `original_lm_head` one for all: lm_head.weight
     token_map                               of a trimmed vocabulary, with `truncated_vocab_size`
 
+vLLM 0.28 to 0.32 load such folders; 0.33 has no Medusa any more. None of them loads a `token_map`: they take it for a
+parameter that nothing has initialised, and own projections must have all rows of the vocabulary. So no map is written.
+Folders of others that have one are read.
+
 vLLM passes over names that it does not know without a word, so everything else is refused here, in reading and in
 writing. A projection that all heads share is read as one of each head's own: the file holds it, whatever the base
 model's lm_head is. This module does not know other formats.
@@ -11,8 +15,10 @@ model's lm_head is. This module does not know other formats.
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +31,11 @@ from medusa_decoding.checkpoints._layout import NUMBER, TOKEN_MAP, HeadTensors, 
 from medusa_decoding.checkpoints.original import REVISION, base_model
 from medusa_decoding.heads import MedusaHeads
 
-__all__ = ["FILES", "NAME", "base_model", "fields", "gather", "recognise", "tensors"]
+__all__ = ["FILES", "NAME", "VERSIONS", "base_model", "fields", "gather", "launch", "obstacles", "recognise", "tensors"]
 
 NAME = "vllm"
+VERSIONS = "0.28 to 0.32"
+"""Of vLLM, those that read what is written here."""
 FILES = "model.safetensors beside a config.json with model_type medusa"
 WEIGHTS = "model.safetensors"
 
@@ -35,6 +43,8 @@ _PREFIX = "medusa_heads."
 _BLOCK = re.compile(rf"blocks\.{NUMBER}\.layers\.{NUMBER}\.(weight|bias)")
 _OWN = re.compile(rf"lm_heads\.{NUMBER}\.weight")
 _SHARED = "lm_head.weight"
+# It decides by the folder's path first, also where the method is named (config/speculative.py of 0.32).
+_OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def recognise(folder: Path) -> bool:
@@ -127,7 +137,7 @@ def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch
     """Name the tensors of heads as vLLM reads them.
 
     Args:
-        heads: with projections in floats and without a parents' term; a token_map is of less than the vocabulary.
+        heads: with projections in floats, without a parents' term and without a token_map.
         lm_head: [V, H], the base model's, where the heads share it.
     """
     layers = heads.num_layers
@@ -137,7 +147,7 @@ def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch
         name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
         named[own.sub(r"lm_heads.\1.weight", name)] = tensor
     if lm_head is not None:
-        named[_SHARED] = lm_head if heads.token_map is None else lm_head[heads.token_map]
+        named[_SHARED] = lm_head
     return named
 
 
@@ -154,7 +164,39 @@ def fields(heads: MedusaHeads, base: str, revision: str | None) -> dict[str, Any
         "vocab_size": heads.vocab_size,
         "num_heads": heads.num_heads,
         "num_hidden_layers": heads.num_layers,
-        "truncated_vocab_size": None if heads.token_map is None else heads.num_candidates,
+        "truncated_vocab_size": None,
         "medusa_fc_bias": heads.b1 is not None,
         "original_lm_head": heads.shared_projection,
     }
+
+
+def launch(heads: MedusaHeads, folder: Path, base: str, revision: str | None) -> str:
+    """Return the shell command that serves a base model with heads that were written to a folder.
+
+    vLLM makes as many heads as `num_speculative_tokens` says, whatever the folder's config says.
+    """
+    speculation = {"method": "medusa", "model": str(folder), "num_speculative_tokens": heads.num_heads}
+    at = [] if revision is None else ["--revision", revision]
+    return shlex.join(["vllm", "serve", base, *at, "--speculative-config", json.dumps(speculation)])
+
+
+def obstacles(folder: Path, base: str, source: Path) -> list[str]:
+    """Return what keeps vLLM from serving a base model with heads in a folder, and what can be done.
+
+    Args:
+        folder: where the heads are written.
+        base: hub id or folder of the base model.
+        source: folder that the heads come from.
+    """
+    found = []
+    for method in _OTHER_METHODS:
+        if method in str(folder).lower():
+            found.append(
+                f"vLLM takes a folder with {method!r} in its path for heads of another kind: choose another --out"
+            )
+            break
+    if (Path(base) / "adapter_config.json").is_file():
+        found.append(f"vLLM does not serve an adapter, such as {base}: merge it, and name the result by --base-model")
+    elif Path(base) == source:
+        found.append(f"vLLM does not serve a model with heads in it, such as {base}: name one without by --base-model")
+    return found

@@ -6,8 +6,10 @@
     medusa export --model HEADS --out v1 --format original-v1 --file safetensors
 
 What is written guesses what the heads guess; their model card, its figures and their tree go along (not the counts of
-heads whose storage changes). Heads that a format cannot hold are refused, in a line that says what can be done. The
-formats:
+heads whose storage changes). Heads that a format cannot hold are refused, in a line that says what can be done.
+
+For vLLM the command that serves the result is printed. vLLM also takes native and original folders, but passes over the
+heads' biases without a word and accepts fewer of their guesses, or none. The formats:
 
 """
 
@@ -18,6 +20,7 @@ import json
 from pathlib import Path
 
 from medusa_decoding.checkpoints import TARGETS, export
+from medusa_decoding.checkpoints.vllm import VERSIONS
 from medusa_decoding.cli import _arguments
 
 __doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words in TARGETS.items())
@@ -83,9 +86,13 @@ def run(args: argparse.Namespace) -> int:
             "bytes": size,
             "notes": done.notes,
         }
+        if done.format == "vllm":
+            figures |= {"vllm": VERSIONS, "launch": done.launch}
         print(json.dumps(figures))
         return 0
     print(f"{done.heads.extra_repr()}\nas {done.format} in {done.folder} ({size / 1e6:.1f} MB)")
     for note in done.notes:
         print(f"note: {note}")
+    if done.launch is not None:
+        print(f"vLLM {VERSIONS} (0.33 has no Medusa any more) serves it with:\n    {done.launch}")
     return 0
