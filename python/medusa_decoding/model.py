@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -195,10 +196,12 @@ class MedusaModel:
         if hf_kwargs.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
         # The base model's sizes are checked before the heads take memory; and heads that share lm_head do not say V.
-        # A hub is not asked about the base model that heads name themselves: it is asked when that model is loaded.
-        named = find_base_model(heads) if base_model is None else base_model
-        sizes = {}
-        if base_model is not None or (named is not None and Path(named).is_dir()):
+        # A hub is not asked twice: only folders are looked into here unless a base model is given.
+        named, sizes = base_model, {}
+        if named is None and Path(heads).expanduser().is_dir():
+            found = find_base_model(heads)
+            named = found if found is not None and os.path.isdir(found) else None
+        if named is not None:
             revision = hf_kwargs.get("revision") or find_base_revision(heads, base_model=named)
             sizes = stated_sizes(str(named), revision)
         checkpoint = read_heads(heads, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
