@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,6 +300,12 @@ class AttentionSwap:
                     f"layer {index}: expected the attention as swapped, got {type(layer.self_attn).__name__} in its "
                     "place; undo, then swap again"
                 )
+            window = sliding_window(stand_in.original)
+            if window != stand_in.window:
+                raise ValueError(
+                    f"layer {index}: expected the sliding window as swapped, {stand_in.window}, got {window}; undo, "
+                    "then swap again"
+                )
 
     def suspend(self) -> None:
         """Put the original modules back until `resume`; a second call does nothing."""
@@ -316,7 +323,7 @@ class AttentionSwap:
             raise ValueError("AttentionSwap: expected a swap that was not undone, got one after undo()")
         if not self._suspended:
             return
-        _check_layers(self.layers)
+        check_layers(self.layers)
         nothing: list[TreeAttention | None] = [None] * len(self.layers)
         try:
             for layer, before in zip(self.layers, self._stand_ins or nothing, strict=True):
@@ -341,7 +348,8 @@ class AttentionSwap:
         self.undo()
 
 
-def _check_layers(layers: list[Any]) -> None:
+def check_layers(layers: Iterable[Any]) -> None:
+    """Raise `ValueError` for an attention of an unsupported class, or a layer within another module."""
     for index, layer in enumerate(layers):
         if "self_attn" not in getattr(layer, "_orig_mod", layer)._modules:  # _orig_mod: what torch.compile has wrapped
             raise ValueError(f"layer {index}: expected a decoder layer itself, got one within {type(layer).__name__}")
@@ -359,7 +367,8 @@ _SWAPPING = threading.RLock()
 def _swapped(layer: Any, before: TreeAttention | None) -> Any:
     """Have one more user of a layer's stand-in, which is put in if it is not there, and return the layer."""
     if not isinstance(layer.self_attn, TreeAttention):
-        if before is None or before.original is not layer.self_attn:
+        same = before is not None and before.original is layer.self_attn
+        if before is None or not same or before.window != sliding_window(layer.self_attn):
             before = TreeAttention(layer.self_attn)
         before.training = layer.self_attn.training
         layer.self_attn = before

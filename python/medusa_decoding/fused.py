@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralMLP, MistralRMSNorm
@@ -23,6 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from medusa_decoding.attention import DecodeContext, TreeAttention
+from medusa_decoding.bypassed import foreign_forward
 from medusa_decoding.heads import is_hooked
 from medusa_decoding.parallel import is_sharded
 from medusa_kernels import add_rms_norm, decode_linear
@@ -35,12 +35,11 @@ _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 def obstacle(decoder: Any) -> str | None:
     """Return what keeps a decoder (`LlamaModel` and its like) from being run fused, or None."""
-    if module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks:
-        return "there are global forward hooks"
     if any(is_sharded(parameter) for parameter in decoder.parameters()):
         return "the model is tensor parallel: its projections exchange with other processes"
     if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
         return f"the final norm is not a plain RMSNorm: {type(decoder.norm).__name__}"
+    classes: set[type[nn.Module]] = {type(decoder.norm)}
     for index, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, layer.mlp
         if type(layer) not in _LAYERS or type(mlp) not in _MLPS or not isinstance(attention, TreeAttention):
@@ -61,6 +60,11 @@ def obstacle(decoder: Any) -> str | None:
                 return f"layer {index} has a weight of {type(module.weight).__module__}.{type(module.weight).__name__}"
             if module.weight.dtype != decoder.norm.weight.dtype or not module.weight.is_contiguous():
                 return f"layer {index} has a weight of another dtype or layout than the norms'"
+        classes.update(map(type, (*linears, *norms, layer, mlp, mlp.act_fn)))
+    for cls in classes:
+        other = foreign_forward(cls)
+        if other is not None:
+            return f"{cls.__name__} has another forward: {other}"
     return None
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from medusa_decoding import settings
+from medusa_decoding import bypassed, settings
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads
 from medusa_decoding.checkpoints.base import stated_sizes
 from medusa_decoding.decode.follow import Follower
@@ -303,13 +303,14 @@ class MedusaModel:
 
         Raises:
             ValueError: bad arguments; a prompt that leaves no room in the context; something that cannot work here
-                (beam search, say); autocast; forward hooks on modules that decoding passes by. Raised before any
-                work.
+                (beam search, say); a base model whose text depends on what decoding passes by (overridden forwards,
+                hooks, attention functions, dropout in training mode, autocast). Raised before any work.
             FloatingPointError: the model's output is not finite; names the step.
             MemoryError: keys and values do not fit.
         """
         with _ended_on_error(streamer):
             self._check_swapped()
+            bypassed.check_methods_before(self.trunk.causal)
             check_streamer(streamer)
             check_truth("metrics", metrics)
             check_truth("return_dict_in_generate", return_dict_in_generate)
@@ -376,11 +377,7 @@ class MedusaModel:
 
     def run(self, request: Request, tree: Tree | Literal["auto"] | None = None) -> MedusaOutput:
         """Decode a checked request."""
-        self._check_swapped()
-        self.trunk.check_unhooked()
-        self.trunk.check_adapters()
-        if torch.is_autocast_enabled(self.trunk.device.type):
-            raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
+        self._check_decodable()
         if request.session is not None and self.trunk.peers.size > 1:
             # Each process would have to find the same rows in its own memory.
             raise ValueError(f"session: expected a model in one process, got one over {self.trunk.peers.size}")
@@ -518,6 +515,11 @@ class MedusaModel:
             what = "undo" if self._suspended is None else "suspend"
             raise ValueError(f"MedusaModel: expected attention modules still swapped, got a model after {what}()")
         self.trunk.swap.check(self.trunk.decoder.layers)
+
+    def _check_decodable(self) -> None:
+        """Raise `ValueError` unless the base model still is what can be decoded."""
+        self._check_swapped()
+        self.trunk.check(self.base)
 
     def _check_heads(self, heads: MedusaHeads) -> None:
         if not isinstance(heads, MedusaHeads):

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from medusa_decoding.bypassed import foreign_forward
+from medusa_decoding.heads import is_hooked
+
 
 def rope_tables(
     rotary: Any, prompt_lengths: list[int], capacity: int, dtype: torch.dtype, device: torch.device
@@ -26,12 +29,25 @@ def rope_tables(
         capacity: how many positions.
         dtype: of the tables, the model's own.
         device: of the tables.
+
+    Raises:
+        ValueError: longrope, or a module of another package whose angles depend on more than the position.
     """
     if "longrope" in rotary.rope_type:
         raise ValueError("rope: expected default, linear, dynamic, llama3 or yarn, got longrope")
     sample = torch.empty(0, dtype=dtype, device=device)
     if "dynamic" not in rotary.rope_type or capacity <= rotary.original_max_seq_len:
-        return _rows(_fresh(rotary), sample, 0, capacity)
+        tables = _rows(_fresh(rotary), sample, 0, capacity)
+        if is_hooked(rotary) or foreign_forward(type(rotary)):
+            # transformers would call it at each step, with that step's positions alone.
+            for one, all_of_them in zip(_rows(_fresh(rotary), sample, 1, 2), tables, strict=True):
+                if not torch.allclose(one, all_of_them[1:2], rtol=0.0, atol=1e-2):  # a rounding of bfloat16
+                    raise ValueError(
+                        "base_model.model.rotary_emb: expected rotations that depend on the position alone, got others "
+                        f"of position 1 beside {capacity - 1} more ({type(rotary).__name__}); use transformers' own "
+                        "generate"
+                    )
+        return tables
     lengths = sorted(set(prompt_lengths))
     tables = {length: _dynamic_tables(rotary, sample, length, capacity) for length in lengths}
     if len(lengths) == 1:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa_decoding import fused
-from medusa_decoding.attention import AttentionSwap, DecodeContext
+from medusa_decoding import bypassed, fused
+from medusa_decoding.attention import AttentionSwap, DecodeContext, check_layers
 from medusa_decoding.heads import is_hooked
 from medusa_decoding.parallel import Peers, local_kv_heads
 from medusa_decoding.rope import rope_tables
@@ -32,7 +32,8 @@ class Trunk:
 
     Raises:
         ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, one that a single process spreads over
-            several devices, or one sharded otherwise than by whole heads. The model is left as it was.
+            several devices, one sharded otherwise than by whole heads, or one whose text depends on what decoding
+            passes by (see `bypassed`). The model is left as it was.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -45,48 +46,31 @@ class Trunk:
         parts = all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
         if not parts or not hasattr(causal, "lm_head") or not hasattr(causal, "generation_config"):
             raise ValueError(f"base_model: expected a Llama-family causal language model, got {type(causal).__name__}")
-        devices = {parameter.device for parameter in causal.parameters()}
-        if len(devices) != 1:
-            raise ValueError(f"base_model: expected on one device, got {sorted(map(str, devices))}")
-        dtype = decoder.norm.weight.dtype
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            raise ValueError(f"base_model: expected torch.float16, torch.bfloat16 or torch.float32, got {dtype}")
         self.causal = causal
         self.decoder = decoder
         self.config: Any = causal.config
-        self.check_unhooked()
+        check_layers(decoder.layers)
+        self.check(base, now=False)
         self.peers = Peers.of(causal)
         self.kv_heads = local_kv_heads(causal, self.peers.size)
         self.swap = AttentionSwap(decoder.layers)
         self.fuse = False
 
-    def check_unhooked(self) -> None:
-        """Raise `ValueError` if a module that decoding passes by has forward hooks, which would be silently skipped."""
-        attentions = [layer.self_attn for layer in self.decoder.layers]
-        for module in (self.causal, self.decoder, *(getattr(a, "original", a) for a in attentions)):
-            if is_hooked(module):
-                whose = (
-                    " of accelerate's (accelerate.hooks.remove_hook_from_module)" if hasattr(module, "_hf_hook") else ""
-                )
-                raise ValueError(
-                    f"base_model: expected no forward hooks on {type(module).__name__}, which decoding does not call, "
-                    f"got some{whose}"
-                )
+    def check(self, base: Any, now: bool = True) -> None:
+        """Check that the model can be decoded as it is; it may have been cast, moved or patched.
 
-    def check_adapters(self) -> None:
-        """Raise `ValueError` if an active adapter of peft's depends on more than the hidden states it is given.
+        Args:
+            base: what the trunk was made from.
+            now: see `bypassed.check`.
 
-        Activated LoRA applies from its invocation tokens on, which peft looks for in its own model's forward alone.
+        Raises:
+            ValueError: it cannot, or something that decoding passes by would change its text (see `bypassed`).
         """
-        configs = getattr(self.causal, "peft_config", {})
-        invoked = {name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)}
-        for module in self.causal.modules() if invoked else ():
-            if isinstance(getattr(module, "lora_variant", None), dict) and not module.disable_adapters:
-                active = sorted(invoked.intersection(module.active_adapters))
-                if active:
-                    raise ValueError(
-                        f"base_model: expected no activated LoRA (invocation tokens), got adapter {active[0]}"
-                    )
+        if self.causal.model is not self.decoder:
+            raise ValueError("base_model.model: expected the decoder that was wrapped, got another; wrap it again")
+        if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"base_model: expected torch.float16, torch.bfloat16 or torch.float32, got {self.dtype}")
+        bypassed.check(base, self.causal, now)
 
     @property
     def lm_head(self) -> nn.Module:

@@ -278,7 +278,7 @@ def no_work(monkeypatch):
         raise AssertionError("the model ran before the arguments were refused")
 
     monkeypatch.setattr("medusa_decoding.trunk.Trunk.forward", forward)
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaModel.forward", forward)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward", forward)
 
 
 @pytest.mark.parametrize(

@@ -212,9 +212,7 @@ def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, r
             f"prefix: expected at most {most} (the model's context holds {model.trunk.context_limit} tokens), got "
             f"{prefix}"
         )
-    model._check_swapped()
-    model.trunk.check_unhooked()
-    model.trunk.check_adapters()
+    model._check_decodable()
 
 
 __all__ = ["Latency", "interleaved", "longest_prefix", "measure"]

@@ -1,0 +1,256 @@
+"""What decoding passes by: everything that transformers' `generate` would run and decoding does not, in one list.
+
+Decoding calls the embedding, the decoder layers with the norms, projections and MLPs in them, the final norm and
+lm_head as modules, and the rotary embedding once for all positions (see `rope`). Whatever a subclass, a patch, a hook
+or an adapter does there counts. It does not call:
+
+- `forward` of the causal language model, of its decoder and of the attention modules, and the functions that these
+  call: attention and mask functions, rotation, cache;
+- the methods of `METHODS`, which prepare and update each step of transformers' own loop.
+
+transformers' own versions of these do what decoding does. Another one might write other text, so `check` refuses it by
+name. `generate` itself may be overridden: whoever calls `MedusaModel.generate` chose another one, and
+`generate(custom_generate=medusa_generate)` calls it. This module does not know how decoding works.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from medusa_decoding.heads import is_hooked
+
+PACKAGES = {"torch", "transformers", "peft", "accelerate", "kernels"}
+"""Packages whose versions of the parts below do what decoding does."""
+ATTENTION_FUNCTIONS = {
+    "eager_attention_forward", "sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward",
+    "eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward",
+}  # fmt: skip
+"""Functions of transformers that compute plain attention; it has others, block-sparse ones for example."""
+METHODS = (
+    "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample",
+    "_has_unfinished_sequences",
+)  # fmt: skip
+"""Methods of a causal language model that transformers' loop calls and decoding replaces."""
+METHODS_BEFORE = (
+    "_prepare_generation_config", "_prepare_special_tokens", "_prepare_model_inputs", "_get_stopping_criteria",
+)  # fmt: skip
+"""Methods that transformers' `generate` calls before its loop, and `MedusaModel.generate` does not."""
+
+
+def check(base: Any, causal: Any, now: bool = True) -> None:
+    """Check that transformers' own `generate` would run a model as decoding does.
+
+    Call it before each generation: hooks, patches, adapters and modes come and go.
+
+    Args:
+        base: the model as the caller has it, possibly a peft model.
+        causal: the causal language model in it, whose attention modules are of a supported class, swapped or not.
+        now: whether it is to decode now, so that active adapters, training mode and autocast matter.
+
+    Raises:
+        ValueError: something that decoding passes by would change the text; names the module.
+    """
+    decoder = causal.model
+    attentions = [getattr(layer.self_attn, "original", layer.self_attn) for layer in decoder.layers]
+    passed = {"base_model": causal, "base_model.model": decoder}
+    passed |= {f"base_model.model.layers.{index}.self_attn": module for index, module in enumerate(attentions)}
+    for name, module in passed.items():
+        _check_hooks(name, module)
+        _check_class(name, type(module))
+    if type(causal.lm_head) is nn.Linear:  # its weight is read
+        _check_class("base_model.lm_head", nn.Linear)
+    if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
+        raise ValueError(
+            "base_model: expected no global forward hooks (torch.nn.modules.module.register_module_..), got some; "
+            "decoding does not call all modules. Hook the modules that are meant"
+        )
+    _check_methods(causal, METHODS)
+    for cls in {type(module) for module in passed.values()}:
+        _check_called(cls)
+    # Layers usually share one config; of those that do, the first is named.
+    for index in {id(attention.config): index for index, attention in reversed([*enumerate(attentions)])}.values():
+        _check_attention_function(f"base_model.model.layers.{index}.self_attn", attentions[index])
+    _check_config(decoder, attentions)
+    _check_modules(causal, now)
+    if now:
+        _check_adapters(base, causal)
+    if now and torch.is_autocast_enabled(next(causal.parameters()).device.type):
+        raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
+
+
+def check_methods_before(causal: Any) -> None:
+    """Raise `ValueError` if a model overrides what transformers' `generate` calls before its loop."""
+    _check_methods(causal, METHODS_BEFORE)
+
+
+def foreign_forward(cls: type[nn.Module]) -> str | None:
+    """Return the name of a class's `forward` or `__call__` if it is not of `PACKAGES`."""
+    return _foreign(cls.forward) or _foreign(cls.__call__)
+
+
+_known: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Functions that were found to be of `PACKAGES`."""
+
+
+def _foreign(function: Any) -> str | None:
+    """Return the name of a function that is not of `PACKAGES`, or of such a one that it wraps; None for theirs."""
+    if function in _known:
+        return None
+    found = function
+    while found is not None:
+        if isinstance(found, functools.partial):
+            found = found.func
+            continue
+        found = getattr(found, "__func__", found)
+        # The file's own name: functools.wraps copies __module__ from what is wrapped.
+        names = getattr(found, "__globals__", {})
+        package = names.get("__name__") or getattr(found, "__module__", None) or type(found).__module__
+        if package.partition(".")[0] not in PACKAGES:
+            return f"{package}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+        found = getattr(found, "__wrapped__", None)
+    _known.add(function)
+    return None
+
+
+def _check_hooks(name: str, module: nn.Module) -> None:
+    if is_hooked(module):
+        whose = " of accelerate's (accelerate.hooks.remove_hook_from_module)" if hasattr(module, "_hf_hook") else ""
+        raise ValueError(
+            f"{name}: expected no forward hooks on {type(module).__name__}, which decoding does not call, got some"
+            f"{whose}; remove them, or hook a module that decoding calls ({_CALLED})"
+        )
+
+
+def _check_class(name: str, cls: type[nn.Module]) -> None:
+    other = foreign_forward(cls)
+    if other is not None:
+        raise ValueError(
+            f"{name}: expected the forward of torch or transformers, got {cls.__name__}'s ({other}), which decoding "
+            f"does not call; put what it does into a module that decoding calls ({_CALLED}), or use transformers' own "
+            "generate"
+        )
+
+
+_CALLED = "embed_tokens, a decoder layer, an MLP, a norm, lm_head"
+
+
+def _check_methods(causal: Any, names: Sequence[str]) -> None:
+    for name in names:
+        function, own = getattr(type(causal), name, None), vars(causal).get(name)
+        other = None if function is None else _foreign(function)
+        if own is not None and getattr(own, "__func__", None) is not function:
+            other = "an attribute of this object"
+        if other is not None:
+            raise ValueError(
+                f"base_model: expected transformers' own {name}, got {type(causal).__name__}'s ({other}), which "
+                "decoding does not call; use transformers' own generate"
+            )
+
+
+def _check_called(cls: type[nn.Module]) -> None:
+    """Check the functions of its file that a class's `forward` calls: rotation, masks, the cache."""
+    forward: Any = inspect.unwrap(cls.forward)
+    for name in forward.__code__.co_names:
+        function = forward.__globals__.get(name)
+        other = _foreign(function) if callable(function) else None
+        if other is not None:
+            raise ValueError(
+                f"base_model: expected transformers' own {name} in {forward.__module__}, got {other}, which decoding "
+                "does not call; use transformers' own generate"
+            )
+
+
+def _check_attention_function(name: str, attention: Any) -> None:
+    """Check what is registered under the name of an attention implementation."""
+    implementation = attention.config._attn_implementation
+    names: Any = inspect.unwrap(type(attention).forward).__globals__
+    function = names["ALL_ATTENTION_FUNCTIONS"].get(implementation, names["eager_attention_forward"])
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    other = _foreign(function) or (_foreign(mask) if mask is not None else None)
+    plain = getattr(getattr(function, "func", function), "__name__", None)  # func: of a partial one
+    if other is None and plain not in ATTENTION_FUNCTIONS:
+        other = plain or repr(function)
+    if other is not None:
+        raise ValueError(
+            f"{name}: expected transformers' own plain attention (sdpa, eager, flash_attention_2, ..), got {other} as "
+            f"attention implementation {implementation!r}, which decoding does not call; call "
+            "set_attn_implementation('sdpa') on the model, or use transformers' own generate"
+        )
+
+
+def _check_config(decoder: Any, attentions: Sequence[Any]) -> None:
+    count = decoder.config.num_hidden_layers
+    if len(decoder.layers) > count:
+        raise ValueError(
+            f"base_model.model.layers: expected at most config.num_hidden_layers = {count}, as transformers runs no "
+            f"more, got {len(decoder.layers)}; set it to the number of layers"
+        )
+    if not all(getattr(one, "is_causal", True) for one in (decoder.config, *attentions)):
+        raise ValueError("base_model: expected causal attention, got is_causal=False in the config or an attention")
+
+
+def _check_adapters(base: Any, causal: Any) -> None:
+    """Refuse active adapters of peft's that depend on more than the hidden states they are given.
+
+    Activated LoRA applies from its invocation tokens on, and X-LoRA by a forward pass of the model before each: peft
+    finds out both in its own model's forward alone.
+    """
+    for name, config in (getattr(base, "peft_config", {}) if base is not causal else {}).items():
+        if getattr(config, "peft_type", None) == "XLORA" and not getattr(base.base_model, "disabled", False):
+            raise ValueError(f"base_model: expected no X-LoRA, got adapter {name}; use transformers' own generate")
+    configs = getattr(causal, "peft_config", {})
+    invoked = {name for name, config in configs.items() if getattr(config, "alora_invocation_tokens", None)}
+    for module in causal.modules() if invoked else ():
+        if isinstance(getattr(module, "lora_variant", None), dict) and not module.disable_adapters:
+            active = sorted(invoked.intersection(module.active_adapters))
+            if active:
+                raise ValueError(f"base_model: expected no activated LoRA (invocation tokens), got adapter {active[0]}")
+
+
+def _check_modules(causal: nn.Module, now: bool) -> None:
+    """Refuse what training mode does to the text, and weights on several devices."""
+    devices: set[torch.device] = set()
+    for module in _modules(causal):
+        devices.update([weight.device for weight in module._parameters.values() if weight is not None])
+        if now and module.training:
+            _check_training(causal, module)
+    if len(devices) != 1:
+        raise ValueError(f"base_model: expected on one device, got {sorted(map(str, devices))}")
+
+
+def _modules(*roots: nn.Module) -> Iterator[nn.Module]:
+    """Yield modules and all in them; nn.Module.modules takes several times as long."""
+    left = list(roots)
+    while left:
+        module = left.pop()
+        left += [child for child in module._modules.values() if child is not None]
+        yield module
+
+
+def _check_training(causal: nn.Module, module: Any) -> None:
+    """Refuse what a module that is in training mode would do to the text."""
+    what = None
+    if "Dropout" in type(module).__name__:
+        what = getattr(module, "p", 0.0) and f"dropout, got {module.p}"
+    elif "self_attn" in module._modules:  # a decoder layer, whose attention drops what it attends to
+        if getattr(module, "gradient_checkpointing", False):
+            what = "gradient checkpointing (transformers decodes without its cache then), got it"
+        elif module.self_attn.training and module.self_attn.attention_dropout:
+            module, what = module.self_attn, f"dropout, got {module.self_attn.attention_dropout}"
+    if what:
+        name = next(name for name, found in causal.named_modules() if found is module)
+        raise ValueError(
+            f"base_model.{name}: expected no {what} in training mode; call eval() on the model before generate"
+        )
+
+
+__all__ = ["check", "check_methods_before", "foreign_forward"]
