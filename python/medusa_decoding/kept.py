@@ -20,6 +20,7 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
 from medusa_decoding.tree import Tree
 from medusa_decoding.trunk import Trunk
+from medusa_decoding.turns import turns_of
 
 KEPT_HEADS = 2
 """Sets of heads for which a model's MedusaModel is kept, the most recently used ones."""
@@ -34,7 +35,8 @@ _taking = threading.RLock()
 def lent(model: nn.Module, heads: MedusaHeads | str | Path | None) -> Iterator[MedusaModel]:
     """Swap a model's attention for the time of a call, with what was kept of the last call with these heads.
 
-    What is in use is nowhere else: a call within a call, or in another thread, gets a MedusaModel of its own.
+    Calls of several threads wait for each other. What is in use is nowhere else: a call within a call gets a
+    MedusaModel of its own.
 
     Raises:
         ValueError: no heads, a checkpoint that cannot be read, or heads or a model that do not fit.
@@ -42,19 +44,21 @@ def lent(model: nn.Module, heads: MedusaHeads | str | Path | None) -> Iterator[M
     if not isinstance(heads, (MedusaHeads, str, Path)):
         raise ValueError(f"heads: expected MedusaHeads, or a folder or hub id of heads, got {type(heads).__name__}")
     key = heads if isinstance(heads, MedusaHeads) else _name(heads)
-    with _taking:
-        medusa = _kept.get(model, {}).pop(key, None)
-    if medusa is None or not _resumed(medusa, model):
-        medusa = MedusaModel(model, heads) if isinstance(heads, MedusaHeads) else _read(model, heads)
-    try:
-        yield medusa
-    finally:
-        medusa.suspend()
+    with turns_of(getattr(model, "model", model)).generation():
         with _taking:
-            kept = _kept.setdefault(model, {})
-            kept[key] = medusa
-            while len(kept) > KEPT_HEADS:
-                kept.pop(next(iter(kept))).undo()
+            medusa = _kept.get(model, {}).pop(key, None)
+        if medusa is None or not _resumed(medusa, model):
+            medusa = MedusaModel(model, heads) if isinstance(heads, MedusaHeads) else _read(model, heads)
+        try:
+            yield medusa
+        finally:
+            medusa.suspend()
+            with _taking:
+                kept = _kept.setdefault(model, {})
+                kept[key] = medusa
+                dropped = [kept.pop(oldest) for oldest in list(kept)[:-KEPT_HEADS]]
+            for one in dropped:
+                one.undo()
 
 
 def _name(heads: str | Path) -> str:
@@ -89,8 +93,9 @@ def _resumed(medusa: MedusaModel, model: Any) -> bool:
 def forget(model: nn.Module) -> None:
     """Free what calls have kept of a model: caches, compiled and captured steps, heads read from folders."""
     with _taking:
-        for medusa in _kept.pop(model, {}).values():
-            medusa.undo()
+        forgotten = _kept.pop(model, {})
+    for medusa in forgotten.values():
+        medusa.undo()
 
 
 __all__ = ["KEPT_HEADS", "forget", "lent"]

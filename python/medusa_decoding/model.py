@@ -25,7 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from medusa_decoding import bypassed, settings
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads
 from medusa_decoding.checkpoints.base import stated_sizes
-from medusa_decoding.decode.follow import Follower
+from medusa_decoding.decode.follow import Follow, Follower
 from medusa_decoding.decode.ladder import Belief, Ladder
 from medusa_decoding.decode.loop import Hooks, Run, run
 from medusa_decoding.decode.policy import Adaptive, Fixed, Policy
@@ -123,6 +123,11 @@ class Request:
 class MedusaModel:
     """A Llama-family model with Medusa heads.
 
+    Any number of threads may call `generate` of one MedusaModel, or of several with one base model: their generations
+    run one after the other, each with the text that it would have alone. Streamers, stopping criteria and logits
+    processors may generate with the model themselves. Weights, adapters and modes are not to be changed while another
+    thread generates.
+
     Args:
         base: a causal language model as loaded by transformers (quantised or LoRA-wrapped is fine). Its attention
             modules are swapped until `undo` (or the end of a `with` block); its own forward and `generate` keep
@@ -157,6 +162,7 @@ class MedusaModel:
             self.backend = backend
             self._steps = Steps(self.trunk, heads)
             self._adaptive: Adaptive | None = None
+            self._under_way = 0
             self._accuracies: Accuracies | None = None
             self._tuning: stored.Tuning | None = None
             self._tuned_tree: Tree | None = None
@@ -376,34 +382,54 @@ class MedusaModel:
         return Request(input_ids.repeat_interleave(count, 0), prompts, config, rule, limits, **wanted)
 
     def run(self, request: Request, tree: Tree | Literal["auto"] | None = None) -> MedusaOutput:
-        """Decode a checked request."""
-        self._check_decodable()
-        if request.session is not None and self.trunk.peers.size > 1:
-            # Each process would have to find the same rows in its own memory.
-            raise ValueError(f"session: expected a model in one process, got one over {self.trunk.peers.size}")
-        policy = self._policy(self._tuned_for(request.prompts) if tree is None else tree)
+        """Decode a checked request, after the generations of this base model that other threads have begun."""
+        self._check_swapped()
+        with self.trunk.turns.generation(self.trunk.device):
+            self._check_decodable()
+            if request.session is not None and self.trunk.peers.size > 1:
+                # Each process would have to find the same rows in its own memory.
+                raise ValueError(f"session: expected a model in one process, got one over {self.trunk.peers.size}")
+            policy = self._policy(self._tuned_for(request.prompts) if tree is None else tree)
+            # A generation within another's callback has steps of its own: graphs of one step share memory.
+            steps = Steps(self.trunk, self.heads) if self._under_way else self._steps
+            self._under_way += 1
+            try:
+                # States outlive this call, so they are not inference tensors, which nothing outside of that mode may
+                # change.
+                with torch.inference_mode(False), torch.no_grad(), self._current_device():
+                    return self._run(request, policy, steps)
+            finally:
+                self._under_way -= 1
+                if isinstance(policy, Adaptive):
+                    self._adaptive = policy
+
+    def _run(self, request: Request, policy: Policy, steps: Steps) -> MedusaOutput:
         backend = resolve_backend(self.backend, self.trunk.device, self.trunk.peers.size)
-        # States outlive this call, so they are not inference tensors, which nothing outside of that mode may change.
-        with torch.inference_mode(False), torch.no_grad(), self._current_device():
-            prompts = [prompt.to(self.trunk.device) for prompt in request.prompts]
-            choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, request.rule)
-            model = self._steps.fingerprint() if request.session else None
-            draws = functools.partial(_draws, request, self.trunk.peers)
-            hooks = Hooks(draws, self._follower(request, prompts, choice), request.metrics)
-            step_of = self._steps.of_generation(backend)
-            rules = self._rules(request.limits, choice)
-            if request.streamer is not None:
-                request.streamer.put(request.prompts[0][None])
-            if request.session is not None:
-                hooks.earlier = request.session.take(self.trunk, model, request.prompts)
-            done = run(self.trunk, prompts, rules, policy, step_of, self._steps.arena, hooks)
-            if request.streamer is not None:
-                request.streamer.end()
-            output = _collect(done, request, choice)
-            if request.session is not None:
-                request.session.keep(self.trunk, model, done.state, _cached(output, request), done.reused)
-            else:
-                self._steps.arena.give_back(done.state)
+        turns, rule, streamer = self.trunk.turns, request.rule, request.streamer
+        prompts = [prompt.to(self.trunk.device) for prompt in request.prompts]
+        choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, rule)
+        if isinstance(choice, Processed):
+            for row in choice.rows:
+                row.processors = [turns.without(row.processors)]
+        model = steps.fingerprint() if request.session else None
+        draws = functools.partial(_draws, request, self.trunk.peers)
+        hooks = Hooks(draws, self._follower(request, prompts, choice), request.metrics)
+        step_of = steps.of_generation(backend)
+        rules = self._rules(request.limits, choice)
+        if streamer is not None:
+            with turns.given_up():
+                streamer.put(request.prompts[0][None])
+        if request.session is not None:
+            hooks.earlier = request.session.take(self.trunk, model, request.prompts)
+        done = run(self.trunk, prompts, rules, policy, step_of, steps.arena, hooks)
+        if streamer is not None:
+            with turns.given_up():
+                streamer.end()
+        output = _collect(done, request, choice)
+        if request.session is not None:
+            request.session.keep(self.trunk, model, done.state, _cached(output, request), done.reused)
+        else:
+            steps.arena.give_back(done.state)
         return output
 
     def _policy(self, tree: Tree | Literal["auto"] | None) -> Policy:
@@ -411,13 +437,14 @@ class MedusaModel:
         self._check_tree(chosen)
         if isinstance(chosen, Tree):
             return Fixed(chosen)
-        if self._adaptive is None:
-            # What it learns of step times and heads serves the generations that follow.
+        # What it learns of step times and heads serves the generations that follow; meanwhile it belongs to this one.
+        adaptive, self._adaptive = self._adaptive, None
+        if adaptive is None:
             ladder = Ladder((self._accuracies or _published(self.heads)).by_rank if self.heads is not None else [])
             tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
-            self._adaptive = Adaptive(ladder, times, Belief(ladder))
-        return self._adaptive
+            adaptive = Adaptive(ladder, times, Belief(ladder))
+        return adaptive
 
     def _tuning_here(self) -> stored.Tuning | None:
         """Return what `medusa tune` has found, as long as the model runs where that was."""
@@ -428,7 +455,7 @@ class MedusaModel:
         tuning = self._tuning_here() if self.tree is self._tuned_tree else None
         return None if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
 
-    def _follower(self, request: Request, prompts: list[torch.Tensor], choice: Choice) -> Follower | None:
+    def _follower(self, request: Request, prompts: list[torch.Tensor], choice: Choice) -> Follow | None:
         if not request.criteria and request.streamer is None:
             return None
 
@@ -437,7 +464,8 @@ class MedusaModel:
                 return None
             return tuple(score[None] for score in choice.rows[row].scores[:count])
 
-        return Follower(prompts, request.criteria, request.streamer, scores, self.trunk.peers.agree)
+        follower = Follower(prompts, request.criteria, request.streamer, scores, self.trunk.peers.agree)
+        return self.trunk.turns.without([follower])
 
     def _rules(self, limits: settings.Limits, choice: Choice) -> Rules:
         device = self.trunk.device
@@ -465,18 +493,23 @@ class MedusaModel:
 
         All of it is made again on use.
         """
-        self._steps.clear()
-        self._adaptive = None
+        with self.trunk.turns.generation():
+            self._steps.clear()
+            self._adaptive = None
 
     def suspend(self) -> None:
         """Give the base model its own attention modules back until `resume`; nothing else that is kept is freed.
 
         Meanwhile this object refers to the base model weakly, to its layers strongly.
+
+        Raises:
+            ValueError: called during a generation of this object, by what that calls; nothing has changed then.
         """
-        if self.trunk.swap.active:
-            self.trunk.swap.suspend()
-            self._suspended = weakref.ref(self.base), weakref.ref(self.trunk.causal)
-            self.base = self.trunk.causal = None
+        with self._between_generations("suspend"):
+            if self.trunk.swap.active:
+                self.trunk.swap.suspend()
+                self._suspended = weakref.ref(self.base), weakref.ref(self.trunk.causal)
+                self.base = self.trunk.causal = None
 
     def resume(self) -> None:
         """Swap the attention modules again after `suspend`.
@@ -484,19 +517,37 @@ class MedusaModel:
         Raises:
             ValueError: the base model is gone, or a layer has got an attention that is not supported.
         """
-        if self._suspended is None:
-            return
-        base, causal = (reference() for reference in self._suspended)
-        if base is None or causal is None:
-            raise ValueError("MedusaModel: expected the base model still in use, got one that was deleted")
-        self.trunk.swap.resume()
-        self.base, self.trunk.causal = base, causal
-        self._suspended = None
+        with self.trunk.turns.generation():
+            if self._suspended is None:
+                return
+            base, causal = (reference() for reference in self._suspended)
+            if base is None or causal is None:
+                raise ValueError("MedusaModel: expected the base model still in use, got one that was deleted")
+            self.trunk.swap.resume()
+            self.base, self.trunk.causal = base, causal
+            self._suspended = None
 
     def undo(self) -> None:
-        """Give the base model its own attention modules back; this object cannot generate any more."""
-        self._steps.clear()
-        self.trunk.swap.undo()
+        """Give the base model its own attention modules back; this object cannot generate any more.
+
+        Waits for a generation in another thread.
+
+        Raises:
+            ValueError: called during a generation of this object, by what that calls; nothing has changed then.
+        """
+        with self._between_generations("undo"):
+            self._steps.clear()
+            self.trunk.swap.undo()
+
+    @contextlib.contextmanager
+    def _between_generations(self, what: str) -> Iterator[None]:
+        with self.trunk.turns.generation():
+            if self._under_way:
+                raise ValueError(
+                    f"MedusaModel: expected {what}() between generations, got it during one (from its streamer, a "
+                    "stopping criterion or a logits processor, say); call it when generate has returned"
+                )
+            yield
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as what it was made from: a copy swaps the modules of its own copy of the base model."""

@@ -17,6 +17,7 @@ from medusa_decoding.attention import AttentionSwap, DecodeContext, check_layers
 from medusa_decoding.heads import is_hooked
 from medusa_decoding.parallel import Peers, local_kv_heads
 from medusa_decoding.rope import rope_tables
+from medusa_decoding.turns import turns_of
 
 
 class Trunk:
@@ -28,6 +29,7 @@ class Trunk:
     Attributes:
         peers: the processes that the model is sharded over.
         kv_heads: KV heads of each layer that this process holds; all of them, unless the model is tensor parallel.
+        turns: the turns of the generations of this model, also of those with other heads.
         fuse: whether layers are run by `fused`, in a few launches each, instead of module by module.
 
     Raises:
@@ -51,6 +53,7 @@ class Trunk:
         self.config: Any = causal.config
         check_layers(decoder.layers)
         self.check(base, now=False)
+        self.turns = turns_of(decoder)
         self.peers = Peers.of(causal)
         self.kv_heads = local_kv_heads(causal, self.peers.size)
         self.swap = AttentionSwap(decoder.layers)

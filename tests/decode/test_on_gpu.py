@@ -1,5 +1,7 @@
 """The loop on a GPU: captured steps write what eager steps and transformers write, and nothing waits or allocates."""
 
+import threading
+
 import pytest
 import torch
 from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
@@ -141,6 +143,40 @@ def test_changed_weights_are_followed():
         expected = transformers_greedy(model, row, 16)
         assert expected != before
         assert medusa.generate(row[None], max_new_tokens=16).sequences[0, 9:].tolist() == expected
+
+
+@pytest.mark.parametrize("objects", [1, 2])
+def test_threads_on_streams_of_their_own_replay_in_turn(objects):
+    """Graphs of one step share memory: no two run at once, and what one thread launched ends before the next begins."""
+    model, heads = on_gpu(max_position_embeddings=256)
+    rows = [row.cuda() for row in prompts(2, [9])]
+    expected = [transformers_greedy(model, row, 100) for row in rows]
+    medusas = [MedusaModel(model, heads, NODES_64) for _ in range(objects)]
+    settings = [{}, {"tree": "auto"}, {"logits_processor": [lambda ids, scores: scores], "streamer": True}]
+    torch.cuda.synchronize()
+    got, errors = [], []
+
+    def write(thread):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for turn in range(9):
+                    given = dict(settings[(thread + turn) % 3])
+                    if given.pop("streamer", False):
+                        given["streamer"] = Streamer()
+                    medusa = medusas[(thread + turn) % objects]
+                    output = medusa.generate(rows[thread % 2][None], max_new_tokens=100, **given)
+                    got.append((thread % 2, output.sequences[0, 9:].tolist()))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(got) == 36
+    assert all(text == expected[row] for row, text in got)
 
 
 class Streamer:

@@ -358,7 +358,7 @@ class InterruptAt:
 
 def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
     """Each line is interrupted once, where it first runs: a cache grows, and a session goes on in it."""
-    files = [f"decode/{name}.py" for name in ("loop", "arena", "state", "watch", "follow")] + ["session.py"]
+    files = [f"decode/{name}.py" for name in ("loop", "arena", "state", "watch", "follow")] + ["session.py", "turns.py"]
     monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 1)
     model = tiny(num_hidden_layers=1, max_position_embeddings=256)
     [row] = prompts(1, [55])

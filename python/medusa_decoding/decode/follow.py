@@ -14,6 +14,8 @@ import torch
 
 from medusa_decoding.decode.watch import Progress
 
+Follow = Callable[[Progress], list[tuple[int, int]]]
+"""Shown progress, returns (row, new tokens to keep) of each row that has just been ended: a `Follower`."""
 Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
 
 

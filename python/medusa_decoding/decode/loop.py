@@ -18,7 +18,7 @@ from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arena import Arena
 from medusa_decoding.decode.arrange import TreeOnDevice, arrange
 from medusa_decoding.decode.compact import compact
-from medusa_decoding.decode.follow import Follower
+from medusa_decoding.decode.follow import Follow
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import propose
@@ -82,7 +82,7 @@ class Hooks:
     """
 
     draws: Callable[[], torch.Tensor | None] = lambda: None
-    follower: Follower | None = None
+    follower: Follow | None = None
     timed: bool = False
     earlier: tuple[DecodeState | None, int] = (None, 0)
 
@@ -184,7 +184,7 @@ class _Reader:
             self.trees.append(tree)
             self.unseen.append((tree, made))
 
-    def catch_up(self, state: DecodeState, follower: Follower | None, all_of_it: bool = False) -> bool:
+    def catch_up(self, state: DecodeState, follower: Follow | None, all_of_it: bool = False) -> bool:
         """Read all records but those the device may still be at; return whether every row has ended."""
         while self.watch.pending > (0 if all_of_it else self.watch.late):
             progress = self.watch.read()

@@ -115,7 +115,8 @@ def measure(
     backend = resolve_backend(model.backend, trunk.device)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(trunk.vocab_size, (prefix,), generator=generator).to(trunk.device) for _ in range(batch)]
-    with torch.inference_mode(False), torch.no_grad(), model._current_device():
+    turn = trunk.turns.generation(trunk.device)
+    with turn, torch.inference_mode(False), torch.no_grad(), model._current_device():
         step_of = model._steps.of_generation(backend)
         arena, nodes = model._steps.arena, max(tree.num_nodes for tree in trees)
         spare = max(tree.num_nodes + tree.depth for tree in trees)
