@@ -15,6 +15,7 @@ name. `generate` itself may be overridden: whoever calls `MedusaModel.generate` 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import weakref
@@ -95,6 +96,45 @@ def check_methods_before(causal: Any) -> None:
 def foreign_forward(cls: type[nn.Module]) -> str | None:
     """Return the name of a class's `forward` or `__call__` if it is not of `PACKAGES`."""
     return _foreign(cls.forward) or _foreign(cls.__call__)
+
+
+@contextlib.contextmanager
+def unchanged(*roots: nn.Module | None) -> Iterator[None]:
+    """Refuse weights that are exchanged, moved or cast, and adapters that are switched, within a `with` block.
+
+    transformers would go on with the new ones at the next token, decoding at the next step, if at all.
+
+    Raises:
+        ValueError: they were, also where something else failed because of it.
+    """
+    before = _weights(roots)
+
+    def check(error: Exception | None = None) -> None:
+        if _weights(roots) != before:
+            raise ValueError(
+                "base_model, heads: expected their weights and adapters left alone during a generation, got others (by "
+                "to(), set_adapter() or the like in a streamer, stopping criterion or logits processor?); change them "
+                "between generations"
+            ) from error
+
+    try:
+        yield
+    except Exception as error:
+        check(error)
+        raise
+    check()
+
+
+def _weights(roots: Sequence[nn.Module | None]) -> list[object]:
+    found: list[object] = []
+    for module in _modules(*(root for root in roots if root is not None)):
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        found += [(id(weight), weight.dtype, weight.device) for weight in weights]
+        own = vars(module)
+        if "_active_adapter" in own:
+            names = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+            found.append([str(own.get(name)) for name in names])
+    return found
 
 
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -253,4 +293,4 @@ def _check_training(causal: nn.Module, module: Any) -> None:
         )
 
 
-__all__ = ["check", "check_methods_before", "foreign_forward"]
+__all__ = ["check", "check_methods_before", "foreign_forward", "unchanged"]

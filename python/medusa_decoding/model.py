@@ -310,7 +310,8 @@ class MedusaModel:
         Raises:
             ValueError: bad arguments; a prompt that leaves no room in the context; something that cannot work here
                 (beam search, say); a base model whose text depends on what decoding passes by (overridden forwards,
-                hooks, attention functions, dropout in training mode, autocast). Raised before any work.
+                hooks, attention functions, dropout in training mode, autocast); heads and base model of different
+                dtypes. Raised before any work.
             FloatingPointError: the model's output is not finite; names the step.
             MemoryError: keys and values do not fit.
         """
@@ -416,12 +417,14 @@ class MedusaModel:
         hooks = Hooks(draws, self._follower(request, prompts, choice), request.metrics)
         step_of = steps.of_generation(backend)
         rules = self._rules(request.limits, choice)
-        if streamer is not None:
-            with turns.given_up():
-                streamer.put(request.prompts[0][None])
-        if request.session is not None:
-            hooks.earlier = request.session.take(self.trunk, model, request.prompts)
-        done = run(self.trunk, prompts, rules, policy, step_of, steps.arena, hooks)
+        calls_back = any((streamer is not None, request.criteria, rule.processors, rule.prefix_fn))
+        with bypassed.unchanged(self.trunk.causal, self.heads) if calls_back else contextlib.nullcontext():
+            if streamer is not None:
+                with turns.given_up():
+                    streamer.put(request.prompts[0][None])
+            if request.session is not None:
+                hooks.earlier = request.session.take(self.trunk, model, request.prompts)
+            done = run(self.trunk, prompts, rules, policy, step_of, steps.arena, hooks)
         if streamer is not None:
             with turns.given_up():
                 streamer.end()
@@ -568,9 +571,11 @@ class MedusaModel:
         self.trunk.swap.check(self.trunk.decoder.layers)
 
     def _check_decodable(self) -> None:
-        """Raise `ValueError` unless the base model still is what can be decoded."""
+        """Raise `ValueError` unless base model and heads still are what can be decoded."""
         self._check_swapped()
         self.trunk.check(self.base)
+        if self.heads is not None:
+            self._check_heads(self.heads)
 
     def _check_heads(self, heads: MedusaHeads) -> None:
         if not isinstance(heads, MedusaHeads):
@@ -584,7 +589,7 @@ class MedusaModel:
         if (heads.w1.device, heads.w1.dtype) != (self.trunk.device, self.trunk.dtype):
             raise ValueError(
                 f"heads: expected {self.trunk.dtype} on {self.trunk.device} like the base model, "
-                f"got {heads.w1.dtype} on {heads.w1.device}"
+                f"got {heads.w1.dtype} on {heads.w1.device}; convert both with to(device, dtype)"
             )
 
     def _check_tree(self, tree: Tree | Literal["auto"]) -> None:

@@ -8,9 +8,11 @@ import queue
 import threading
 
 import pytest
+import torch
 from calls import TREE, attentions, with_heads
-from models import heads_for, prompts, tiny, transformers_greedy
+from models import heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import byte_tokenizer, new_tokens
+from peft import LoraConfig, get_peft_model
 from test_robustness import Streamer, in_threads
 from transformers import TextIteratorStreamer
 
@@ -314,3 +316,80 @@ def test_an_interrupt_while_waiting_leaves_the_turn_to_others(monkeypatch):
     holder.join(timeout=60)
     assert turns.holder is None
     assert not turns._under_way
+
+
+# Weights that change
+
+
+def test_a_model_cast_after_it_was_wrapped_is_refused_until_its_heads_are(model):
+    [row] = prompts(1, [6])
+    heads = heads_for(model)
+    with MedusaModel(model, heads, TREE) as medusa:
+        expected = text(medusa, row)
+        model.to(torch.float16)
+        wanted = r"heads: expected torch\.float16 on cpu like the base model, got torch\.float32 on cpu; convert both"
+        with pytest.raises(ValueError, match=wanted):
+            text(medusa, row)
+        heads.to(torch.float16)
+        assert text(medusa, row) == text(medusa, row, tree=Tree([]))
+        model.double()
+        with pytest.raises(ValueError, match=r"base_model: expected .* got torch\.float64"):
+            text(medusa, row)
+        model.float()
+        with pytest.raises(
+            ValueError, match=r"heads: expected torch\.float32 .* got torch\.float16 on cpu; convert both"
+        ):
+            text(medusa, row)
+        heads.float()
+        assert len(text(medusa, row)) == len(expected)
+        model.model.layers[1].to("meta")
+        with pytest.raises(ValueError, match=r"base_model: expected on one device, got \['cpu', 'meta'\]"):
+            text(medusa, row)
+
+
+def test_a_vocabulary_resized_after_wrapping_is_refused(model):
+    [row] = prompts(1, [6])
+    with MedusaModel(model, heads_for(model), TREE) as medusa:
+        model.resize_token_embeddings(16)
+        with pytest.raises(ValueError, match="heads: expected vocab_size 16 like the base model, got 11"):
+            text(medusa, row)
+
+
+def test_a_decoder_replaced_after_wrapping_is_refused(model):
+    [row] = prompts(1, [6])
+    with MedusaModel(model, heads_for(model), TREE) as medusa:
+        model.model = tiny(seed=5).model
+        with pytest.raises(ValueError, match=r"base_model\.model: expected the decoder that was wrapped, got another"):
+            text(medusa, row)
+
+
+CHANGES = {
+    "to": lambda model, medusa: model.to(torch.bfloat16),
+    "heads": lambda model, medusa: medusa.heads.to(torch.bfloat16),
+    "adapter": lambda model, medusa: model.set_adapter("other"),
+    "merged": lambda model, medusa: model.merge_adapter(),
+    "new adapter": lambda model, medusa: model.add_adapter("third", LoraConfig(target_modules=["q_proj"], r=2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_changed_within_a_generation_are_refused(change):
+    base = tiny()
+    rows = prompts(2, [6, 9])
+    ids, mask = padded(rows)
+    settings = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    model = get_peft_model(base, settings)
+    model.add_adapter("other", settings)
+    model.eval()
+    with MedusaModel(model, heads_for(tiny()), TREE) as medusa:
+        calls = []
+
+        def once(ids, scores):
+            calls.append(1)
+            if len(calls) == 5:
+                change(model, medusa)
+            return False
+
+        with pytest.raises(ValueError, match=r"base_model, heads: expected their weights and adapters left alone"):
+            medusa.generate(ids, mask, max_new_tokens=NEW, stopping_criteria=[once])
+        assert len(calls) >= 5
