@@ -87,7 +87,7 @@ class StateCache:
         numbers = torch.tensor(rows)
         if not bool(self._there[numbers].all()):
             return None
-        found = torch.empty(len(rows), *self._shape[1:], dtype=self._states.dtype, pin_memory=pinned)
+        found = torch.empty(len(rows), *self._states.shape[1:], dtype=self._states.dtype, pin_memory=pinned)
         torch.index_select(self._states, 0, numbers, out=found)
         if not bool(torch.isfinite(found).all()):
             raise ValueError(f"{self._file}: expected finite states, got others in rows {rows}; remove the folder")
