@@ -149,6 +149,8 @@ def moments(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]],
 
 
 NAN = float("nan")
+HUGE = torch.ones(1).expand(10**11)
+"""A hundred thousand million elements, all of them the same four bytes."""
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "state {}": (written(saving.STATE, b"{}"), "no digest"),
     "state []": (written(saving.STATE, b"[]"), "expected a JSON object"),
@@ -181,6 +183,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "schedule": (edited(saving.OPTIMISER, lambda content: content["schedule"].update(last_epoch=3)), "schedule"),
     "random numbers {}": (edited("random-0.pt", lambda numbers: {}), "random-0.pt: KeyError"),
     "random numbers short": (edited("random-0.pt", lambda n: n.update(torch=torch.ones(3))), "random-0.pt"),
+    "random numbers huge": (edited("random-0.pt", lambda n: n.update(torch=HUGE)), "random-0.pt"),
+    "numpy's huge": (edited("random-0.pt", lambda n: n.update(numpy=("MT19937", HUGE, 0, 0, 0.0))), "random-0.pt"),
+    "moments huge": (edited(saving.OPTIMISER, moments(lambda value: HUGE)), "exp_avg of"),
+    "steps huge": (
+        edited(saving.OPTIMISER, of_optimiser(lambda one: one["state"][0].update(step=HUGE))),
+        "step of 0 is not finite",
+    ),
+    "weights huge": (edited(saving.WEIGHTS, first(lambda w1: HUGE)), "heads.w1: expected torch.float32 ["),
     "numpy's": (edited("random-0.pt", lambda n: n.update(numpy=("MT19937", torch.ones(3), 0, 0, 0.0))), "random-0"),
     "python's": (edited("random-0.pt", lambda n: n.update(python=(3, (1, 2), None))), "random-0.pt"),
     "stage": (stated(stage=7), "stage 7"),

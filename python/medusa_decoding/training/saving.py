@@ -252,7 +252,9 @@ def _check_tensor(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dt
 
 
 def _is_finite(value: torch.Tensor) -> bool:
-    return bool(torch.isfinite(value).all())
+    # A tensor that repeats a small storage could ask for any amount of memory.
+    stored = value.numel() * value.itemsize <= value.untyped_storage().nbytes()
+    return stored and bool(torch.isfinite(value).all())
 
 
 def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
@@ -304,9 +306,12 @@ def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
     Raises:
         Exception: of several types, if it is not that.
     """
+    kind, keys, *rest = state["numpy"]
+    for given, shape in ((state["torch"], torch.get_rng_state().shape), (keys, np.random.get_state()[1].shape)):
+        if given.shape != shape:  # before it is copied
+            raise ValueError(f"expected {list(shape)} random numbers, got {list(given.shape)}")
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
