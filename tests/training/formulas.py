@@ -88,3 +88,19 @@ class Largest(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.elements = max(self.elements, tensor.numel())
         return result
+
+
+class Made(TorchDispatchMode):
+    """Counts new tensors of a shape that operations return; results in memory of their arguments do not count."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        held = {given.untyped_storage().data_ptr() for given in [*args, *kwargs.values()] if torch.is_tensor(given)}
+        if torch.is_tensor(result) and result.shape == self.shape:
+            self.count += result.untyped_storage().data_ptr() not in held
+        return result

@@ -10,6 +10,7 @@ from formulas import (
     MAP,
     VOCAB,
     Largest,
+    Made,
     gradients,
     plain_medusa,
     plain_targets,
@@ -115,6 +116,25 @@ def test_no_tensor_is_as_large_as_one_head_s_logits(shared):
             hidden, heads_free := torch.randn(vocab, hidden_size), hidden, heads_free, labels, chunk=chunk
         )
     assert chunk * vocab == largest.elements
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_chunks_share_the_writing_of_a_weight_s_gradient(shared):
+    """No product [V', H] per chunk, but one per H/2 positions, an eighth of the vocabulary at a time."""
+    positions, hidden_size, vocab, num_heads = 140, 24, 256, 2
+    heads = random_heads(shared=shared, sizes=(hidden_size, vocab, num_heads))
+    hidden, labels = random_text(positions, hidden=hidden_size, vocab=vocab, ignored=0)
+    weight = torch.randn(vocab, hidden_size, dtype=torch.float64, requires_grad=True) if shared else None
+    with Made(vocab, hidden_size) as whole, Made(vocab // 8, hidden_size) as eighth:
+        loss = medusa_loss(hidden, heads, labels, lm_head=weight, chunk=4, through_backbone=True).loss
+    # Heads that share a matrix sum their gradients in one tensor; own ones have a place in the result.
+    assert whole.count == shared
+    assert 0 < eighth.count <= num_heads * 8 * -(-positions // (hidden_size // 2))
+    expected = plain_medusa(hidden, heads, labels, weight=weight)
+    inputs = [*heads.parameters(), *([weight] if shared else [])]
+    for mine, theirs in zip(gradients(loss, *inputs), gradients(expected, *inputs), strict=True):
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def errors_beside_pytorch_s(case, dtype, device):

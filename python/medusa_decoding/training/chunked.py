@@ -1,7 +1,8 @@
-"""A loss over a vocabulary, and its gradient, a chunk of positions at a time: never more than [chunk, V'] logits.
+"""A loss over a vocabulary, and its gradient, a chunk of positions at a time, without the logits of all positions.
 
 The gradient of a chunk's logits is known as soon as the logits are, so it is taken to the states and to the weights in
-the forward pass, before the next chunk's logits replace them. Backward only scales what is already there. Three parts
+the forward pass. Backward only scales what is already there. For the weights, the gradients of several chunks' logits
+are kept and multiplied at once: at most half the memory of one head's gradient [V', H]. Three parts
 meet here: a `Projection` (states to logits, and back), a criterion (logits to loss and its gradient), and the autograd
 function that walks over heads and chunks. This module does not know what a target is, nor how losses are weighted.
 
@@ -13,6 +14,7 @@ factors applied afterwards, in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +25,8 @@ from medusa_decoding.training.targets import IGNORE
 
 CHUNK_ELEMENTS = 2**25
 """Logits of a chunk where the caller names no chunk: 128 MiB of fp32."""
+SLABS = 8
+"""Parts of a vocabulary of which the gradient of a weight is computed one by one, so that their products stay small."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -46,7 +50,8 @@ class Projection(Protocol):
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
         """Take the gradient of the last `logits` further: fp32 [C, V'] -> [C, H] for the states, both times `scale`.
 
-        Adds to the gradient of the parameters.
+        Adds to the gradient of the parameters, at the latest in `end_head`. Until then it may keep `gradient`, which
+        the caller must not change.
         """
 
     def end_head(self, head: int) -> None:
@@ -107,6 +112,7 @@ class Matrix:
         self._gradient: Tensor | None = None
         self._sum: Tensor | None = None
         self._states = weight.new_empty(0)
+        self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def _matrix(self, head: int) -> Tensor:
         key = head if self._weight.ndim == 3 else 0
@@ -124,33 +130,67 @@ class Matrix:
         return _product(self._states, self._matrix(head).t())
 
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Multiply by the matrix' transpose, and add the outer product to its gradient; see `Projection`."""
+        """Multiply by the matrix' transpose, and keep what the matrix' own gradient needs; see `Projection`."""
         gradient = _operand(gradient, self._dtype)
         if self._trains:
-            if self._sum is None:
-                self._sum = torch.zeros_like(self._matrix(head), dtype=sum_type(self._dtype))
-            self._sum.addcmul_(_product(gradient.t(), self._states), scale)
+            # With slabs, half of [V', H] keeps the peak below that of one product [V', H] per chunk.
+            room = gradient.shape[1] * self._states.shape[1] * sum_type(self._dtype).itemsize // 2
+            self._kept.append((gradient, self._states, scale))
+            if sum(kept[0].nbytes for kept in self._kept) + gradient.nbytes > room:
+                self._add_kept(head)
         return _product(gradient, self._matrix(head)).mul_(scale)
 
+    def _add_kept(self, head: int) -> None:
+        """Add the gradient of all kept positions, in one product per slab of the vocabulary.
+
+        To read and write [V', H] in fp32 takes longer than one chunk's product, so several chunks share it.
+        """
+        if not self._kept:
+            return
+        gradients, states, scales = zip(*self._kept, strict=True)
+        self._kept = []
+        total, states_of_all = self._total(head), _join(states)
+        slab = 16 * -(-len(total) // (16 * SLABS))  # aligned as tensor cores want it
+        for start in range(0, len(total), slab):
+            part = slice(start, start + slab)
+            gradient = _join([kept[:, part] for kept in gradients])
+            total[part].addcmul_(_product(gradient.t(), states_of_all), scales[0])
+
+    def _total(self, head: int) -> Tensor:
+        """Return what a head's gradient is summed in: the gradient itself if it has the type of sums."""
+        kind = sum_type(self._dtype)
+        if self._weight.ndim == 3 and self._weight.dtype == kind:
+            return self._whole_gradient()[head]
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._matrix(head), dtype=kind)
+        return self._sum
+
+    def _whole_gradient(self) -> Tensor:
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._weight)
+        return self._gradient
+
     def end_head(self, head: int) -> None:
-        """Round a head's own gradient to its type, so that one head's alone is held in fp32."""
+        """Add what is kept, and round a head's own gradient to its type; see `Projection`."""
+        self._add_kept(head)
         if self._weight.ndim == 3 and self._sum is not None:
-            if self._gradient is None:
-                self._gradient = torch.zeros_like(self._weight)
-            self._gradient[head] = self._sum
+            self._whole_gradient()[head] = self._sum
             self._sum.zero_()
 
     def gradients(self) -> list[Tensor | None]:
         """Return the gradient of the weight; see `Projection`."""
         if not self._trains:
             return [None]
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self._weight)
-            if self._weight.ndim == 2 and self._sum is not None:
-                whole = slice(None) if self._map is None else self._map
-                self._gradient[whole] = self._sum.to(self._weight.dtype)
+        shared = self._sum if self._weight.ndim == 2 else None
         self._sum = self._operands = None
-        return [self._gradient]
+        if shared is None:
+            return [self._whole_gradient()]
+        shared = shared.to(self._weight.dtype)
+        return [shared if self._map is None else self._whole_gradient().index_copy_(0, self._map, shared)]
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Called:

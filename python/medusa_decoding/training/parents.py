@@ -47,7 +47,7 @@ class Parents:
         chosen = self._parents[head, rows]
         with torch.autocast(gradient.device.type, enabled=False):
             parents, factor = tokens[chosen], scale.to(gradient.dtype)
-            of_candidates.addcmul_(gradient.t() @ (parents @ mix[head]), factor)
+            of_candidates.addmm_(gradient.t(), (parents @ mix[head]).mul_(factor))
             of_mixed = (gradient @ candidates).mul_(factor)
             of_mix[head] += parents.t() @ of_mixed
             of_tokens.index_add_(0, chosen, of_mixed @ mix[head].t())
