@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+from transformers.generation.streamers import BaseStreamer
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.attention import TreeAttention
@@ -96,7 +97,7 @@ IDS = torch.tensor([[1, 2, 3]])
         (IDS, {"logits_processor": [None]}, "logits_processor: expected callables, got None"),
         (IDS, {"stopping_criteria": [3]}, "stopping_criteria: expected callables, got 3"),
         (IDS, {"seed": 1.5}, "seed: expected a whole number"),
-        (IDS.repeat(2, 1), {"streamer": object()}, "streamer: expected a batch of 1, got 2"),
+        (IDS.repeat(2, 1), {"streamer": BaseStreamer()}, "streamer: expected a batch of 1, got 2"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(no_work, ids, kwargs, words):
