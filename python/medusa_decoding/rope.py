@@ -37,17 +37,17 @@ def rope_tables(
         raise ValueError("rope: expected default, linear, dynamic, llama3 or yarn, got longrope")
     sample = torch.empty(0, dtype=dtype, device=device)
     if "dynamic" not in rotary.rope_type or capacity <= rotary.original_max_seq_len:
-        tables = _rows(_fresh(rotary), sample, 0, capacity)
+        positions = _rows(_fresh(rotary), sample, 0, capacity)
         if is_hooked(rotary) or foreign_forward(type(rotary)):
             # transformers would call it at each step, with that step's positions alone.
-            for one, all_of_them in zip(_rows(_fresh(rotary), sample, 1, 2), tables, strict=True):
+            for one, all_of_them in zip(_rows(_fresh(rotary), sample, 1, 2), positions, strict=True):
                 if not torch.allclose(one, all_of_them[1:2], rtol=0.0, atol=1e-2):  # a rounding of bfloat16
                     raise ValueError(
                         "base_model.model.rotary_emb: expected rotations that depend on the position alone, got others "
                         f"of position 1 beside {capacity - 1} more ({type(rotary).__name__}); use transformers' own "
                         "generate"
                     )
-        return tables
+        return positions
     lengths = sorted(set(prompt_lengths))
     tables = {length: _dynamic_tables(rotary, sample, length, capacity) for length in lengths}
     if len(lengths) == 1:
