@@ -10,6 +10,7 @@ import contextlib
 import os
 import pickletools
 import re
+import reprlib
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -190,7 +191,7 @@ def _open_pytorch(file: Path, prefix: str) -> dict[str, StoredTensor]:
     tensors, copied, size = {}, 0, file.stat().st_size
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise ValueError(f"{file}: {name}: expected a named tensor, got {type(value).__name__}")
+            raise ValueError(f"{file}: {reprlib.repr(name)}: expected a named tensor, got {type(value).__name__}")
         if not name.startswith(prefix):
             continue
         wanted, held = value.numel() * value.element_size(), value.untyped_storage().nbytes()

@@ -191,9 +191,7 @@ def obstacles(folder: Path, base: str, source: Path) -> list[str]:
     found = []
     for method in _OTHER_METHODS:
         if method in str(folder).lower():
-            found.append(
-                f"vLLM takes a folder with {method!r} in its path for heads of another kind: choose another --out"
-            )
+            found.append(f"vLLM takes a folder with {method!r} in its path for heads of another kind: name another one")
             break
     if (Path(base) / "adapter_config.json").is_file():
         found.append(f"vLLM does not serve an adapter, such as {base}: merge it, and name the result by --base-model")
