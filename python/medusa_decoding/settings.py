@@ -320,16 +320,21 @@ def _processors(
     # transformers' own `generate` sets this field before it makes processors.
     config._eos_token_tensor = eos
     prefix_fn = rule.prefix_fn
-    return causal._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=len(prompt),
-        encoder_input_ids=prompt[None],
-        # A row is alone in its calls, and number 0 there.
-        prefix_allowed_tokens_fn=None if prefix_fn is None else lambda _, text: prefix_fn(row, text),
-        logits_processor=lp.LogitsProcessorList(rule.processors),
-        device=device,
-        model_kwargs={},
-    )
+    try:
+        return causal._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=prompt[None],
+            # A row is alone in its calls, and number 0 there.
+            prefix_allowed_tokens_fn=None if prefix_fn is None else lambda _, text: prefix_fn(row, text),
+            logits_processor=lp.LogitsProcessorList(rule.processors),
+            device=device,
+            model_kwargs={},
+        )
+    except (TypeError, LookupError) as error:  # a model's generation config comes from strangers
+        raise ValueError(
+            f"generation_config: expected settings that transformers accepts, got others ({error})"
+        ) from error
 
 
 def criteria(config: GenerationConfig, given: Sequence[Any], tokenizer: Any) -> list[Any]:

@@ -53,8 +53,12 @@ _MOST = {
     "head_dim": 2**13,
     "vocab_size": 2**24,
     "max_position_embeddings": 2**40,
-    "num_labels": 2**20,
+    "num_labels": 2**16,
 }
+_ROPE_NUMBERS = {
+    "factor", "rope_theta", "attention_factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+}  # fmt: skip
 # They name other files of weights or settings, which would pass by what is checked here.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
 _CONFIG_BYTES = 2**24
@@ -344,20 +348,45 @@ def _check_raw(raw: Mapping[str, Any], file: Path) -> None:
         least = 0 if key == "num_labels" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ValueError(f"{file}: expected {key} from {least} to {most}, got {_short(value)}")
+    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise ValueError(f"{file}: expected num_key_value_heads that divides {heads} heads, got {kv_heads}")
     for key, value in raw.items():
+        if key.startswith("rope_") or key in _ROPE_NUMBERS:
+            _check_rope(key, value, file)
         if key.endswith("_config") and isinstance(value, dict):
             _check_raw(value, file)
 
 
 def _check_keys(raw: Mapping[str, Any], file: Path, kind: type) -> None:
-    """Refuse settings that would take the place of a method, such as `to_dict`."""
-    for key in raw:
+    """Refuse settings that would take the place of a method, such as `to_dict`, and token ids that are none."""
+    for key, value in raw.items():
         if callable(getattr(kind, key, None)):
             raise ValueError(f"{file}: expected settings, got {key!r}, which names a method of {kind.__name__}")
+        if key.endswith("_token_id") and value is not None:
+            for token in value if isinstance(value, list) else [value]:
+                if isinstance(token, bool) or not isinstance(token, int) or abs(token) >= 2**31:
+                    raise ValueError(f"{file}: expected {key} to be a token id or a list of them, got {_short(value)}")
+
+
+def _check_rope(key: str, value: Any, file: Path) -> None:
+    """Refuse what rotary embeddings cannot be computed with: transformers uses most of it in the first forward."""
+    single = key in _ROPE_NUMBERS
+    if isinstance(value, dict) and not single:
+        for inner, found in value.items():
+            _check_rope(inner, found, file)
+    elif key not in ("rope_type", "type") and (value is not None or key == "factor"):
+        most = 1.0 if key == "partial_rotary_factor" else 1e15
+        for number in value if isinstance(value, list) and not single else [value]:
+            if not isinstance(number, (int, float)) or not abs(number) <= most:
+                raise ValueError(f"{file}: expected {key} in numbers of at most {most:g}, got {_short(value)}")
 
 
 def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
     """Return the shapes of all tensors in the files that transformers takes a folder's weights from, in its order."""
+    if any(folder.glob("shard-*-model-*.safetensors")):
+        # transformers would take these first, and pass over what the model has no place for.
+        raise ValueError(f"{folder}: expected whole weights, got the shards of a distributed run (save them whole)")
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
         file = folder / name
         if file.is_file():
