@@ -1,6 +1,9 @@
 """Data that the model writes: its own tokens turn by turn, whatever the batch, the heads and the interruptions."""
 
 import json
+import os
+import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
+from medusa_decoding.files import only_writer
 from medusa_decoding.training import distill
 from medusa_decoding.training.chat import ChatEncoder, encode_records, fingerprint
 from medusa_decoding.training.config import GenerationConfig, SourceConfig
@@ -300,6 +304,25 @@ def test_a_damaged_line_is_named(generate, chatml):
     generate.path.write_bytes(b"".join([lines[0], b"{}\n", *lines[2:]]))
     with pytest.raises(ValueError, match=r"out.jsonl:2: expected a generated record, got another line"):
         generate(model, chatml, records(), resume=True)
+
+
+def test_records_have_one_writer(generate, chatml, tmp_path):
+    """A second thread is a second writer; what holds the file already may write it."""
+    model, refused = language_model(chatml), []
+
+    def second():
+        try:
+            generate(model, chatml, records())
+        except ValueError as error:
+            refused.append(str(error))
+
+    with only_writer("x", tmp_path / "out.jsonl"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert not (tmp_path / "out.jsonl").exists()
+        assert re.search(rf"^out: expected a place that nobody else .*, which process {os.getpid()} on", refused[0])
+        assert generate(model, chatml, records())
 
 
 def test_prompts_that_leave_no_room_are_left_out_and_conversations_end(generate, chatml):

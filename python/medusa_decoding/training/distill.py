@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding import settings as decoding
+from medusa_decoding.files import only_writer
 from medusa_decoding.inputs import split_prompts, token_list
 from medusa_decoding.model import MedusaModel, Request
 from medusa_decoding.provenance import fingerprint
@@ -160,7 +161,8 @@ def generate_records(
 
     Raises:
         ValueError: no template, or one that does not keep earlier answers where seeds have several turns; records
-            that are there of other settings, another model, other heads or other seeds.
+            that are there of other settings, another model, other heads or other seeds; a file that another process
+            writes.
         OSError: the file could not be written.
         FloatingPointError, MemoryError: as `MedusaModel.generate`.
     """
@@ -170,26 +172,27 @@ def generate_records(
     if encoder.end_of_turn is not None and encoder.end_of_turn not in ends:
         ends.append(encoder.end_of_turn)
     config = _decoding(model, settings, ends)
-    file = GeneratedFile(out, _settings(model, encoder, settings, limit, config), resume)
-    report = GenerationReport()
-    for written in file.there():
-        report.add(written)
-    report.before = report.records
-    for batch in _batches(_sound(seeds, encoder, settings, limit, report), settings.batch_size):
-        if all([file.has(seed.number, seed.digest) for seed in batch]):
-            continue
-        while live := [seed for seed in batch if seed.prompt]:
-            for seed, answer in zip(live, _answers(model, config, live, settings, report), strict=True):
-                seed.take(answer, ends)
+    with only_writer("out", out):
+        file = GeneratedFile(out, _settings(model, encoder, settings, limit, config), resume)
+        report = GenerationReport()
+        for written in file.there():
+            report.add(written)
+        report.before = report.records
+        for batch in _batches(_sound(seeds, encoder, settings, limit, report), settings.batch_size):
+            if all([file.has(seed.number, seed.digest) for seed in batch]):
+                continue
+            while live := [seed for seed in batch if seed.prompt]:
+                for seed, answer in zip(live, _answers(model, config, live, settings, report), strict=True):
+                    seed.take(answer, ends)
+                if progress is not None:
+                    progress(report)
+            records = [record for seed in batch for record in seed.lines()]
+            for record in file.append(records):
+                report.add(record)
             if progress is not None:
                 progress(report)
-        records = [record for seed in batch for record in seed.lines()]
-        for record in file.append(records):
-            report.add(record)
-        if progress is not None:
-            progress(report)
-    file.finish(report.as_json(), asked)
-    return report
+        file.finish(report.as_json(), asked)
+        return report
 
 
 def _sound(
