@@ -3,7 +3,7 @@
 #   make demo            .venv, install, run the main job
 #   make test            .venv, editable install, tests         (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
 #   make test-interpreted  the Triton kernels in Triton's interpreter
-#   make kernels         every kernel compiled for sm_80, 86, 90: registers, spills, memory, instructions; checked
+#   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
 #   make train-demo      heads for the demo model from nothing, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
@@ -42,8 +42,8 @@ SAY_CUDA = @$(BIN)/python -I -c "from medusa_kernels import _native; print(_nati
 PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
-GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-step \
-	gpu-projections $(GPU_ABLATIONS)
+GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
+	gpu-step gpu-projections $(GPU_ABLATIONS)
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown))
 STAMPS = benchmarks/results/.stages/$(COMMIT)
 # The sources of this checkout, whether or not the interpreter has the package installed.
@@ -145,6 +145,9 @@ gpu-verify: gpu-build
 gpu-compact: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_kv_compact --budget 120 && \
 		$(ON_GPU) -m benchmarks.bench_rope_append --budget 120 && $(ON_GPU) -m benchmarks.bench_tree_select --budget 40)
+
+gpu-sampling: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_sampling --budget 60)
 
 gpu-step: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 400)

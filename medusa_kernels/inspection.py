@@ -29,12 +29,14 @@ from medusa_kernels._registry import interpreted
 OPS = tuple(op for op in _registry.OPS if op != "kv_compact")
 """Ops with Triton kernels, each in the module of its name in `medusa_kernels._triton`."""
 
-ARCHS = ("80", "86", "90")
+ARCHS = ("80", "86", "89", "90", "100", "120")
+"""Compilation targets, the keys of `launch.TARGETS`."""
 
 RULES = """\
 Each of these is a breach, printed below the table, and makes the exit status 1:
   stack         more than 0 bytes of stack: registers spill
   shared        more shared memory than one block may have on that target
+  programs      fewer programs fit a multiprocessor, by registers and shared memory, than the launch counts on
   tensor cores  a 16-bit kernel (a 16-bit pointer among its arguments) with a matrix product (tt.dot in Triton's IR),
                 but no tensor-core operation in its disassembly
   16 bytes      a kernel that loads a tile of 16-bit numbers of at least 16 bytes a thread (tt.load in Triton's IR), or
@@ -48,7 +50,7 @@ UNALIGNED_WORDS = frozenset({"strided", "unit1", "unit2", "unit4"})
 _WIDE = re.compile(r"(LDG|LDGSTS)\..*\.128\b")
 _ASYNC = re.compile(r"(LDGSTS|UBLKCP|UTMALDG)\b")
 _BULK = re.compile(r"(UBLKCP|UTMALDG)\b")
-_TENSOR_CORE = re.compile(r"[HIQD]G?MMA\b")
+_TENSOR_CORE = re.compile(r"(?:UTC)?[HIQD]G?MMA\b")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*[\w.]*)")
 _RESOURCES = re.compile(r"^\s*REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 _LOAD = re.compile(r"tt\.load\b.*:\s*tensor<((?:\d+x)+)!tt\.ptr<(?:f16|bf16|i16)>")
@@ -75,13 +77,15 @@ class Row:
 
     Attributes:
         name: the specialisation's name.
-        arch: "80", "86" or "90".
+        arch: one of `ARCHS`.
         warps: warps a program, 0 for a native kernel, whose block is chosen at launch.
         stages: depth of software pipelining.
         counts: registers, memory and instructions.
         limit: bytes of shared memory that a block may have on the target.
         dots_16_bit: whether it multiplies matrices and has 16-bit arguments.
         streams: whether it loads tiles of 16-bit numbers, 16 bytes or more a thread.
+        programs: programs that the launch counts on to share a multiprocessor; 0: on nothing.
+        fitting: how many do.
         failed: why there is nothing to count, or "".
     """
 
@@ -93,6 +97,8 @@ class Row:
     limit: int
     dots_16_bit: bool = False
     streams: bool = False
+    programs: int = 0
+    fitting: int = 0
     failed: str = ""
 
 
@@ -105,6 +111,8 @@ def breaches(row: Row) -> list[str]:
         found.append(f"{counts.stack} bytes of stack, expected 0: registers spill")
     if counts.shared > row.limit:
         found.append(f"{counts.shared} bytes of shared memory, the limit of sm_{row.arch} is {row.limit}")
+    if row.fitting < row.programs:
+        found.append(f"{row.fitting} programs fit a multiprocessor, the launch counts on {row.programs}")
     if row.dots_16_bit and not counts.tensor_ops:
         found.append("a 16-bit matrix product without a tensor-core operation")
     aligned = not UNALIGNED_WORDS.intersection(row.name.split())
@@ -162,13 +170,25 @@ def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
         return replace(row, failed=f"does not compile: {type(error).__name__}: {str(error)[:300]}")
     (counts,) = parse(disassembled(kernel)).values()
     ttir = kernel.asm["ttir"]
+    counts = replace(counts, shared=kernel.metadata.shared)
     has_16_bit = any(kind.lstrip("*") in ("bf16", "fp16") for kind in spec.signature.values())
     return replace(
         row,
-        counts=replace(counts, shared=kernel.metadata.shared),
+        counts=counts,
         dots_16_bit=has_16_bit and "tt.dot" in ttir,
         streams=streams(ttir, spec.num_warps),
+        programs=spec.programs,
+        fitting=fitting(counts, spec.num_warps, arch),
     )
+
+
+def fitting(counts: Counts, warps: int, arch: str) -> int:
+    """Return how many programs a multiprocessor holds by its shared memory and its 64 Ki registers.
+
+    Registers are given out in units of 8 a thread.
+    """
+    by_registers = 2**16 // (-(-max(counts.registers, 1) // 8) * 8 * 32 * warps)
+    return min(by_registers, _device(arch).blocks(counts.shared))
 
 
 def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
@@ -206,13 +226,20 @@ def disassembly(file: Path, *options: str) -> str:
 
 def limit_of(arch: str) -> int:
     """Return the bytes of shared memory that a block may have on a target such as "86"."""
+    return int(_device(arch).shared_memory)
+
+
+def _device(arch: str) -> Any:
     from medusa_kernels._triton import launch
 
-    return launch.SHARED_MEMORY[int(arch[:-1]), int(arch[-1])]
+    return launch.TARGETS[arch]
 
 
 def native_rows(library: Path, arch: str) -> list[Row]:
-    """Return a row for every kernel of the CUDA library, named by the unit that it moves."""
+    """Return a row for every kernel of the CUDA library, named by the unit that it moves.
+
+    None for a target that the library serves by its PTX, which the driver compiles on the machine.
+    """
     rows = []
     for mangled, counts in parse(disassembly(library, "-arch", f"sm_{arch}")).items():
         match = _NATIVE_UNIT.search(mangled)
@@ -241,13 +268,16 @@ def tasks_of(op: str, archs: Iterable[str]) -> Iterator[Task]:
 
 def _specialisations(op: str, arch: str) -> list[Any]:
     module = importlib.import_module(f"medusa_kernels._triton.{op}")
-    return list(module.specialisations((int(arch[:-1]), int(arch[-1]))))
+    return list(module.specialisations(_device(arch)))
 
 
 def work(task: Task) -> Row:
-    """Compile a task; a module's OPTIONS are the compiler options that all its launches pass."""
+    """Compile a task with the compiler options that all launches of its module pass: its OPTIONS, or every launch's."""
+    from medusa_kernels._triton import launch
+
     module = importlib.import_module(f"medusa_kernels._triton.{task.op}")
-    return compiled_row(_specialisations(task.op, task.arch)[task.index], task.arch, getattr(module, "OPTIONS", {}))
+    options = getattr(module, "OPTIONS", launch.OPTIONS)
+    return compiled_row(_specialisations(task.op, task.arch)[task.index], task.arch, options)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.decode_linear import as_rows
-from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
+from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
 
 SIZES = (2048, 4096, 5120, 8192)
 """Row lengths that are compiled ahead for inspection; any length runs."""
@@ -27,14 +27,14 @@ class Config:
     num_stages: int = 1
 
 
-def configuration(capability: launch.Capability, dtype: torch.dtype, size: int) -> Config:
+def configuration(device: launch.Device, dtype: torch.dtype, size: int) -> Config:
     """Return the launch configuration: 16 elements a thread (of 16 bits, two 16-byte loads), in at most 16 warps."""
     return Config(num_warps=min(16, max(1, triton.next_power_of_2(size) // 512)))
 
 
-def candidates(capability: launch.Capability, dtype: torch.dtype, size: int) -> list[Config]:
+def candidates(device: launch.Device, dtype: torch.dtype, size: int) -> list[Config]:
     """List configurations worth timing, the chosen one first."""
-    chosen = configuration(capability, dtype, size)
+    chosen = configuration(device, dtype, size)
     return [chosen, *(config for config in map(Config, (4, 8, 16, 32)) if config != chosen)]
 
 
@@ -76,39 +76,40 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
         return total, normed
     rows = as_rows(x)
     added = rows if delta is None else as_rows(delta)
-    config = configuration(launch.capability(x.device), x.dtype, size)
+    config = configuration(launch.describe(x.device), x.dtype, size)
     pdl = programmatic(x.device)
     with launch.on_device(x):
         _add_rms_norm_kernel[(rows.shape[0],)](
             rows, added, weight.contiguous(), total, normed,
             size, rows.stride(0), added.stride(0), eps,
             HAS_DELTA=delta is not None, PDL=pdl, BLOCK_H=triton.next_power_of_2(size),
-            num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(pdl),
+            num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
+            **launch_options(pdl),
         )  # fmt: skip
     return total, normed
 
 
-def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisation]:
+def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
     """Yield every row length in bf16 with a sum and without, and what else changes the code at one of them."""
     for size in SIZES:
-        yield _form(capability, torch.bfloat16, size)
-        yield _form(capability, torch.bfloat16, size, delta=False)
+        yield _form(device, torch.bfloat16, size)
+        yield _form(device, torch.bfloat16, size, delta=False)
     for dtype in (torch.float16, torch.float32):
-        yield _form(capability, dtype, 4096)
-        yield _form(capability, dtype, 8192)
-    yield _form(capability, torch.bfloat16, 4095, aligned=False)
+        yield _form(device, dtype, 4096)
+        yield _form(device, dtype, 8192)
+    yield _form(device, torch.bfloat16, 4095, aligned=False)
 
 
 def _form(
-    capability: launch.Capability,
+    device: launch.Device,
     dtype: torch.dtype,
     size: int,
     *,
     delta: bool = True,
     aligned: bool = True,
 ) -> launch.Specialisation:
-    config = configuration(capability, dtype, size)
-    kind, pdl = launch.TRITON_TYPES[dtype], capability >= LOWEST_CAPABILITY
+    config = configuration(device, dtype, size)
+    kind, pdl = launch.TRITON_TYPES[dtype], has_programmatic(device)
     integers = ("size", "stride_x_m", "stride_d_m")
     return launch.Specialisation(
         name=f"add_rms_norm {kind} H{size}" + " sum" * delta + " pdl" * pdl + (" unit1" if not aligned else ""),

@@ -8,6 +8,7 @@ products take over.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
+from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
 from medusa_kernels._triton.streaming import dot_accumulate
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
 
@@ -51,7 +52,7 @@ class Config:
 
 
 def configuration(
-    capability: launch.Capability,
+    device: launch.Device,
     dtype: torch.dtype,
     rows: int,
     out_features: int,
@@ -63,7 +64,7 @@ def configuration(
     """Choose how weights are streamed.
 
     Args:
-        capability: compute capability.
+        device: where it runs.
         dtype: of everything.
         rows: of x, 1 to 64.
         out_features: rows of all weights together.
@@ -77,17 +78,21 @@ def configuration(
         return Config(False, m, 32, 16, 8 if gate and m == MOST_ROWS else 4, 2)
     if not vectors:
         return Config(False, m, 32, 32, 4, 2)
-    if capability == (9, 0):
-        config = _on_hopper(m, out_features, gate)
-    elif gate or out_features <= 8192:
-        # Two accumulators and two weights beside 32 rows of x spill with steps of 128 columns.
-        config = Config(False, m, 32, 64 if gate and m > 16 else 128, 4, 5)
+    if device.hopper:
+        config = _on_hopper(device, m, out_features, gate)
     else:
-        config = Config(False, m, 64, 128 if m < 64 else 64, 4, 4)
-    return _fitting(config, capability, dtype, gate)
+        # Of equal times the one that leaves the most room on a multiprocessor.
+        config = min(
+            _choices(device, dtype, m, gate),
+            key=lambda c: (
+                _time(c, device, dtype, out_features, in_features, gate),
+                -_programs(c, device, dtype, gate),
+            ),
+        )
+    return _fitting(config, device, dtype, gate)
 
 
-def _on_hopper(m: int, out_features: int, gate: bool) -> Config:
+def _on_hopper(device: launch.Device, m: int, out_features: int, gate: bool) -> Config:
     """Return what measured best on an H200 at the projections of Llama-2-7B and Llama-3-8B, M = 1 and 64."""
     if gate:
         if out_features > 24576 or m == 32:
@@ -95,21 +100,72 @@ def _on_hopper(m: int, out_features: int, gate: bool) -> Config:
         return Config(False, m, 32, 128, 4, 3) if m < 64 else Config(False, m, 64, 64, 4, 4)
     if m < 64:
         return Config(True, m, 64, 128, 4, 6 if out_features <= 8192 else 4)
-    if out_features <= 132 * 32:  # a multiprocessor holds one program of six stages, and 132 must do for all tiles
+    if out_features <= device.multiprocessors * 32:  # a multiprocessor holds one program of six stages: a single wave
         return Config(False, m, 32, 128, 4, 6)
     if out_features <= 8192:
         return Config(True, m, 64, 128, 4, 6)
     return Config(False, m, 128, 64, 4, 5)
 
 
-def _fitting(config: Config, capability: launch.Capability, dtype: torch.dtype, gate: bool) -> Config:
-    """Return the configuration with no more stages than fit the shared memory; unknown targets have little."""
-    room = launch.SHARED_MEMORY.get(capability, min(launch.SHARED_MEMORY.values()))
-    return replace(config, num_stages=min(config.num_stages, max(2, room // config.stage_bytes(dtype, gate))))
+IN_FLIGHT = 16 * 1024
+"""Bytes of weights that must be on their way to each multiprocessor to keep the memory busy, and so what it delivers
+within its latency. An A100 needs 11 KiB (2 TB/s for 0.6 us)."""
+
+PULL = 2
+"""How many times its even share of the memory's bandwidth a multiprocessor can take in, activations included."""
+
+
+def _choices(device: launch.Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:
+    """Return the tiles to choose from where nothing was measured, each with as many stages as fit.
+
+    With steps of 128 columns 64 rows of x spill, and so do two accumulators, unless the tile is the smallest.
+    """
+    tiles = ((32, 128, 5), (32, 64, 5), (64, 128, 4), (64, 64, 4))
+    return [
+        _fitting(Config(False, m, n, k, 4, stages), device, dtype, gate)
+        for n, k, stages in tiles
+        if k < 128 or (m < MOST_ROWS and not gate) or (m, n) == (16, 32)
+    ]
+
+
+def _programs(config: Config, device: launch.Device, dtype: torch.dtype, gate: bool) -> int:
+    """Return how many programs share a multiprocessor, by its shared memory.
+
+    It holds all stages where tensor cores read both factors there (10.0, from 64 rows on), else all but one.
+    """
+    stages = config.num_stages - (device.capability[0] != 10 or config.block_m < 64)
+    return max(1, device.blocks(stages * config.stage_bytes(dtype, gate)))
+
+
+def _time(
+    config: Config, device: launch.Device, dtype: torch.dtype, out_features: int, in_features: int, gate: bool
+) -> float:
+    """Estimate how long a launch takes, in rows of weights that the memory could deliver meanwhile.
+
+    Programs run in waves of as many as the device holds at once. A wave takes as long as the memory needs for its
+    weights, or as the busiest multiprocessor needs for its programs' weights and activations, or as a wave too small to
+    keep the memory busy: whichever is longest. Before each wave the memory's latency passes.
+    """
+    weights, count = config.block_n * (1 + gate), device.multiprocessors
+    in_flight = (config.num_stages - 1) * weights * config.block_k * dtype.itemsize
+    latency = count * IN_FLIGHT / (in_features * dtype.itemsize)
+
+    def wave(programs: int) -> float:
+        busiest = -(-programs // count) * (weights + config.block_m)
+        return latency + max(programs * weights, busiest * count / PULL, count * IN_FLIGHT / in_flight * weights)
+
+    waves, rest = divmod(-(-out_features // weights), count * _programs(config, device, dtype, gate))
+    return waves * wave(count * _programs(config, device, dtype, gate)) + (wave(rest) if rest else 0.0)
+
+
+def _fitting(config: Config, device: launch.Device, dtype: torch.dtype, gate: bool) -> Config:
+    """Return the configuration with no more stages than fit the shared memory."""
+    stages = max(2, device.shared_memory // config.stage_bytes(dtype, gate))
+    return replace(config, num_stages=min(config.num_stages, stages))
 
 
 def candidates(
-    capability: launch.Capability,
+    device: launch.Device,
     dtype: torch.dtype,
     rows: int,
     out_features: int,
@@ -119,8 +175,8 @@ def candidates(
     vectors: bool = True,
 ) -> list[Config]:
     """List configurations worth timing, the chosen one first."""
-    chosen = configuration(capability, dtype, rows, out_features, in_features, gate, vectors=vectors)
-    if dtype == torch.float32 or not vectors or capability != (9, 0):
+    chosen = configuration(device, dtype, rows, out_features, in_features, gate, vectors=vectors)
+    if dtype == torch.float32 or not vectors or not device.hopper:
         return [chosen]
     # swap, block_n, block_k, stages; block_n of both weights together
     shapes = [
@@ -133,8 +189,7 @@ def candidates(
         shapes = [(swap, n // 2, k, stages) for swap, n, k, stages in shapes if n >= (128 if swap else 64)]
         shapes += [(False, 32, 64, 6), (False, 16, 256, 4), (False, 64, 128, 3), (True, 64, 64, 6)]
     configs = [Config(swap, chosen.block_m, n, k, 4, stages) for swap, n, k, stages in shapes]
-    room = launch.SHARED_MEMORY[capability]
-    fitting = [c for c in configs if c.num_stages * c.stage_bytes(dtype, gate) <= room]
+    fitting = [c for c in configs if c.num_stages * c.stage_bytes(dtype, gate) <= device.shared_memory]
     return [chosen, *(config for config in fitting if config != chosen)]
 
 
@@ -246,7 +301,7 @@ def decode_linear(
     rows = flat.shape[0]
     strides = [flat.stride(0), *(weight.stride(0) for weight in weights)]
     vectors = all(number % VECTOR == 0 for number in (size, *strides))
-    config = configuration(launch.capability(x.device), x.dtype, rows, sum(features), size, gate, vectors=vectors)
+    config = configuration(launch.describe(x.device), x.dtype, rows, sum(features), size, gate, vectors=vectors)
     has_bias = biases is not None and any(bias is not None for bias in biases)
     unused = MOST_WEIGHTS - len(weights)
     pdl = programmatic(x.device)
@@ -261,7 +316,8 @@ def decode_linear(
             COUNT=len(weights), GATE=gate, HAS_BIAS=has_bias, HAS_RESIDUAL=residual is not None,
             EVEN_K=size % config.block_k == 0, SWAP=config.swap, PDL=pdl,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            num_warps=config.num_warps, num_stages=config.num_stages, **launch_options(pdl),
+            num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
+            **launch_options(pdl),
         )  # fmt: skip
     return out
 
@@ -281,29 +337,34 @@ def _bias_vectors(weights: list[Tensor], biases: list[Tensor | None] | None) -> 
     ]
 
 
-def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisation]:
+def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
     """Yield the forms of Llama's and Qwen's projections in bf16, and what else changes the code at some of them."""
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     for rows in (1, 32, 64):
-        yield _form(capability, bf16, rows, (4096, 4096, 4096))
-        yield _form(capability, bf16, rows, (4096,), residual=True)
-        yield _form(capability, bf16, rows, (11008, 11008), gate=True)
-    yield _form(capability, bf16, 64, (4096, 1024, 1024), bias=True)
-    yield _form(capability, bf16, 64, (28672,))
-    yield _form(capability, bf16, 1, (4096, 1024, 1024), bias=True)
-    yield _form(capability, bf16, 1, (11008, 11008), gate=True, bias=True)
-    yield _form(capability, fp16, 1, (4096, 4096, 4096))
-    yield _form(capability, fp16, 64, (11008, 11008), gate=True)
+        yield _form(device, bf16, rows, (4096, 4096, 4096))
+        yield _form(device, bf16, rows, (4096,), residual=True)
+        yield _form(device, bf16, rows, (11008, 11008), gate=True)
+    yield _form(device, bf16, 64, (4096, 1024, 1024), bias=True)
+    yield _form(device, bf16, 64, (28672,))
+    yield _form(device, bf16, 1, (4096, 1024, 1024), bias=True)
+    yield _form(device, bf16, 1, (11008, 11008), gate=True, bias=True)
+    yield _form(device, fp16, 1, (4096, 4096, 4096))
+    yield _form(device, fp16, 64, (11008, 11008), gate=True)
     for size, elements in ((11024, 16), (4095, 1)):
-        yield _form(capability, bf16, 1, (4096,), size=size, elements=elements)
-        yield _form(capability, bf16, 64, (11008, 11008), gate=True, size=size, elements=elements)
+        yield _form(device, bf16, 1, (4096,), size=size, elements=elements)
+        yield _form(device, bf16, 64, (11008, 11008), gate=True, size=size, elements=elements)
     for rows in (1, 64):
-        yield _form(capability, fp32, rows, (4096,), residual=True)
-        yield _form(capability, fp32, rows, (11008, 11008), gate=True)
+        yield _form(device, fp32, rows, (4096,), residual=True)
+        yield _form(device, fp32, rows, (11008, 11008), gate=True)
+    if not device.hopper:
+        # Which tile is chosen depends on how many multiprocessors there are.
+        for rows, gate in itertools.product((16, 32, MOST_ROWS), (False, True)):
+            for config in _choices(device, bf16, rows, gate):
+                yield _form(device, bf16, rows, (256, 256) if gate else (256,), gate=gate, config=config)
 
 
 def _form(
-    capability: launch.Capability,
+    device: launch.Device,
     dtype: torch.dtype,
     rows: int,
     features: tuple[int, ...],
@@ -313,10 +374,12 @@ def _form(
     residual: bool = False,
     size: int = 4096,
     elements: int = VECTOR,
+    config: Config | None = None,
 ) -> launch.Specialisation:
-    """Describe one compiled form; `elements` is what all strides are multiples of."""
-    config = configuration(capability, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR)
-    kind, pdl = launch.TRITON_TYPES[dtype], capability >= LOWEST_CAPABILITY
+    """Describe one compiled form; `elements` is what all strides are multiples of. The configuration may be given."""
+    config = config or configuration(device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR)
+    kind, pdl = launch.TRITON_TYPES[dtype], has_programmatic(device)
+    chosen = not device.hopper and config in _choices(device, dtype, config.block_m, gate)
     names = _decode_linear_kernel.arg_names
     integers = tuple(n for n in names if n.islower() and n.startswith(("rows", "size", "features", "stride")))
     even = size % config.block_k == 0
@@ -336,4 +399,5 @@ def _form(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         aligned=tuple(n for n in integers if n != "rows") if elements == VECTOR else (),
+        programs=_programs(config, device, dtype, gate) if chosen else 0,
     )  # fmt: skip

@@ -21,10 +21,9 @@ from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.best import NO_KEY, NO_ORDER, keep_best, keep_best_of_tile, no_keys
 from medusa_kernels._triton.launch import (
     TRITON_TYPES,
-    Capability,
+    Device,
     Specialisation,
-    capability,
-    multiprocessors,
+    describe,
     on_device,
 )
 from medusa_kernels._triton.streaming import (
@@ -35,7 +34,6 @@ from medusa_kernels._triton.streaming import (
     number_of,
     ordered,
     product,
-    roomy,
     shares,
     unit,
     wide,
@@ -159,12 +157,12 @@ def block_m(rows: int) -> int:
 
 
 def configuration(
-    target: Capability, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str, *, vectors: bool = True
+    device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str, *, vectors: bool = True
 ) -> Config:
     """Choose how weights are streamed.
 
     Args:
-        target: compute capability.
+        device: where it runs.
         dtype: of the states.
         stored: of the weights.
         rows: states that use the same weights.
@@ -177,19 +175,19 @@ def configuration(
     if dtype == torch.float32 or not vectors:
         # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
         return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
-    if not roomy(target):
+    if not device.roomy:
         return Config(m, 32, 64, 4, 4, 3)
-    if target == (9, 0) and stage == "vocabulary" and m == 16:
+    if device.hopper and stage == "vocabulary" and m == 16:
         # Best on an H200 for own, shared and gathered rows.
         return Config(m, 128, 128 if stored.itemsize == 1 else 64, 4, 5, 2)
     block_k = 128 if m == 16 or (m == 32 and stage == "vocabulary") else 64
     return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, 4, 4, 2)
 
 
-def candidates(target: Capability, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str) -> list[Config]:
+def candidates(device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str) -> list[Config]:
     """List configurations worth timing against the chosen one."""
-    chosen = configuration(target, dtype, stored, rows, stage)
-    if dtype == torch.float32 or target != (9, 0):
+    chosen = configuration(device, dtype, stored, rows, stage)
+    if dtype == torch.float32 or not device.hopper:
         return [chosen]
     if stored.itemsize == 1:
         shapes = [
@@ -207,31 +205,31 @@ def candidates(target: Capability, dtype: torch.dtype, stored: torch.dtype, rows
     return [chosen, *(config for config in configs if config != chosen)]
 
 
-def specialisations(target: Capability) -> Iterator[Specialisation]:
+def specialisations(device: Device) -> Iterator[Specialisation]:
     """List the compiled forms: each tile of rows in bf16, and what else changes the code at one of them."""
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     for rows in (1, 32, 64):
-        yield _residual(target, bf16, rows)
-        yield _vocabulary(target, bf16, bf16, rows)
+        yield _residual(device, bf16, rows)
+        yield _vocabulary(device, bf16, bf16, rows)
     for elements in (8, 1):
-        yield _residual(target, bf16, 1, elements=elements)
-        yield _vocabulary(target, bf16, bf16, 1, elements=elements)
-    yield _residual(target, fp16, 1)
-    yield _residual(target, fp32, 1)
-    yield _vocabulary(target, bf16, bf16, 1, k=32)
-    yield _vocabulary(target, bf16, bf16, 1, gather=True)
+        yield _residual(device, bf16, 1, elements=elements)
+        yield _vocabulary(device, bf16, bf16, 1, elements=elements)
+    yield _residual(device, fp16, 1)
+    yield _residual(device, fp32, 1)
+    yield _vocabulary(device, bf16, bf16, 1, k=32)
+    yield _vocabulary(device, bf16, bf16, 1, gather=True)
     for dtype in (fp16, bf16, fp32):
-        yield _vocabulary(target, dtype, torch.int8, 1)
-        yield _vocabulary(target, dtype, torch.float8_e4m3fn, 1)
-    yield _vocabulary(target, bf16, torch.int8, 32, gather=True)
-    yield _vocabulary(target, fp16, fp16, 1)
-    yield _vocabulary(target, fp32, fp32, 1)
+        yield _vocabulary(device, dtype, torch.int8, 1)
+        yield _vocabulary(device, dtype, torch.float8_e4m3fn, 1)
+    yield _vocabulary(device, bf16, torch.int8, 32, gather=True)
+    yield _vocabulary(device, fp16, fp16, 1)
+    yield _vocabulary(device, fp32, fp32, 1)
     for programs, k in ((66, 10), (264, 10), (264, 32)):
         yield _merge(programs, k)
 
 
-def _residual(target: Capability, dtype: torch.dtype, rows: int, *, elements: int = 16) -> Specialisation:
-    config = configuration(target, dtype, dtype, rows, "residual", vectors=wide(elements, dtype))
+def _residual(device: Device, dtype: torch.dtype, rows: int, *, elements: int = 16) -> Specialisation:
+    config = configuration(device, dtype, dtype, rows, "residual", vectors=wide(elements, dtype))
     integers = ("batch", "heads", "size", "stride_h_b", "stride_h_k", "stride_w_k", "stride_w_r", "stride_b_k")
     return Specialisation(
         name=f"heads_topk residual {TRITON_TYPES[dtype]} {config.block_m}x{config.block_v}x{config.block_k}"
@@ -247,11 +245,11 @@ def _residual(target: Capability, dtype: torch.dtype, rows: int, *, elements: in
 
 
 def _vocabulary(
-    target: Capability, dtype: torch.dtype, stored: torch.dtype, rows: int,
+    device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int,
     *, k: int = 10, gather: bool = False, elements: int = 16,
 ) -> Specialisation:  # fmt: skip
-    config = configuration(target, dtype, stored, rows, "vocabulary", vectors=wide(elements, dtype, stored))
-    as_bytes = decodes_bytes(target, stored)
+    config = configuration(device, dtype, stored, rows, "vocabulary", vectors=wide(elements, dtype, stored))
+    as_bytes = decodes_bytes(device, stored)
     integers = ("rows", "groups", "vocabulary", "size", "stride_w_g", "stride_w_v", "stride_s_g", "tiles", "step")
     return Specialisation(
         name=f"heads_topk vocabulary {TRITON_TYPES[dtype]} x {TRITON_TYPES[stored]} k{k} "
@@ -282,9 +280,9 @@ def _merge(programs: int, k: int) -> Specialisation:
     )
 
 
-def decodes_bytes(target: Capability, stored: torch.dtype) -> bool:
+def decodes_bytes(device: Device, stored: torch.dtype) -> bool:
     """Return whether float8_e4m3fn weights are read as bytes: where Triton cannot convert them."""
-    return stored == torch.float8_e4m3fn and (interpreted() or target < (8, 9))
+    return stored == torch.float8_e4m3fn and (interpreted() or device.capability < (8, 9))
 
 
 def merge_blocks(programs: int, k: int) -> dict[str, int]:
@@ -323,9 +321,10 @@ def _states(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
     stride_h_k = hidden.stride(1) if hidden.dim() == 3 else 0
     elements = unit(size, hidden.stride(0), stride_h_k, w1.stride(0), w1.stride(1))
     vectors = wide(elements, hidden.dtype)
-    config = configuration(capability(hidden.device), hidden.dtype, w1.dtype, batch, "residual", vectors=vectors)
+    device = describe(hidden.device)
+    config = configuration(device, hidden.dtype, w1.dtype, batch, "residual", vectors=vectors)
     tiles = triton.cdiv(batch, config.block_m)
-    share = shares(size, multiprocessors(hidden.device) * config.programs // (heads * tiles), config.block_v)
+    share = shares(size, device.multiprocessors * config.programs // (heads * tiles), config.block_v)
     bias = hidden if b1 is None else rows_first(b1)
     states = hidden.new_empty(batch, heads, size)
     residual_kernel[tiles, share.programs, heads](
@@ -346,15 +345,15 @@ def _top_k(
     batch, heads, size = states.shape
     groups = heads if w2.dim() == 3 else 1
     rows = batch * heads // groups
-    target = capability(states.device)
+    device = describe(states.device)
     vocabulary = w2.shape[-2] if token_map is None else token_map.shape[0]
     stride_w_g = w2.stride(0) if w2.dim() == 3 else 0
     elements = unit(size, stride_w_g, w2.stride(-2))
     vectors = wide(elements, states.dtype, w2.dtype)
-    config = configuration(target, states.dtype, w2.dtype, rows, "vocabulary", vectors=vectors)
+    config = configuration(device, states.dtype, w2.dtype, rows, "vocabulary", vectors=vectors)
     tiles = triton.cdiv(rows, config.block_m)
-    share = shares(vocabulary, multiprocessors(states.device) * config.programs // (groups * tiles), config.block_v)
-    as_bytes = decodes_bytes(target, w2.dtype)
+    share = shares(vocabulary, device.multiprocessors * config.programs // (groups * tiles), config.block_v)
+    as_bytes = decodes_bytes(device, w2.dtype)
     keys = states.new_empty(batch * heads, share.programs, k, dtype=torch.int64)
     peaks, sums = states.new_empty(2, batch * heads, share.programs, dtype=torch.float32).unbind()
     scale = None if scale is None else scale.contiguous()

@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import capability
+from medusa_kernels._triton.launch import Device, describe
 
 PROGRAMMATIC_LAUNCH = True
 """Whether kernels are launched so where the device and Triton can."""
@@ -26,7 +26,12 @@ def programmatic(device: torch.device) -> bool:
     """Return whether to launch kernels programmatically on a device."""
     if not PROGRAMMATIC_LAUNCH or device.type != "cuda" or interpreted() or not _in_triton():
         return False
-    return capability(device) >= LOWEST_CAPABILITY
+    return has_programmatic(describe(device))
+
+
+def has_programmatic(device: Device) -> bool:
+    """Return whether a device has programmatic launches at all."""
+    return device.capability >= LOWEST_CAPABILITY
 
 
 @functools.cache

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
+from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
 
-OPTIONS = {"enable_fp_fusion": False}
+OPTIONS = launch.OPTIONS | {"enable_fp_fusion": False}
 """Compiler options of every launch. Fused, a product and a sum would be rounded once, where PyTorch rounds twice."""
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -40,7 +40,7 @@ class Config:
     num_stages: int = 1
 
 
-def configuration(capability: launch.Capability, dtype: torch.dtype, head_dim: int) -> Config:
+def configuration(device: launch.Device, dtype: torch.dtype, head_dim: int) -> Config:
     """Return the launch configuration: a tile in which every thread holds 16 bytes of either half of a head.
 
     Two warps keep the programs of one decoded token apart (12 for 32 heads of 128 with as many keys and values) and
@@ -52,9 +52,9 @@ def configuration(capability: launch.Capability, dtype: torch.dtype, head_dim: i
     return Config(rows=max(rows, 256) if interpreted() else rows, num_warps=num_warps)
 
 
-def candidates(capability: launch.Capability, dtype: torch.dtype, head_dim: int) -> list[Config]:
+def candidates(device: launch.Device, dtype: torch.dtype, head_dim: int) -> list[Config]:
     """List configurations worth timing, the chosen one first."""
-    chosen = configuration(capability, dtype, head_dim)
+    chosen = configuration(device, dtype, head_dim)
     per_warp = 32 * 16 // (triton.next_power_of_2(head_dim // 2) * dtype.itemsize)
     configs = (Config(max(1, num_warps * per_warp), num_warps) for num_warps in (1, 2, 4, 8))
     return [chosen, *(config for config in configs if config != chosen)]
@@ -201,7 +201,7 @@ def rope_append(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.numel() and not k.numel():
         return out
-    config = configuration(launch.capability(q.device), q.dtype, head_dim)
+    config = configuration(launch.describe(q.device), q.dtype, head_dim)
     tiles = triton.cdiv(nodes * heads, config.rows) + 2 * triton.cdiv(nodes * kv_heads, config.rows)
     # A table or depths that all batch rows share have a batch stride of 0.
     cos_rows, sin_rows = ((t.stride() if t.dim() == 3 else (0, *t.stride())) for t in (cos, sin))
@@ -251,11 +251,11 @@ _POINTERS = ("q", "k", "v", "cos", "sin", "k_cache", "v_cache", "cache_lens", "d
 _LAST_STRIDES = ("STRIDE_Q_D", "STRIDE_K_D", "STRIDE_V_D", "STRIDE_C_D", "STRIDE_S_D", "STRIDE_KC_D", "STRIDE_VC_D")
 
 
-def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisation]:
+def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
     """Yield every dtype and head size with heads of adjacent elements, and one with heads of strided elements."""
     cases = [(dtype, dim, 1) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in HEAD_DIMS]
     for dtype, dim, last in [*cases, (torch.bfloat16, 128, 2)]:
-        config = configuration(capability, dtype, dim)
+        config = configuration(device, dtype, dim)
         kind = launch.TRITON_TYPES[dtype]
         indices = ("cache_lens", "depths")
         names = _rope_append_kernel.arg_names
@@ -268,7 +268,7 @@ def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisa
             signature=signature,
             constants=dict.fromkeys(_LAST_STRIDES, last)
             | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
-            | {"PDL": capability >= LOWEST_CAPABILITY},
+            | {"PDL": has_programmatic(device)},
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             aligned=tuple(n for n in names if n.startswith("stride_") and n not in _UNSPECIALISED),

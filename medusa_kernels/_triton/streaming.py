@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from medusa_kernels._triton.launch import SHARED_MEMORY, Capability
+from medusa_kernels._triton import launch
 
-OPTIONS = {"maxnreg": 255}
+OPTIONS = launch.OPTIONS | {"maxnreg": 255}
 """Compiler options of every launch. Left alone, the assembler spills to let more programs share a multiprocessor than
 there is shared memory for."""
 
@@ -83,11 +83,6 @@ def wide(elements: int, *dtypes: torch.dtype) -> bool:
 def interpreted_config(rows: int) -> Config:
     """Return what suits Triton's interpreter, where an operation on a tile costs the same whatever its size."""
     return Config(min(128, max(16, triton.next_power_of_2(rows))), 256, 128, 4, 1, 1)
-
-
-def roomy(target: Capability) -> bool:
-    """Return whether blocks have the shared memory of the large GPUs; unknown targets are taken for small ones."""
-    return SHARED_MEMORY.get(target, 0) >= 160 * 1024
 
 
 @triton.jit

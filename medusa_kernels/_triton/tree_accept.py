@@ -42,7 +42,7 @@ BLOCK_E = 8
 """EOS tokens compared in one go."""
 
 
-def configuration(capability: launch.Capability, dtype: torch.dtype, nodes: int, places: int, size: int) -> Config:
+def configuration(device: launch.Device, dtype: torch.dtype, nodes: int, places: int, size: int) -> Config:
     """Return the launch configuration for a tree of so many nodes and places a path, and hidden states of a size."""
     block_n = max(16, triton.next_power_of_2(nodes))
     return Config(
@@ -144,7 +144,7 @@ def tree_accept(
     (batch, nodes, size), places = hidden.shape, paths.shape[-1]
     path, kept, old_lengths = depths.new_empty(batch, places), depths.new_empty(batch), depths.new_empty(batch)
     if batch:
-        config = configuration(launch.capability(tokens.device), hidden.dtype, nodes, places, size)
+        config = configuration(launch.describe(tokens.device), hidden.dtype, nodes, places, size)
         with launch.on_device(tokens):
             _tree_accept_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, next_tokens, hidden, depths, paths, eos, max_new)), step,
@@ -152,24 +152,24 @@ def tree_accept(
                 nodes, places, eos.numel(), size, output.shape[1], log.shape[1],
                 nodes if depths.dim() == 2 else 0, nodes * places if paths.dim() == 3 else 0,
                 BLOCK_N=config.block_n, BLOCK_P=config.block_p, PLACES=config.places, BLOCK_E=BLOCK_E,
-                BLOCK_H=config.block_h, num_warps=config.num_warps, num_stages=config.num_stages,
+                BLOCK_H=config.block_h, num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
             )  # fmt: skip
     return path, kept, old_lengths
 
 
-def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisation]:
+def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
     """Yield plain decoding, the usual trees, the largest, and what else changes the code."""
     for nodes, places in ((1, 1), (64, 5), (128, 6), (256, 9), (256, 256)):
-        yield _form(capability, torch.bfloat16, nodes, places)
-    yield _form(capability, torch.bfloat16, 64, 5, size=8192)
-    yield _form(capability, torch.bfloat16, 64, 5, size=4095)
-    yield _form(capability, torch.float32, 64, 5)
+        yield _form(device, torch.bfloat16, nodes, places)
+    yield _form(device, torch.bfloat16, 64, 5, size=8192)
+    yield _form(device, torch.bfloat16, 64, 5, size=4095)
+    yield _form(device, torch.float32, 64, 5)
 
 
 def _form(
-    capability: launch.Capability, dtype: torch.dtype, nodes: int, places: int, size: int = 4096
+    device: launch.Device, dtype: torch.dtype, nodes: int, places: int, size: int = 4096
 ) -> launch.Specialisation:
-    config = configuration(capability, dtype, nodes, places, size)
+    config = configuration(device, dtype, nodes, places, size)
     kinds = {"hidden": f"*{launch.TRITON_TYPES[dtype]}", "state_hidden": f"*{launch.TRITON_TYPES[dtype]}"}
     for kind, names in (
         ("*i64", ("tokens", "next_tokens", "paths", "eos", "step", "root", "output")),

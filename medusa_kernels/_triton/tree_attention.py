@@ -17,15 +17,8 @@ import triton
 from torch import Tensor
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import (
-    TRITON_TYPES,
-    Capability,
-    Specialisation,
-    capability,
-    multiprocessors,
-    on_device,
-)
-from medusa_kernels._triton.programmatic import LOWEST_CAPABILITY, launch_options, programmatic
+from medusa_kernels._triton.launch import OPTIONS, TRITON_TYPES, Device, Specialisation, describe, on_device
+from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
 LONG = 16384
@@ -56,12 +49,13 @@ class Config:
     min_keys: int = 256
 
 
-def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG) -> Config:
+def configuration(device: Device, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG) -> Config:
     """Return the configuration for `rows` rows a KV head and a cache of `keys` rows.
 
-    What serves 9.0 at head sizes up to 128 is what measured best on an H200 at the heads of Llama-2-7B and Llama-3-8B.
-    On 9.0 tiles of 64 rows and more use the asynchronous tensor-core operations, whose pipeline keeps one buffer more
-    than that of the others: three stages are three blocks in shared memory there, two elsewhere.
+    What serves Hopper at head sizes up to 128 is what measured best on an H200 at the heads of Llama-2-7B and
+    Llama-3-8B. There tiles of 64 rows and more use the asynchronous tensor-core operations, whose pipeline keeps one
+    buffer more than that of the others: three stages are three blocks in shared memory there, two elsewhere. All other
+    devices, newer ones included, get what fits the shared memory that their blocks may have.
     """
     if interpreted():
         # Time goes by blocks, whatever their size; small shares, so that there are several.
@@ -70,18 +64,21 @@ def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, row
         # No tensor cores at full precision: operands are in registers, of which larger tiles need too many.
         if head_dim <= 64:
             return Config(32, 64, 8, 2, 2, 128)
-        return Config(16, 32 if capability >= (9, 0) else 16, 8, 2, 2, 128)
-    if capability >= (9, 0) and head_dim <= 128 and not 16 < rows <= 32:
+        return Config(16, 32 if device.hopper else 16, 8, 2, 2, 128)
+    if device.hopper and head_dim <= 128 and not 16 < rows <= 32:
         if rows <= 16:
             return Config(16, 128, 4, 3, 1, 128)
         if rows <= 64:
             return Config(64, 64, 4, 4, 1)
         return Config(128, 64, 8, 3, 1) if keys >= LONG else Config(64, 64, 4, 3, 2)
-    wide, large = head_dim > 128, capability in ((8, 0), (9, 0))
+    wide, large = head_dim > 128, device.roomy
+    if rows <= 16 and device.capability >= (10, 0):
+        # With 64 keys ptxas stays at 128 registers there, and spills.
+        return Config(16, 32, 4, 3 if wide else 4, 1 + large, 128)
     if rows <= 32:
         block_m = 16 if rows <= 16 else 32
-        return Config(block_m, 32 if wide else 64, 4, 4 if capability >= (9, 0) and rows <= 16 else 3, 1 + large, 128)
-    if capability >= (9, 0):
+        return Config(block_m, 32 if wide else 64, 4, 4 if device.hopper and rows <= 16 else 3, 1 + large, 128)
+    if device.hopper:
         return Config(64 if rows <= 64 else 128, 32, 8, 3, 1)
     if wide:
         return Config(64, 32, 8, 2, 1)
@@ -90,12 +87,10 @@ def configuration(capability: Capability, dtype: torch.dtype, head_dim: int, row
     return Config(128, 64 if large else 32, 8, 3, 1)
 
 
-def candidates(
-    capability: Capability, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG
-) -> list[Config]:
-    """Return the configurations worth measuring, the chosen one first; alternatives for 16 bits and D <= 128 on 9.0."""
-    chosen = configuration(capability, dtype, head_dim, rows, keys=keys)
-    if dtype == torch.float32 or head_dim > 128 or capability < (9, 0):
+def candidates(device: Device, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG) -> list[Config]:
+    """Return the configurations worth measuring, the chosen one first; others for 16 bits and D <= 128 on Hopper."""
+    chosen = configuration(device, dtype, head_dim, rows, keys=keys)
+    if dtype == torch.float32 or head_dim > 128 or not device.hopper:
         return [chosen]
     of_64 = [
         *(Config(64, 64, 4, stages, 2) for stages in (2, 3)),
@@ -189,10 +184,11 @@ def tree_attention(
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
-    config = configuration(capability(q.device), q.dtype, head_dim, rows, keys=capacity)
+    device = describe(q.device)
+    config = configuration(device, q.dtype, head_dim, rows, keys=capacity)
     pdl = programmatic(q.device)
     tiles = -(-rows // config.block_m)
-    slots = multiprocessors(q.device) * config.programs
+    slots = device.multiprocessors * config.programs
     splits = _splits(config, batch * kv_heads * tiles, slots, capacity)
     shares = (batch, kv_heads, splits if splits > 1 else 0, rows)
     parts = torch.empty(*shares, head_dim, dtype=torch.float32, device=q.device)
@@ -213,6 +209,7 @@ def tree_attention(
             PDL=pdl,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **OPTIONS,
             **launch_options(pdl),
         )
         if splits > 1:
@@ -225,6 +222,7 @@ def tree_attention(
                 PDL=pdl,
                 num_warps=1,
                 num_stages=MERGE_STAGES,
+                **OPTIONS,
                 **launch_options(pdl),
             )
     return out
@@ -264,11 +262,11 @@ _TYPES = {
 }
 
 
-def specialisations(capability: Capability) -> Iterator[Specialisation]:
+def specialisations(device: Device) -> Iterator[Specialisation]:
     """Return the forms that launches of the usual head sizes ask for."""
-    pdl = {"PDL": capability >= LOWEST_CAPABILITY}
+    pdl = {"PDL": has_programmatic(device)}
     for dtype, head_dim, nodes, rows, window, cap, *keys in _FORMS:
-        config = configuration(capability, dtype, head_dim, rows, keys=keys[0] if keys else LONG)
+        config = configuration(device, dtype, head_dim, rows, keys=keys[0] if keys else LONG)
         strides = {f"stride_{tensor}d": 1 for tensor in "qkv"}
         constants = strides | _attend_constants(config, head_dim, nodes, window, capped=cap, negative=False) | pdl
         marks = [
@@ -289,9 +287,10 @@ def specialisations(capability: Capability) -> Iterator[Specialisation]:
             num_warps=config.num_warps,
             num_stages=config.num_stages,
             aligned=tuple(name for name in signature if name.startswith(("stride_q", "stride_k", "stride_v"))),
+            programs=config.programs,
         )
     for dtype, head_dim in _MERGED:
-        config = configuration(capability, dtype, head_dim, 64)
+        config = configuration(device, dtype, head_dim, 64)
         constants = _constants(config, head_dim, 64, None) | {"CHUNK": MERGE_CHUNK} | pdl
         yield Specialisation(
             name=f"tree_attention merge {TRITON_TYPES[dtype]} D{head_dim}",

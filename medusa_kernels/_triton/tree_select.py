@@ -32,13 +32,13 @@ class Config:
 BITS = 31
 """Bits of a cost: a float without its sign."""
 
-OPTIONS = {"maxnreg": 128}
+OPTIONS = launch.OPTIONS | {"maxnreg": 128}
 """As many registers as sixteen warps of one program may have. Left alone, ptxas takes a few less here and spills.
 
 With Triton 3.6 blocks of 8192 spill 16 to 40 bytes all the same; with 3.9 none does."""
 
 
-def configuration(capability: launch.Capability, candidates: int, nodes: int) -> Config:
+def configuration(device: launch.Device, candidates: int, nodes: int) -> Config:
     """Return the launch configuration for so many candidates, of which so many are kept."""
     block_m = max(64, triton.next_power_of_2(candidates))
     return Config(
@@ -122,7 +122,7 @@ def tree_select(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel, a program a row; see the public `tree_select`."""
     (batch, candidates), places = tokens.shape, paths.shape[1]
-    config = configuration(launch.capability(tokens.device), candidates, nodes)
+    config = configuration(launch.describe(tokens.device), candidates, nodes)
     out_tokens, out_parents = tokens.new_empty(batch, nodes), depths.new_empty(batch, nodes)
     out_depths, out_paths = depths.new_empty(batch, nodes), tokens.new_empty(batch, nodes, places)
     ancestors = tokens.new_empty(batch, nodes, config.words)
@@ -138,7 +138,7 @@ def tree_select(
     return out_tokens, out_parents, out_depths, ancestors, out_paths
 
 
-def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisation]:
+def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
     """Yield every block of candidates, with the fewest and the most nodes that ask for it.
 
     The nodes' block follows from the nodes alone and changes little: the sizes between are left out.
@@ -147,7 +147,7 @@ def specialisations(capability: launch.Capability) -> Iterator[launch.Specialisa
         (32, 8), (64, 64), (116, 16), (128, 128), (158, 16), (256, 256), (347, 32), (512, 256), (872, 64), (1024, 256),
         (1703, 64), (2048, 256), (3390, 256), (4096, 16), (8192, 16), (8192, 256),
     ):  # fmt: skip
-        config = configuration(capability, candidates, nodes)
+        config = configuration(device, candidates, nodes)
         kinds = {"logprobs": "*fp32"}
         for kind, names in (
             ("*i64", ("tokens", "paths", "out_tokens", "out_ancestors", "out_paths")),

@@ -17,10 +17,9 @@ from torch import Tensor
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import (
     TRITON_TYPES,
-    Capability,
+    Device,
     Specialisation,
-    capability,
-    multiprocessors,
+    describe,
     on_device,
 )
 from medusa_kernels._triton.streaming import (
@@ -32,7 +31,6 @@ from medusa_kernels._triton.streaming import (
     ordered,
     packed,
     product,
-    roomy,
     shares,
     unit,
     wide,
@@ -172,12 +170,12 @@ def block_m(rows: int) -> int:
 
 
 def configuration(
-    target: Capability, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
+    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
 ) -> Config:
     """Choose how the weight is streamed past `rows` nodes.
 
     Args:
-        target: compute capability.
+        device: where it runs.
         dtype: of hidden states and weight.
         rows: nodes of the whole batch.
         scaled: whether there is a temperature, and noise, which takes registers.
@@ -190,19 +188,19 @@ def configuration(
         # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
         return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
     if m <= 32:
-        return Config(m, 64, 128 if roomy(target) else 64, 4, 4, 2)
-    if target == (9, 0):
+        return Config(m, 64, 128 if device.roomy else 64, 4, 4, 2)
+    if device.hopper:
         if scaled:
             return Config(64, 128, 64, 8, 6, 1)
         return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
     return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
 
 
-def candidates(target: Capability, dtype: torch.dtype, rows: int) -> list[Config]:
+def candidates(device: Device, dtype: torch.dtype, rows: int) -> list[Config]:
     """List configurations worth timing against the chosen one."""
     m = block_m(rows)
-    chosen = configuration(target, dtype, rows)
-    if dtype == torch.float32 or target != (9, 0):
+    chosen = configuration(device, dtype, rows)
+    if dtype == torch.float32 or not device.hopper:
         return [chosen]
     if m <= 32:
         shapes = [
@@ -223,30 +221,30 @@ def candidates(target: Capability, dtype: torch.dtype, rows: int) -> list[Config
     return [chosen, *(c for c in (Config(m, *shape) for shape in shapes) if c != chosen)]
 
 
-def specialisations(target: Capability) -> Iterator[Specialisation]:
+def specialisations(device: Device) -> Iterator[Specialisation]:
     """List the compiled forms: each tile of nodes in bf16, and what else changes the code at one of them."""
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     for rows in (1, 32, 64, 256):
-        yield _projection(target, bf16, rows)
+        yield _projection(device, bf16, rows)
     for elements in (8, 1):
-        yield _projection(target, bf16, 1, elements=elements)
+        yield _projection(device, bf16, 1, elements=elements)
     for rows in (1, 64):
-        yield _projection(target, bf16, rows, stats=False)
-        yield _projection(target, bf16, rows, scaled=True)
-        yield _projection(target, bf16, rows, scaled=True, stats=False)
-        yield _projection(target, fp16, rows)
-    yield _projection(target, fp32, 1)
-    yield _projection(target, fp32, 64, scaled=True, elements=1)
-    yield _merge(target, bf16, 1)
-    yield _merge(target, bf16, 1, stats=False)
-    yield _merge(target, bf16, 2048, scaled=True)
-    yield _merge(target, fp32, 1, chain=True)
+        yield _projection(device, bf16, rows, stats=False)
+        yield _projection(device, bf16, rows, scaled=True)
+        yield _projection(device, bf16, rows, scaled=True, stats=False)
+        yield _projection(device, fp16, rows)
+    yield _projection(device, fp32, 1)
+    yield _projection(device, fp32, 64, scaled=True, elements=1)
+    yield _merge(device, bf16, 1)
+    yield _merge(device, bf16, 1, stats=False)
+    yield _merge(device, bf16, 2048, scaled=True)
+    yield _merge(device, fp32, 1, chain=True)
 
 
 def _projection(
-    target: Capability, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, elements: int = 16
+    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, elements: int = 16
 ) -> Specialisation:
-    config = configuration(target, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
+    config = configuration(device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
     kind, integers = "*" + TRITON_TYPES[dtype], ("rows", "vocabulary", "size", "stride_w", "tiles", "step")
     return Specialisation(
         name=f"tree_verify project {TRITON_TYPES[dtype]} {config.block_m}x{config.block_v}x{config.block_k}"
@@ -264,7 +262,7 @@ def _projection(
 
 
 def _merge(
-    target: Capability, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, chain: bool = False
+    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, chain: bool = False
 ) -> Specialisation:
     kind, blocks = "*" + TRITON_TYPES[dtype], merge_blocks(rows, 264)
     integers = ("rows", "nodes", "programs", "vocabulary", "size", "stride_w", "stride_parents_b")
@@ -315,9 +313,10 @@ def tree_verify(
     )
     scaled, elements = temperature > 0, unit(size, weight.stride(0))
     vectors = wide(elements, hidden.dtype)
-    config = configuration(capability(hidden.device), hidden.dtype, rows, scaled=scaled, vectors=vectors)
+    device = describe(hidden.device)
+    config = configuration(device, hidden.dtype, rows, scaled=scaled, vectors=vectors)
     m_tiles = triton.cdiv(rows, config.block_m)
-    slots = multiprocessors(hidden.device) * config.programs
+    slots = device.multiprocessors * config.programs
     # The noise is loaded four numbers at once where rows and tiles start at multiples of four.
     vector = 4 if scaled and vocabulary % 4 == 0 else 1
     share = shares(vocabulary, slots // m_tiles, config.block_v, vector)

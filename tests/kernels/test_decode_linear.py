@@ -240,15 +240,16 @@ def test_programmatic_launches_change_no_bit(monkeypatch: pytest.MonkeyPatch, ro
         assert torch.equal(got, wanted[turn % 2])
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "120"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", [False, True])
-def test_configurations_hold_all_rows_and_fit(capability: tuple[int, int], dtype: torch.dtype, gate: bool) -> None:
+def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gate: bool) -> None:
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
-    room = {(8, 0): 163, (9, 0): 227}.get(capability, 99) * 1024
+    device = module.launch.TARGETS[arch]
+    room = {"80": 163, "90": 227, "100": 227}.get(arch, 99) * 1024
     for rows in (1, 16, 17, 32, 33, 64):
         for features in (64, 4096, 6144, 12288, 22016, 128256):
-            for config in module.candidates(capability, dtype, rows, features, 4096, gate):
+            for config in module.candidates(device, dtype, rows, features, 4096, gate):
                 # A step holds a tile of x and one of each weight.
                 elements = (config.block_m + config.block_n * (1 + gate)) * config.block_k
                 assert elements * dtype.itemsize * config.num_stages <= room
@@ -257,13 +258,15 @@ def test_configurations_hold_all_rows_and_fit(capability: tuple[int, int], dtype
 
 
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_fp32_sums_stay_compensated(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_fp32_sums_stay_compensated(arch: str) -> None:
     """Every product begins at zero, and neither compiler folds the three further operations of each sum away."""
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
     inspection = pytest.importorskip("medusa_kernels.inspection")
-    spec = next(s for s in module.specialisations(capability) if "fp32" in s.name and "gated" not in s.name)
-    kernel = inspection.compiled(spec, "{}{}".format(*capability), {})
+    spec = next(
+        s for s in module.specialisations(module.launch.TARGETS[arch]) if "fp32" in s.name and "gated" not in s.name
+    )
+    kernel = inspection.compiled(spec, arch, module.launch.OPTIONS)
     (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+) ", kernel.asm["ttir"])
     assert f"{start} = arith.constant dense<0.0" in kernel.asm["ttir"]
     text = inspection.disassembled(kernel)

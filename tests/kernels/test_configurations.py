@@ -1,0 +1,225 @@
+"""Launch configurations as functions of a device's description, and the options that all launches pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from medusa_kernels import _registry, inspection, selftest
+from medusa_kernels._registry import Implementation, interpreted
+from medusa_kernels._triton import decode_linear, heads_topk, launch, tree_attention, tree_verify
+from medusa_kernels._triton.launch import TARGETS, Device
+
+pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter has configurations of its own")
+BF16, INT8 = torch.bfloat16, torch.int8
+H200 = Device((9, 0), 132, 232448, 233472)
+
+# What was measured best on an H200 (benchmarks/results/nvidia-h200.jsonl), for the shapes that the benchmarks time.
+ATTENTION = {
+    # head size, rows a KV head, rows of the cache: rows and keys a tile, warps, stages, programs, least keys
+    (128, 1, 16384): (16, 128, 4, 3, 1, 128),
+    (128, 16, 16384): (16, 128, 4, 3, 1, 128),
+    (128, 32, 16384): (32, 64, 4, 3, 2, 128),
+    (128, 64, 1024): (64, 64, 4, 4, 1, 256),
+    (128, 64, 16384): (64, 64, 4, 4, 1, 256),
+    (128, 256, 1024): (64, 64, 4, 3, 2, 256),
+    (128, 256, 16384): (128, 64, 8, 3, 1, 256),
+}
+LINEAR = {
+    # rows of x, rows of all weights, gated: weight on the left, rows of x, rows and columns of weights, warps, stages
+    (1, 4096, False): (True, 16, 64, 128, 4, 6),
+    (1, 6144, False): (True, 16, 64, 128, 4, 6),
+    (1, 12288, False): (True, 16, 64, 128, 4, 4),
+    (1, 22016, True): (False, 16, 32, 128, 4, 3),
+    (1, 28672, True): (True, 16, 64, 64, 4, 4),
+    (64, 4096, False): (False, 64, 32, 128, 4, 6),
+    (64, 6144, False): (True, 64, 64, 128, 4, 6),
+    (64, 12288, False): (False, 64, 128, 64, 4, 5),
+    (64, 22016, True): (False, 64, 64, 64, 4, 4),
+    (64, 28672, True): (True, 64, 64, 64, 4, 4),
+}
+HEADS = {
+    (BF16, 1, "residual"): (16, 64, 128, 4, 4, 2),
+    (BF16, 1, "vocabulary"): (16, 128, 64, 4, 5, 2),
+    (BF16, 64, "vocabulary"): (64, 64, 64, 4, 4, 2),
+    (INT8, 1, "vocabulary"): (16, 128, 128, 4, 5, 2),
+}
+VERIFY = {
+    (1, False): (16, 64, 128, 4, 4, 2),
+    (64, False): (64, 256, 64, 8, 4, 1),
+    (64, True): (64, 128, 64, 8, 6, 1),
+    (256, False): (128, 128, 64, 8, 5, 1),
+}
+
+
+def test_an_h200_keeps_what_was_measured_on_it() -> None:
+    plain = dataclasses.astuple
+    assert {
+        key: plain(tree_attention.configuration(H200, BF16, *key[:2], keys=key[2])) for key in ATTENTION
+    } == ATTENTION
+    assert {
+        (m, n, gate): plain(decode_linear.configuration(H200, BF16, m, n, 4096, gate)) for m, n, gate in LINEAR
+    } == LINEAR
+    assert {key: plain(heads_topk.configuration(H200, BF16, *key)) for key in HEADS} == HEADS
+    assert {
+        (rows, scaled): plain(tree_verify.configuration(H200, BF16, rows, scaled=scaled)) for rows, scaled in VERIFY
+    } == VERIFY
+
+
+SMALL = {
+    "A6000": TARGETS["86"],
+    "L40S": TARGETS["89"],
+    "RTX 5090": TARGETS["120"],
+    "DGX Spark": Device((12, 1), 48, 99 * 1024, 100 * 1024),
+    "a later GPU": Device((13, 0), 200, 99 * 1024, 100 * 1024),
+}
+
+
+@pytest.mark.parametrize("device", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_attention_fits_blocks_of_99_kib(device: Device, head_dim: int) -> None:
+    """The blocks of keys and values on their way, one stage of which is in use, and the queries beside them."""
+    padded = triton.next_power_of_2(head_dim)
+    for rows in (1, 4, 16, 17, 32, 33, 64, 65, 256, 1024):
+        for keys in (256, 1024, 16384, 131072):
+            config = tree_attention.configuration(device, BF16, head_dim, rows, keys=keys)
+            flying = (config.num_stages - 1) * 2 * config.block_n * padded * 2
+            assert flying + config.block_m * padded * 2 <= 99 * 1024
+
+
+@pytest.mark.parametrize("arch", ["89", "100", "120"])
+def test_attention_compiles_within_the_limits_of_newer_gpus(arch: str) -> None:
+    """One node and many: the smallest and the largest tiles of rows at the usual head size."""
+    specs = {spec.name: spec for spec in tree_attention.specialisations(TARGETS[arch])}
+    for name in ("D128 N1 M1", "D128 N64 M256"):
+        row = inspection.compiled_row(specs[f"tree_attention attend bf16 {name}"], arch, tree_attention.OPTIONS)
+        assert inspection.breaches(row) == []
+        assert row.counts.shared > 0
+
+
+def test_data_centre_blackwell_is_no_hopper_but_roomy() -> None:
+    """It has no wgmma, which Hopper's tiles are made for, and as much shared memory."""
+    b200, a100 = TARGETS["100"], TARGETS["80"]
+    for rows in (32, 64, 256):
+        chosen = tree_attention.configuration(b200, BF16, 128, rows)
+        assert chosen == tree_attention.configuration(a100, BF16, 128, rows)
+    assert heads_topk.configuration(b200, BF16, BF16, 64, "vocabulary") == heads_topk.configuration(
+        a100, BF16, BF16, 64, "vocabulary"
+    )
+
+
+@pytest.mark.parametrize("arch", ["80", "86", "89", "100", "120"])
+def test_an_a100s_neighbours_choose_tiles_that_are_compiled(arch: str) -> None:
+    """Whatever the number of multiprocessors: an RTX 3080 has 68, an L4 58, an A10 72, an RTX PRO 6000 188."""
+    compiled = {
+        (spec.constants["GATE"], *(spec.constants[f"BLOCK_{axis}"] for axis in "MNK"), spec.num_stages)
+        for spec in decode_linear.specialisations(TARGETS[arch])
+    }
+    for multiprocessors in (46, 58, 68, 72, 82, 108, 128, 142, 160, 188):
+        device = dataclasses.replace(TARGETS[arch], multiprocessors=multiprocessors)
+        for rows in (1, 17, 64):
+            for features, gate in ((1024, False), (4096, False), (6144, False), (28672, False), (22016, True)):
+                config = decode_linear.configuration(device, BF16, rows, features, 4096, gate)
+                tile = config.block_m, config.block_n, config.block_k
+                assert (gate, *tile, config.num_stages) in compiled
+
+
+def waves(device: Device, rows: int, features: int, gate: bool = False) -> float:
+    """How many waves of programs a launch takes, from the tile's bytes and the device alone."""
+    config = decode_linear.configuration(device, BF16, rows, features, 4096, gate)
+    shared = (config.block_m + config.block_n * (1 + gate)) * config.block_k * 2 * (config.num_stages - 1)
+    slots = device.multiprocessors * (device.multiprocessor_memory // (shared + 1024))
+    assert slots > 0
+    return features / (config.block_n * (1 + gate)) / slots
+
+
+@pytest.mark.parametrize("features", [4096, 5120, 6144, 12288])
+def test_no_a100_projection_ends_with_a_wave_of_a_few_programs(features: int) -> None:
+    """128 programs of 98 KiB, one on each of 108 multiprocessors, left 20 for a wave of their own."""
+    count = waves(TARGETS["80"], 64, features)
+    assert count <= 1 or count % 1 > 0.5
+
+
+def test_programs_share_a_multiprocessor_of_an_a100_where_that_saves_a_wave() -> None:
+    a100 = TARGETS["80"]
+    config = decode_linear.configuration(a100, BF16, 64, 12288, 4096, False)
+    assert a100.blocks((config.num_stages - 1) * config.stage_bytes(BF16, False)) >= 2
+
+
+@pytest.mark.parametrize(("multiprocessors", "block_n"), [(132, 32), (128, 32), (114, 64), (78, 64)])
+def test_hoppers_of_fewer_multiprocessors_take_narrow_tiles_only_if_one_wave_holds_them(
+    multiprocessors: int, block_n: int
+) -> None:
+    """4,096 rows in tiles of 32 are 128 programs, each alone on its multiprocessor; an H100 PCIe has 114."""
+    device = dataclasses.replace(H200, multiprocessors=multiprocessors)
+    assert decode_linear.configuration(device, BF16, 64, 4096, 4096, False).block_n == block_n
+
+
+def test_a_device_is_described_by_its_own_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of one machine, neither of them current."""
+    cards = {
+        2: types.SimpleNamespace(
+            major=8, minor=0, multi_processor_count=56, shared_memory_per_block_optin=166912,
+            shared_memory_per_multiprocessor=167936,
+        ),
+        3: types.SimpleNamespace(
+            major=12, minor=0, multi_processor_count=188, shared_memory_per_block_optin=101376,
+            shared_memory_per_multiprocessor=102400,
+        ),
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cards[device.index])
+    launch.describe.cache_clear()
+    try:
+        assert launch.describe(torch.device("cuda", 3)) == Device((12, 0), 188, 101376, 102400)
+        assert launch.describe(torch.device("cuda", 2)) == Device((8, 0), 56, 166912, 167936)
+    finally:
+        launch.describe.cache_clear()
+
+
+def name_of(kernel: Any) -> str:
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Every launch of every op, by the kernel's module and name, noted instead of run."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    modules = {op: importlib.import_module(f"medusa_kernels._triton.{op}") for op in inspection.OPS}
+    cpu = torch.device("cpu")
+    chosen = {(op, cpu): Implementation("triton", getattr(module, op), "") for op, module in modules.items()}
+    monkeypatch.setattr(_registry, "_chosen", chosen)
+    for module in (launch, *modules.values()):
+        monkeypatch.setattr(module, "describe", lambda device: H200, raising=False)
+    monkeypatch.setattr(tree_attention, "_splits", lambda *_: 2)  # so that there is something to merge
+    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **options: found.append((name_of(self), options)))
+    selftest.run("cpu")
+    return found
+
+
+def test_every_launch_says_whether_products_and_sums_are_fused(launches: list[tuple[str, dict[str, Any]]]) -> None:
+    """Triton's default is on up to 3.9 and off from 3.10; the kernels' errors and times were measured with it on."""
+    kernels = {
+        name_of(kernel)
+        for op in inspection.OPS
+        for kernel in vars(importlib.import_module(f"medusa_kernels._triton.{op}")).values()
+        if isinstance(kernel, JITFunction) and name_of(kernel).endswith("_kernel")
+    }
+    assert {name for name, _ in launches} == kernels
+    assert {(name, options["enable_fp_fusion"]) for name, options in launches} == {
+        (name, not name.endswith("._rope_append_kernel")) for name in kernels
+    }
+
+
+@pytest.mark.parametrize("op", inspection.OPS)
+def test_inspection_compiles_with_the_options_of_launches(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(inspection, "compiled_row", lambda spec, arch, options: seen.append(options))
+    inspection.work(inspection.Task(op, "90", 0, ""))
+    assert [options["enable_fp_fusion"] for options in seen] == [op != "rope_append"]
