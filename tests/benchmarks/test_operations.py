@@ -12,6 +12,7 @@ from benchmarks import (
     bench_heads_topk,
     bench_kv_compact,
     bench_rope_append,
+    bench_sampling,
     bench_tree_attention,
     bench_tree_select,
     bench_tree_verify,
@@ -156,3 +157,17 @@ def test_selection_peers_agree() -> None:
     # Ten candidates of 12 bytes and seven nodes of 48 a row; for each candidate a depth and three places.
     assert case.candidates == 10
     assert found["medusa_kernels"]["bytes"] == 2 * (10 * 12 + 7 * 48) + 10 * (4 + 24)
+
+
+@pytest.mark.parametrize("settings", bench_sampling.SETTINGS)
+def test_sampling_draws_the_same_tokens_down_a_whole_path(settings: str) -> None:
+    case = bench_sampling.Case(settings, vocabulary=300, nodes=9, batch=2)
+    found = measured(bench_sampling, case)
+    assert "median_us" in found["transformers' processors"]
+    # Five draws from 300 fp32 logits for each of two rows.
+    assert found["medusa_kernels"]["bytes"] == 2 * 5 * 300 * 4
+    run = suite.Run("sampling", CPU, dtype=torch.float32, copy=1.0)
+    [x] = bench_sampling.inputs(case, run, 1)
+    drawn = bench_sampling.chosen(case, run, bench_sampling.ours)(x)
+    path = [0, *(case.tree.choices.index([0] * depth) + 1 for depth in range(1, 5))]
+    assert torch.equal(drawn[:, path[:-1]], x.nodes.tokens[:, path[1:]])

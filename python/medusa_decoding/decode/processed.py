@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from medusa_decoding.decode.follow import extended
-from medusa_decoding.decode.sampling import draw
+from medusa_decoding.decode.sampling import draw, without_sorting
 from medusa_decoding.decode.verify import Nodes
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Processed:
         keep_scores: bool = False,
     ) -> None:
         self.rows = [
-            Row(prompt, len(prompt), len(prompt), list(own), budget)
+            Row(prompt, len(prompt), len(prompt), [without_sorting(processor) for processor in own], budget)
             for prompt, own, budget in zip(prompts, processors, budgets, strict=True)
         ]
         self.eos = set(eos)

@@ -1,0 +1,208 @@
+"""One step's draw of tokens from given logits, by settings: our way beside transformers' processors at every depth.
+
+    python -m benchmarks.bench_sampling --budget 60
+
+The choice alone is timed, with the logits of all nodes made already: what sampling adds to a step after lm_head. It is
+captured as within a step; with a processor that needs the text, the host follows the path between two captured graphs,
+and the record says that it was not captured. The peer runs transformers' own objects, whose top-p sorts the vocabulary
+at every depth. Bytes: the logits of the nodes on one path, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.generation import logits_process as lp
+
+from benchmarks import gpu, suite
+from medusa_decoding import Tree
+from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.processed import Processed
+from medusa_decoding.decode.sampling import Sampled
+from medusa_decoding.decode.state import Rules
+from medusa_decoding.decode.verify import Choice, Nodes
+
+OP = "sampling"
+LENGTH = 64
+"""Tokens of text that processors look at."""
+
+SETTINGS: dict[str, Callable[[], list[Any]]] = {
+    "temperature": lambda: [lp.TemperatureLogitsWarper(0.8)],
+    "top_p": lambda: [lp.TemperatureLogitsWarper(0.8), lp.TopPLogitsWarper(0.9)],
+    "top_k": lambda: [lp.TemperatureLogitsWarper(0.8), lp.TopKLogitsWarper(50)],
+    "top_k, top_p": lambda: [lp.TemperatureLogitsWarper(0.6), lp.TopKLogitsWarper(20), lp.TopPLogitsWarper(0.95)],
+    "repetition, top_p": lambda: [lp.RepetitionPenaltyLogitsProcessor(1.1), lp.TopPLogitsWarper(0.9)],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings, and the step that draws by them."""
+
+    settings: str
+    vocabulary: int
+    nodes: int
+    batch: int = 1
+
+    @property
+    def tree(self) -> Tree:
+        """A chain of four, with siblings up to the number of nodes: five tokens are drawn if all guesses are right."""
+        chain = [[0] * depth for depth in range(1, 5)]
+        return Tree([*chain, *([rank] for rank in range(1, self.nodes - len(chain)))])
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the fields."""
+        return suite.as_shapes(self)
+
+    def bytes(self, element: int) -> int:
+        """Count what one path's draws read at least."""
+        return self.batch * (self.tree.depth + 1) * self.vocabulary * element
+
+
+def cases() -> Iterator[Case]:
+    """All cases, the most telling first."""
+    for vocabulary, settings in itertools.product((128_256, 32_000), SETTINGS):
+        yield Case(settings, vocabulary, 64)
+    yield Case("top_p", 128_256, 16, batch=4)
+
+
+class Given(nn.Module):
+    """In the place of lm_head: the logits are there already."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """Return the logits."""
+        return logits
+
+
+@dataclass
+class State:
+    """What a choice reads of a generation's state (see `DecodeState`)."""
+
+    check: Tensor
+    draws: Tensor
+    finished: Tensor
+    step: Tensor
+
+    def uniform(self, depth: int) -> Tensor:
+        """Return the number for a depth."""
+        return self.draws[:, depth]
+
+
+@dataclass
+class Inputs:
+    """One step after its lm_head."""
+
+    nodes: Nodes
+    state: State
+    rules: Rules
+
+
+def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
+    """Draw logits. The nodes of the chain carry the very tokens that are drawn, so that the whole path is walked."""
+    tree, rows = TreeOnDevice.make(case.tree, run.device), torch.arange(case.batch, device=run.device)
+    found = []
+    for _ in range(sets):
+        shape = case.batch, case.tree.num_nodes, case.vocabulary
+        logits = 3 * torch.randn(shape, device=run.device, dtype=torch.float32).to(run.dtype)
+        state = State(
+            torch.zeros(case.batch, device=run.device),
+            torch.rand(case.batch, 8, dtype=torch.float64, device=run.device),
+            torch.zeros(case.batch, dtype=torch.bool, device=run.device),
+            torch.zeros(1, dtype=torch.int64, device=run.device),
+        )
+        limits = torch.full((case.batch,), 8, dtype=torch.int32, device=run.device)
+        rules = Rules(torch.zeros(0, dtype=torch.int64, device=run.device), limits, None, 8)
+        tokens = torch.full((case.batch, case.tree.num_nodes), -1, device=run.device)
+        x = Inputs(Nodes(logits, tokens, tree), state, rules)
+        node = 0
+        for depth in range(case.tree.depth):
+            drawn = chosen(case, run, theirs)(x)[rows, node]
+            node = case.tree.choices.index([0] * (depth + 1)) + 1
+            tokens[:, node] = drawn
+        found.append(x)
+    return found
+
+
+def ours(case: Case, device: torch.device) -> Choice:
+    """Return our choice for a case's settings."""
+    processors = SETTINGS[case.settings]()
+    if not any(isinstance(processor, lp.RepetitionPenaltyLogitsProcessor) for processor in processors):
+        return Sampled(processors)
+    text = torch.arange(LENGTH, device=device)
+    return Processed([text] * case.batch, [processors] * case.batch, [8] * case.batch, [], sample=True)
+
+
+def theirs(case: Case, device: torch.device) -> Choice:
+    """Return the same choice with transformers' own objects."""
+    choice: Any = ours(case, device)
+    for own in [row.processors for row in choice.rows] if isinstance(choice, Processed) else [choice.processors]:
+        own[:] = SETTINGS[case.settings]()
+    return choice  # type: ignore[no-any-return]
+
+
+def chosen(case: Case, run: suite.Run, make: Callable[[Case, torch.device], Choice]) -> Callable[[Inputs], Tensor]:
+    """Return the call that a way makes on one copy of the inputs."""
+    device, projection = run.device, Given()
+    choice = make(case, device)
+
+    def call(x: Inputs) -> Tensor:
+        if not isinstance(choice, Processed):
+            return choice(x.nodes, projection, x.state, x.rules)  # type: ignore[arg-type]
+        for row in choice.rows:
+            row.length = LENGTH  # it remembers what it has drawn
+        return choice(x.nodes, projection, x.state, x.rules)  # type: ignore[arg-type]
+
+    return call
+
+
+WAYS = {"medusa_kernels": ours, "transformers' processors": theirs}
+
+
+def difference(case: Case, run: suite.Run, x: Inputs) -> float:
+    """Return how many nodes' tokens differ."""
+    return float((chosen(case, run, ours)(x) != chosen(case, run, theirs)(x)).sum())
+
+
+def measure(case: Case, run: suite.Run) -> None:
+    """Measure our choice, then the same with transformers' processors."""
+    size = case.bytes(run.dtype.itemsize)
+    sets = inputs(case, run, min(4, max(2, gpu.sets_needed(size, run.device))))
+
+    def timed(way: str, **more: Any) -> gpu.Timing:
+        call = chosen(case, run, WAYS[way])
+        return run.time(case, way, lambda i: functools.partial(call, sets[i]), len(sets), bytes=size, **more)
+
+    timing = timed("medusa_kernels")
+    peer = "transformers' processors"
+    if run.agrees(case, peer, difference(case, run, sets[0]), 0.0):
+        run.attempt(case, peer, lambda: timed(peer, ours_us=round(timing.median_us, 2)) and None)
+
+
+SMALL = Case("top_p", 128_256, 16)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_cpu(benchmark: Any, way: str) -> None:
+    """One step's draws by top-p on the CPU."""
+    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
+    [x] = inputs(SMALL, run, 1)
+    assert difference(SMALL, run, x) == 0
+    call = functools.partial(chosen(SMALL, run, WAYS[way]), x)
+    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4))
+
+
+@suite.needs_gpu
+def test_gpu(benchmark: Any) -> None:
+    """All cases on the GPU."""
+    suite.gpu_part(benchmark, OP, list(cases()), measure)
+
+
+if __name__ == "__main__":
+    suite.main(__doc__, OP, cases(), measure, budget=60)

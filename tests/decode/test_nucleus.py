@@ -1,0 +1,105 @@
+"""Top-p without a sort: the tokens that a walk in exact arithmetic keeps, and the texts of transformers' own top-p."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from models import heads_for, padded, prompts, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation import logits_process as lp
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode import processed, sampling
+from medusa_decoding.decode.sampling import Nucleus, without_sorting
+
+
+def walked(scores, top_p):
+    """The tokens kept: from the least probable on, a token goes while the sum with it is at most 1 - top_p."""
+    shares = [Fraction(float(share)) for share in scores.softmax(-1)]
+    gone, total = set(), Fraction(0)
+    for token in sorted(range(len(shares)), key=lambda token: (shares[token], token))[:-1]:
+        total += shares[token]
+        if total > Fraction(1 - top_p):
+            break
+        gone.add(token)
+    return set(range(len(shares))) - gone
+
+
+def kept(scores, top_p):
+    filtered = Nucleus(top_p)(None, scores)
+    stays = filtered != -math.inf
+    assert torch.equal(filtered[stays], scores[stays])
+    return [set(row.nonzero()[:, 0].tolist()) for row in stays]
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+def test_what_an_exact_walk_keeps(top_p, spread):
+    """Rows of ties throughout, of few and of many likely tokens; ties at the edge go by their ids."""
+    generator = torch.Generator().manual_seed(int(100 * spread))
+    scores = torch.randn(3, 700, generator=generator) * spread
+    scores[1] = scores[1].bfloat16().float()
+    scores[2, ::3] = scores[2, 0]
+    assert kept(scores, top_p) == [walked(row, top_p) for row in scores]
+
+
+def test_tokens_that_are_excluded_already_stay_so():
+    scores = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    scores[:, ::2] = -math.inf
+    filtered = Nucleus(0.8)(None, scores)
+    assert (filtered[:, ::2] == -math.inf).all()
+    assert torch.equal(filtered, lp.TopPLogitsWarper(0.8)(None, scores))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_broken_scores_stay_broken(bad):
+    scores = torch.zeros(2, 50)
+    scores[0, 7] = bad
+    filtered = Nucleus(0.5)(None, scores)
+    assert not math.isfinite(float(filtered[0].amax()))
+    assert len(kept(scores[1:], 0.5)[0]) == 25
+
+
+def test_only_transformers_own_top_p_is_replaced():
+    class Mine(lp.TopPLogitsWarper):
+        pass
+
+    for processor in (
+        Mine(0.9), lp.TopPLogitsWarper(0.9, min_tokens_to_keep=2), lp.TopPLogitsWarper(0.9, filter_value=-1e9),
+        lp.TopKLogitsWarper(3),
+    ):  # fmt: skip
+        assert without_sorting(processor) is processor
+    assert without_sorting(lp.TopPLogitsWarper(0.7)).top_p == 0.7
+
+
+class Sorts(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "sort" in str(function):
+            self.sizes.append(args[0].shape[-1])
+        return function(*args, **(kwargs or {}))
+
+
+CASES = {"alone": {"top_p": 0.9}, "after top-k": {"top_p": 0.8, "top_k": 6}, "hot": {"top_p": 0.95, "temperature": 1.6}}
+
+
+@pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.2}], ids=["device", "host"])
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+def test_texts_are_those_of_sorting(settings, extra, monkeypatch):
+    model = tiny(vocab_size=211)
+    ids, mask = padded(prompts(3, [7, 2, 12], vocab=211))
+    kwargs = {"max_new_tokens": 30, "do_sample": True, **settings, **extra}
+    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
+        with Sorts() as sorts:
+            ours = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
+        assert sorts.sizes == []
+        for module in (sampling, processed):
+            monkeypatch.setattr(module, "without_sorting", lambda processor: processor)
+        with Sorts() as sorts:
+            sorted_ones = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
+        assert 211 in sorts.sizes
+    assert ours == sorted_ones
