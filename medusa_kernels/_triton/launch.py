@@ -114,7 +114,7 @@ def describe(device: torch.device) -> Device:
     """
     if interpreted():
         return replace(TARGETS["90"], multiprocessors=4)
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs do not know all of it
     return Device(
         (found.major, found.minor),
         found.multi_processor_count,
