@@ -25,6 +25,7 @@ from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.step_graph import BACKENDS
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.evaluation.prompts import TURNS
+from medusa_decoding.files import read_json
 from medusa_decoding.tree import MAX_CHOICES, Tree
 from medusa_decoding.tuning import drawing, places
 from medusa_decoding.tuning.acceleration import read_accuracies
@@ -149,7 +150,7 @@ def find_shares(tree: Tree, file: Path) -> list[float]:
         ValueError: a file with neither a calibration nor accuracies, or for fewer heads or ranks than the tree has.
     """
     accuracies = read_accuracies(file)
-    if "paths" in json.loads(file.read_text(encoding="utf-8")):
+    if "paths" in read_json(file):
         return Calibration.load(file).shares(tree)
     return drawing.path_shares(tree, accuracies)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.files import MAX_TEXT
+from medusa_decoding.inputs import check_text, shown
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data import BadRecordError, _raw_records, _turn
 
@@ -99,7 +101,7 @@ def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
         raise ValueError(f"prompts: expected one of the keys {', '.join(KEYS)} in {where}, got {got}")
     category = raw.get("category")
     if category is not None and not (isinstance(category, str) and category.strip()):
-        raise ValueError(f"prompts: expected a name as category in {where}, got {category!r}")
+        raise ValueError(f"prompts: expected a name as category in {where}, got {shown(category)}")
     system = None
     if key in _ROLES:
         system, asked = _conversation(raw[key], key, where)
@@ -112,7 +114,12 @@ def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
     for number, turn in enumerate(asked, start=1):
         if not isinstance(turn, str) or not turn.strip():
             place = f"turn {number} of {where}" if key == "turns" else f"{key} of {where}"
-            raise ValueError(f"prompts: expected text as {place}, got {repr(turn)[:60]}")
+            raise ValueError(f"prompts: expected text as {place}, got {shown(turn)}")
+        if len(turn) > MAX_TEXT:
+            raise ValueError(f"prompts: expected at most {MAX_TEXT:,} characters in {where}, got {len(turn):,}")
+        check_text(f"prompts: {where}", turn)
+    if system is not None:
+        check_text(f"prompts: {where}", system)
     if not asked:
         raise ValueError(f"prompts: expected a turn of the user in {where}, got none")
     # What begins a text that is there as a whole is to be continued as well.

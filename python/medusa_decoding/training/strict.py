@@ -20,6 +20,9 @@ from typing import Any, Literal, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
+from medusa_decoding.files import read_text
+from medusa_decoding.inputs import shown
+
 T = TypeVar("T")
 
 
@@ -78,44 +81,92 @@ def _fields(kind: Any) -> list[_Field]:
     return found
 
 
+YAML_BYTES = 2**16
+"""Size of a YAML text; PyYAML reads about as much in a second."""
+YAML_VALUES = 10**5
+"""Values in a YAML text, those that stand for it in the place of an alias counted each time."""
+YAML_DEPTH = 50
+"""Levels of lists and mappings within each other."""
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return a YAML file's mapping, in which no key stands twice.
 
     Numbers are read as in YAML 1.2, so that 5e-4 is one.
 
     Raises:
-        ValueError: no such file, not YAML, not a mapping, a repeated key.
+        ValueError: no such file, not YAML, not a mapping, a repeated key, too large or too deep.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, YAML_BYTES)
+    except (OSError, ValueError) as error:
         raise ValueError(f"config: expected a readable file, got {path} ({error})") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"config: expected YAML in {path}, got {error}") from error
-    if not isinstance(node, yaml.MappingNode):
-        got = "nothing" if node is None else node.tag.rpartition(":")[2]
-        raise ValueError(f"config: expected a mapping in {path}, got {got}")
-    _refuse_repetition(node, "")
     try:
-        return dict(yaml.load(text, Loader=_Loader))
+        value = _parsed(text)
     except yaml.YAMLError as error:
         raise ValueError(f"config: expected YAML in {path}, got {error}") from error
+    if not isinstance(value, dict):
+        got = "nothing" if value is None else {"list": "seq"}.get(type(value).__name__, type(value).__name__)
+        raise ValueError(f"config: expected a mapping in {path}, got {got}")
+    return value
 
 
 def parse_yaml(text: str) -> Any:
     """Return the value that a piece of YAML stands for, its numbers as in `read_yaml`.
 
     Raises:
-        ValueError: not YAML.
+        ValueError: not YAML, too large or too deep.
     """
+    if len(text) > YAML_BYTES:
+        raise ValueError(f"expected a value in at most {YAML_BYTES:,} characters of YAML, got {len(text):,}")
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        if node is not None:
-            _refuse_repetition(node, "")
-        return yaml.load(text, Loader=_Loader)
+        return _parsed(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"expected a value in YAML, got {text!r}") from error
+        raise ValueError(f"expected a value in YAML, got {shown(text)}") from error
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+        ValueError: a repeated key, or more than the bounds above.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+    except RecursionError as error:
+        raise ValueError(f"config: expected YAML of at most {YAML_DEPTH} levels, got more") from error
+    if node is None:
+        return None
+    _check_extent(node, {})
+    _refuse_repetition(node, "")
+    try:
+        return loader.construct_document(node)
+    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
+        # PyYAML does not say in its own way that a value does not fit its tag: !!int x, a 13th month.
+        raise yaml.YAMLError(f"a value that does not fit its type ({error})") from error
+
+
+def _check_extent(node: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return how many values and levels a node stands for; raise `ValueError` if they are too many.
+
+    Args:
+        node: of `yaml.compose`; an alias is the very node that it stands for.
+        known: by the nodes' ids, so that each is visited once.
+    """
+    if id(node) not in known:
+        known[id(node)] = 1, 1  # for one that holds itself, which is refused afterwards
+        entries = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [_check_extent(part, known) for one in entries for part in (one if isinstance(one, tuple) else (one,))]
+        values, levels = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
+        if values > YAML_VALUES or levels > YAML_DEPTH:
+            raise ValueError(
+                f"config: expected at most {YAML_VALUES:,} values in {YAML_DEPTH} levels, aliases counted as what "
+                "they stand for, got more"
+            )
+        known[id(node)] = values, levels
+    return known[id(node)]
 
 
 class _Loader(yaml.SafeLoader):
@@ -159,10 +210,10 @@ def build(kind: type[T], values: Any, path: str = "") -> T:
     fields = {field.name: field for field in _fields(kind)}
     for key in values:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
+            near = difflib.get_close_matches(str(key)[:60], fields, n=1)
             hint = f" ({near[0]!r} is near)" if near else ""
             raise ValueError(
-                f"{_joined(path, str(key))}: expected one of {', '.join(fields)}{hint}, got an unknown key"
+                f"{_joined(path, str(key)[:60])}: expected one of {', '.join(fields)}{hint}, got an unknown key"
             )
     for name, field in fields.items():
         if field.required and name not in values:
