@@ -4,11 +4,38 @@ Extra heads guess several next tokens, one forward pass verifies a tree of guess
 with is kept: the text the model alone would write, in fewer steps.
 """
 
-from medusa_decoding.cache import TreeCache
-from medusa_decoding.generate import medusa_generate
-from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.session import Session
-from medusa_decoding.tree import Tree
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medusa_decoding.cache import TreeCache
+    from medusa_decoding.generate import medusa_generate
+    from medusa_decoding.heads import MedusaHeads
+    from medusa_decoding.model import MedusaModel, MedusaOutput
+    from medusa_decoding.session import Session
+    from medusa_decoding.tree import Tree
 
 __all__ = ["MedusaHeads", "MedusaModel", "MedusaOutput", "Session", "Tree", "TreeCache", "medusa_generate"]
+
+_MODULES = {
+    "MedusaHeads": "heads",
+    "MedusaModel": "model",
+    "MedusaOutput": "model",
+    "Session": "session",
+    "Tree": "tree",
+    "TreeCache": "cache",
+    "medusa_generate": "generate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use, so that the command line is in control (Ctrl-C, errors) before torch is imported.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

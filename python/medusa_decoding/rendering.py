@@ -115,7 +115,7 @@ def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(template: str) -> jinja2.Template:
+def _compiled(template: str) -> Any:
     environment = _environment()
     return environment.from_string(_Ticking().visit(environment.parse(template)))
 

@@ -306,7 +306,7 @@ def test_a_system_message_takes_the_place_of_a_loaded_one(chat, talk, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("no JSON", "expected JSON in"),
+        ("no JSON", "expected JSON, got"),
         ("3", "expected a list of messages"),
         ('{"talk": []}', "expected a list of messages"),
         ('[{"role": "user"}]', "expected a role and a text in message 0"),
@@ -403,7 +403,7 @@ def test_a_plain_answer_ends_before_the_next_turn(make_chat, talk, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{% for", "chat template: expected one that takes these messages"),
+        ("{% for", "chat template: expected Jinja, got"),
         ("{{ raise_exception('no users\nhere') }}", "got no users here"),
     ],
 )
@@ -474,8 +474,8 @@ def test_the_chat_ends_where_nobody_reads_it(chat, talk, monkeypatch):
     monkeypatch.setattr(_template.ChatTemplate, "encode", counting)
     with contextlib.redirect_stdout(Gone()):
         code, out, err = talk(chat, ["hello", "more"], "--max-new-tokens", 12)
-    assert (code, asked) == (2, ["hello"])
-    assert "Broken pipe" in notes(err)[-1]
+    assert (code, asked) == (141, ["hello"])
+    assert not [note for note in notes(err) if "pipe" in note]
 
 
 @pytest.fixture

@@ -1,31 +1,33 @@
-"""The `medusa` command: one file a subcommand.
+"""The `medusa` command: one file per subcommand.
 
-Bad input ends with exit code 2 and one clear line; Ctrl-C with 130.
+Bad input ends with exit code 2 and one clear line, Ctrl-C with 130, a reader of the output that has gone with 141. This
+module imports only the standard library, so that an interrupt during the seconds of importing torch is served too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
-from medusa_decoding.cli import (
-    calibrate,
-    chat,
-    demo,
-    distill,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    simulate,
-    train,
-    tree,
-    tune,
-)
+_MODULES = (
+    "demo", "generate", "chat", "evaluate", "train", "distill", "calibrate", "tree", "tune", "export", "simulate",
+    "doctor",
+)  # fmt: skip
+BROKEN_PIPE = 141
+"""Exit code of a program that SIGPIPE ends, as shells see it."""
 
-COMMANDS = (demo, generate, chat, evaluate, train, distill, calibrate, tree, tune, export, simulate, doctor)
+
+def __getattr__(name: str) -> Any:
+    if name != "COMMANDS":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return tuple(importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
 
 
 def name_of(command: ModuleType) -> str:
@@ -36,11 +38,38 @@ def name_of(command: ModuleType) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the process's exit code."""
+    try:
+        _prepare_streams()
+        try:
+            return _run(argv)
+        finally:  # also after --help: what cannot be written is to be known now, and not when Python ends
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        return BROKEN_PIPE
+    except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError) as error:
+        print(f"medusa: {' '.join(str(error).splitlines()) or type(error).__name__}", file=sys.stderr)
+        _drop_output()
+        return 2
+    except KeyboardInterrupt:
+        print("medusa: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = argument_parser()
+    args = parser.parse_args(argv)
+    code: int = args.run(args)
+    return code
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(
         prog="medusa", description="Medusa decoding for Llama-family models of Hugging Face Transformers."
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for command in __getattr__("COMMANDS"):
         summary = (command.__doc__ or "").splitlines()[0]
         subparser = subparsers.add_parser(
             name_of(command),
@@ -50,12 +79,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         command.add_arguments(subparser)
         subparser.set_defaults(run=command.run)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def _prepare_streams() -> None:
+    """Open streams that the caller closed, and let text pass that the locale's encoding cannot write.
+
+    What is piped in is UTF-8 whatever the locale says. Bytes that are not stay in the text, where `check_text` finds
+    them, and do not end the reading.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (stays open)
+    if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
+        with contextlib.suppress(io.UnsupportedOperation):  # somebody has read from it before
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere: Python would fail to write it when it ends, and say so at length."""
     try:
-        return args.run(args)
-    except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError) as error:
-        print(f"medusa: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("medusa: interrupted", file=sys.stderr)
-        return 130
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):  # a stream of a test's has no descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,17 @@ from medusa_decoding.tree import Tree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOOKUP = "+lookup:"
+
+
+def text(value: str) -> str:
+    """Parse a text, which is UTF-8 whatever the locale says.
+
+    Python keeps bytes of a command line that the locale has no characters for as lone surrogates.
+    """
+    try:
+        return value if value.isascii() else os.fsencode(value).decode("utf-8")
+    except UnicodeError as error:
+        raise argparse.ArgumentTypeError(f"expected UTF-8 text, got {ascii(value)[:60]}") from error
 
 
 def at_least_one(text: str) -> int:
@@ -168,7 +180,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="above 1: tokens that were there already become unlikelier",
     )
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end behind the token that completes TEXT; may be repeated"
+        "--stop",
+        type=text,
+        action="append",
+        metavar="TEXT",
+        help="end behind the token that completes TEXT; may be repeated",
     )
     group.add_argument(
         "--acceptance",

@@ -28,8 +28,8 @@ import torch
 from medusa_decoding.cli import _arguments, _figures
 from medusa_decoding.cli._template import ChatTemplate, Message
 from medusa_decoding.cli._terminal import LEAVE, Breaker, messages
-from medusa_decoding.files import write_text
-from medusa_decoding.inputs import token_list
+from medusa_decoding.files import read_json, write_text
+from medusa_decoding.inputs import check_text, shown, token_list
 from medusa_decoding.metrics import GenerationMetrics
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.session import Session
@@ -48,7 +48,9 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     _arguments.add_model(parser, default="none: the embedded demo model continues code and knows no chats")
-    parser.add_argument("--system", metavar="TEXT", help="the system message, in place of a loaded one")
+    parser.add_argument(
+        "--system", type=_arguments.text, metavar="TEXT", help="the system message, in place of a loaded one"
+    )
     parser.add_argument("--load", type=Path, metavar="FILE", help="begin with the history in a JSON file")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep the history in a JSON file")
     _arguments.add_template(parser)
@@ -310,20 +312,23 @@ def load(path: Path) -> list[Message]:
         OSError: a file that cannot be read.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path)
     except ValueError as error:
-        raise ValueError(f"--load: expected JSON in {path}, got {error}") from error
+        raise ValueError(f"--load: {error}") from error
     listed = data.get("messages") if isinstance(data, dict) else data
     if not isinstance(listed, list):
         raise ValueError(f"--load: expected a list of messages in {path}, got {type(listed).__name__}")
     for place, message in enumerate(listed):
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"--load: expected a role and a text in message {place} of {path}, got {message!r}")
+            got = shown(message)
+            raise ValueError(f"--load: expected a role and a text in message {place} of {path}, got {got}")
+        check_text(f"--load: message {place} of {path}", message["content"])
     roles = [message.get("role") for message in listed]
     spoken = roles[1:] if roles[:1] == ["system"] else roles
     if spoken != ["user", "assistant"] * (len(spoken) // 2):
+        got = shown(roles)
         raise ValueError(
-            f"--load: expected an optional system message, then user and assistant in turn in {path}, got {roles}"
+            f"--load: expected an optional system message, then user and assistant in turn in {path}, got {got}"
         )
     return [{key: message[key] for key in ("role", "content", "interrupted") if key in message} for message in listed]
 

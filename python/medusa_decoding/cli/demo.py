@@ -23,7 +23,7 @@ from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one
+from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one, text
 from medusa_decoding.decode.step_graph import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
@@ -38,7 +38,7 @@ PROMPTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--prompt", help="what to continue (default: three short pieces of code)")
+    parser.add_argument("--prompt", type=text, help="what to continue (default: three short pieces of code)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
     parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds (default: 3)")
     add_decoding(parser, new_tokens=128)

@@ -25,7 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.cli import _arguments, _figures
 from medusa_decoding.cli._template import AnswerStreamer, ChatTemplate
-from medusa_decoding.inputs import token_list
+from medusa_decoding.files import MAX_TEXT, read_text
+from medusa_decoding.inputs import check_text, token_list
 from medusa_decoding.model import MedusaOutput
 from medusa_decoding.parallel import joined
 
@@ -33,7 +34,7 @@ from medusa_decoding.parallel import joined
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the prompt itself")
+    source.add_argument("--prompt", type=_arguments.text, help="the prompt itself")
     source.add_argument("--file", type=Path, help="a UTF-8 file with the prompt; - for standard input")
     _arguments.add_model(parser)
     parser.add_argument(
@@ -137,12 +138,15 @@ def read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None:
         text = args.prompt
     elif args.file is None or str(args.file) == "-":
-        text = sys.stdin.read()
+        text = sys.stdin.read(MAX_TEXT + 1)
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"prompt: expected at most {MAX_TEXT:,} characters in standard input, got more")
     else:
         try:
-            text = args.file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--file: expected UTF-8 text in {args.file}, got {error}") from error
+            text = read_text(args.file)
+        except ValueError as error:
+            raise ValueError(f"--file: {error}") from error
     if not text:
         raise ValueError("prompt: expected some text in --prompt, --file or standard input, got none")
+    check_text("prompt", text)
     return text

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from medusa_decoding.cli._arguments import text
 from medusa_decoding.training import strict
 from medusa_decoding.training.config import Config, table
 
@@ -37,6 +38,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="settings, in YAML")
     parser.add_argument(
         "--set",
+        type=text,
         action="append",
         default=[],
         metavar="KEY=VALUE",
