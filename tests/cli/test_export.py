@@ -99,14 +99,20 @@ def test_the_formats_are_in_the_help(capsys):
 def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):
     from argparse import Namespace
 
+    from medusa_decoding.checkpoints import pretrained
     from medusa_decoding.cli import _arguments
 
     write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision="v2")
     asked = []
-    fetch = lambda name, **arguments: asked.append((name, arguments))  # noqa: E731
-    monkeypatch.setattr(_arguments.AutoTokenizer, "from_pretrained", fetch)
+
+    def fetch(name, file, **arguments):
+        asked.append((name, arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrained, "cached_file", fetch)
     for base in (None, "other/base", "someone/base"):
-        _arguments.load_tokenizer(Namespace(model=str(tmp_path / "heads"), base_model=base))
+        with pytest.raises(KeyboardInterrupt):
+            _arguments.load_tokenizer(Namespace(model=str(tmp_path / "heads"), base_model=base))
     assert asked == [
         ("someone/base", {"revision": "v2"}),
         ("other/base", {}),

@@ -32,8 +32,8 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
-    cached_file,
 )
+from transformers.utils.hub import cached_file
 
 from medusa_decoding.checkpoints._files import open_tensors, read_index, read_json
 from medusa_decoding.heads import not_finite
@@ -81,7 +81,7 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
         ValueError: no such folder or repository, or a config.json that is damaged or refused.
     """
     with _explained(argument, _local(name), "a model's folder or hub id within reach"):
-        file = Path(cached_file(_local(name), "config.json", **hub))
+        file = _file_of(_local(name), "config.json", **hub)
         raw = _small_json(file)
     _check_raw(raw, file)
     return raw
@@ -186,7 +186,7 @@ def load_model(
         config, kwargs = read_config(name, argument=argument, **kwargs)
     hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
     with _explained(argument, name, "a model's folder or hub id within reach"):
-        folder = Path(cached_file(name, "config.json", **hub)).parent
+        folder = _file_of(name, "config.json", **hub).parent
         generation = folder / "generation_config.json"
         settings = _small_json(generation) if generation.is_file() else {}
         adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
@@ -241,7 +241,7 @@ def build_model(
     Raises:
         ValueError: a config from which transformers cannot make a model.
     """
-    with _explained(argument, config.name_or_path, "a config that describes a model"), device:
+    with _explained(argument, str(config.name_or_path), "a config that describes a model"), device:
         found: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     return found
 
@@ -259,7 +259,7 @@ def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
     """
     name = _local(name)
     with _explained("base_model", name, "an adapter that fits its model"), _without_report():
-        _check_adapter(Path(cached_file(name, "adapter_config.json", **hub)))
+        _check_adapter(_file_of(name, "adapter_config.json", **hub))
         report: Any = model.load_adapter(name, adapter_kwargs=dict(hub))
     # Older versions of transformers report nothing.
     missing, stray = (sorted(getattr(report, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
@@ -321,6 +321,11 @@ def _local(name: str | Path) -> str:
 def at(revision: str | None) -> dict[str, str]:
     """Return the keyword argument for a revision, if there is one."""
     return {} if revision is None else {"revision": revision}
+
+
+def _file_of(name: str, file: str, **hub: Any) -> Path:
+    """Return where a file of a model is, fetched if need be; `OSError` if there is none."""
+    return Path(cached_file(name, file, **hub) or file)
 
 
 def _small_json(file: Path) -> dict[str, Any]:
@@ -400,11 +405,10 @@ def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], fold
     """Compare the weights that a config describes with those in the files, before memory is taken for them."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if not quantised:
-        for name in expected.keys() & stored.keys():
-            if expected[name] != stored[name]:
+        for name, shape in expected.items():
+            if stored.get(name, shape) != shape:
                 raise ValueError(
-                    f"{name} in {folder}: expected shape {list(expected[name])} as config.json says, "
-                    f"got {list(stored[name])}"
+                    f"{name} in {folder}: expected shape {list(shape)} as config.json says, got {list(stored[name])}"
                 )
     # transformers may know other names for some. But it makes up what it cannot find, so that has a limit.
     made_up = sorted(name for name in expected if quantised or name not in stored)
