@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa_decoding import bypassed, settings
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads
@@ -74,6 +74,9 @@ class MedusaOutput(GenerateDecoderOnlyOutput):
         metrics: with `metrics=True`.
     """
 
+    sequences: torch.Tensor  # type: ignore[assignment]  # transformers says LongTensor, and tuples of one
+    scores: tuple[torch.Tensor, ...] | None = None  # type: ignore[assignment]
+    logits: tuple[torch.Tensor, ...] | None = None  # type: ignore[assignment]
     accept_lengths: list[list[int]] = None  # type: ignore[assignment]  # ModelOutput asks for defaults
     new_tokens: list[int] = None  # type: ignore[assignment]
     metrics: GenerationMetrics | None = None

@@ -18,8 +18,7 @@ def heads(model):
     return heads_for(model)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
-@pytest.mark.parametrize("wrapped_before", [False, True])
+@pytest.mark.parametrize(("backend", "wrapped_before"), [("eager", False), ("eager", True), ("compiled", False)])
 def test_hooks_that_record_outputs_are_no_obstacle(model, heads, backend, wrapped_before):
     expected = transformers_greedy(model, IDS[0], NEW)
     if wrapped_before:
