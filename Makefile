@@ -9,6 +9,7 @@
 #   make train-demo      heads for the demo model from nothing, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
 #   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (45 minutes; MT_BENCH=FILE: 3b too)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
+#   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
 #   make no-nvcc         what an install says and does without nvcc
@@ -51,7 +52,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo test test-interpreted test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo test test-interpreted test-transformers test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -71,6 +72,17 @@ test: $(EDITABLE)
 # The kernels in Triton's interpreter, on CPU tensors: every op against its specification, and whole generations.
 test-interpreted: $(EDITABLE)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) tests/kernels tests/decode/test_fused.py
+
+# transformers' own: the documented examples of the installed version and, of a checkout of that version's tag, its tests.
+TRANSFORMERS_SOURCE ?=
+SUITE := $(CURDIR)/tests/transformers_suite
+test-transformers: $(EDITABLE)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) tests/transformers_suite
+	$(if $(TRANSFORMERS_SOURCE),$(PIP) parameterized && cd "$(TRANSFORMERS_SOURCE)" && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		PYTHONPATH="$(SUITE):$(CURDIR)/tests/decode:." $(abspath $(BIN))/python -m pytest -q -p checkout -p no:cacheprovider \
+		-c /dev/null --rootdir=. -W ignore -k "(generat or beam or assisted or prompt_lookup or left_padding or \
+		past_key_values) and not compil and not recompile and not Integration" \
+		$(foreach family,llama mistral qwen2 qwen3,tests/models/$(family)/test_modeling_$(family).py))
 
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile

@@ -1,10 +1,11 @@
 """transformers' own examples of generation, as its docstrings have them, with and without heads.
 
-transformers' tests of generation are not on PyPI: a source distribution has only the modules at the top of `tests/`, and
-none of them that calls `generate` can be imported without folders that it has not (`checkout.py` is for the tests of a
-checkout). But each processor, criterion, streamer and watermark is documented with examples, which are installed with
-transformers. They are run here as they stand, with tiny models and tokenizers in the place of those from the hub: each
-call of `generate` is made without heads and with several, and greedy texts, scores and what streamers get must be equal.
+transformers' tests of generation are not on PyPI: a source distribution has only the modules at the top of `tests/`,
+and none of them that calls `generate` can be imported without folders that it has not (`checkout.py` is for the tests
+of a checkout). But each processor, criterion, streamer and watermark is documented with examples, which are installed
+with transformers. They are run here as they stand, with tiny models and tokenizers in the place of those from the hub:
+each call of `generate` is made without heads and with several, and greedy texts, scores and what streamers get must be
+the same.
 """
 
 import ast
