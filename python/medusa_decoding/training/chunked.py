@@ -14,7 +14,6 @@ factors applied afterwards, in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -189,7 +188,7 @@ class Matrix:
         return [shared if self._map is None else self._whole_gradient().index_copy_(0, self._map, shared)]
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
+def _join(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
