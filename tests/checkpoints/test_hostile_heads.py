@@ -74,6 +74,18 @@ def rezipped(tensors: Any, compression: int = zipfile.ZIP_DEFLATED) -> Callable[
     return write
 
 
+def pairs_of_pairs(depth: int) -> Callable[[Path], None]:
+    """Write a name that is a pair of one pair, that one of another: its hash takes 2 to the power of `depth` steps."""
+    pairs = b"".join(b"q%ch%c\x86" % (k, k) for k in range(1, depth + 1))
+
+    def write(folder: Path) -> None:
+        with zipfile.ZipFile(folder / PT, "w") as archive:
+            archive.writestr("heads/data.pkl", b"\x80\x02}q\x00)" + pairs + b"K\x01s.")
+            archive.writestr("heads/version", "3\n")
+
+    return write
+
+
 def older(value: Any) -> Callable[[Path], None]:
     """Write the format of torch before 1.6, a row of pickles."""
     return lambda folder: torch.save(value, folder / PT, _use_new_zipfile_serialization=False)
@@ -157,6 +169,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         rezipped(named(1, torch.zeros(8192, 8192), torch.zeros(VOCAB, 8192))),
         rf"{PT}: expected a file that torch\.save wrote, got one with compressed entries",
     ),
+    "a name that is pairs of pairs": (pairs_of_pairs(28), rf"{PT}: expected tensors only, got the result of .* once"),
     "a quantised tensor": (
         pt({"0.0.linear.weight": Call(torch._utils._rebuild_qtensor, 0)}),
         rf"{PT}: expected tensors only, got .*_rebuild_qtensor",

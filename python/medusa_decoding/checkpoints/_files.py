@@ -40,6 +40,9 @@ _GLOBAL = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch\.storage UntypedStorage"
     r"|torch (\w+Storage|b?float\w+|u?int\d+|bool|complex\d+)"
 )
+# What makes the things that such a file uses more than once: names, functions, tensors, hooks. Tuples within
+# tuples, each of them used twice, would be hashed in exponential time.
+_REPEATED = ("GLOBAL", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING", "REDUCE", "EMPTY_DICT", "EMPTY_LIST")
 # Pickles before the values in a file of torch before 1.6.
 _OLDER_PICKLES = 5
 # Several names may share values, such as the lm_head of version 1 that all heads share: each name is a copy in memory.
@@ -229,6 +232,7 @@ def _calls(file: Path, zipped: bool) -> str | None:
         else:
             pickles = [stack.enter_context(open(file, "rb"))] * _OLDER_PICKLES
         for pickled in pickles:
+            before, kept = "", {}
             for opcode, argument, _ in pickletools.genops(pickled):
                 # The name that STACK_GLOBAL looks up is made only as the file is read.
                 called = "STACK_GLOBAL" if opcode.name == "STACK_GLOBAL" else str(argument)
@@ -237,6 +241,11 @@ def _calls(file: Path, zipped: bool) -> str | None:
                         f"expected tensors only, got {called[:99]!r}, which is refused because loading it can run code "
                         "or take any amount of memory"
                     )
+                if opcode.name in ("BINPUT", "LONG_BINPUT"):
+                    kept[argument] = before
+                elif opcode.name in ("BINGET", "LONG_BINGET") and kept.get(argument) not in _REPEATED:
+                    return f"expected tensors only, got the result of {kept.get(argument)} more than once"
+                before = opcode.name
     return None
 
 
