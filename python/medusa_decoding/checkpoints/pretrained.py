@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from transformers.utils import (
 )
 from transformers.utils.hub import cached_file
 
-from medusa_decoding.checkpoints._files import open_tensors, read_index, read_json
+from medusa_decoding.checkpoints._files import open_tensors, read_index
+from medusa_decoding.checkpoints._stated import check_config, check_keys, small_json
 from medusa_decoding.heads import not_finite
 
 # These concern the weights; AutoConfig would take them for fields of the config.
@@ -43,25 +43,6 @@ _WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
 # These say where files are: AutoConfig uses them up, and the weights are to be those beside the config.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
-# Above any model there is. transformers loops over some of these before weights could contradict them.
-_MOST = {
-    "num_hidden_layers": 2**10,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**21,
-    "num_attention_heads": 2**13,
-    "num_key_value_heads": 2**13,
-    "head_dim": 2**13,
-    "vocab_size": 2**24,
-    "max_position_embeddings": 2**40,
-    "num_labels": 2**16,
-}
-_ROPE_NUMBERS = {
-    "factor", "rope_theta", "attention_factor", "partial_rotary_factor", "original_max_position_embeddings",
-    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-}  # fmt: skip
-# They name other files of weights or settings, which would pass by what is checked here.
-_ELSEWHERE = ("configuration_files", "transformers_weights")
-_CONFIG_BYTES = 2**24
 _MAY_BE_MISSING = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 # A regular expression, as transformers wants it.
 _HEADS = r"^medusa_head\."
@@ -82,8 +63,8 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
     """
     with _explained(argument, _local(name), "a model's folder or hub id within reach"):
         file = _file_of(_local(name), "config.json", **hub)
-        raw = _small_json(file)
-    _check_raw(raw, file)
+        raw = small_json(file)
+    check_config(raw, file)
     return raw
 
 
@@ -147,7 +128,7 @@ def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: s
     config = load_config(name, revision, argument=argument)
     with _explained(argument, name, "a folder or hub id with a tokenizer"):
         file = cached_file(name, "tokenizer_config.json", **_MAY_BE_MISSING, **hub)
-        said = _small_json(Path(file)).get("tokenizer_class") if file else None
+        said = small_json(Path(file)).get("tokenizer_class") if file else None
         for kind in (said, getattr(config, "tokenizer_class", None)):
             # transformers calls whatever class of its own is named here, also those that ask about code.
             found = None if kind is None else getattr(transformers, kind, None)
@@ -188,9 +169,9 @@ def load_model(
     with _explained(argument, name, "a model's folder or hub id within reach"):
         folder = _file_of(name, "config.json", **hub).parent
         generation = folder / "generation_config.json"
-        settings = _small_json(generation) if generation.is_file() else {}
+        settings = small_json(generation) if generation.is_file() else {}
         adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
-    _check_keys(settings, generation, GenerationConfig)
+    check_keys(settings, generation, GenerationConfig)
     usual = not any(kwargs.get(key) for key in ("gguf_file", "variant")) and kwargs.get("use_safetensors") is not False
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     quantised = getattr(config, "quantization_config", None) is not None
@@ -271,7 +252,7 @@ def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
 
 def _check_adapter(file: Path) -> None:
     """Refuse an adapter's config that names code, or matrices of more rows than the adapter's weights have."""
-    settings = _small_json(file)
+    settings = small_json(file)
     if settings.get("megatron_config") is not None:
         raise ValueError("expected no megatron_config, because it names a module to import, got one")
     weights = [file.with_name(f"adapter_model.{kind}") for kind in ("safetensors", "bin")]
@@ -328,63 +309,9 @@ def _file_of(name: str, file: str, **hub: Any) -> Path:
     return Path(cached_file(name, file, **hub) or file)
 
 
-def _small_json(file: Path) -> dict[str, Any]:
-    size = file.stat().st_size
-    if size > _CONFIG_BYTES:
-        raise ValueError(f"{file}: expected at most {_CONFIG_BYTES} bytes of settings, got {size}")
-    return read_json(file)
-
-
 def _is_tokenizer(found: Any) -> bool:
     # A class whose library is missing has `_backends`; transformers then says which one.
     return isinstance(found, type) and (issubclass(found, PreTrainedTokenizerBase) or hasattr(found, "_backends"))
-
-
-def _check_raw(raw: Mapping[str, Any], file: Path) -> None:
-    """Refuse what a config file must not say, also in the configs within it."""
-    _check_keys(raw, file, PretrainedConfig)
-    for key in _ELSEWHERE:
-        if raw.get(key) is not None:
-            raise ValueError(f"{file}: expected no {key}, got {raw[key]!r}")
-    for key, most in _MOST.items():
-        value = raw.get(key)
-        if value is None or isinstance(value, list):
-            continue  # a default, or one value per layer: transformers knows for which models
-        least = 0 if key == "num_labels" else 1
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{file}: expected {key} from {least} to {most}, got {_short(value)}")
-    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise ValueError(f"{file}: expected num_key_value_heads that divides {heads} heads, got {kv_heads}")
-    for key, value in raw.items():
-        if key.startswith("rope_") or key in _ROPE_NUMBERS:
-            _check_rope(key, value, file)
-        if key.endswith("_config") and isinstance(value, dict):
-            _check_raw(value, file)
-
-
-def _check_keys(raw: Mapping[str, Any], file: Path, kind: type) -> None:
-    """Refuse settings that would take the place of a method, such as `to_dict`, and token ids that are none."""
-    for key, value in raw.items():
-        if callable(getattr(kind, key, None)):
-            raise ValueError(f"{file}: expected settings, got {key!r}, which names a method of {kind.__name__}")
-        if key.endswith("_token_id") and value is not None:
-            for token in value if isinstance(value, list) else [value]:
-                if isinstance(token, bool) or not isinstance(token, int) or abs(token) >= 2**31:
-                    raise ValueError(f"{file}: expected {key} to be a token id or a list of them, got {_short(value)}")
-
-
-def _check_rope(key: str, value: Any, file: Path) -> None:
-    """Refuse what rotary embeddings cannot be computed with: transformers uses most of it in the first forward."""
-    single = key in _ROPE_NUMBERS
-    if isinstance(value, dict) and not single:
-        for inner, found in value.items():
-            _check_rope(inner, found, file)
-    elif key not in ("rope_type", "type") and (value is not None or key == "factor"):
-        most = 1.0 if key == "partial_rotary_factor" else 1e15
-        for number in value if isinstance(value, list) and not single else [value]:
-            if not isinstance(number, (int, float)) or not abs(number) <= most:
-                raise ValueError(f"{file}: expected {key} in numbers of at most {most:g}, got {_short(value)}")
 
 
 def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
@@ -435,12 +362,6 @@ def _check_report(model: PreTrainedModel, report: Mapping[str, Any], name: str, 
             f"{name}: expected weights of {kind} as config.json describes it "
             f"({model.config.num_hidden_layers} layers), got also {_some(stray)}; config.json or the weights are wrong"
         )
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, int) and abs(value) > 10**18:
-        return "a larger one" if value > 0 else "a negative one"
-    return re.sub(r"(.{80}).+", r"\1..", repr(value))
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,97 @@
+"""What settings files of a model may say: config.json, generation_config.json and others that come from strangers.
+
+transformers believes most of what it reads. It loops over a number of layers before weights could contradict it, sets
+any key as an attribute, and uses rotary embeddings' numbers in the first forward. This module does not load models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from medusa_decoding.checkpoints._files import read_json
+
+# Above any model there is.
+_MOST = {
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**21,
+    "num_attention_heads": 2**13,
+    "num_key_value_heads": 2**13,
+    "head_dim": 2**13,
+    "vocab_size": 2**24,
+    "max_position_embeddings": 2**40,
+    "num_labels": 2**16,
+}
+_ROPE_NUMBERS = {
+    "factor", "rope_theta", "attention_factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+}  # fmt: skip
+# They name other files of weights or settings, which would pass by what is checked here.
+_ELSEWHERE = ("configuration_files", "transformers_weights")
+_CONFIG_BYTES = 2**24
+
+
+def small_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object of settings; `ValueError` if there is none, or a file that is too large for one."""
+    size = file.stat().st_size
+    if size > _CONFIG_BYTES:
+        raise ValueError(f"{file}: expected at most {_CONFIG_BYTES} bytes of settings, got {size}")
+    return read_json(file)
+
+
+def check_config(raw: Mapping[str, Any], file: Path) -> None:
+    """Refuse what a config file must not say, also in the configs within it."""
+    check_keys(raw, file, PretrainedConfig)
+    for key in _ELSEWHERE:
+        if raw.get(key) is not None:
+            raise ValueError(f"{file}: expected no {key}, got {raw[key]!r}")
+    for key, most in _MOST.items():
+        value = raw.get(key)
+        if value is None or isinstance(value, list):
+            continue  # a default, or one value per layer: transformers knows for which models
+        least = 0 if key == "num_labels" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{file}: expected {key} from {least} to {most}, got {_short(value)}")
+    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise ValueError(f"{file}: expected num_key_value_heads that divides {heads} heads, got {kv_heads}")
+    for key, value in raw.items():
+        if key.startswith("rope_") or key in _ROPE_NUMBERS:
+            _check_rope(key, value, file)
+        if key.endswith("_config") and isinstance(value, dict):
+            check_config(value, file)
+
+
+def check_keys(raw: Mapping[str, Any], file: Path, kind: type) -> None:
+    """Refuse settings that would take the place of a method, such as `to_dict`, and token ids that are none."""
+    for key, value in raw.items():
+        if callable(getattr(kind, key, None)):
+            raise ValueError(f"{file}: expected settings, got {key!r}, which names a method of {kind.__name__}")
+        if key.endswith("_token_id") and value is not None:
+            for token in value if isinstance(value, list) else [value]:
+                if isinstance(token, bool) or not isinstance(token, int) or abs(token) >= 2**31:
+                    raise ValueError(f"{file}: expected {key} to be a token id or a list of them, got {_short(value)}")
+
+
+def _check_rope(key: str, value: Any, file: Path) -> None:
+    """Refuse what rotary embeddings cannot be computed with: transformers uses most of it in the first forward."""
+    single = key in _ROPE_NUMBERS
+    if isinstance(value, dict) and not single:
+        for inner, found in value.items():
+            _check_rope(inner, found, file)
+    elif key not in ("rope_type", "type") and (value is not None or key == "factor"):
+        most = 1.0 if key == "partial_rotary_factor" else 1e15
+        for number in value if isinstance(value, list) and not single else [value]:
+            if not isinstance(number, (int, float)) or not abs(number) <= most:
+                raise ValueError(f"{file}: expected {key} in numbers of at most {most:g}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > 10**18:
+        return "a larger one" if value > 0 else "a negative one"
+    return re.sub(r"(.{80}).+", r"\1..", repr(value))
