@@ -37,9 +37,12 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     Nobody finds half a file under the name, also where the machine stops or another process writes the same one.
 
     Raises:
+        ValueError: a device, a pipe or a folder of that name, which a file would take the place of.
         OSError: it could not be written; what was there before is unchanged.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: expected a new name or that of a file, got a folder, device or pipe")
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield scratch

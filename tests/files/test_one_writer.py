@@ -161,3 +161,14 @@ def test_a_lock_file_that_a_killed_writer_left_is_no_reason_to_keep_a_folder_of_
         assert foreign(tmp_path) is None
     (tmp_path / ".secrets").touch()
     assert foreign(tmp_path) == ".secrets"
+
+
+def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(
+        ValueError, match=rf"^{pipe}: expected a new name or that of a file, got a folder, device or pipe"
+    ):
+        files.write_json(pipe, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+    assert pipe.is_fifo()
