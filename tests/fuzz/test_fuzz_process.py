@@ -133,3 +133,13 @@ def test_input_without_end_is_refused(capsys, monkeypatch):
         monkeypatch.setattr("sys.stdin", zero)
         assert main(["generate"]) == 2
     assert "prompt: expected at most 16,777,216 characters" in capsys.readouterr().err
+
+
+def test_a_device_or_pipe_is_not_replaced_by_a_result(capsys, tmp_path):
+    """As root, a file would take the place of /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["simulate", "--save-device", str(pipe)]) == 2
+    assert "expected a file or a new name, got a device, a pipe or a folder" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    assert [*tmp_path.iterdir()] == [pipe]
