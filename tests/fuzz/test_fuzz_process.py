@@ -140,6 +140,6 @@ def test_a_device_or_pipe_is_not_replaced_by_a_result(capsys, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert main(["simulate", "--save-device", str(pipe)]) == 2
-    assert "expected a file or a new name, got a device, a pipe or a folder" in capsys.readouterr().err
+    assert "expected a new name or that of a file, got a folder, device or pipe" in capsys.readouterr().err
     assert pipe.is_fifo()
     assert [*tmp_path.iterdir()] == [pipe]
