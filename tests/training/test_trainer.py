@@ -694,9 +694,9 @@ train(config, resume={resume!r})
 WATCHED = """
 import json
 import torch
-from transformers import AutoModelForCausalLM
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.training.processes import Processes
-load, shard = AutoModelForCausalLM.from_pretrained, Processes.shard
+load, shard = pretrained.load_model, Processes.shard
 loads = []
 def counted(*arguments, **options):
     loads.append(arguments)
@@ -720,7 +720,7 @@ def watched(self, module, layers):
         "one": max(weight.numel() for weight in module.parameters())}}
     with open({facts!r} + str(self.rank), "w") as file:
         json.dump(facts, file)
-AutoModelForCausalLM.from_pretrained, Processes.shard = counted, watched
+pretrained.load_model, Processes.shard = counted, watched
 """
 
 
