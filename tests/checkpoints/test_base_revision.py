@@ -150,3 +150,16 @@ def test_a_config_that_contradicts_is_refused(tmp_path: Path) -> None:
             base_revision="v2",
             config={"base_model_revision": "v3"},
         )
+
+
+@pytest.mark.parametrize("revision", ["/dev/zero", "../../../etc/passwd", "refs/../../x", "", 5, "a\nb", "x" * 300])
+def test_a_revision_that_is_a_path_is_refused_before_the_hub_is_asked(
+    tmp_path: Path, asked: list[Any], revision: Any
+) -> None:
+    write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base")
+    checkpoint = read_heads(tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"^revision: expected a branch, tag or commit on the hub, got"):
+        load_base_model(checkpoint, revision=revision)
+    with pytest.raises(ValueError, match=r"^revision: expected a branch, tag or commit on the hub, got"):
+        read_heads("someone/heads", revision=revision)
+    assert asked == []

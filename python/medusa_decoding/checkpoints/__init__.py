@@ -29,6 +29,7 @@ from medusa_decoding.checkpoints._layout import (
     pack,
 )
 from medusa_decoding.checkpoints._places import TOKENIZER, foreign
+from medusa_decoding.checkpoints._stated import check_revision
 from medusa_decoding.checkpoints.base import (
     folder_of,
     load_base_model,
@@ -333,6 +334,7 @@ def _folder(
         raise ValueError(f"{name}: expected a checkpoint's folder or a hub id, got the file {path}")
     if isinstance(path_or_hub_id, Path):
         raise ValueError(f"{name}: expected an existing folder, got {path}")
+    check_revision(revision)
     try:
         snapshot = snapshot_download(
             path_or_hub_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_IGNORED

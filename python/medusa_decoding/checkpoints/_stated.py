@@ -34,6 +34,7 @@ _ROPE_NUMBERS = {
 # They name other files of weights or settings, which would pass by what is checked here.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
 _CONFIG_BYTES = 2**24
+_REVISION = re.compile(r"[A-Za-z0-9][\w./+-]{0,255}")
 
 
 def small_json(file: Path) -> dict[str, Any]:
@@ -95,3 +96,13 @@ def _short(value: Any) -> str:
     if isinstance(value, int) and abs(value) > 10**18:
         return "a larger one" if value > 0 else "a negative one"
     return re.sub(r"(.{80}).+", r"\1..", repr(value))
+
+
+def check_revision(revision: Any) -> None:
+    """Raise `ValueError` unless a revision is None or can name a branch, tag or commit.
+
+    The hub's client takes it for a path in its cache. A checkpoint that records one must not have another file read.
+    """
+    if revision is None or (isinstance(revision, str) and _REVISION.fullmatch(revision) and ".." not in revision):
+        return
+    raise ValueError(f"revision: expected a branch, tag or commit on the hub, got {_short(revision)}")

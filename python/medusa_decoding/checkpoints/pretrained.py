@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file
 
 from medusa_decoding.checkpoints._files import open_tensors, read_index
-from medusa_decoding.checkpoints._stated import check_config, check_keys, small_json
+from medusa_decoding.checkpoints._stated import check_config, check_keys, check_revision, small_json
 from medusa_decoding.heads import not_finite
 
 # These concern the weights; AutoConfig would take them for fields of the config.
@@ -61,6 +62,7 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
     Raises:
         ValueError: no such folder or repository, or a config.json that is damaged or refused.
     """
+    check_revision(hub.get("revision"))
     with _explained(argument, _local(name), "a model's folder or hub id within reach"):
         file = _file_of(_local(name), "config.json", **hub)
         raw = small_json(file)
@@ -295,8 +297,8 @@ def _without_report() -> Iterator[None]:
 
 
 def _local(name: str | Path) -> str:
-    path = Path(name).expanduser()
-    return str(path) if path.is_dir() else str(name)
+    path = os.path.expanduser(name)
+    return path if os.path.isdir(path) else str(name)  # False also for what cannot be a path
 
 
 def at(revision: str | None) -> dict[str, str]:
