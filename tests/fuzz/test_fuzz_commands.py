@@ -8,6 +8,7 @@ from hostile import DEEP
 from limits import MIB, bounded
 
 from medusa_decoding.cli import _arguments, argument_parser, demo, main, simulate
+from medusa_decoding.tuning.shapes import SHAPES, find_shape
 
 REFUSED = "the model is not loaded in this test"
 
@@ -34,11 +35,17 @@ def values(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError(REFUSED)
 
+    def only_hostile(name):
+        if name not in SHAPES:
+            find_shape(name)
+        refuse()
+
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(_arguments, "load_model", refuse)
     monkeypatch.setattr(_arguments, "load_tokenizer", refuse)
     monkeypatch.setattr(demo.MedusaModel, "from_pretrained", refuse)
     monkeypatch.setattr("medusa_decoding.cli.argument_parser", lambda: PARSER)  # making it takes longer than the rest
+    monkeypatch.setattr(simulate, "find_shape", only_hostile)
     monkeypatch.setattr(simulate, "_reproduce", refuse)
     (tmp_path / "folder").mkdir()
     for name, content in {

@@ -30,6 +30,7 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from medusa_decoding.files import read_text
 from medusa_decoding.rendering import render
 from medusa_decoding.training.data import BadRecordError, Record, Report, Tokens
 
@@ -337,7 +338,7 @@ def template_text(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     path = Path(name).expanduser()
     if not path.is_file():
         raise ValueError(f"template: expected 'auto', 'vicuna', 'plain' or a file, got {name!r}")
-    return path.read_text(encoding="utf-8")
+    return read_text(path)
 
 
 def _common(one: Any, other: Any) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.files import parse_json
+from medusa_decoding.files import MAX_JSON, parse_json, read_text
 from medusa_decoding.tuning.devices import Attained, Device
 from medusa_decoding.tuning.reproduction import fit
 from medusa_decoding.tuning.roofline import Operator, step_operators, total_seconds
@@ -38,7 +38,7 @@ def read_steps(path: str | Path) -> list[Record]:
         ValueError: not such a file, or none of its records is such a step of a model that is known here.
     """
     found: dict[tuple[Any, ...], Record] = {}
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_text(path, MAX_JSON).splitlines(), 1):
         if not line.strip():
             continue
         try:
