@@ -11,8 +11,10 @@ import contextlib
 import importlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,8 +22,9 @@ _MODULES = (
     "demo", "generate", "chat", "evaluate", "train", "distill", "calibrate", "tree", "tune", "export", "simulate",
     "doctor",
 )  # fmt: skip
+INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""Exit code of a program that SIGPIPE ends, as shells see it."""
+"""Exit codes of programs that SIGINT and SIGPIPE end, as shells see them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,14 +56,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("medusa: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argument_parser()
+    with _ended_by_interrupts() if argv is None else contextlib.nullcontext():
+        parser = argument_parser()
     args = parser.parse_args(argv)
     code: int = args.run(args)
     return code
+
+
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """End the process on Ctrl-C at once while libraries are imported: some of them catch the exception and go on."""
+
+    def end(*_: object) -> None:
+        os.write(2, b"medusa: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone can set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def argument_parser() -> argparse.ArgumentParser:
