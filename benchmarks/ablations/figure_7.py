@@ -74,10 +74,7 @@ def load_draft(name: str, bench: setup.Bench) -> Any:
         ValueError: it is not there, or has another vocabulary.
     """
     trunk = bench.model.trunk
-    try:
-        draft = pretrained.load_model(name, dtype=trunk.dtype).to(trunk.device).eval()
-    except OSError as error:
-        raise ValueError(f"--draft: expected a model, got {name}: {str(error).splitlines()[0]}") from error
+    draft = pretrained.load_model(name, argument="--draft", dtype=trunk.dtype).to(trunk.device).eval()
     if draft.config.vocab_size != trunk.vocab_size:
         raise ValueError(f"--draft: expected a vocabulary of {trunk.vocab_size}, got {draft.config.vocab_size}")
     return draft

@@ -207,7 +207,7 @@ class MedusaModel:
         # The base model's sizes are checked before the heads take memory; and heads that share lm_head do not say V.
         # A hub is not asked twice: only folders are looked into here unless a base model is given.
         named, sizes = base_model, {}
-        if named is None and Path(heads).expanduser().is_dir():
+        if named is None and isinstance(heads, (str, Path)) and os.path.isdir(os.path.expanduser(heads)):
             found = find_base_model(heads)
             named = found if found is not None and os.path.isdir(found) else None
         if named is not None:

@@ -389,7 +389,7 @@ def test_a_vocabulary_that_only_the_config_says(folder: Path, base: Path, size: 
     (folder / "config.json").write_text(json.dumps({"vocab_size": size, "base_model_name_or_path": str(base)}))
     with bounded(seconds=1, memory=64 * MIB):
         read = read_heads(folder)
-    assert read.heads.vocab_size == (size if size == 10**30 else VOCAB)
+    assert read.heads.vocab_size == VOCAB
     with bounded(seconds=5):
         model = MedusaModel.from_pretrained(folder)
     assert model.heads is not None

@@ -366,7 +366,7 @@ def _vocab_size(layout: Layout, config: Mapping[str, Any], base: str | None, fol
     if layout.vocab_size is not None:
         return layout.vocab_size
     size = config.get("vocab_size")
-    if type(size) is int and size > 0:  # True is an int, too
+    if type(size) is int and 0 < size < 2**31:  # True is an int, too
         return size
     size = None if base is None else stated_vocab_size(base, _revision(original, config))
     if size is None:
