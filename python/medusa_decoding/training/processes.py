@@ -6,6 +6,7 @@ over them (FSDP); both are torch's own, on GPUs and on CPUs alike. This module d
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +54,9 @@ class Processes:
                 "accelerate: expected the library for training (pip install 'medusa-kernels[train]'), got none"
             ) from error
         state = PartialState(cpu=not torch.cuda.is_available())
+        if state.num_processes > 1:
+            atexit.unregister(_leave)
+            atexit.register(_leave)
         asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
         sharded = sharding == "full" or (sharding == "auto" and asked)
         if sharded and state.num_processes == 1:
@@ -223,3 +227,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all of a tensor that may be divided over processes; all of them must ask."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
+
+
+def _leave() -> None:
+    """End gloo's threads before Python ends: one that is left may abort a process whose work is done."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
