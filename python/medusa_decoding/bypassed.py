@@ -137,6 +137,15 @@ def _weights(roots: Sequence[nn.Module | None]) -> list[object]:
     return found
 
 
+def without_recording(layer: Any) -> Any:
+    """Return what to call for a layer: its forward alone if it has none but transformers' hooks that record outputs.
+
+    torch.compile cannot trace these, and they do nothing here.
+    """
+    plain = layer._forward_hooks and layer._compiled_call_impl is None and not is_hooked(layer)
+    return layer.forward if plain and _foreign(type(layer).__call__) is None else layer
+
+
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
 """Functions that were found to be of `PACKAGES`."""
 
@@ -293,4 +302,4 @@ def _check_training(causal: nn.Module, module: Any) -> None:
         )
 
 
-__all__ = ["check", "check_methods_before", "foreign_forward", "unchanged"]
+__all__ = ["check", "check_methods_before", "foreign_forward", "unchanged", "without_recording"]

@@ -14,7 +14,6 @@ from torch import nn
 
 from medusa_decoding import bypassed, fused
 from medusa_decoding.attention import AttentionSwap, DecodeContext, check_layers
-from medusa_decoding.heads import is_hooked
 from medusa_decoding.parallel import Peers, local_kv_heads
 from medusa_decoding.rope import rope_tables
 from medusa_decoding.turns import turns_of
@@ -122,8 +121,6 @@ class Trunk:
         if self.fuse:
             return fused.forward(self.decoder, hidden, context)
         for layer in self.decoder.layers:
-            # Without hooks that count: torch.compile cannot trace those that transformers records outputs with.
-            run = layer if is_hooked(layer) else layer.forward
-            out = run(hidden, position_embeddings=None, medusa_context=context)
+            out = bypassed.without_recording(layer)(hidden, position_embeddings=None, medusa_context=context)
             hidden = out[0] if isinstance(out, tuple) else out
         return self.decoder.norm(hidden)

@@ -319,6 +319,11 @@ class Layer(llama.LlamaDecoderLayer):
         return -super().forward(hidden_states, **kwargs)
 
 
+class CalledLayer(llama.LlamaDecoderLayer):
+    def __call__(self, *args, **kwargs):
+        return -super().__call__(*args, **kwargs)
+
+
 class Mlp(llama.LlamaMLP):
     def forward(self, x):
         return -super().forward(x)
@@ -360,6 +365,7 @@ def parametrised(model, monkeypatch):
 
 TAKES_EFFECT = {
     "layer": module_of_class("model.layers.1", Layer),
+    "layer's call": module_of_class("model.layers.1", CalledLayer),
     "MLP": module_of_class("model.layers.0.mlp", Mlp),
     "embedding": module_of_class("model.embed_tokens", Embedding),
     "norm": module_of_class("model.norm", Norm),
