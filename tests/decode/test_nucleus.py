@@ -103,3 +103,23 @@ def test_texts_are_those_of_sorting(settings, extra, monkeypatch):
             sorted_ones = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
         assert 211 in sorts.sizes
     assert ours == sorted_ones
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scores_of_another_dtype_are_sorted(dtype):
+    """A processor of the caller's may return them."""
+    scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]], dtype=dtype)
+    assert torch.equal(Nucleus(0.9)(None, scores), lp.TopPLogitsWarper(0.9)(None, scores))
+    assert Nucleus(0.9)(None, scores).isinf().sum() == 1
+
+
+def test_a_processor_may_return_float64():
+    model = tiny()
+    settings = {"max_new_tokens": 6, "do_sample": True, "top_p": 0.9, "seed": 3}
+    [row] = prompts(1, [5])
+    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
+        texts = [
+            medusa.generate(row[None], logits_processor=[processor], **settings).sequences.tolist()
+            for processor in (lambda ids, scores: scores, lambda ids, scores: scores.double())
+        ]
+    assert texts[0] == texts[1]

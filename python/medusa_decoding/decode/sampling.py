@@ -48,7 +48,7 @@ class Nucleus(lp.TopPLogitsWarper):
 
     def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
         """Return fp32 scores [R, V], those outside of the nucleus -inf."""
-        if scores.is_cuda:
+        if scores.is_cuda or scores.dtype != torch.float32:  # a processor of the caller's may return others
             return super().__call__(input_ids, scores)
         # NaN, which the step reports by `check`, must not become an index.
         probabilities = scores.softmax(-1).nan_to_num()
