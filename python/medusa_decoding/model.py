@@ -564,8 +564,13 @@ class MedusaModel:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Undo the swap."""
-        self.undo()
+        """Undo the swap; what ends the block with an error is raised even if the swap cannot be undone now."""
+        try:
+            self.undo()
+        except ValueError as refusal:
+            if exc[0] is None:
+                raise
+            logger.warning("%s", refusal)
 
     def _check_swapped(self) -> None:
         if not self.trunk.swap.active:

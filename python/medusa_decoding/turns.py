@@ -47,10 +47,10 @@ class Turns:
                 be on another stream, and captured steps share memory.
         """
         me = threading.get_ident()
+        self._device = device or self._device
         if self.holder == me:  # within a generation that has begun: it is the same one
             yield
             return
-        self._device = device or self._device
         generation = object()
         try:
             with self._changed:

@@ -393,3 +393,33 @@ def test_weights_changed_within_a_generation_are_refused(change):
         with pytest.raises(ValueError, match=r"base_model, heads: expected their weights and adapters left alone"):
             medusa.generate(ids, mask, max_new_tokens=NEW, stopping_criteria=[once])
         assert len(calls) >= 5
+
+
+def test_what_ends_a_with_block_is_raised_also_during_a_generation(model, monkeypatch, caplog):
+    no_patience(monkeypatch)
+    [row] = prompts(1, [6])
+    begun, end = threading.Event(), threading.Event()
+
+    def wait(seen):
+        begun.set()
+        end.wait(timeout=60)
+
+    medusa = MedusaModel(model, heads_for(model), TREE)
+    writer = threading.Thread(target=text, args=(medusa, row), kwargs={"streamer": Streamer(wait)})
+    writer.start()
+    assert begun.wait(timeout=60)
+    with pytest.raises(KeyError, match="the caller's own"), medusa:
+        raise KeyError("the caller's own")
+    assert "expected undo() between generations" in caplog.text
+    end.set()
+    writer.join(timeout=60)
+    medusa.undo()
+    assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
+
+
+def test_a_turn_within_one_that_named_no_device_names_it():
+    """As `medusa_generate` does: what another thread has launched on that device is waited for."""
+    turns = Turns()
+    with turns.generation(), turns.generation(torch.device("cuda")):
+        pass
+    assert turns._device == torch.device("cuda")
