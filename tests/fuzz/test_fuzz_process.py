@@ -47,6 +47,21 @@ def test_an_interrupt_during_imports_says_so_in_one_line():
     assert "Traceback" not in err
 
 
+def test_a_job_in_the_background_that_ignores_interrupts_goes_on():
+    command = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from medusa_decoding.cli import main; "
+    command += "sys.argv[1:] = ['tree', '--help']; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not torch_is_loading(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, "interrupted" in err) == (0, False)
+    assert out.startswith("usage: medusa tree")
+
+
 def torch_is_loading(pid):
     with open(f"/proc/{pid}/maps") as maps:
         return "libtorch" in maps.read()

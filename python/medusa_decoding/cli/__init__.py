@@ -75,7 +75,8 @@ def _ended_by_interrupts() -> Iterator[None]:
         os.write(2, b"medusa: interrupted\n")
         os._exit(INTERRUPTED)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone can set handlers
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
+    if not usual or threading.current_thread() is not threading.main_thread():  # which alone can set handlers
         yield
         return
     before = signal.signal(signal.SIGINT, end)
