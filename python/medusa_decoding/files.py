@@ -187,7 +187,12 @@ def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterato
 def _locked(lock: Path, refusal: str) -> int:
     """Open a lock file and lock it; return its descriptor."""
     while True:
-        number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except PermissionError as error:
+            if not lock.exists():
+                raise
+            raise ValueError(f"{refusal} with the {lock} of another user; remove it if nobody writes there") from error
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_file_at(number, lock):
