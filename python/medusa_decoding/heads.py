@@ -149,6 +149,8 @@ class MedusaHeads(nn.Module):
             try:
                 return nn.Parameter(torch.zeros(*shape, dtype=dtype, device=device))
             except RuntimeError as error:  # also torch.OutOfMemoryError
+                if not any(word in str(error) for word in ("memory", "overflow")):
+                    raise
                 raise MemoryError(f"heads: expected sizes that fit in memory, got a tensor {list(shape)}") from error
 
         self.w1 = zeros(num_heads, num_layers, hidden_size, hidden_size)
@@ -418,7 +420,8 @@ class MedusaHeads(nn.Module):
 
 
 def not_finite(weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of those floating-point tensors that hold NaN or infinity."""
+    """Return the names of those tensors, of 16 or 32 bits, that hold NaN or infinity."""
+    weights = {name: weight for name, weight in weights.items() if weight.numel()}
     if not weights:
         return []
     # Both extremes are finite exactly when all values are. One copy to the host answers for all tensors.

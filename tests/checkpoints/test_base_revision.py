@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding.checkpoints import find_base_revision, load_base_model, pretrained, read_heads, write_heads
 from medusa_decoding.heads import MedusaHeads
@@ -152,14 +152,26 @@ def test_a_config_that_contradicts_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("revision", ["/dev/zero", "../../../etc/passwd", "refs/../../x", "", 5, "a\nb", "x" * 300])
+@pytest.mark.parametrize(
+    "revision",
+    ["/dev/zero", "../../../etc/passwd", "refs/../../x", "", 5, "a\nb", "x" * 300, "-x", "a\\b"],
+)
 def test_a_revision_that_is_a_path_is_refused_before_the_hub_is_asked(
     tmp_path: Path, asked: list[Any], revision: Any
 ) -> None:
     write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base")
     checkpoint = read_heads(tmp_path / "heads")
-    with pytest.raises(ValueError, match=r"^revision: expected a branch, tag or commit on the hub, got"):
-        load_base_model(checkpoint, revision=revision)
+    for config in ({}, {"config": LlamaConfig(hidden_size=6, vocab_size=11, num_attention_heads=2)}):
+        with pytest.raises(ValueError, match=r"revision: expected a branch, tag or commit on the hub, got"):
+            load_base_model(checkpoint, revision=revision, **config)
     with pytest.raises(ValueError, match=r"^revision: expected a branch, tag or commit on the hub, got"):
         read_heads("someone/heads", revision=revision)
     assert asked == []
+
+
+@pytest.mark.parametrize("revision", ["refs/pr/1", "feature/x@y", "release#1", "v1.0", "_x", "é", "0123abcd" * 5])
+def test_what_git_allows_as_a_name_is_asked_for(tmp_path: Path, asked: list[Any], revision: str) -> None:
+    write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision=revision)
+    with pytest.raises(AskedError):
+        load_base_model(read_heads(tmp_path / "heads"))
+    assert asked == [("someone/base", {"revision": revision})]

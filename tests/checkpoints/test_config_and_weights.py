@@ -142,3 +142,25 @@ class TestAdapters:
         file.write_text(json.dumps(json.loads(file.read_text()) | values))
         with pytest.raises(ValueError, match=message):
             MedusaModel.from_pretrained(folder / "adapted")
+
+
+def test_a_model_that_the_hubs_cache_holds_in_part_is_fetched(folder: Path) -> None:
+    """A download that was stopped leaves an index without its shards: the rest is asked for."""
+    cached = folder / "hub" / "models--someone--base"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(snapshot.name)
+    (snapshot / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
+    missing = "model-00001-of-00002.safetensors"
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": missing}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"weights that fit LlamaForCausalLM, got someone/base \(OSError") as refused:
+        pretrained.load_model("someone/base", cache_dir=folder / "hub", local_files_only=True)
+    assert "weight_map" not in str(refused.value)
+
+
+def test_a_missing_library_of_a_quantisation_is_named(folder: Path) -> None:
+    say(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModuleNotFoundError, match="optimum"):
+        loaded(folder)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from medusa_decoding import MedusaHeads, MedusaModel, medusa_generate
-from medusa_decoding.checkpoints import write_heads
+from medusa_decoding.checkpoints import pretrained, write_heads
 from medusa_decoding.cli import distill
 from medusa_decoding.training.config import Config
 
@@ -80,3 +80,17 @@ def test_a_base_model_that_becomes_infinite_is_refused(tmp_path: Path, base: Pat
         MedusaModel.from_pretrained(tmp_path / "heads", dtype=torch.float16)
     with MedusaModel.from_pretrained(tmp_path / "heads") as model:
         assert model.base.dtype == torch.bfloat16
+
+
+def test_weights_of_other_dtypes_are_passed_over(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some quantisations leave weights in 8-bit floats, whose extremes PyTorch does not tell, or without entries."""
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float16)
+    model.eight = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    model.none = torch.nn.Parameter(torch.empty(0, 3, dtype=torch.float16), requires_grad=False)
+    report = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": []}
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lambda *args, **kwargs: (model, report))
+    assert pretrained.load_model(base, dtype=torch.float16) is model
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    with pytest.raises(ValueError, match=r"finite in float16, got larger ones in model\.norm\.weight"):
+        pretrained.load_model(base, dtype=torch.float16)

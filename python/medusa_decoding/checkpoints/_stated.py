@@ -34,7 +34,8 @@ _ROPE_NUMBERS = {
 # They name other files of weights or settings, which would pass by what is checked here.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
 _CONFIG_BYTES = 2**24
-_REVISION = re.compile(r"[A-Za-z0-9][\w./+-]{0,255}")
+# Neither a path from the root nor an option; git allows no space, control character, backslash or any of ~^:?*[.
+_REVISION = re.compile(r"(?![/-])[^\x00-\x20\x7f\\~^:?*\[]{1,256}")
 
 
 def small_json(file: Path) -> dict[str, Any]:

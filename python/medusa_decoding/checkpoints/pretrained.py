@@ -8,6 +8,7 @@ becomes one `ValueError`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -62,7 +63,6 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
     Raises:
         ValueError: no such folder or repository, or a config.json that is damaged or refused.
     """
-    check_revision(hub.get("revision"))
     with _explained(argument, _local(name), "a model's folder or hub id within reach"):
         file = _file_of(_local(name), "config.json", **hub)
         raw = small_json(file)
@@ -170,10 +170,10 @@ def load_model(
     hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
     with _explained(argument, name, "a model's folder or hub id within reach"):
         folder = _file_of(name, "config.json", **hub).parent
-        generation = folder / "generation_config.json"
-        settings = small_json(generation) if generation.is_file() else {}
+        generation = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **hub)
+        settings = small_json(Path(generation)) if generation else {}
         adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
-    check_keys(settings, generation, GenerationConfig)
+    check_keys(settings, folder / "generation_config.json", GenerationConfig)
     usual = not any(kwargs.get(key) for key in ("gguf_file", "variant")) and kwargs.get("use_safetensors") is not False
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     quantised = getattr(config, "quantization_config", None) is not None
@@ -184,7 +184,8 @@ def load_model(
         if usual and (shapes := stored or _stored_shapes(folder)):
             _check_shapes(model, shapes, folder, quantised)
 
-    stored = _stored_shapes(folder) if usual else {}
+    # Of the hub's cache some files may be missing still, also after a download that was stopped.
+    stored = _stored_shapes(folder) if usual and os.path.isdir(name) else {}
     # transformers reads the list from the class. A subclass for the time of loading leaves the class as it is.
     reader: Any = type(
         model_class.__name__,
@@ -208,11 +209,14 @@ def load_model(
     _check_report(model, report, name, quantised)
     if adapter is not None:
         load_adapter(model, name, **hub)
-    if model.dtype == torch.float16:  # whose range is smaller than that of the other two
-        plain = {key: weight for key, weight in model.named_parameters() if type(weight) is torch.nn.Parameter}
-        names = not_finite({key: w for key, w in plain.items() if w.is_floating_point() and not w.is_meta})
-        if names:
-            raise ValueError(f"{name}: expected weights that are finite in float16, got larger ones in {_some(names)}")
+    halves = {  # their range is smaller than that of the other two
+        key: weight
+        for key, weight in model.named_parameters()
+        if type(weight) is torch.nn.Parameter and weight.dtype == torch.float16 and not weight.is_meta
+    }
+    names = not_finite(halves)
+    if names:
+        raise ValueError(f"{name}: expected weights that are finite in float16, got larger ones in {_some(names)}")
     return model
 
 
@@ -268,12 +272,16 @@ def _check_adapter(file: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(argument: str, name: str, expected: str) -> Iterator[None]:
-    """Turn what libraries raise for a checkpoint into one `ValueError`, unless memory or a library is missing."""
+    """Turn what libraries raise for a checkpoint into one `ValueError`, unless memory, disk or a library is missing."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, ModuleNotFoundError):
         raise
+    except ImportError as error:  # what transformers raises if a quantisation's library is missing
+        raise ModuleNotFoundError(f"{argument}: {name}: {str(error).strip()}") from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise
         words = str(error).strip().partition("\n")[0]
         why = words if isinstance(error, ValueError) and words else f"{type(error).__name__}: {words}"
         raise ValueError(f"{argument}: expected {expected}, got {name} ({why})") from error
@@ -308,6 +316,7 @@ def at(revision: str | None) -> dict[str, str]:
 
 def _file_of(name: str, file: str, **hub: Any) -> Path:
     """Return where a file of a model is, fetched if need be; `OSError` if there is none."""
+    check_revision(hub.get("revision"))
     return Path(cached_file(name, file, **hub) or file)
 
 
