@@ -122,7 +122,10 @@ class TestAdapters:
         save_file({key: tensor for key, tensor in load_file(file).items() if ".1." not in key}, file)
         if beside:
             (folder / "base" / "model.safetensors").rename(adapter / "model.safetensors")
-        with pytest.raises(ValueError, match=r"expected every weight of the adapter, got none for .*layers\.1\."):
+        message = r"expected every weight of the adapter, got none for .*layers\.1\."
+        if beside:  # transformers 5.17 loads none that is beside its model: it looks for it where it was told not to
+            message += "|expected weights that fit LlamaForCausalLM, .*Can't find 'adapter_config.json'"
+        with pytest.raises(ValueError, match=message):
             MedusaModel.from_pretrained(folder / "adapted")
 
     @pytest.mark.parametrize(
