@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
@@ -123,8 +124,8 @@ class TestAdapters:
         if beside:
             (folder / "base" / "model.safetensors").rename(adapter / "model.safetensors")
         message = r"expected every weight of the adapter, got none for .*layers\.1\."
-        if beside:  # transformers 5.17 loads none that is beside its model: it looks for it where it was told not to
-            message += "|expected weights that fit LlamaForCausalLM, .*Can't find 'adapter_config.json'"
+        if beside and transformers.__version__.startswith("5.17."):  # which looks for it where it was told not to
+            message = "expected weights that fit LlamaForCausalLM, .*Can't find 'adapter_config.json'"
         with pytest.raises(ValueError, match=message):
             MedusaModel.from_pretrained(folder / "adapted")
 
