@@ -62,7 +62,7 @@ demo: $(READY)
 SEEDS ?= 1200
 TRAIN_ARGS ?=
 train-demo: $(EDITABLE)
-	$(BIN)/python -m medusa_decoding.demo.seeds runs/demo/seeds.jsonl --count $(SEEDS)
+	$(BIN)/python -m recipes.demo.seeds runs/demo/seeds.jsonl --count $(SEEDS)
 	$(BIN)/medusa distill --config recipes/demo-cpu.yaml $(TRAIN_ARGS)
 	$(BIN)/medusa generate --model runs/demo/out/heads --prompt "def read_lines(path):" --max-new-tokens 64
 

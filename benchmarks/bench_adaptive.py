@@ -22,12 +22,12 @@ import torch
 from benchmarks import harness
 from benchmarks.bench_generate import NEW, PROMPT, prompts
 from medusa_decoding.checkpoints import pretrained, read_heads
-from medusa_decoding.decode.ladder import VICUNA_7B, Ladder
-from medusa_decoding.decode.step_graph import Backend
+from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B, Ladder
+from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 Choice = Tree | Literal["auto"]
 HEADS = 4

@@ -20,11 +20,12 @@ from tokenizers import Tokenizer
 
 from benchmarks import harness
 from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.decode.step_graph import Backend
-from medusa_decoding.demo import CHECKPOINT, corpus
-from medusa_decoding.demo.distill import random_prompts
+from medusa_decoding.decode.runtime.steps import Backend
+from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
+from recipes.demo import corpus
+from recipes.demo.distill import random_prompts
 
 PROMPT, NEW = 128, 128
 SIZES = (3, 4, 8, 16, 24)

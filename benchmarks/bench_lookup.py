@@ -31,7 +31,7 @@ from benchmarks import bench_generate, harness
 from medusa_decoding.decode.lookup import Text, look_up
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 LENGTHS = (2, 4, 8, 16)
 NEW = 128

@@ -24,8 +24,8 @@ from transformers.generation import logits_process as lp
 from benchmarks import gpu, suite
 from medusa_decoding import Tree
 from medusa_decoding.decode.arrange import TreeOnDevice
-from medusa_decoding.decode.processed import Processed
-from medusa_decoding.decode.sampling import Sampled
+from medusa_decoding.decode.selection.processors import Processed
+from medusa_decoding.decode.selection.sampling import Sampled
 from medusa_decoding.decode.state import Rules
 from medusa_decoding.decode.verify import Choice, Nodes
 

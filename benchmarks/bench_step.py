@@ -25,11 +25,11 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from benchmarks import gpu, harness
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.decode.state import DecodeState, Rules
-from medusa_decoding.decode.step_graph import Backend
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, default_tree
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 NUM_HEADS = 4
 REPLAYS = 16

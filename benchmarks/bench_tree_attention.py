@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import gpu, suite
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 from medusa_kernels import served_by, tree_attention
 
 OP = "tree_attention"

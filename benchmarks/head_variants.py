@@ -21,14 +21,14 @@ from benchmarks import harness
 from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.cli import main as medusa
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.demo.seeds import write_seeds
 from medusa_decoding.evaluation.interval import ratio
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.training.accuracy import HeadAccuracy
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.recipe import MEASURED, train
-from medusa_decoding.tree import Tree
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_decoding.training.loop.recipe import MEASURED, train
+from medusa_decoding.trees.tree import Tree
+from recipes.demo.seeds import write_seeds
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo-cpu.yaml"
 PLAIN = {"num_heads": 4, "parent_rank": 0}
@@ -64,10 +64,10 @@ def prepare(work: Path, count: int) -> Path:
 
 def trained(work: Path, name: str, variant: dict[str, Any], records: Path, epochs: float) -> Path:
     """Train a variant, once a folder; return the folder of its heads."""
-    from medusa_decoding.training import strict
+    from medusa_decoding.training import config_schema
 
     folder = work / name.replace(" ", "-").replace(",", "")
-    values: dict[str, Any] = strict.read_yaml(RECIPE)
+    values: dict[str, Any] = config_schema.read_yaml(RECIPE)
     values["model"]["name"] = str(CHECKPOINT / "base")
     values["heads"] = PLAIN | variant
     values["data"] |= {"train": [{"path": str(records)}], "cache_hidden": str(work / "states")}

@@ -27,13 +27,14 @@ from tokenizers import Tokenizer
 from benchmarks import harness
 from benchmarks.table2_figures import Material, Measured, figures, measure, table
 from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.demo import CHECKPOINT, corpus
-from medusa_decoding.demo.distill import random_prompts
+from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation import interval
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.training import Config, train
-from medusa_decoding.training.chat import fingerprint
+from medusa_decoding.training.data.encoding import fingerprint
+from recipes.demo import corpus
+from recipes.demo.distill import random_prompts
 
 BASE = CHECKPOINT / "base"
 

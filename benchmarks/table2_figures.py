@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import harness
-from medusa_decoding.demo.measure import distinct_four_grams
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.evaluation.own_text import RANKS, own_text_accuracy
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.tree import Tree
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_decoding.trees.tree import Tree
+from recipes.demo.measure import distinct_four_grams
 
 PLAIN, CHAIN, TREE = "plain", "chain of 3", "16 nodes"
 NODES = 16

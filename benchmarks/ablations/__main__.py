@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ablations import measuring, setup, writing
+from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.files import write_json
-from medusa_decoding.tuning import places
 
 ABLATIONS = ("figure-3b", "figure-4", "figure-5", "figure-7", "table-3", "dynamic")
 PREPARING = ("draft", "medusa-2")
@@ -64,7 +64,7 @@ def _ablation(args: argparse.Namespace, given: Sequence[str]) -> int:
     one, folder = module(args.name), setup.folder(args)
     path = folder / f"{args.name}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    places.check_place("--out", path)  # and what cannot be written to
+    tuning_paths.check_place("--out", path)  # and what cannot be written to
     described, figures = one.run(args)
     record = writing.record(args.name, described, figures, given)
     print(one.as_text(record))

@@ -28,9 +28,10 @@ from benchmarks import harness
 from benchmarks.ablations import writing
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
-from medusa_decoding.demo import CHECKPOINT, corpus
-from medusa_decoding.demo.distill import continuations, random_prompts
+from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.files import write_json
+from recipes.demo import corpus
+from recipes.demo.distill import continuations, random_prompts
 
 NAME = "draft"
 BASE = CHECKPOINT / "base"

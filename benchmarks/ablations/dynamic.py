@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.ablations import measuring, setup, writing
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.own_text import RANKS
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 NAME = "dynamic"
 NODES = (4, 8, 16, 32, 64)

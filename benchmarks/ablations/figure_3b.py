@@ -19,8 +19,8 @@ from medusa_decoding.evaluation import evaluate, read_prompts
 from medusa_decoding.evaluation.own_text import RANKS
 from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.tree import Tree
-from medusa_decoding.tuning.choice import find_accuracies
+from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.select import find_accuracies
 
 NAME = "figure-3b"
 PAPER = {

@@ -21,7 +21,7 @@ from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import interval
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 NAME = "figure-7"
 GAMMAS = (1, 2, 3, 4, 5, 6, 8)

@@ -22,7 +22,7 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.evaluation.run import departure, own_attention
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 PLAIN, TRANSFORMERS = "plain", "transformers"
 BLOCK = 12

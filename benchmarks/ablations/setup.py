@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from medusa_decoding.chat.conversation import AsItStands, conversation_of
+from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli.tune import encoded
-from medusa_decoding.decode.step_graph import BACKENDS, resolve_backend
+from medusa_decoding.decode.runtime.steps import BACKENDS, resolve_backend
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.evaluation.conversation import AsItStands, conversation_of
 from medusa_decoding.evaluation.own_text import RANKS, own_text_accuracy
-from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.tree import Tree
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_decoding.trees.tree import Tree
 
 DEMO = "the embedded demo checkpoint"
 DEMO_PROMPTS = "the first 128 tokens of pieces of held-out files of Python's standard library"

@@ -20,9 +20,9 @@ from benchmarks.ablations import measuring, setup, writing
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation.own_text import RANKS
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.tree import Tree
-from medusa_decoding.tuning.choice import best, candidates, trees_of
-from medusa_decoding.tuning.latency import measure as step_times
+from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.select import best, candidates, trees_of
+from medusa_decoding.tuning.step_timer import measure as step_times
 
 NAME = "table-3"
 CHAIN, DENSE, OPTIMISED, TUNED, DYNAMIC = "chain", "dense tree", "optimised tree", "tuned tree", "dynamic tree"

@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from medusa_decoding.cache import TreeCache
-    from medusa_decoding.generate import medusa_generate
+    from medusa_decoding.backbone.kv_cache import TreeCache
+    from medusa_decoding.generation.session import Session
     from medusa_decoding.heads import MedusaHeads
+    from medusa_decoding.huggingface.custom_generate import medusa_generate
     from medusa_decoding.model import MedusaModel, MedusaOutput
-    from medusa_decoding.session import Session
-    from medusa_decoding.tree import Tree
+    from medusa_decoding.trees.tree import Tree
 
 __all__ = ["MedusaHeads", "MedusaModel", "MedusaOutput", "Session", "Tree", "TreeCache", "medusa_generate"]
 

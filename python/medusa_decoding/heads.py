@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from medusa_decoding.inputs import shown
+from medusa_decoding.checks import shown
 from medusa_kernels import heads_topk
 
 MAX_TOP_K = 32

@@ -22,29 +22,29 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from medusa_decoding import bypassed, settings
-from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads
+from medusa_decoding.backbone import bypassed
+from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.tensor_parallel import Peers
+from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads, tuning_file
 from medusa_decoding.checkpoints.base import stated_sizes
-from medusa_decoding.decode.follow import Follow, Follower
-from medusa_decoding.decode.ladder import Belief, Ladder
+from medusa_decoding.checks import check_streamer, check_truth, index, plain, shown, split_prompts
+from medusa_decoding.decode.adaptive.acceptance import Belief, Ladder
+from medusa_decoding.decode.adaptive.policy import Adaptive, Fixed, Policy
+from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.loop import Hooks, Run, run
-from medusa_decoding.decode.policy import Adaptive, Fixed, Policy
-from medusa_decoding.decode.processed import Processed
+from medusa_decoding.decode.runtime.steps import Backend, Steps, resolve_backend
+from medusa_decoding.decode.runtime.streaming import Follow, Follower
+from medusa_decoding.decode.selection.processors import Processed
 from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.step_graph import Backend, Steps, resolve_backend
-from medusa_decoding.decode.step_times import StepTimes
 from medusa_decoding.decode.verify import Choice
+from medusa_decoding.generation import settings
+from medusa_decoding.generation.metrics import GenerationMetrics
+from medusa_decoding.generation.session import Session
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.inputs import check_streamer, check_truth, index, plain, shown, split_prompts
-from medusa_decoding.metrics import GenerationMetrics
-from medusa_decoding.parallel import Peers
 from medusa_decoding.provenance import fingerprint
-from medusa_decoding.session import Session
-from medusa_decoding.tree import Tree
-from medusa_decoding.trunk import Trunk
-from medusa_decoding.tuning import stored
-from medusa_decoding.tuning.choice import CALIBRATION, Accuracies, find_accuracies, published
-from medusa_decoding.tuning.published import published_tree
+from medusa_decoding.trees.published import published_tree
+from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.select import CALIBRATION, Accuracies, find_accuracies, published
 
 DEFAULT_TREE_FILE = "medusa_tree.json"
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class MedusaModel:
             self._adaptive: Adaptive | None = None
             self._under_way = 0
             self._accuracies: Accuracies | None = None
-            self._tuning: stored.Tuning | None = None
+            self._tuning: tuning_file.Tuning | None = None
             self._tuned_tree: Tree | None = None
         except BaseException:
             self.trunk.swap.undo()
@@ -237,7 +237,7 @@ class MedusaModel:
             logger.warning("accuracies refused, published ones of other heads serve: %s", error)
         # Who asks for a tree of their own need not be told that another one is refused.
         level = logging.INFO if isinstance(asked, Tree) else logging.WARNING
-        self._tuning = stored.recall(folder / stored.FILE, self, level)
+        self._tuning = tuning_file.recall(folder / tuning_file.FILE, self, level)
         if self._tuning is not None and asked is None:
             self.tree = self._tuned_tree = self._tuning.cases[0].tree
 
@@ -452,7 +452,7 @@ class MedusaModel:
             adaptive = Adaptive(ladder, times, Belief(ladder))
         return adaptive
 
-    def _tuning_here(self) -> stored.Tuning | None:
+    def _tuning_here(self) -> tuning_file.Tuning | None:
         """Return what `medusa tune` has found, as long as the model runs where that was."""
         return self._tuning if self._tuning is not None and self._tuning.place.still_holds(self) else None
 

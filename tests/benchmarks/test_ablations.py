@@ -33,7 +33,7 @@ from benchmarks.ablations import (
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "decode"))
 from models import heads_for, prompts, tiny, transformers_greedy

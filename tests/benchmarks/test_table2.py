@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import table2, table2_figures
-from medusa_decoding.demo import CHECKPOINT, corpus
+from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.training.schedules import stages
-from medusa_decoding.tree import Tree
+from medusa_decoding.training.loop.schedules import stages
+from medusa_decoding.trees.tree import Tree
+from recipes.demo import corpus
 
 if not (CHECKPOINT / "measured.json").is_file():
     pytest.skip("the embedded checkpoint is not there", allow_module_level=True)

@@ -16,8 +16,8 @@ from transformers import LlamaForCausalLM
 from medusa_decoding import MedusaHeads, MedusaModel
 from medusa_decoding.checkpoints import pretrained, write_heads
 from medusa_decoding.cli import main
-from medusa_decoding.training.backbone import Backbone
 from medusa_decoding.training.config import Config
+from medusa_decoding.training.loop.backbone import Backbone
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from medusa_decoding import MedusaHeads, MedusaModel
 from medusa_decoding.checkpoints import pretrained, write_heads
 from medusa_decoding.checkpoints.base import stated_sizes
 from medusa_decoding.cli import main
-from medusa_decoding.training.backbone import Backbone
+from medusa_decoding.roofline.shapes import find_shape
 from medusa_decoding.training.config import Config
-from medusa_decoding.tuning.shapes import find_shape
+from medusa_decoding.training.loop.backbone import Backbone
 
 ODD: list[Any] = [
     None, 0, -1, 7, 10**9, 10**30, -(10**30), 1.5, float("nan"), float("inf"), 1e308, "", "8", True, [], [1], [[[]]],

@@ -55,7 +55,7 @@ def test_also_by_generate_of_transformers_which_stays_unpatched(tmp_path: Path, 
 
 def test_also_by_distillation(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = heads_with(tmp_path, "w1")
-    monkeypatch.setattr("medusa_decoding.training.backbone.DTYPES", {"float32": torch.float16})
+    monkeypatch.setattr("medusa_decoding.training.loop.backbone.DTYPES", {"float32": torch.float16})
     config = Config.of(
         {
             "method": "self-distillation",

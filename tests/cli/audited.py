@@ -75,8 +75,8 @@ def read(heads):
 def train_on(base):
     import torch
 
-    from medusa_decoding.training.backbone import Backbone, load_tokenizer
     from medusa_decoding.training.config import Config
+    from medusa_decoding.training.loop.backbone import Backbone, load_tokenizer
 
     model = {"name": base, "dtype": "float32", "quantization": "none"}
     rest = {"data": {"train": [{"path": "none"}]}, "output": {"folder": "none"}}

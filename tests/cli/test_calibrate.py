@@ -132,7 +132,7 @@ def test_texts_may_be_drawn(capsys, file, heads):
 
 
 def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
-    from medusa_decoding.tuning import calibrate as module
+    from medusa_decoding.calibration import collect as module
 
     def interrupt(*args):
         raise KeyboardInterrupt
@@ -176,7 +176,7 @@ def test_refusals(capsys, file, heads, tmp_path, argv, words):
 def test_places_that_may_not_be_written_to_are_told_of_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
     for name in ("load_tokenizer", "load_model"):
         monkeypatch.setattr(f"medusa_decoding.cli._arguments.{name}", lambda args: pytest.fail("loaded"))
-    monkeypatch.setattr("medusa_decoding.tuning.places.os.access", lambda path, mode: False)
+    monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
     assert main(["calibrate", "--prompts", file, "--out", str(tmp_path / "c.json")]) == 2
     assert "--out: expected a file in a folder that exists and may be written to" in capsys.readouterr().err
 

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoTokenizer
 
 from medusa_decoding import MedusaModel
-from medusa_decoding.cli import _template, main
-from medusa_decoding.cli._template import AnswerStreamer
+from medusa_decoding.chat import template
+from medusa_decoding.chat.template import AnswerStreamer
+from medusa_decoding.cli import main
 
 QUESTIONS = ["hello", "tell me more, please!", "why?"]
 
@@ -392,7 +393,7 @@ def test_a_plain_answer_ends_before_the_next_turn(make_chat, talk, monkeypatch):
     ids = chat.tokenizer("User: hello\n\nAssistant:")["input_ids"]
     text = chat.text(chat.write(ids, 40, eos_token_id=None))
     stop = text[11:14]
-    monkeypatch.setattr(_template, "PLAIN_STOP", stop)
+    monkeypatch.setattr(template, "PLAIN_STOP", stop)
     code, out, err = talk(chat, ["hello", "/history"], "--template", "plain", "--max-new-tokens", 40)
     kept = text[: text.index(stop)]
     assert 0 < len(kept) < len(text)
@@ -465,13 +466,13 @@ def test_the_chat_ends_where_nobody_reads_it(chat, talk, monkeypatch):
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
 
-    encode, asked = _template.ChatTemplate.encode, []
+    encode, asked = template.ChatTemplate.encode, []
 
     def counting(self, messages, known=()):
         asked.append(messages[-1]["content"])
         return encode(self, messages, known)
 
-    monkeypatch.setattr(_template.ChatTemplate, "encode", counting)
+    monkeypatch.setattr(template.ChatTemplate, "encode", counting)
     with contextlib.redirect_stdout(Gone()):
         code, out, err = talk(chat, ["hello", "more"], "--max-new-tokens", 12)
     assert (code, asked) == (141, ["hello"])

@@ -9,7 +9,8 @@ import yaml
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.cli import main
-from medusa_decoding.training import distill, recipe
+from medusa_decoding.training.distill import distill
+from medusa_decoding.training.loop import recipe
 
 QUESTIONS = [["how are you", "and then"], ["hello"], ["tell me more", "why"], ["a seat", "ten", "more"], ["no"]]
 

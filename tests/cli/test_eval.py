@@ -100,7 +100,7 @@ def test_refusals(capsys, file, tmp_path, argv, words):
 
 def test_a_place_that_may_not_be_written_to_is_told_of_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
     monkeypatch.setattr("medusa_decoding.cli._arguments.load_tokenizer", lambda args: pytest.fail("loaded"))
-    monkeypatch.setattr("medusa_decoding.tuning.places.os.access", lambda path, mode: False)
+    monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
     assert main(["eval", "--prompts", file, *ARGV, "--out", str(tmp_path / "x.json")]) == 2
     assert "--out: expected a file in a folder that exists and may be written to" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from medusa_decoding.cli._template import AnswerStreamer, ChatTemplate, splice
+from medusa_decoding.chat.template import AnswerStreamer, ChatTemplate, splice
 
 MERGING = chat_tokenizer(PAIRS)
 

@@ -9,8 +9,8 @@ import pytest
 
 from medusa_decoding import Tree
 from medusa_decoding.cli import main
-from medusa_decoding.tuning.accuracy import NONE, Calibration
-from medusa_decoding.tuning.walk import walk
+from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.trees.replay import walk
 
 # Heads that are right together: behind rank 0 only rank 0, behind rank 1 only rank 1.
 TOGETHER = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
@@ -252,7 +252,7 @@ def test_without_matplotlib_an_image_is_refused_before_any_work(capsys, monkeypa
 
 
 def test_places_that_may_not_be_written_to_are_told_of_before_any_work(capsys, monkeypatch, file, tmp_path):
-    monkeypatch.setattr("medusa_decoding.tuning.places.os.access", lambda path, mode: False)
+    monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
     monkeypatch.setattr("medusa_decoding.cli.tree.compare", lambda *args: pytest.fail("searched"))
     argv = ["tree", "search", "--calibration", file, "--nodes", "3", "--save", str(tmp_path / "t.json")]
     assert main(argv) == 2

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.checkpoints import read_heads, write_heads
+from medusa_decoding.checkpoints import read_heads, tuning_paths, write_heads
+from medusa_decoding.checkpoints.tuning_file import Place
 from medusa_decoding.cli import main
 from medusa_decoding.cli import tune as command
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.tuning import choice, places
-from medusa_decoding.tuning.accuracy import Calibration
-from medusa_decoding.tuning.stored import Place
+from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.tuning import select
 
 QUICK = ["--nodes", "2,4", "--prefix", "16,64", "--repeats", "1"]
 
@@ -110,8 +110,8 @@ def steps_by_hand(texts, choices):
 
 def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatch):
     texts = json.loads(calibration.read_text())["texts"]
-    searched, search = [], choice.walked_tree
-    monkeypatch.setattr(choice, "walked_tree", lambda texts, nodes: searched.append(nodes) or search(texts, nodes))
+    searched, search = [], select.walked_tree
+    monkeypatch.setattr(select, "walked_tree", lambda texts, nodes: searched.append(nodes) or search(texts, nodes))
     argv = ["--nodes", "3,9", "--prefix", "20,40", "--repeats", "1", "--calibration", calibration, "--json"]
     code, out, [line] = tune(*argv)
     assert code == 0
@@ -204,7 +204,7 @@ def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, tmp_p
     assert tune(*QUICK)[0] == 0
     own = folder / "tuning.json"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
-        cached = places.cache_of(folder) / places.cached_name(Place.of(model).here)
+        cached = tuning_paths.cache_of(folder) / tuning_paths.cached_name(Place.of(model).here)
     cached.parent.mkdir(parents=True)
     shutil.copy(own, cached)
     own.write_text(own.read_text().replace("float32", "float16"))
@@ -246,7 +246,7 @@ def test_without_a_home_folder_a_file_is_asked_for(capsys, monkeypatch):
 )
 def test_bad_places_are_told_of_before_the_model_is_loaded(tune, tmp_path, monkeypatch, argv, words):
     monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
-    monkeypatch.setattr(places.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(tuning_paths.os, "access", lambda path, mode: False)
     code, out, [line] = tune(*(word.replace("HERE", str(tmp_path)) for word in argv))
     assert (code, out) == (2, "")
     assert re.search(words, line)

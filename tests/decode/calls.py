@@ -6,7 +6,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_decoding import Tree, medusa_generate
-from medusa_decoding.kept import _kept
+from medusa_decoding.huggingface.model_cache import _kept
 
 TREE = Tree.cartesian([3, 2])
 NEW = 16

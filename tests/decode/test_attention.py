@@ -10,7 +10,7 @@ from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.attention import AttentionSwap, TreeAttention
+from medusa_decoding.backbone.attention_swap import AttentionSwap, TreeAttention
 
 TREE = Tree.cartesian([3, 2])
 NEW = 16

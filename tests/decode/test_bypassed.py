@@ -19,8 +19,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.attention import TreeAttention
-from medusa_decoding.fused import obstacle
+from medusa_decoding.backbone.attention_swap import TreeAttention
+from medusa_decoding.backbone.fused_layers import obstacle
 
 TREE = Tree.cartesian([3, 2])
 NEW = 16

@@ -12,8 +12,8 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.attention import AttentionSwap, TreeAttention
-from medusa_decoding.kept import forget
+from medusa_decoding.backbone.attention_swap import AttentionSwap, TreeAttention
+from medusa_decoding.huggingface.model_cache import forget
 
 
 @pytest.fixture

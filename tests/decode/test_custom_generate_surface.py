@@ -22,7 +22,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation import utils as generation_utils
 
 from medusa_decoding import Tree, medusa_generate
-from medusa_decoding.attention import TreeAttention
+from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.checkpoints import read_heads, write_heads
 
 
@@ -168,7 +168,7 @@ def test_heads_of_a_folder_are_read_once(model, folder, monkeypatch):
         read.append(path)
         return read_heads(path, **kwargs)
 
-    monkeypatch.setattr("medusa_decoding.kept.read_heads", counted)
+    monkeypatch.setattr("medusa_decoding.huggingface.model_cache.read_heads", counted)
     [row] = prompts(1, [6])
     expected = transformers_greedy(model, row, NEW)
     for name in (folder, str(folder), folder.parent / "." / "heads"):
@@ -277,7 +277,7 @@ def no_work(monkeypatch):
     def forward(*args, **kwargs):
         raise AssertionError("the model ran before the arguments were refused")
 
-    monkeypatch.setattr("medusa_decoding.trunk.Trunk.forward", forward)
+    monkeypatch.setattr("medusa_decoding.backbone.backbone.Trunk.forward", forward)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward", forward)
 
 

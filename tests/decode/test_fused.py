@@ -9,9 +9,9 @@ from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_gree
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.attention import DecodeContext
-from medusa_decoding.decode.step_graph import Steps
-from medusa_decoding.fused import obstacle
+from medusa_decoding.backbone.attention_swap import DecodeContext
+from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.decode.runtime.steps import Steps
 from medusa_kernels._registry import interpreted
 
 # In Triton's interpreter, where all ops but kv_compact are then its kernels, a pass takes a second.

@@ -11,7 +11,7 @@ import pytest
 from simulation import BETTER, GOOD, USELESS, commit
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.ladder import Belief, Ladder
+from medusa_decoding.decode.adaptive.acceptance import Belief, Ladder
 
 # The ladder
 

@@ -17,7 +17,7 @@ from peft.helpers import rescale_adapter_scale
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.attention import AttentionSwap, TreeAttention
+from medusa_decoding.backbone.attention_swap import AttentionSwap, TreeAttention
 
 TREE = Tree.cartesian([3, 2])
 NEW = 20

@@ -12,15 +12,16 @@ import torch
 from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_decoding import MedusaModel, Tree, memory
-from medusa_decoding.cache import TreeCache, bucket, reusable_rows
-from medusa_decoding.decode import arena as arenas
-from medusa_decoding.decode.arena import Arena
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.kv_cache import TreeCache, bucket, reusable_rows
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import prefill
+from medusa_decoding.decode.runtime import memory
+from medusa_decoding.decode.runtime import state_pool as arenas
+from medusa_decoding.decode.runtime.state_pool import Arena
 from medusa_decoding.decode.state import Rules
-from medusa_decoding.trunk import Trunk
 
 DYNAMIC = {
     "max_position_embeddings": 16,

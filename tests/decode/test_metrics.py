@@ -8,7 +8,7 @@ from models import heads_for, padded, prompts, tiny
 from oracles import taught
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.metrics import GenerationMetrics
+from medusa_decoding.generation.metrics import GenerationMetrics
 
 
 def of(accepted, trees, seconds=None, prompt=(5,), new=None):

@@ -10,9 +10,9 @@ from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
-from medusa_decoding.attention import TreeAttention
-from medusa_decoding.cache import bucket
-from medusa_decoding.decode.policy import Fixed
+from medusa_decoding.backbone.attention_swap import TreeAttention
+from medusa_decoding.backbone.kv_cache import bucket
+from medusa_decoding.decode.adaptive.policy import Fixed
 from medusa_decoding.model import default_tree
 
 heads_module = importlib.import_module("medusa_decoding.heads")
@@ -177,7 +177,7 @@ def test_heads_see_one_row_and_no_logits_of_the_prompt_are_made(medusa, monkeypa
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.cartesian([5, 3, 2])], ids=["chain", "cartesian"])
 def test_rows_that_end_early_stay_within_a_cache_without_slack(monkeypatch, tree, new):
     # A row may accept past its budget and is then carried along: nothing may depend on the bucket's slack.
-    monkeypatch.setattr("medusa_decoding.decode.arena.bucket", lambda rows: rows)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.bucket", lambda rows: rows)
     for seed in range(6):
         model = tiny(seed=seed, max_position_embeddings=256)
         rows = prompts(4, [64, 64, 64], seed=seed)

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode import processed, sampling
-from medusa_decoding.decode.sampling import Nucleus, without_sorting
+from medusa_decoding.decode.selection import sampling
+from medusa_decoding.decode.selection.sampling import Nucleus, without_sorting
 
 
 def walked(scores, top_p):
@@ -97,7 +97,7 @@ def test_texts_are_those_of_sorting(settings, extra, monkeypatch):
         with Sorts() as sorts:
             ours = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
         assert sorts.sizes == []
-        for module in (sampling, processed):
+        for module in (sampling, processors):
             monkeypatch.setattr(module, "without_sorting", lambda processor: processor)
         with Sorts() as sorts:
             sorted_ones = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]

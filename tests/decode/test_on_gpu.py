@@ -9,9 +9,9 @@ from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode import loop
-from medusa_decoding.decode.sampling import Sampled
+from medusa_decoding.decode.selection.sampling import Sampled
+from medusa_decoding.decode.selection.typical import Typical
 from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.typical import Typical
 from medusa_decoding.decode.verify import Greedy
 
 pytestmark = [

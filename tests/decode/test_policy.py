@@ -12,9 +12,9 @@ import pytest
 from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, commit
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.ladder import Belief, Ladder
-from medusa_decoding.decode.policy import Adaptive, Fixed
-from medusa_decoding.decode.step_times import StepTimes
+from medusa_decoding.decode.adaptive.acceptance import Belief, Ladder
+from medusa_decoding.decode.adaptive.policy import Adaptive, Fixed
+from medusa_decoding.decode.adaptive.step_times import StepTimes
 
 
 def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None) -> Adaptive:

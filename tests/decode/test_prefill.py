@@ -8,8 +8,9 @@ from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_gree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from medusa_decoding import MedusaModel, Tree, attention
-from medusa_decoding.attention import DecodeContext
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.backbone import attention_swap
+from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
@@ -49,7 +50,7 @@ variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), i
 def way(request, monkeypatch):
     """Either way to attend behind the first chunk, on this machine's CPU."""
     if request.param == "as on a GPU":
-        monkeypatch.setattr(attention, "_shifted_mask", attention._chains)
+        monkeypatch.setattr(attention_swap, "_shifted_mask", attention_swap._chains)
 
 
 def rules_for(batch, new=NEW):
@@ -219,7 +220,9 @@ def brute_force(q, keys, values, offset, scale, window):
     return torch.einsum("bhts,bhsd->bthd", probs, values[:, :, : offset + length])
 
 
-@pytest.mark.parametrize("attend", [attention._shifted_mask, attention._chains], ids=["shifted mask", "chains"])
+@pytest.mark.parametrize(
+    "attend", [attention_swap._shifted_mask, attention_swap._chains], ids=["shifted mask", "chains"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [None, 1, 40, 300, 5000])
 @pytest.mark.parametrize(("length", "offset"), [(1, 1), (600, 37), (17, 500), (256, 64), (257, 1)])

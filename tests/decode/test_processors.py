@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, SynthIDTextWatermark
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode.processed import Processed
+from medusa_decoding.decode.selection.processors import Processed
 
 NEW = 24
 TREES = {

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.backbone.fused_layers import obstacle
 from medusa_decoding.checkpoints import write_heads
-from medusa_decoding.fused import obstacle
 from medusa_decoding.heads import plain_weight
 
 # torchao, imported for the first time, uses what torch has deprecated.

@@ -5,7 +5,7 @@ from calls import IDS, NEW, TREE, plain, with_heads
 from models import heads_for, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel
-from medusa_decoding.fused import obstacle
+from medusa_decoding.backbone.fused_layers import obstacle
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from calls import IDS, Recorder, with_heads
 from models import heads_for, tiny
 from transformers import DynamicCache, GenerationConfig
 
-from medusa_decoding import MedusaModel, settings
+from medusa_decoding import MedusaModel
+from medusa_decoding.generation import settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "generate.md"
 OBEYED, IGNORED, REFUSED = (

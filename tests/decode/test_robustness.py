@@ -30,9 +30,9 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 import medusa_decoding
 from medusa_decoding import MedusaModel, Session, Tree
-from medusa_decoding.attention import TreeAttention
+from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.decode import loop
-from medusa_decoding.decode.arena import Arena
+from medusa_decoding.decode.runtime.state_pool import Arena
 
 TREE = Tree.cartesian([3, 2])
 WAYS = {

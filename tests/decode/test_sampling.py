@@ -19,11 +19,11 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.backbone.tensor_parallel import Peers
 from medusa_decoding.decode.arrange import TreeOnDevice
-from medusa_decoding.decode.sampling import Sampled, draw, follow
+from medusa_decoding.decode.selection.sampling import Sampled, draw, follow
 from medusa_decoding.decode.verify import allowed_logits
 from medusa_decoding.model import _draws
-from medusa_decoding.parallel import Peers
 
 TREES = {
     "plain": Tree([]),

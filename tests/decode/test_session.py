@@ -16,12 +16,12 @@ TREE = Tree.cartesian([3, 2])
 def passes(monkeypatch):
     """Tokens of every pass through the model, a list of (rows, tokens)."""
     seen = []
-    monkeypatch.setattr("medusa_decoding.trunk.Trunk.forward", _counting(seen))
+    monkeypatch.setattr("medusa_decoding.backbone.backbone.Trunk.forward", _counting(seen))
     return seen
 
 
 def _counting(seen):
-    from medusa_decoding.trunk import Trunk
+    from medusa_decoding.backbone.backbone import Trunk
 
     forward = Trunk.forward
 

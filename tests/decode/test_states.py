@@ -9,8 +9,9 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode import loop, step_graph
-from medusa_decoding.decode.arena import Arena
+from medusa_decoding.decode import loop
+from medusa_decoding.decode.runtime import steps as steps_module
+from medusa_decoding.decode.runtime.state_pool import Arena
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_the_arena_keeps_no_lent_state_alive(medusa):
 def test_what_is_kept_makes_room(medusa, monkeypatch):
     arena = Arena(medusa.trunk, keep=2)
     arena.give_back(arena.lend([5], 60, 10))
-    allocate = step_graph.Arena.lend.__globals__["TreeCache"].allocate
+    allocate = steps_module.Arena.lend.__globals__["TreeCache"].allocate
     idle = []
 
     def full_once(shape, rope):
@@ -76,10 +77,10 @@ def test_what_is_kept_makes_room(medusa, monkeypatch):
             raise MemoryError("full")
         return allocate(shape, rope)
 
-    monkeypatch.setattr("medusa_decoding.decode.arena.TreeCache.allocate", full_once)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", full_once)
     assert arena.lend([5], 200, 10).cache.capacity == 256
     assert idle == [1, 0]
-    monkeypatch.setattr("medusa_decoding.decode.arena.TreeCache.allocate", lambda **_: 1 / 0)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         arena.lend([5], 999, 10)
 
@@ -152,7 +153,7 @@ def test_models_and_calls_of_inference_mode(medusa):
 
 
 def test_only_recent_steps_are_kept(medusa, monkeypatch):
-    monkeypatch.setattr(step_graph, "KEPT_STEPS", 2)
+    monkeypatch.setattr(steps_module, "KEPT_STEPS", 2)
     trees = [Tree([]), Tree.chain(1), Tree.chain(2)]
     steps = [medusa._steps.get(tree, "eager") for tree in trees[:2]]
     assert medusa._steps.get(trees[0], "eager") is steps[0]
@@ -180,7 +181,7 @@ def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length,
             self.pending += 1
 
     monkeypatch.setattr(loop, "Watch", Late)
-    monkeypatch.setattr("medusa_decoding.decode.arena.bucket", lambda rows: rows)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.bucket", lambda rows: rows)
     [row] = prompts(1, [length])
     lent = []
     with MedusaModel(model, heads_for(model), tree) as late:

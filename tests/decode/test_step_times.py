@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.step_times import Profile, StepTimes
+from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
 
 
 def profile(**samples: Sequence[float]) -> Profile:

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.attention import TreeAttention
+from medusa_decoding.backbone.attention_swap import TreeAttention
+from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.backbone.tensor_parallel import Peers, is_sharded, world_size
 from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.fused import obstacle
-from medusa_decoding.parallel import Peers, is_sharded, world_size
 
 PROCESSES = 2
 NEW_TOKENS = 24

@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers.generation import GenerationMixin
 
-from medusa_decoding import MedusaModel, medusa_generate, settings
+from medusa_decoding import MedusaModel, medusa_generate
+from medusa_decoding.generation import settings
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from test_robustness import Streamer, in_threads
 from transformers import TextIteratorStreamer
 
 from medusa_decoding import MedusaModel, Session, Tree
-from medusa_decoding.attention import TreeAttention
+from medusa_decoding.backbone.attention_swap import TreeAttention
+from medusa_decoding.backbone.turns import Turns
 from medusa_decoding.decode import loop
-from medusa_decoding.turns import Turns
 
 NEW = 16
 SETTINGS = [
@@ -56,7 +56,7 @@ def in_one_call_at_a_time(monkeypatch):
 
 def no_patience(monkeypatch):
     """Whoever waits does not believe for long that the caller's code comes back by itself."""
-    monkeypatch.setattr("medusa_decoding.turns.PATIENCE", 0.01)
+    monkeypatch.setattr("medusa_decoding.backbone.turns.PATIENCE", 0.01)
 
 
 def text(medusa, row, **settings):

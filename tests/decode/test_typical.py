@@ -17,9 +17,9 @@ from torch import nn
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.cli import main
-from medusa_decoding.decode import typical
 from medusa_decoding.decode.arrange import TreeOnDevice
-from medusa_decoding.decode.typical import Typical
+from medusa_decoding.decode.selection import typical
+from medusa_decoding.decode.selection.typical import Typical
 from medusa_decoding.decode.verify import Nodes
 from medusa_kernels import reference
 

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.demo import CHECKPOINT, corpus
-from medusa_decoding.demo.distill import random_prompts
+from medusa_decoding.demo import CHECKPOINT
+from recipes.demo import corpus
+from recipes.demo.distill import random_prompts
 
 
 @pytest.fixture(scope="module")

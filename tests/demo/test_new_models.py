@@ -5,9 +5,9 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_decoding.demo import chat_base, corpus, seeds
-from medusa_decoding.training.chat import ChatEncoder
-from medusa_decoding.training.data import Record
+from medusa_decoding.training.data.encoding import ChatEncoder
+from medusa_decoding.training.data.records import Record
+from recipes.demo import chat_base, corpus, seeds
 
 
 def test_seeds_are_pieces_of_one_side_of_the_corpus(tmp_path):

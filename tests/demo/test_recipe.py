@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
-from medusa_decoding.demo import corpus, measure, train
-from medusa_decoding.demo.distill import DistillSettings, HeadData, continuations, random_prompts
-from medusa_decoding.demo.pretrain import PretrainSettings, TrunkWithHeads, learning_rate_scale
+from recipes.demo import corpus, measure, train
+from recipes.demo.distill import DistillSettings, HeadData, continuations, random_prompts
+from recipes.demo.pretrain import PretrainSettings, TrunkWithHeads, learning_rate_scale
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hostile import DEEP
 from limits import MIB, bounded
 
 from medusa_decoding.cli import _arguments, argument_parser, demo, main, simulate
-from medusa_decoding.tuning.shapes import SHAPES, find_shape
+from medusa_decoding.roofline.shapes import SHAPES, find_shape
 
 REFUSED = "the model is not loaded in this test"
 

@@ -12,13 +12,13 @@ from limits import MIB, bounded
 from medusa_decoding import Tree
 from medusa_decoding.cli import _arguments, chat, train
 from medusa_decoding.cli.tree import find_shares
-from medusa_decoding.decode.step_times import StepTimes
+from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.training import strict
+from medusa_decoding.roofline.acceleration import read_accuracies
+from medusa_decoding.roofline.devices import read_device
+from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
-from medusa_decoding.tuning.acceleration import read_accuracies
-from medusa_decoding.tuning.accuracy import Calibration
-from medusa_decoding.tuning.devices import read_device
+from medusa_decoding.trees.calibration import Calibration
 
 TREE = Tree([[0], [1], [0, 0]])
 CALIBRATION = {
@@ -101,7 +101,7 @@ def test_hostile_yaml_is_read_or_refused(name, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes(YAML[name])
     with bounded(ValueError, seconds=3, memory=64 * MIB) as said:
-        Config.of(strict.read_yaml(path))
+        Config.of(config_schema.read_yaml(path))
     assert said, f"{name} is no configuration"
     text = YAML[name].decode("utf-8", "replace")
     for setting in (f"data={text}", text, f"{text}=1"):
@@ -119,4 +119,4 @@ def test_hostile_yaml_is_read_or_refused(name, tmp_path):
 @given(st.text(alphabet="ab:&*-[]{}?!|>'\"%@<# \n\t0129.~", max_size=40))
 def test_any_yaml_is_read_or_refused(text):
     with bounded(ValueError, seconds=2, memory=64 * MIB):
-        Config.of(strict.parse_yaml(text))
+        Config.of(config_schema.parse_yaml(text))

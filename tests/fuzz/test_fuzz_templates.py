@@ -10,11 +10,11 @@ from limits import bounded
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from medusa_decoding import rendering
-from medusa_decoding.cli._template import ChatTemplate
-from medusa_decoding.rendering import render
-from medusa_decoding.training.chat import ChatEncoder
-from medusa_decoding.training.data import BadRecordError, Record
+from medusa_decoding.chat import rendering
+from medusa_decoding.chat.rendering import render
+from medusa_decoding.chat.template import ChatTemplate
+from medusa_decoding.training.data.encoding import ChatEncoder
+from medusa_decoding.training.data.records import BadRecordError, Record
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TWICE = "{% set ns = namespace(s='x') %}{% for i in range(60) %}WRITE{% endfor %}"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.training.targets import IGNORE
+from medusa_decoding.training.data.targets import IGNORE
 
 HIDDEN, VOCAB, HEADS = 6, 13, 3
 MAP = torch.tensor([9, 0, 4, 12, 2])

@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
-from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.training.card import CardFacts, card_text, check_plotting, escaped, write_card
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.data import Report
+from medusa_decoding.training.data.records import Report
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_decoding.training.loop.card import CardFacts, card_text, check_plotting, escaped, write_card
 
 # Two heads, two ranks: alone, the first is right in 1/2 and 1/4 of 8 cases, the second in 1/4 and 1/4.
 ACCURACY = HeadAccuracy(torch.tensor([[4, 6], [2, 4]]), torch.tensor([8, 8]))

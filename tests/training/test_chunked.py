@@ -20,11 +20,11 @@ from formulas import (
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_decoding.training import losses
-from medusa_decoding.training.losses import distillation_loss, language_loss, medusa_loss
-from medusa_decoding.training.targets import (
+from medusa_decoding.training.data.targets import (
     IGNORE,
 )
+from medusa_decoding.training.loss import losses
+from medusa_decoding.training.loss.losses import distillation_loss, language_loss, medusa_loss
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from medusa_decoding.training import strict
+from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import PRESETS, Config, DataConfig, ModelConfig, OutputConfig, SourceConfig, table
 
 NEEDED = {
@@ -109,7 +109,7 @@ def test_every_setting_is_written_and_described():
 
     config = of()
     walk(config, "")
-    described = {row[0]: row for row in strict.describe(Config)}
+    described = {row[0]: row for row in config_schema.describe(Config)}
     assert {name for name in described if "[]" not in name} == set(written)
     assert all(meaning for _, _, _, meaning, _ in described.values())
     # Everything that has a default says where that comes from.
@@ -286,5 +286,5 @@ def test_a_configuration_made_in_python_is_checked_too():
 
 
 def test_presets_name_settings_that_exist():
-    keys = {row[0] for row in strict.describe(Config)}
+    keys = {row[0] for row in config_schema.describe(Config)}
     assert {f"{name}.{key}" for preset in PRESETS.values() for name, part in preset.items() for key in part} <= keys

@@ -10,7 +10,7 @@ import pytest
 from toy import sharegpt, write_lines
 
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data import Record, Report, held_out, read_records, split_records
+from medusa_decoding.training.data.records import Record, Report, held_out, read_records, split_records
 
 MESSAGES = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 EXPECTED = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"})

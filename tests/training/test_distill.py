@@ -15,12 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.files import only_writer
-from medusa_decoding.training import distill
-from medusa_decoding.training.chat import ChatEncoder, encode_records, fingerprint
 from medusa_decoding.training.config import GenerationConfig, SourceConfig
-from medusa_decoding.training.data import Record, Report, read_records
-from medusa_decoding.training.distill import generate_records
-from medusa_decoding.training.generated import asked_of, finished
+from medusa_decoding.training.data.encoding import ChatEncoder, encode_records, fingerprint
+from medusa_decoding.training.data.records import Record, Report, read_records
+from medusa_decoding.training.distill import distill
+from medusa_decoding.training.distill.distill import generate_records
+from medusa_decoding.training.distill.record_file import asked_of, finished
 
 IM_END = toy.SPECIAL.index("<|im_end|>")
 GREEDY = GenerationConfig(max_new_tokens=12, temperature=0.0, turns=3, prompt_tokens=4, batch_size=3)

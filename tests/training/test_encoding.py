@@ -7,12 +7,12 @@ import pytest
 import toy
 from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
 
-from medusa_decoding.cli._template import ChatTemplate
-from medusa_decoding.evaluation.conversation import conversation_of
-from medusa_decoding.training.chat import ChatEncoder, encode_records
+from medusa_decoding.chat.conversation import conversation_of
+from medusa_decoding.chat.template import ChatTemplate
 from medusa_decoding.training.config import GenerationConfig
-from medusa_decoding.training.data import BadRecordError, Record, Report
-from medusa_decoding.training.seeds import Seed
+from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
+from medusa_decoding.training.data.records import BadRecordError, Record, Report
+from medusa_decoding.training.distill.seeds import Seed
 
 SINGLE = chat("How are you?", "I am fine, thank you.")
 SEVERAL = chat("Hello", " Hello! 東京\n", "Count to three.", "one two three", "Häuser?", "naïve  </think> Paris.")

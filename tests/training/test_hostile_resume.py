@@ -15,10 +15,10 @@ import torch
 import workshop
 from limits import MIB, bounded
 
-from medusa_decoding.training import saving
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.recipe import train
-from medusa_decoding.training.states import StateCache
+from medusa_decoding.training.loop import saving
+from medusa_decoding.training.loop.recipe import train
+from medusa_decoding.training.loop.states import StateCache
 
 
 class StoppedError(Exception):
@@ -253,7 +253,7 @@ def test_a_changed_byte_anywhere_is_refused_or_changes_nothing(run: tuple[Config
 
 
 def alone() -> Any:
-    from medusa_decoding.training.processes import Processes
+    from medusa_decoding.training.loop.processes import Processes
 
     return Processes(0, 1, torch.device("cpu"), False)
 

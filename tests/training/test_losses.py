@@ -9,14 +9,20 @@ from formulas import CASES, HEADS, HIDDEN, MAP, VOCAB, gradients, plain_medusa, 
 from torch import nn
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.training.losses import combined_loss, distillation_loss, head_weights, language_loss, medusa_loss
-from medusa_decoding.training.targets import (
+from medusa_decoding.training.data.targets import (
     IGNORE,
     Targets,
     head_targets,
     number_segments,
     shifted_labels,
     target_counts,
+)
+from medusa_decoding.training.loss.losses import (
+    combined_loss,
+    distillation_loss,
+    head_weights,
+    language_loss,
+    medusa_loss,
 )
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.training.chat import Example
-from medusa_decoding.training.data import Report
-from medusa_decoding.training.losses import language_loss, medusa_loss
-from medusa_decoding.training.packing import PackedDataset, collate, fit, model_inputs
-from medusa_decoding.training.targets import IGNORE, head_targets, number_segments
+from medusa_decoding.training.data.encoding import Example
+from medusa_decoding.training.data.packing import PackedDataset, collate, fit, model_inputs
+from medusa_decoding.training.data.records import Report
+from medusa_decoding.training.data.targets import IGNORE, head_targets, number_segments
+from medusa_decoding.training.loss.losses import language_loss, medusa_loss
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),

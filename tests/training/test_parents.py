@@ -9,8 +9,8 @@ from formulas import HIDDEN, MAP, VOCAB, Largest, gradients, plain_targets, rand
 from torch import nn
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.training.losses import medusa_loss
-from medusa_decoding.training.targets import IGNORE, Targets, head_targets, most_frequent_tokens
+from medusa_decoding.training.data.targets import IGNORE, Targets, head_targets, most_frequent_tokens
+from medusa_decoding.training.loss.losses import medusa_loss
 
 RANK = 2
 KINDS = {

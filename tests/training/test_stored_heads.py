@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from medusa_decoding.training.stored import store
+from medusa_decoding.training.loss.fake_quant import store
 
 
 class Largest(TorchDispatchMode):

@@ -19,15 +19,15 @@ from workshop import curve, heads_tensors, losses
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.checkpoints import read_heads
-from medusa_decoding.training import recipe, saving, trainer
-from medusa_decoding.training.backbone import Backbone
-from medusa_decoding.training.chat import ChatEncoder, encode_records
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data import Report, read_records
-from medusa_decoding.training.objective import HIDDEN
-from medusa_decoding.training.packing import PackedDataset
-from medusa_decoding.training.processes import Processes
-from medusa_decoding.training.recipe import train
+from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
+from medusa_decoding.training.data.packing import PackedDataset
+from medusa_decoding.training.data.records import Report, read_records
+from medusa_decoding.training.loop import recipe, saving, trainer
+from medusa_decoding.training.loop.backbone import Backbone
+from medusa_decoding.training.loop.objective import HIDDEN
+from medusa_decoding.training.loop.processes import Processes
+from medusa_decoding.training.loop.recipe import train
 
 METHODS = ("medusa-1", "medusa-2", "self-distillation")
 
@@ -152,7 +152,7 @@ def test_held_out_figures_are_those_of_the_written_heads(shop, tmp_path, storage
     model = AutoModelForCausalLM.from_pretrained(base)
     settings = workshop.config(tmp_path / "x", base, data)
     report = Report()
-    from medusa_decoding.training.data import split_records
+    from medusa_decoding.training.data.records import split_records
 
     records = split_records(read_records(settings.data.train, report), 0.2)[1]
     assert records
@@ -390,7 +390,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import workshop
-from medusa_decoding.training.recipe import train
+from medusa_decoding.training.loop.recipe import train
 def kill(line):
     if line["step"] >= 5:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -685,7 +685,7 @@ import weakref
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import workshop
-from medusa_decoding.training.recipe import train
+from medusa_decoding.training.loop.recipe import train
 config = workshop.config(Path({folder!r}), {base!r}, {data!r}, {method!r}, **{options!r})
 train(config, resume={resume!r})
 """
@@ -695,7 +695,7 @@ WATCHED = """
 import json
 import torch
 from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.training.processes import Processes
+from medusa_decoding.training.loop.processes import Processes
 load, shard = pretrained.load_model, Processes.shard
 loads = []
 def counted(*arguments, **options):
@@ -729,8 +729,8 @@ APART = """
 import json
 import torch
 from torch import nn
-from medusa_decoding.training.processes import Processes, own, whole
-from medusa_decoding.training.stored import store
+from medusa_decoding.training.loop.processes import Processes, own, whole
+from medusa_decoding.training.loss.fake_quant import store
 processes = Processes.join("full")
 facts = {{}}
 for case in ("dtypes", "shapes", "names", "more", "buffers"):

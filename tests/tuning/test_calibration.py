@@ -10,13 +10,13 @@ import torch
 from limits import MIB, bounded
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.calibration import collect as module
+from medusa_decoding.calibration.collect import calibrate
+from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
 from medusa_decoding.evaluation import Prompt
-from medusa_decoding.tuning import calibrate as module
-from medusa_decoding.tuning.acceleration import read_accuracies
-from medusa_decoding.tuning.accuracy import NONE, Calibration, wilson
-from medusa_decoding.tuning.calibrate import calibrate
-from medusa_decoding.tuning.texts import Settings, Writer, shared_prompts
-from medusa_decoding.tuning.walk import walk
+from medusa_decoding.roofline.acceleration import read_accuracies
+from medusa_decoding.trees.calibration import NONE, Calibration, wilson
+from medusa_decoding.trees.replay import walk
 
 K = 3
 PROMPTS = [

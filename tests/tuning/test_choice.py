@@ -10,9 +10,9 @@ import pytest
 from simulation import BETTER, CPU, GPU, USELESS, commit
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.ladder import VICUNA_7B
-from medusa_decoding.tuning.accuracy import NONE, Calibration
-from medusa_decoding.tuning.choice import (
+from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
+from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.tuning.select import (
     CALIBRATION,
     MEASURED,
     PUBLISHED,
@@ -24,7 +24,7 @@ from medusa_decoding.tuning.choice import (
     read_texts,
     trees_of,
 )
-from medusa_decoding.tuning.latency import Latency
+from medusa_decoding.tuning.step_timer import Latency
 from medusa_decoding.tuning.sweep import Swept, Written, judge, sweep
 
 HEADS = [[0.6, 0.2], [0.5, 0.1]]

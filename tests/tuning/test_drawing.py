@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import Tree
-from medusa_decoding.tuning.drawing import PLAIN_CHARACTERS, as_figure, as_text, path_shares
+from medusa_decoding.trees.plot import PLAIN_CHARACTERS, as_figure, as_text, path_shares
 
 ACCURACIES = [[0.6, 0.2, 0.05], [0.5, 0.1, 0.02], [0.4, 0.1, 0.01]]
 

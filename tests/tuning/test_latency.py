@@ -7,7 +7,7 @@ import torch
 from models import heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.tuning.latency import COUNTED, UNCOUNTED, Latency, interleaved, longest_prefix, measure
+from medusa_decoding.tuning.step_timer import COUNTED, UNCOUNTED, Latency, interleaved, longest_prefix, measure
 
 TREES = [Tree([]), Tree.chain(2), Tree.cartesian([2, 2])]
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from medusa_decoding.tuning.published import SIZES, published_accuracies, published_tree
+from medusa_decoding.trees.published import SIZES, published_accuracies, published_tree
 
 # The training logs of the original project: thousandths of top-1 to top-5, cumulative, a row a head.
 TOP = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from medusa_decoding.tuning import paper_values as paper
-from medusa_decoding.tuning import reproduction
-from medusa_decoding.tuning.devices import A100, DEVICES, H200
-from medusa_decoding.tuning.measured import compare, fit_steps, read_steps
-from medusa_decoding.tuning.simulation import Simulation
+from benchmarks.paper import reproduction
+from benchmarks.paper import values as paper
+from medusa_decoding.roofline.compare_measured import compare, fit_steps, read_steps
+from medusa_decoding.roofline.devices import A100, DEVICES, H200
+from medusa_decoding.roofline.simulate import Simulation
 
 
 @pytest.mark.parametrize("table", [6, 7, 8])

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_decoding.tuning.devices import Attained, Device
-from medusa_decoding.tuning.roofline import (
+from medusa_decoding.roofline.devices import Attained, Device
+from medusa_decoding.roofline.operators import (
     attention_product,
     block_operators,
     fused_attention,
@@ -18,7 +18,7 @@ from medusa_decoding.tuning.roofline import (
     total_bytes,
     total_seconds,
 )
-from medusa_decoding.tuning.shapes import SHAPES, HeadShape, ModelShape, shape_of
+from medusa_decoding.roofline.shapes import SHAPES, HeadShape, ModelShape, shape_of
 
 # b = 2, q = 3, s = 5, n = 4 heads of d = 8, h = 32, i = 48.
 SMALL = ModelShape("small", hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocabulary=100)

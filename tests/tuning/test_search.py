@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import Tree
-from medusa_decoding.tuning.accuracy import NONE, Calibration
-from medusa_decoding.tuning.compare import PATHS, PRODUCTS, WALK, compare
-from medusa_decoding.tuning.search import joint_tree, most_nodes
+from medusa_decoding.calibration.compare import PATHS, PRODUCTS, WALK, compare
+from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.trees.search import joint_tree, most_nodes
 
 
 def every_tree(heads, ranks, size):

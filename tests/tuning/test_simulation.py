@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.tree import Tree
-from medusa_decoding.tuning.acceleration import PaperAcceleration, TreeAcceleration, read_accuracies
-from medusa_decoding.tuning.devices import DEVICES, Device
-from medusa_decoding.tuning.roofline import step_operators, total_seconds
-from medusa_decoding.tuning.shapes import SHAPES, HeadShape
-from medusa_decoding.tuning.simulation import Point, Simulation, best, paying, paying_nodes
+from medusa_decoding.roofline.acceleration import PaperAcceleration, TreeAcceleration, read_accuracies
+from medusa_decoding.roofline.devices import DEVICES, Device
+from medusa_decoding.roofline.operators import step_operators, total_seconds
+from medusa_decoding.roofline.shapes import SHAPES, HeadShape
+from medusa_decoding.roofline.simulate import Point, Simulation, best, paying, paying_nodes
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_decoding.trees.tree import Tree
 
 ACCURACIES = [[0.5, 0.2, 0.1], [0.4, 0.1, 0.05], [0.3, 0.2, 0.01]]
 SEVEN = SHAPES["llama-2-7b"]

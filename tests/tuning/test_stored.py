@@ -14,14 +14,13 @@ import torch
 from models import heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.checkpoints import read_heads, write_heads
-from medusa_decoding.decode.policy import Adaptive
+from medusa_decoding.checkpoints import read_heads, tuning_file, tuning_paths, write_heads
+from medusa_decoding.checkpoints.tuning_file import Place, Tuning, load_for
+from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.provenance import fingerprint
-from medusa_decoding.tuning import places, stored
 from medusa_decoding.tuning.cases import Case
-from medusa_decoding.tuning.choice import Accuracies, Source, best, candidates
-from medusa_decoding.tuning.latency import Latency
-from medusa_decoding.tuning.stored import Place, Tuning, load_for
+from medusa_decoding.tuning.select import Accuracies, Source, best, candidates
+from medusa_decoding.tuning.step_timer import Latency
 
 ACCURACIES = Accuracies("calibration.json", [[0.6, 0.2], [0.5, 0.1]])
 # Seconds by nodes: short prefixes are best served by 4 nodes, long ones plainly, a batch by 2 nodes.
@@ -53,7 +52,7 @@ def tuned(folders):
     """A checkpoint with a tuning beside it."""
     with MedusaModel.from_pretrained(folders / "heads") as model:
         tuning = made_up(model)
-    tuning.save(folders / "heads" / stored.FILE)
+    tuning.save(folders / "heads" / tuning_file.FILE)
     return folders
 
 
@@ -102,7 +101,7 @@ def test_auto_starts_from_the_stored_times(tuned):
         model.free()
         assert model._policy("auto").times.profile(1, 308).known() == SHORT
         assert model._policy("auto").times.device.endswith(", eager")
-    (tuned / "heads" / stored.FILE).unlink()
+    (tuned / "heads" / tuning_file.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
         policy = model._policy("auto")
         policy.begin(0.0, batch=1, rows=307)
@@ -176,7 +175,7 @@ def test_another_backend_is_refused(tuned, caplog):
 
 
 def test_another_device_or_number_of_threads_is_refused(tuned, caplog, monkeypatch):
-    file = tuned / "heads" / stored.FILE
+    file = tuned / "heads" / tuning_file.FILE
     own, gpu = json.loads(file.read_text())["device"], "NVIDIA H200, 132 SMs, 140 GiB, sm_90"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     words = refused(tuned, caplog)
@@ -243,7 +242,7 @@ def with_size(values, place, **changes):
     ],
 )
 def test_a_damaged_file_does_not_make_the_model_unusable(tuned, caplog, change, words):
-    file = tuned / "heads" / stored.FILE
+    file = tuned / "heads" / tuning_file.FILE
     values = change(json.loads(file.read_text()))
     file.write_text(values if isinstance(values, str) else json.dumps(values))
     assert words in refused(tuned, caplog)
@@ -268,29 +267,29 @@ HERE = "a device, float32, eager, 1"
 
 
 def test_tests_do_not_look_into_the_users_cache(tmp_path, tmp_path_factory):
-    assert places.cache_of(tmp_path).is_relative_to(tmp_path_factory.getbasetemp())
+    assert tuning_paths.cache_of(tmp_path).is_relative_to(tmp_path_factory.getbasetemp())
 
 
 def test_it_stands_beside_heads_that_may_be_written_to(tmp_path, cache, monkeypatch):
     heads = tmp_path / "heads"
     heads.mkdir()
-    own, cached = heads / "tuning.json", places.cache_of(heads) / places.cached_name(HERE)
-    assert places.place_of(heads, HERE) == own
-    assert places.places(heads, HERE) == []
+    own, cached = heads / "tuning.json", tuning_paths.cache_of(heads) / tuning_paths.cached_name(HERE)
+    assert tuning_paths.place_of(heads, HERE) == own
+    assert tuning_paths.places(heads, HERE) == []
     cached.parent.mkdir(parents=True)
     for file in (own, cached):
         file.write_text("")
-    assert places.places(heads, HERE) == [own, cached]
-    monkeypatch.setattr(places.os, "access", lambda path, mode: path != heads)
-    assert places.place_of(heads, HERE) == cached
-    assert places.places(heads, HERE) == [cached, own]
+    assert tuning_paths.places(heads, HERE) == [own, cached]
+    monkeypatch.setattr(tuning_paths.os, "access", lambda path, mode: path != heads)
+    assert tuning_paths.place_of(heads, HERE) == cached
+    assert tuning_paths.places(heads, HERE) == [cached, own]
     assert cached.is_relative_to(cache / "medusa-kernels")
 
 
 def test_it_never_stands_in_the_package(cache):
     from medusa_decoding.demo import CHECKPOINT
 
-    assert places.folder_of(CHECKPOINT / "heads") == places.cache_of(CHECKPOINT / "heads")
+    assert tuning_paths.folder_of(CHECKPOINT / "heads") == tuning_paths.cache_of(CHECKPOINT / "heads")
 
 
 def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
@@ -298,13 +297,17 @@ def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
     for folder in made:
         folder.mkdir(parents=True)
     (tmp_path / "link").symlink_to(made[0])
-    first, second = map(places.cache_of, made)
+    first, second = map(tuning_paths.cache_of, made)
     assert first != second
-    assert places.cache_of(tmp_path / "link") == first == places.cache_of(tmp_path / "b" / ".." / "a" / "heads")
+    assert (
+        tuning_paths.cache_of(tmp_path / "link")
+        == first
+        == tuning_paths.cache_of(tmp_path / "b" / ".." / "a" / "heads")
+    )
     for value in (None, "", "relative"):  # a relative path counts as none
         monkeypatch.setenv("XDG_CACHE_HOME", value) if value is not None else monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        assert places.cache_of(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
+        assert tuning_paths.cache_of(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
 
 
 def test_machines_that_share_a_home_have_files_of_their_own(folders, cache, monkeypatch):
@@ -312,15 +315,15 @@ def test_machines_that_share_a_home_have_files_of_their_own(folders, cache, monk
         own = Place.of(model)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
         others = [Place.of(model), replace(own, dtype="bfloat16"), replace(own, backend="compiled")]
-    assert len({places.cached_name(place.here) for place in (own, *others)}) == 4
+    assert len({tuning_paths.cached_name(place.here) for place in (own, *others)}) == 4
     # What depends on weights is the same file, which says so.
-    assert places.cached_name(replace(own, heads="others").here) == places.cached_name(own.here)
+    assert tuning_paths.cached_name(replace(own, heads="others").here) == tuning_paths.cached_name(own.here)
 
 
 def test_the_loader_looks_in_both_places(tuned, cache, caplog):
     """What holds here serves, wherever it stands; what does not is told of only if nothing does."""
     heads = tuned / "heads"
-    own, cached = heads / stored.FILE, cached_for(heads)
+    own, cached = heads / tuning_file.FILE, cached_for(heads)
     cached.parent.mkdir(parents=True)
     own.rename(cached)
     with MedusaModel.from_pretrained(heads) as model:
@@ -330,7 +333,7 @@ def test_the_loader_looks_in_both_places(tuned, cache, caplog):
     other.write_text(cached.read_text().replace('"device": "', '"device": "another '))
     with MedusaModel.from_pretrained(heads) as model:
         assert model.tree.num_nodes == 4
-        assert stored.find(heads, model)[0] == cached
+        assert tuning_file.find(heads, model)[0] == cached
     assert "refused" not in caplog.text
     cached.write_text("{")
     with MedusaModel.from_pretrained(heads) as model:
@@ -343,7 +346,7 @@ def test_the_loader_looks_in_both_places(tuned, cache, caplog):
 def cached_for(heads):
     """Where the user's cache has what is tuned for a model as it is loaded here."""
     with MedusaModel.from_pretrained(heads, tree=Tree.chain(1)) as model:
-        return places.cache_of(heads) / places.cached_name(Place.of(model).here)
+        return tuning_paths.cache_of(heads) / tuning_paths.cached_name(Place.of(model).here)
 
 
 @pytest.fixture(params=["unreadable", "unknown"])
@@ -382,7 +385,7 @@ def test_the_loader_goes_on_without_a_home_folder(tuned, no_home, caplog):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         assert model.tree.num_nodes == 4
     assert no_home in caplog.text
-    (tuned / "heads" / stored.FILE).unlink()
+    (tuned / "heads" / tuning_file.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         assert model.tree == Tree.chain(1)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -392,7 +395,7 @@ def test_the_loader_goes_on_without_a_home_folder(tuned, no_home, caplog):
 
 
 def test_round_trip(tuned):
-    file = tuned / "heads" / stored.FILE
+    file = tuned / "heads" / tuning_file.FILE
     assert [path.name for path in file.parent.iterdir() if "partial" in path.name] == []
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         wanted, found = made_up(model), load_for(file, model)
@@ -401,7 +404,7 @@ def test_round_trip(tuned):
     assert found.cases == wanted.cases
     assert [case.tree.num_nodes for case in found.cases] == [4, 1, 2]
     assert [size.tree.num_nodes for size in found.cases[0].sizes] == [1, 2, 4]
-    assert (found.weighed, found.calibration) == (stored.INDEPENDENT, None)
+    assert (found.weighed, found.calibration) == (tuning_file.INDEPENDENT, None)
     for source in (Source("c.json", "ab12", 0.7, True), Source("/elsewhere/c.json", "ab12", None, False)):
         kept = replace(found, calibration=source)
         assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).calibration == source

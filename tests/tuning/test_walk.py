@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
+from medusa_decoding.calibration.collect import calibrate
+from medusa_decoding.calibration.expected import expect
 from medusa_decoding.evaluation import Prompt, interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.tuning.accuracy import NONE, Calibration
-from medusa_decoding.tuning.calibrate import calibrate
-from medusa_decoding.tuning.expected import expect
-from medusa_decoding.tuning.search import joint_tree, walked_tree
-from medusa_decoding.tuning.walk import walk
+from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.trees.replay import walk
+from medusa_decoding.trees.search import joint_tree, walked_tree
 
 N = NONE
 # Eight tokens behind the prompt; a path a position.
@@ -189,7 +189,7 @@ TREES = [Tree([]), Tree.chain(3), Tree.cartesian([8, 5, 3]), Tree([[1], [0], [1,
 
 def steps_of_decoding(model, tokenizer, tree, **sampled):
     """Tokens and steps of each prompt's texts, from the model's own record of accepted lengths."""
-    from medusa_decoding.tuning.texts import Settings, Writer
+    from medusa_decoding.calibration.texts import Settings, Writer
 
     writer = Writer(model, tokenizer, Settings(max_new_tokens=24, prompt_tokens=6, **sampled))
     found = []
@@ -247,9 +247,8 @@ def test_an_end_token_ends_the_walk(make):
 
 def test_a_stop_string_ends_the_walk(make, monkeypatch):
     """A plain template's answers end behind the token that completes a string, also in the middle of a step."""
-    from medusa_decoding.cli import _template
 
-    monkeypatch.setattr(_template, "PLAIN_STOP", "e")
+    monkeypatch.setattr("medusa_decoding.chat.template.PLAIN_STOP", "e")
     model, tokenizer = make()
     asked = [Prompt((letter * n,)) for letter in "abcdefg" for n in (1, 4)]
     found = calibrate(model, tokenizer, asked, max_new_tokens=30, template="plain")

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, pretrained
-from medusa_decoding.decode.step_graph import BACKENDS
+from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.generation.settings import ACCEPTANCES
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.settings import ACCEPTANCES
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOOKUP = "+lookup:"

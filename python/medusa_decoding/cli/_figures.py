@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from medusa_decoding.metrics import GenerationMetrics
+from medusa_decoding.generation.metrics import GenerationMetrics
 
 
 def total(metrics: Sequence[GenerationMetrics]) -> GenerationMetrics:

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from medusa_decoding.chat.conversation import AsItStands, Conversation, conversation_of
+from medusa_decoding.checkpoints.tuning_file import Tuning
+from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
-from medusa_decoding.decode.step_graph import resolve_backend
-from medusa_decoding.evaluation.conversation import AsItStands, Conversation, conversation_of
+from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.interval import WORDS
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
 from medusa_decoding.files import append_line
-from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning import record
 from medusa_decoding.tuning.cases import Case
-from medusa_decoding.tuning.stored import Tuning
 from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
 
 

@@ -17,17 +17,17 @@ import json
 import sys
 from pathlib import Path
 
+from medusa_decoding.calibration.expected import expect
+from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.cli.tree import DRAWN, NODES, in_columns, three
-from medusa_decoding.decode.step_graph import BACKENDS
+from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.files import only_writer
-from medusa_decoding.tree import Tree
-from medusa_decoding.tuning import places
-from medusa_decoding.tuning.accuracy import Calibration, wilson
-from medusa_decoding.tuning.choice import CALIBRATION
-from medusa_decoding.tuning.expected import expect
-from medusa_decoding.tuning.search import most_nodes, walked_tree
+from medusa_decoding.trees.calibration import Calibration, wilson
+from medusa_decoding.trees.search import most_nodes, walked_tree
+from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.select import CALIBRATION
 
 NEW_TOKENS = 256
 SHOWN = (1, 2, 3, 5, 10)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, out: Path) -> int:
-    from medusa_decoding.tuning.calibrate import calibrate, check_fresh, progress_file
+    from medusa_decoding.calibration.collect import calibrate, check_fresh, progress_file
 
     check_fresh(out, args.resume)
     try:
@@ -114,11 +114,11 @@ def place(args: argparse.Namespace) -> Path:
         ValueError: no such folder, or none that can be written to.
     """
     if args.out is not None:
-        out = places.expanded(args.out)
-        places.check_place("--out", out)
+        out = tuning_paths.expanded(args.out)
+        tuning_paths.check_place("--out", out)
         return out
-    folder = None if args.model is None else places.expanded(args.model)
-    if folder is None or not places.is_users(folder):
+    folder = None if args.model is None else tuning_paths.expanded(args.model)
+    if folder is None or not tuning_paths.is_users(folder):
         named = "the embedded demo checkpoint" if args.model is None else args.model
         raise ValueError(f"--out: expected a file, because {named} is no folder of yours to write into, got none")
     return folder / CALIBRATION

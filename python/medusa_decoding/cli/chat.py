@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
+from medusa_decoding.chat.template import ChatTemplate, Message
+from medusa_decoding.checks import check_text, shown, token_list
 from medusa_decoding.cli import _arguments, _figures
-from medusa_decoding.cli._template import ChatTemplate, Message
 from medusa_decoding.cli._terminal import LEAVE, Breaker, messages
 from medusa_decoding.files import read_json, write_text
-from medusa_decoding.inputs import check_text, shown, token_list
-from medusa_decoding.metrics import GenerationMetrics
+from medusa_decoding.generation.metrics import GenerationMetrics
+from medusa_decoding.generation.session import Session
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.session import Session
 
 NEW_TOKENS = 512
 

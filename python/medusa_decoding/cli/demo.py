@@ -24,10 +24,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one, text
-from medusa_decoding.decode.step_graph import resolve_backend
+from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 PROMPTS = (
     'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n',

@@ -30,9 +30,9 @@ from medusa_decoding.cli._arguments import at_least_one
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
 from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
-from medusa_decoding.training.data import Report, read_records
-from medusa_decoding.training.generated import finished
-from medusa_decoding.tree import Tree
+from medusa_decoding.training.data.records import Report, read_records
+from medusa_decoding.training.distill.record_file import finished
+from medusa_decoding.trees.tree import Tree
 
 FILE = Path("generated") / "records.jsonl"
 
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if args.only_data:
         return _run(args, config)
     _check_trainable(config, args.resume)
-    from medusa_decoding.training.processes import Processes
-    from medusa_decoding.training.recipe import hold
+    from medusa_decoding.training.loop.processes import Processes
+    from medusa_decoding.training.loop.recipe import hold
 
     processes = Processes.join(config.optimisation.sharding)
     with hold(config, processes):
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace, config: Config, trained_by: Any = None) -> in
     asked = _asked(config)
     figures = finished(file, asked) if args.resume else None
     if figures is None and trained_by is not None:
-        from medusa_decoding.training.recipe import check
+        from medusa_decoding.training.loop.recipe import check
 
         check(on_own_data(config, file), trained_by, args.resume)
     if figures is None:
@@ -119,8 +119,8 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
             "processes: expected one to generate (run it with --only-data first, then all of them with --resume), got "
             f"{os.environ['WORLD_SIZE']}"
         )
-    from medusa_decoding.training.backbone import load_tokenizer
-    from medusa_decoding.training.distill import generate_records
+    from medusa_decoding.training.distill.distill import generate_records
+    from medusa_decoding.training.loop.backbone import load_tokenizer
 
     data, found = config.data, Report()
     seeds = list(read_records(data.train, found, system=data.system, limit=data.limit, seeds=True))
@@ -170,7 +170,7 @@ def load(config: Config) -> MedusaModel:
     Raises:
         ValueError: no such model or heads, or heads of another model.
     """
-    from medusa_decoding.training.backbone import Backbone
+    from medusa_decoding.training.loop.backbone import Backbone
 
     plain = dataclasses.replace(
         config,
@@ -200,7 +200,7 @@ def _vocab_size(config: Config) -> int | None:
 
 
 def _train(args: argparse.Namespace, config: Config) -> dict[str, Any]:
-    from medusa_decoding.training.recipe import train
+    from medusa_decoding.training.loop.recipe import train
 
     bar = None if args.json else training.Bar()
     try:

@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
 from medusa_decoding.evaluation.report import as_text
 from medusa_decoding.files import only_writer, write_text
-from medusa_decoding.tuning import places
 
 NAME = "eval"
 NEW_TOKENS = 256
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     _arguments.check_device(args)
     if args.out is None:
         return _run(args)
-    args.out = places.expanded(args.out)
-    places.check_place("--out", args.out)
+    args.out = tuning_paths.expanded(args.out)
+    tuning_paths.check_place("--out", args.out)
     with only_writer("--out", args.out):
         return _run(args)
 

@@ -23,12 +23,12 @@ import torch
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
+from medusa_decoding.backbone.tensor_parallel import joined
+from medusa_decoding.chat.template import AnswerStreamer, ChatTemplate
+from medusa_decoding.checks import check_text, token_list
 from medusa_decoding.cli import _arguments, _figures
-from medusa_decoding.cli._template import AnswerStreamer, ChatTemplate
 from medusa_decoding.files import MAX_TEXT, read_text
-from medusa_decoding.inputs import check_text, token_list
 from medusa_decoding.model import MedusaOutput
-from medusa_decoding.parallel import joined
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

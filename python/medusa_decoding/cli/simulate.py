@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paper import plots, reproduction
 from medusa_decoding.cli._arguments import at_least_one, factor
-from medusa_decoding.tuning import measured, plots, reproduction
-from medusa_decoding.tuning.acceleration import Acceleration, PaperAcceleration, TreeAcceleration, read_accuracies
-from medusa_decoding.tuning.devices import DEVICES, Device, read_device, write_device
-from medusa_decoding.tuning.measure import measure_device
-from medusa_decoding.tuning.shapes import SHAPES, HeadShape, find_shape
-from medusa_decoding.tuning.simulation import MOST_BATCH, MOST_SEQUENCE, Range, Scope, Simulation, best, paying_nodes
+from medusa_decoding.roofline import compare_measured
+from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration, read_accuracies
+from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
+from medusa_decoding.roofline.probe_device import measure_device
+from medusa_decoding.roofline.shapes import SHAPES, HeadShape, find_shape
+from medusa_decoding.roofline.simulate import MOST_BATCH, MOST_SEQUENCE, Range, Scope, Simulation, best, paying_nodes
 
 MEASURED = ("cpu", "cuda")
 
@@ -242,7 +243,7 @@ def _ranges(found: Sequence[Range], most: int | None) -> str:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    rows = measured.compare(measured.read_steps(args.records), find_device(args.device))
+    rows = compare_measured.compare(compare_measured.read_steps(args.records), find_device(args.device))
     if args.json:
         print(json.dumps(rows))
         return 0

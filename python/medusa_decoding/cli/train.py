@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_decoding.cli._arguments import text
-from medusa_decoding.training import strict
+from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config, table
 
 
@@ -54,12 +54,12 @@ def read_config(args: argparse.Namespace) -> Config:
     """
     if args.config is None:
         raise ValueError("--config: expected a YAML file, got none")
-    values: Any = strict.read_yaml(args.config)
+    values: Any = config_schema.read_yaml(args.config)
     for setting in args.set:
         key, equals, text = setting.partition("=")
         if not equals or not key:
             raise ValueError(f"--set: expected KEY=VALUE, got {setting!r}")
-        _put(values, key.split("."), strict.parse_yaml(text), key)
+        _put(values, key.split("."), config_schema.parse_yaml(text), key)
     return Config.of(values)
 
 
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     if args.check:
         return _check(config, args.resume)
-    from medusa_decoding.training.recipe import train
+    from medusa_decoding.training.loop.recipe import train
 
     bar = None if args.json else Bar()
     try:
@@ -111,9 +111,9 @@ def summary(result: Any) -> dict[str, Any]:
 
 def _check(config: Config, resume: bool) -> int:
     from medusa_decoding.checkpoints.base import stated_vocab_size
-    from medusa_decoding.training.backbone import load_tokenizer
-    from medusa_decoding.training.recipe import check, load_rows
-    from medusa_decoding.training.schedules import stages
+    from medusa_decoding.training.loop.backbone import load_tokenizer
+    from medusa_decoding.training.loop.recipe import check, load_rows
+    from medusa_decoding.training.loop.schedules import stages
 
     check(config, _processes(config), resume)
     vocabulary = stated_vocab_size(config.model.name, config.model.revision)
@@ -130,7 +130,7 @@ def _check(config: Config, resume: bool) -> int:
 
 def _processes(config: Config) -> Any:
     """Return the processes that a run is checked for: one also where weights are to be divided over several."""
-    from medusa_decoding.training.processes import Processes
+    from medusa_decoding.training.loop.processes import Processes
 
     if config.optimisation.sharding == "full" and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return dataclasses.replace(Processes.join("none"), sharded=True)

@@ -21,23 +21,24 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_decoding.calibration.compare import PATHS, PRODUCTS, WALK, Judged, compare
+from medusa_decoding.calibration.expected import Expected, as_figure
+from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
+from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.cli import _arguments
-from medusa_decoding.decode.step_graph import BACKENDS
+from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.files import read_json
-from medusa_decoding.tree import MAX_CHOICES, Tree
-from medusa_decoding.tuning import drawing, places
-from medusa_decoding.tuning.acceleration import read_accuracies
-from medusa_decoding.tuning.accuracy import Calibration
-from medusa_decoding.tuning.compare import PATHS, PRODUCTS, WALK, Judged, compare
-from medusa_decoding.tuning.expected import Expected, as_figure
-from medusa_decoding.tuning.search import walked_tree
-from medusa_decoding.tuning.texts import Settings, Writer, shared_prompts
-from medusa_decoding.tuning.walk import texts_of
+from medusa_decoding.roofline.acceleration import read_accuracies
+from medusa_decoding.trees import plot
+from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.trees.replay import texts_of
+from medusa_decoding.trees.search import walked_tree
+from medusa_decoding.trees.tree import MAX_CHOICES, Tree
 
 if TYPE_CHECKING:
-    from medusa_decoding.tuning.generated import Beside
+    from medusa_decoding.calibration.validate import Beside
 
 NODES = [4, 8, 16, 32, 64]
 NO_TEXTS = (
@@ -129,16 +130,16 @@ def run(args: argparse.Namespace) -> int:
 def run_show(args: argparse.Namespace) -> int:
     """Draw a tree."""
     if args.image is not None:
-        drawing.check_matplotlib()
-        places.check_place("--image", args.image)
+        plot.check_matplotlib()
+        tuning_paths.check_place("--image", args.image)
     shares = None if args.accuracies is None else find_shares(args.tree, args.accuracies)
-    text = drawing.as_text(args.tree, args.width or shutil.get_terminal_size().columns, shares)
+    text = plot.as_text(args.tree, args.width or shutil.get_terminal_size().columns, shares)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
-        text = text.translate(drawing.PLAIN_CHARACTERS)
+        text = text.translate(plot.PLAIN_CHARACTERS)
     if args.image is not None:
-        drawing.save_figure(drawing.as_figure(args.tree, shares), args.image)
+        plot.save_figure(plot.as_figure(args.tree, shares), args.image)
     print(text)
     return 0
 
@@ -152,7 +153,7 @@ def find_shares(tree: Tree, file: Path) -> list[float]:
     accuracies = read_accuracies(file)
     if "paths" in read_json(file):
         return Calibration.load(file).shares(tree)
-    return drawing.path_shares(tree, accuracies)
+    return plot.path_shares(tree, accuracies)
 
 
 def run_search(args: argparse.Namespace) -> int:
@@ -160,7 +161,7 @@ def run_search(args: argparse.Namespace) -> int:
     if args.save is not None:
         if len(args.nodes) != 1:
             raise ValueError(f"--save: expected one size in --nodes with it, got {len(args.nodes)}")
-        places.check_place("--save", args.save)
+        tuning_paths.check_place("--save", args.save)
     elif args.by is not None:
         raise ValueError("--by: expected --save with it, got none")
     calibration = Calibration.load(args.calibration)
@@ -227,7 +228,7 @@ def run_measure(args: argparse.Namespace) -> int:
     """Write texts with trees, and count steps."""
     from tqdm.auto import tqdm
 
-    from medusa_decoding.tuning.generated import beside, steps_made
+    from medusa_decoding.calibration.validate import beside, steps_made
 
     _arguments.check_device(args)
     calibration = Calibration.load(args.calibration)

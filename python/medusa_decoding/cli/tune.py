@@ -24,21 +24,21 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from medusa_decoding.checkpoints import _folder
+from medusa_decoding.checkpoints import _folder, tuning_file, tuning_paths
+from medusa_decoding.checkpoints.tuning_file import Place, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._sweep import compare
 from medusa_decoding.cli._sweep import encoded as encoded  # which benchmarks take from here
-from medusa_decoding.decode.step_graph import BACKENDS
+from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.files import only_writer
 from medusa_decoding.heads import MAX_TOP_K
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import versions
-from medusa_decoding.tree import Tree
-from medusa_decoding.tuning import places, stored
-from medusa_decoding.tuning.accuracy import Calibration
+from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.cases import Case
-from medusa_decoding.tuning.choice import (
+from medusa_decoding.tuning.select import (
     CALIBRATION,
     Accuracies,
     Source,
@@ -51,8 +51,7 @@ from medusa_decoding.tuning.choice import (
     trees_of,
     weigh,
 )
-from medusa_decoding.tuning.latency import Latency, longest_prefix, measure
-from medusa_decoding.tuning.stored import Place, Tuning
+from medusa_decoding.tuning.step_timer import Latency, longest_prefix, measure
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)
 FEW_TEXTS = 20
@@ -139,23 +138,23 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--calibration: expected none with --sweep, which takes stored trees, got {args.calibration}")
     for name in ("out", "sweep_out", "calibration"):
         if getattr(args, name) is not None:
-            setattr(args, name, places.expanded(getattr(args, name)))
+            setattr(args, name, tuning_paths.expanded(getattr(args, name)))
     if args.calibration is not None and not args.calibration.is_file():
         raise ValueError(f"--calibration: expected a file that `medusa calibrate` wrote, got {args.calibration}")
     if args.sweep_out is not None:
-        places.check_place("--sweep-out", args.sweep_out)
+        tuning_paths.check_place("--sweep-out", args.sweep_out)
     folder = _folder(_arguments._heads(args), None)
     # Which file it is depends on the model; that there is one, or a place for it, does not.
     if args.check or args.sweep:
-        there = args.out.is_file() if args.out is not None else bool(places.places(folder, ""))
+        there = args.out.is_file() if args.out is not None else bool(tuning_paths.places(folder, ""))
         if not there:
             raise nothing_stored(args, folder)
     elif args.out is not None:
-        places.check_place("--out", args.out)
+        tuning_paths.check_place("--out", args.out)
     else:
-        place = places.folder_of(folder)
+        place = tuning_paths.folder_of(folder)
         place.mkdir(parents=True, exist_ok=True)
-        places.check_place("--out", place / places.FILE)
+        tuning_paths.check_place("--out", place / tuning_paths.FILE)
     prompts = read_prompts(args.prompts, limit=args.limit, turns=1) if args.sweep else []
     with _arguments.load_model(args) as model:
         if args.check:
@@ -169,8 +168,8 @@ def run(args: argparse.Namespace) -> int:
 
 def nothing_stored(args: argparse.Namespace, folder: Path) -> ValueError:
     """Return what is said where nothing is stored."""
-    own = folder / places.FILE
-    file = args.out or (own if places.is_users(folder) else places.cache_of(folder) or own)
+    own = folder / tuning_paths.FILE
+    file = args.out or (own if tuning_paths.is_users(folder) else tuning_paths.cache_of(folder) or own)
     return ValueError(f"{file}: expected a file that `medusa tune` wrote, got none")
 
 
@@ -181,8 +180,8 @@ def read_stored(args: argparse.Namespace, folder: Path, model: MedusaModel) -> t
         ValueError: none that holds for the model.
     """
     if args.out is not None:
-        return args.out, stored.load_for(args.out, model)
-    found = stored.find(folder, model)
+        return args.out, tuning_file.load_for(args.out, model)
+    found = tuning_file.find(folder, model)
     if found is None:
         raise nothing_stored(args, folder)
     return found
@@ -191,7 +190,7 @@ def read_stored(args: argparse.Namespace, folder: Path, model: MedusaModel) -> t
 def tune(args: argparse.Namespace, folder: Path, model: MedusaModel) -> None:
     """Measure, choose, store, print."""
     place = Place.of(model)
-    file = args.out or places.place_of(folder, place.here)
+    file = args.out or tuning_paths.place_of(folder, place.here)
     with only_writer("--out", file):
         measure_and_store(args, folder, model, place, file)
 
@@ -264,13 +263,13 @@ def accuracies_of(
 
 def weighed_by(texts: Calibration | None) -> str:
     """Return how expected tokens are found, with texts or without."""
-    return stored.INDEPENDENT if texts is None else stored.WALKED
+    return tuning_file.INDEPENDENT if texts is None else tuning_file.WALKED
 
 
 def check(args: argparse.Namespace, folder: Path, model: MedusaModel) -> None:
     """Say that a stored choice holds; raise `ValueError` where it does not."""
     file, tuning = read_stored(args, folder, model)
-    now = versions(*stored.LIBRARIES)
+    now = versions(*tuning_file.LIBRARIES)
     notes = [
         f"{name} was {tuning.versions.get(name, 'missing')}, is {now.get(name, 'missing')}"
         for name in sorted({*tuning.versions, *now})
@@ -323,7 +322,7 @@ def as_text(tuning: Tuning, file: Path) -> str:
             lines.append(
                 f"  not checked to be of these heads and this base model: it says nothing of them in {place.dtype}"
             )
-    if tuning.weighed == stored.WALKED:
+    if tuning.weighed == tuning_file.WALKED:
         lines += [
             "expected tokens a step: walked along the texts that the trees were searched on, so that they are a little",
             "  too high, the more the larger the tree and the fewer the texts (--sweep with other prompts measures it)",

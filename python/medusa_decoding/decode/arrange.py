@@ -12,7 +12,7 @@ import torch
 from medusa_decoding.decode.lookup import look_up
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.heads import Children, Guesses
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 from medusa_kernels import tree_select
 
 ALMOST_CERTAIN = -1e-30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medusa_decoding.cache import TreeCache
+from medusa_decoding.backbone.kv_cache import TreeCache
 from medusa_kernels import kv_compact
 
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.attention import DecodeContext
+from medusa_decoding.backbone.attention_swap import DecodeContext
+from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.tensor_parallel import Peers
 from medusa_decoding.decode.accept import accept
-from medusa_decoding.decode.arena import Arena
+from medusa_decoding.decode.adaptive.policy import Policy
 from medusa_decoding.decode.arrange import TreeOnDevice, arrange
 from medusa_decoding.decode.compact import compact
-from medusa_decoding.decode.follow import Follow
-from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import propose
+from medusa_decoding.decode.runtime.progress import Progress, Watch
+from medusa_decoding.decode.runtime.state_pool import Arena
+from medusa_decoding.decode.runtime.streaming import Follow
 from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_decoding.decode.verify import Greedy, Nodes, verify
-from medusa_decoding.decode.watch import Progress, Watch
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.parallel import Peers
-from medusa_decoding.tree import Tree
-from medusa_decoding.trunk import Trunk
+from medusa_decoding.trees.tree import Tree
 
 Step = Callable[[DecodeState, Rules], bool | None]
 """Runs one step in place; returns whether it was made (compiled, captured) first, so that its duration says nothing."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from medusa_decoding.attention import DecodeContext
+from medusa_decoding.backbone.attention_swap import DecodeContext
+from medusa_decoding.backbone.backbone import Trunk
 from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_decoding.decode.verify import Greedy, Nodes, verify
-from medusa_decoding.tree import Tree
-from medusa_decoding.trunk import Trunk
+from medusa_decoding.trees.tree import Tree
 
 PREFILL_CHUNK = 2048
 """Tokens that run through the model at once, the rows of a batch taken together.

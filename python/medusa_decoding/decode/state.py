@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.cache import TreeCache, bucket
+from medusa_decoding.backbone.kv_cache import TreeCache, bucket
 from medusa_decoding.decode.lookup import Text
 from medusa_decoding.decode.verify import Choice, Greedy
 

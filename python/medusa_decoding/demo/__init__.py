@@ -1,4 +1,4 @@
-"""The embedded default: a small code model with heads, and the recipe that trained it (`train.py`)."""
+"""The embedded default: a small code model with heads, made by `recipes/demo`."""
 
 from pathlib import Path
 

@@ -16,8 +16,8 @@ import torch
 
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.training.accuracy import HeadAccuracy
-from medusa_decoding.training.targets import IGNORE, shifted_labels
+from medusa_decoding.training.data.targets import IGNORE, shifted_labels
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
 
 RANKS = 10
 ROWS = 256

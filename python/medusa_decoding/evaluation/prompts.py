@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.checks import check_text, shown
 from medusa_decoding.files import MAX_TEXT
-from medusa_decoding.inputs import check_text, shown
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data import BadRecordError, _raw_records, _turn
+from medusa_decoding.training.data.records import BadRecordError, _raw_records, _turn
 
 TURNS = 2
 KEYS = ("turns", "conversations", "messages", "prompt", "question", "text")

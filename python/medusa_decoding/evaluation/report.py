@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.training.accuracy import HeadAccuracy
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
 
 MEDUSA, PLAIN, TRANSFORMERS = "medusa", "plain", "transformers"
 BASELINES = {PLAIN: "our plain loop", TRANSFORMERS: "transformers' generate"}

@@ -19,15 +19,15 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from medusa_decoding.decode.step_graph import resolve_backend
-from medusa_decoding.evaluation.conversation import AsItStands, Conversation, Message, conversation_of
+from medusa_decoding.chat.conversation import AsItStands, Conversation, Message, conversation_of
+from medusa_decoding.checks import token_list
+from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.own_text import own_text_accuracy
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.report import MEDUSA, PLAIN, TRANSFORMERS, Evaluation, Measured
-from medusa_decoding.inputs import token_list
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.provenance import versions
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 PROMPT_TOKENS = 128
 # What only one kind of decoding takes.

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from medusa_decoding.training.config import Config
 
 if TYPE_CHECKING:
-    from medusa_decoding.training.recipe import Result
+    from medusa_decoding.training.loop.recipe import Result
 
 
 def train(config: Config, **options: Any) -> Result:
     """Train as a configuration says; see `recipe.train`, whose arguments these are."""
-    from medusa_decoding.training import recipe  # its libraries are for training alone
+    from medusa_decoding.training.loop import recipe  # its libraries are for training alone
 
     return recipe.train(config, **options)
 

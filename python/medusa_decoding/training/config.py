@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from medusa_decoding.training import strict
-from medusa_decoding.training.strict import DECAY, ENTRIES, POSITIVE, SEED, SHARE, WORDS, Note, at_least
+from medusa_decoding.training import config_schema
+from medusa_decoding.training.config_schema import DECAY, ENTRIES, POSITIVE, SEED, SHARE, WORDS, Note, at_least
 
 Method = Literal["medusa-1", "medusa-2", "self-distillation"]
 OURS = "ours; the papers do not say"
@@ -255,7 +255,7 @@ class Config:
     generation: Annotated[GenerationConfig, Note("the model's own data")] = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
-        strict.check(self)
+        config_schema.check(self)
         for broken, message in self._exclusions():
             if broken:
                 raise ValueError(message)
@@ -272,16 +272,16 @@ class Config:
             given = merged.get(name, {})
             if isinstance(given, Mapping):
                 merged[name] = defaults | dict(given)
-        return strict.build(cls, merged)
+        return config_schema.build(cls, merged)
 
     @classmethod
     def read(cls, path: str | Path) -> Config:
         """Read a YAML file; see `of`."""
-        return cls.of(strict.read_yaml(path))
+        return cls.of(config_schema.read_yaml(path))
 
     def to_yaml(self) -> str:
         """Return all settings as YAML; reading it gives an equal configuration."""
-        return strict.write_yaml(self)
+        return config_schema.write_yaml(self)
 
     @property
     def trains_backbone(self) -> bool:
@@ -414,5 +414,5 @@ def _preset(values: Any) -> dict[str, dict[str, Any]]:
 
 def table() -> str:
     """Return every setting as a Markdown table: key, type, default, meaning, source."""
-    rows = [("setting", "type", "default", "meaning", "source"), ("---",) * 5, *strict.describe(Config)]
+    rows = [("setting", "type", "default", "meaning", "source"), ("---",) * 5, *config_schema.describe(Config)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"

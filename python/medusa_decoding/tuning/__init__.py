@@ -1,1 +1,1 @@
-"""What trees cost and gain on a device: operators and roofline, simulated speedups, the paper's appendix G again."""
+"""Tuning: time steps on this device and choose the tree with the most tokens per second."""

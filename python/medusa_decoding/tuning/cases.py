@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from medusa_decoding.tree import Tree
-from medusa_decoding.tuning.choice import Candidate
+from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.select import Candidate
 
 if TYPE_CHECKING:
-    from medusa_decoding.tuning.latency import Latency
+    from medusa_decoding.tuning.step_timer import Latency
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.tree import Tree
+from medusa_decoding.trees.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The paper's tables and figures, reproduced beside the values that it prints."""

@@ -1,0 +1,267 @@
+"""The paper's tables 6 to 8 and figures 9 to 23 again, from the roofline, beside what the paper prints.
+
+Tables 6 to 8 print numbers, so errors are stated for them: of the ideal roofline, which is a bound and not a
+prediction, and of one whose shares of the peaks were fitted to these very tables (`a100-80-attained`). Figures 9 to 20
+print none; their points are reproduced without comparison (18 to 20 show tables 6 to 8). Figures 21 to 23 are
+simulations of the paper itself: what is compared with is read off the pictures, approximately. For the fitted roofline
+they are a test, because it has not seen them: another model, other sizes.
+
+This module makes rows of figures; `plots` draws them and the command writes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.paper import values as paper
+from medusa_decoding.roofline.acceleration import PRINTED, PaperAcceleration
+from medusa_decoding.roofline.devices import A100, DEVICES, Attained, Device
+from medusa_decoding.roofline.operators import Operator, attention_product
+from medusa_decoding.roofline.operators import linear as projection
+from medusa_decoding.roofline.shapes import SHAPES, HeadShape
+from medusa_decoding.roofline.simulate import Simulation
+
+Row = dict[str, Any]
+ATTAINED = DEVICES["a100-80-attained"]
+LARGE, SMALL = SHAPES["vicuna-33b"], SHAPES["vicuna-7b"]
+PICTURE = "read off the picture"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of tables 6 to 8.
+
+    Attributes:
+        table: 6, 7 or 8.
+        batch: b.
+        sequence: s; None in table 8, whose products know no sequence.
+        candidates: q.
+        operator: what was measured.
+        tflops: TFLOP/s, as printed.
+        intensity: operations a byte, as printed.
+    """
+
+    table: int
+    batch: int
+    sequence: int | None
+    candidates: int
+    operator: Operator
+    tflops: float
+    intensity: float
+
+    def tflops_on(self, device: Device) -> float:
+        """Return the roofline's TFLOP/s."""
+        return self.operator.attained_flops(device) / 1e12
+
+
+def cells(*tables: int) -> list[Cell]:
+    """Return the cells of some of tables 6 to 8, in the paper's order."""
+    found = []
+    for table in tables:
+        rows = {6: paper.TABLE_6, 7: paper.TABLE_7, 8: paper.TABLE_8}[table]
+        for key, row in rows.items():
+            batch, sequence = {6: (16, key), 7: (key, 1024), 8: (key, None)}[table]
+            for candidates, (tflops, intensity) in zip(paper.CANDIDATES, row, strict=True):
+                found.append(
+                    Cell(table, batch, sequence, candidates, _measured(batch, sequence, candidates), tflops, intensity)
+                )
+    return found
+
+
+def _measured(batch: int, sequence: int | None, tokens: int) -> Operator:
+    if sequence is None:
+        return projection("up/gate/down", batch * tokens, LARGE.hidden, LARGE.intermediate)
+    return attention_product("qk/pv", batch, tokens, sequence, LARGE.heads, LARGE.head_dim)
+
+
+def table_rows() -> list[Row]:
+    """Return tables 6 to 8 with the paper's values beside ours; errors in percent of the paper's."""
+    rows = []
+    for cell in cells(6, 7, 8):
+        ideal, attained = cell.tflops_on(A100), cell.tflops_on(ATTAINED)
+        rows.append(
+            {
+                "table": cell.table,
+                "batch": cell.batch,
+                "sequence": cell.sequence,
+                "candidates": cell.candidates,
+                "paper_intensity": cell.intensity,
+                "intensity": round(cell.operator.intensity(), 3),
+                "paper_tflops": cell.tflops,
+                "roofline_tflops": round(ideal, 3),
+                "roofline_error_percent": round(100 * (ideal / cell.tflops - 1), 1),
+                "attained_tflops": round(attained, 3),
+                "attained_error_percent": round(100 * (attained / cell.tflops - 1), 1),
+            }
+        )
+    return rows
+
+
+def roofline_rows() -> list[Row]:
+    """Return the points of figures 9 to 17: three models on three devices, 49 settings an operator.
+
+    Points that differ in nothing are given once: projections of a plain step know no sequence. The fitted roofline
+    stands beside on the device that it was fitted on, for the two models too that it has not seen.
+    """
+    rows = []
+    figure = 9
+    for device_name, (peak, bandwidth) in paper.PEAKS.items():
+        device = replace(DEVICES[device_name], flops=peak * 1e12, bandwidth=bandwidth * 1e9)
+        for model in ("vicuna-7b", "vicuna-13b", "vicuna-33b"):
+            for series, batch, sequence, operator in _figure_points(model):
+                rows.append(
+                    {
+                        "figure": figure,
+                        "model": model,
+                        "device": device_name,
+                        "series": series,
+                        "batch": batch,
+                        "sequence": sequence,
+                        "intensity": round(operator.intensity(), 3),
+                        "tflops": round(operator.attained_flops(device) / 1e12, 4),
+                        "attained_tflops": round(operator.attained_flops(ATTAINED) / 1e12, 4)
+                        if device_name == A100.name
+                        else None,
+                    }
+                )
+            figure += 1
+    return rows
+
+
+def _figure_points(model: str) -> Iterator[tuple[str, int, int | None, Operator]]:
+    shape = SHAPES[model]
+    for batch in paper.BATCHES:
+        for phase in ("init", "ar"):
+            for sequence in paper.SEQUENCES:
+                tokens = sequence if phase == "init" else 1
+                if phase == "init" or sequence == paper.SEQUENCES[0]:
+                    told, rows = (sequence if phase == "init" else None), batch * tokens
+                    yield f"qkv mlp {phase}", batch, told, projection("qkv", rows, shape.hidden, shape.hidden)
+                    yield f"up/gate/down {phase}", batch, told, projection("up", rows, shape.hidden, shape.intermediate)
+                product = attention_product("qk/pv", batch, tokens, sequence, shape.heads, shape.head_dim)
+                yield f"qk/pv {phase}", batch, sequence, product
+
+
+def simulation_of(device: Device) -> Simulation:
+    """Return the paper's simulation: a simplified block of Llama-7B, its own acceleration model."""
+    return Simulation(device, SMALL, HeadShape(), PaperAcceleration(), scope="block")
+
+
+def simulation_rows() -> list[Row]:
+    """Return figures 21 to 23: latency over plain decoding and speedup, with readings of the pictures beside."""
+    ideal, attained = simulation_of(A100), simulation_of(ATTAINED)
+    rows = []
+    for figure, batch, sequence, candidates in _simulated():
+        points = ideal.point(batch, sequence, candidates), attained.point(batch, sequence, candidates)
+        rows.append(
+            {
+                "figure": figure,
+                "batch": batch,
+                "sequence": sequence,
+                "candidates": candidates,
+                "acceleration": round(points[0].acceleration, 3),
+                "roofline_latency": round(points[0].overhead, 3),
+                "roofline_speedup": round(points[0].speedup, 3),
+                "attained_latency": round(points[1].overhead, 3),
+                "attained_speedup": round(points[1].speedup, 3),
+                "picture_speedup": read_speedup(figure, batch, sequence, candidates),
+            }
+        )
+    return rows
+
+
+def _simulated() -> Iterator[tuple[int, int, int, int]]:
+    yield from ((21, 1, 1024, candidates) for candidates in paper.CANDIDATES)
+    yield from ((22, batch, 1024, candidates) for batch in paper.BATCHES for candidates in paper.CANDIDATES)
+    yield from ((23, 4, sequence, candidates) for sequence in paper.SEQUENCES for candidates in paper.CANDIDATES)
+
+
+def read_speedup(figure: int, batch: int, sequence: int, candidates: int) -> float | None:
+    """Return the speedup that was read off figure 21, 22 or 23; None where nobody read one."""
+    if figure == 21:
+        return paper.SPEEDUP[candidates]
+    if candidates == 1:
+        return 1.0
+    if figure == 22:
+        return paper.SPEEDUP_BY_BATCH[batch].get(candidates)
+    return paper.SPEEDUP_BY_CANDIDATES[candidates][paper.SEQUENCES.index(sequence)]
+
+
+def acceleration_rows() -> list[Row]:
+    """Return the readings of the printed formula against figure 21's, largest difference of each last."""
+    rows = []
+    for name, formula in PRINTED.items():
+        ours = {n: formula(n) for n in paper.CANDIDATES}
+        worst = max(abs(ours[n] - paper.ACCELERATION[n]) for n in ours)
+        told = {f"n={n}": round(value, 2) for n, value in ours.items()}
+        rows.append({"formula": name, **told, "worst": round(worst, 2)})
+    read = {f"n={n}": value for n, value in paper.ACCELERATION.items()}
+    return [*rows, {"formula": f"figure 21, {PICTURE}", **read, "worst": None}]
+
+
+def error_rows() -> list[Row]:
+    """Return median and largest error of each table and figure, in percent; of intensities in operations a byte."""
+    rows: list[Row] = []
+    for table in (6, 7, 8):
+        of = cells(table)
+        worst = max(abs(cell.operator.intensity() - cell.intensity) for cell in of)
+        rows.append({"what": f"table {table}, intensity", "values": len(of), "largest_difference": round(worst, 3)})
+        for device in (A100, ATTAINED):
+            errors = [100 * (cell.tflops_on(device) / cell.tflops - 1) for cell in of]
+            rows.append({"what": f"table {table}, TFLOP/s", "device": device.name, **_spread(errors)})
+    simulated = [row for row in simulation_rows() if row["picture_speedup"] and row["candidates"] > 1]
+    for figure in (21, 22, 23):
+        of_figure = [row for row in simulated if row["figure"] == figure]
+        for device, column in ((A100, "roofline_speedup"), (ATTAINED, "attained_speedup")):
+            errors = [100 * (row[column] / row["picture_speedup"] - 1) for row in of_figure]
+            rows.append({"what": f"figure {figure}, speedup, {PICTURE}", "device": device.name, **_spread(errors)})
+    return rows
+
+
+def _spread(errors: Sequence[float]) -> Row:
+    return {
+        "values": len(errors),
+        "median_error_percent": round(statistics.median(map(abs, errors)), 1),
+        "lowest_percent": round(min(errors), 1),
+        "highest_percent": round(max(errors), 1),
+    }
+
+
+def fit_tables() -> Device:
+    """Fit what is attained of the A100's peaks to tables 6 to 8.
+
+    Attention, from tables 6 and 7: a share of the bandwidth and a fixed time an operator (all of it is bound by
+    memory, so nothing is learnt of arithmetic). Projections, from table 8: shares of both peaks and the rows that are
+    computed together; one size of weights tells nothing of a fixed time.
+    """
+    shares = [x / 100 for x in range(55, 91)]
+
+    def error(of: Sequence[Cell], device: Device) -> float:
+        return sum(math.log(cell.tflops_on(device) / cell.tflops) ** 2 for cell in of)
+
+    products, projections = cells(6, 7), cells(8)
+    attention = fit(
+        {"bandwidth": shares, "fixed_us": [float(x) for x in range(20, 51)]},
+        lambda guess: error(products, replace(A100, attention=guess)),
+    )
+    linear = fit(
+        {"tile": [1, 64, 128, 256], "bandwidth": shares, "compute": shares},
+        lambda guess: error(projections, replace(A100, linear=guess)),
+    )
+    return replace(ATTAINED, linear=linear, attention=attention)
+
+
+def fit(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], float]) -> Attained:
+    """Return the combination of a grid's values with the smallest error; the first of equal ones.
+
+    Args:
+        grid: values to try of each attribute; the others keep their defaults.
+        error: to be made small.
+    """
+    guesses = (Attained(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
+    return min(guesses, key=error)

@@ -1,0 +1,389 @@
+"""Swaps the attention modules of a loaded Llama-family model for tree attention, and back.
+
+The swapped module shares the original's projections (the very same submodule table, so quantised and LoRA-wrapped
+layers keep working and `state_dict` does not change). Called with a `DecodeContext` it appends to a `TreeCache` and
+attends through the project's ops; called without one, by the model's own forward or `generate`, it hands over to the
+original module, so the model behaves as before. This module does not know tokens, heads or acceptance.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from medusa_decoding.backbone.kv_cache import TreeCache
+from medusa_kernels import ancestor_words, rope_append, tree_attention
+from medusa_kernels.reference import WORD
+from medusa_kernels.tree_attention import MAX_NODES
+
+SUPPORTED = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
+
+
+@dataclass
+class DecodeContext:
+    """What the swapped attention modules need to know of the pass they are in.
+
+    Attributes:
+        cache: where keys and values are appended, behind `cache.lengths` rows.
+        depths: int32 [N] or [B, N], each token's position behind `cache.lengths`.
+        ancestors: int64 [N, W] or [B, N, W] bit words of a tree pass; None for a prefill (causal).
+        offset: of a prefill, the cache rows before it, known to the host; `cache.lengths` says the same of every row.
+    """
+
+    cache: TreeCache
+    depths: torch.Tensor
+    ancestors: torch.Tensor | None
+    offset: int = 0
+
+
+class TreeAttention(nn.Module):
+    """Stands in for one attention module and shares its parameters, submodules and attributes."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # The tables themselves are shared: whatever is set on one (an adapter, a quantised layer) is set on both, and
+        # names in state_dict stay as they were. The original is kept where nn.Module does not register it.
+        self._parameters = original._parameters
+        self._buffers = original._buffers
+        self._modules = original._modules
+        self.__dict__["original"] = original
+        self.training = original.training
+        self.users = 0
+        self.window = sliding_window(original)
+
+    def __getattr__(self, name: str) -> Any:
+        """Fall through to the original for what this class does not define (layer_type, is_causal, ..)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["original"], name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as the original: a copy of a swapped model is not swapped."""
+        return _itself, (self.original,)
+
+    def train(self, mode: bool = True) -> TreeAttention:
+        """Set the mode of both modules."""
+        self.__dict__["original"].train(mode)
+        return super().train(mode)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, medusa_context: DecodeContext | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within a decode pass, or as the original module without a context.
+
+        Args:
+            hidden_states: [B, N, H].
+            *args: handed to the original module.
+            medusa_context: the decode pass; None outside of one.
+            **kwargs: handed to the original module.
+
+        Returns:
+            The output [B, N, H], and None for the attention weights (never materialised in a decode pass).
+        """
+        if medusa_context is None:
+            return self.original(hidden_states, *args, **kwargs)
+        heads = (*hidden_states.shape[:2], -1, self.original.head_dim)
+        q = self.q_proj(hidden_states).view(heads)
+        k = self.k_proj(hidden_states).view(heads)
+        v = self.v_proj(hidden_states).view(heads)
+        if "q_norm" in self._modules:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.o_proj(self.attend(q, k, v, medusa_context)), None
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """View the three projections' joint output [B, N, (Hq + 2 Hkv) D] as q, k and v, each [B, N, heads, D].
+
+        The heads are those of the output, which in a tensor parallel model are fewer than the config's.
+        """
+        heads = qkv.view(*qkv.shape[:2], -1, self.original.head_dim)
+        groups = self.original.num_key_value_groups
+        kv_heads = heads.shape[2] // (groups + 2)
+        q, k, v = heads.split([groups * kv_heads, kv_heads, kv_heads], dim=2)
+        return q, k, v
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        """Rotate q and k, append k and v to the cache and attend.
+
+        Args:
+            q: [B, N, Hq, D] queries, normed where the family does, not yet rotated.
+            k: [B, N, Hkv, D].
+            v: [B, N, Hkv, D].
+            context: the decode pass.
+
+        Returns:
+            [B, N, Hq * D], what the output projection takes.
+        """
+        original, cache = self.original, context.cache
+        k_cache, v_cache = cache.layer(original.layer_idx)
+        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths)
+        if context.ancestors is None:
+            out = prefill_attention(
+                q, k_cache, v_cache, cache.lengths, context.offset, scale=original.scaling, window=self.window
+            )
+        else:
+            out = tree_attention(
+                q, k_cache, v_cache, cache.lengths, context.ancestors, scale=original.scaling, window=self.window
+            )
+        return out.reshape(*out.shape[:2], -1)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_lens: torch.Tensor,
+    offset: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend causally from a chunk of the prompts over the rows before it and itself, just written.
+
+    Prompts stand at the start of their rows and padding behind them, so that causality alone hides the padding. No
+    mask of the chunk times the rows before it is made on any device.
+
+    Args:
+        q: [B, T, Hq, D] rotated queries of positions `offset` to `offset + T`.
+        k_cache: [B, Hkv, S, D], of which rows [0, offset + T) hold keys.
+        v_cache: like `k_cache`.
+        cache_lens: int32 [B], `offset` in every row.
+        offset: rows before the chunk.
+        scale: factor of the scores.
+        window: sliding window in positions, or None.
+
+    Returns:
+        [B, T, Hq, D].
+    """
+    if offset > 0:
+        behind = _chains if q.is_cuda else _shifted_mask
+        return behind(q, k_cache, v_cache, cache_lens, offset, scale, window)
+    length = q.shape[1]
+    keys, values = k_cache[:, :, :length], v_cache[:, :, :length]
+    mask = None
+    if window is not None and length > window:
+        age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        mask = (age >= 0) & (age < window)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def _chains(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_lens: torch.Tensor,
+    offset: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend by `tree_attention`, a piece of the chunk after the other: each is a tree whose nodes form one chain.
+
+    PyTorch's flash kernels take neither a mask nor, through the public function, a causal diagonal at the lower right;
+    its other ones want the mask in memory, and with grouped heads the scores too.
+    """
+    out = torch.empty_like(q)
+    chain = _chain(q.device)
+    for first in range(0, q.shape[1], MAX_NODES):
+        piece = q[:, first : first + MAX_NODES]
+        nodes = piece.shape[1]
+        ancestors = chain[:nodes, : -(-nodes // WORD)]
+        out[:, first : first + nodes] = tree_attention(
+            piece, k_cache, v_cache, cache_lens + first, ancestors, scale=scale, window=window
+        )
+    return out
+
+
+@functools.lru_cache(maxsize=16)
+def _chain(device: torch.device) -> torch.Tensor:
+    """Return the ancestor words of the longest chain, [256, 4]; those of a shorter one are its corner."""
+    return ancestor_words(torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()).to(device)
+
+
+def _shifted_mask(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_lens: torch.Tensor,
+    offset: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend by PyTorch's function with a mask whose rows are one line of memory, each a place further along it.
+
+    What a query sees of a key depends on how far behind it the key stands. With the queries in reverse, that distance
+    is constant where row + column is, and strides of (1, 1) over one line are the whole mask.
+    """
+    length = q.shape[1]
+    start = 0 if window is None else max(0, offset + 1 - window)
+    keys, values = k_cache[:, :, start : offset + length], v_cache[:, :, start : offset + length]
+    columns = offset - start + length
+    age = columns - 1 - torch.arange(columns + length - 1, device=q.device)
+    hidden = age < 0 if window is None else (age < 0) | (age >= window)
+    line = torch.zeros(age.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+    mask = line.as_strided((length, columns), (1, 1))
+    out = F.scaled_dot_product_attention(q.transpose(1, 2).flip(2), keys, values, mask, scale=scale, enable_gqa=True)
+    return out.flip(2).transpose(1, 2)
+
+
+def sliding_window(attention: nn.Module) -> int | None:
+    """Return a layer's sliding window in positions, or None: Mistral's from its config, Qwen's from the layer."""
+    if isinstance(attention, MistralAttention):
+        return getattr(attention.config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)
+
+
+class AttentionSwap:
+    """The swap of one model's attention modules; `undo` (or leaving the `with` block) restores them exactly.
+
+    Several swaps of one model share the swapped modules; the last `undo` restores. A swap that is garbage-collected is
+    undone, so that no model stays swapped for an owner that is gone. In between, `suspend` gives the model its own
+    modules back and `resume` puts the very same stand-ins in again, so that what was captured over them stays valid.
+
+    Args:
+        layers: the model's decoder layers, each with a `self_attn`.
+
+    Attributes:
+        layers: the same as a list.
+
+    Raises:
+        ValueError: an attention module of a family that is not supported, or a layer within another module that answers
+            for it; nothing is swapped then.
+    """
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.layers: list[Any] = list(layers)
+        self._stand_ins: list[TreeAttention] = []
+        self._held: list[Any] = []
+        self._restore = weakref.finalize(self, _restore, self._held)
+        self._restore.atexit = False
+        self._suspended = True
+        self.resume()
+
+    @property
+    def active(self) -> bool:
+        """Whether the swap is in force: neither undone nor suspended."""
+        return self._restore.alive and not self._suspended
+
+    def check(self, layers: nn.ModuleList) -> None:
+        """Check that the model still runs what was swapped.
+
+        Args:
+            layers: the model's decoder layers as they stand now.
+
+        Raises:
+            ValueError: other layers, or a layer with another attention in its place (a wrapper of peft's, say).
+        """
+        if list(layers) != self.layers:
+            raise ValueError("layers: expected the ones that were swapped, got others; undo, then swap again")
+        for index, (layer, stand_in) in enumerate(zip(self.layers, self._stand_ins, strict=True)):
+            if layer.self_attn is not stand_in:
+                raise ValueError(
+                    f"layer {index}: expected the attention as swapped, got {type(layer.self_attn).__name__} in its "
+                    "place; undo, then swap again"
+                )
+            window = sliding_window(stand_in.original)
+            if window != stand_in.window:
+                raise ValueError(
+                    f"layer {index}: expected the sliding window as swapped, {stand_in.window}, got {window}; undo, "
+                    "then swap again"
+                )
+
+    def suspend(self) -> None:
+        """Put the original modules back until `resume`; a second call does nothing."""
+        self._suspended = True
+        _restore(self._held)
+
+    def resume(self) -> None:
+        """Swap again, with the same stand-ins wherever a layer still has the module they stand for.
+
+        Raises:
+            ValueError: the swap was undone, or a layer has got an attention that is not supported; nothing is swapped
+                then.
+        """
+        if not self._restore.alive:
+            raise ValueError("AttentionSwap: expected a swap that was not undone, got one after undo()")
+        if not self._suspended:
+            return
+        check_layers(self.layers)
+        nothing: list[TreeAttention | None] = [None] * len(self.layers)
+        try:
+            for layer, before in zip(self.layers, self._stand_ins or nothing, strict=True):
+                with _SWAPPING:
+                    self._held.append(_swapped(layer, before))
+        except BaseException:
+            _restore(self._held)
+            raise
+        self._stand_ins = [layer.self_attn for layer in self.layers]
+        self._suspended = False
+
+    def undo(self) -> None:
+        """Put the original modules back; a second call does nothing."""
+        self._restore()
+
+    def __enter__(self) -> AttentionSwap:
+        """Return the swap itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Undo the swap."""
+        self.undo()
+
+
+def check_layers(layers: Iterable[Any]) -> None:
+    """Raise `ValueError` for an attention of an unsupported class, or a layer within another module."""
+    for index, layer in enumerate(layers):
+        if "self_attn" not in getattr(layer, "_orig_mod", layer)._modules:  # _orig_mod: what torch.compile has wrapped
+            raise ValueError(f"layer {index}: expected a decoder layer itself, got one within {type(layer).__name__}")
+        attention = layer.self_attn
+        if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
+            names = ", ".join(cls.__name__ for cls in SUPPORTED)
+            raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
+
+
+# Swaps of one model share its stand-ins and count their users. The lock is taken a layer at a time and may be taken
+# again within, since a garbage-collected swap is undone wherever that happens.
+_SWAPPING = threading.RLock()
+
+
+def _swapped(layer: Any, before: TreeAttention | None) -> Any:
+    """Have one more user of a layer's stand-in, which is put in if it is not there, and return the layer."""
+    if not isinstance(layer.self_attn, TreeAttention):
+        same = before is not None and before.original is layer.self_attn
+        if before is None or not same or before.window != sliding_window(layer.self_attn):
+            before = TreeAttention(layer.self_attn)
+        before.training = layer.self_attn.training
+        layer.self_attn = before
+    layer.self_attn.users += 1
+    return layer
+
+
+def _restore(held: list[Any]) -> None:
+    """Empty a list of layers that are held swapped; those that nobody else holds get their own attention back."""
+    while held:
+        with _SWAPPING:
+            # Not always the layer's own self_attn: something may have been put around it since, and stays.
+            for parent in list(held.pop().modules()):
+                for name, module in list(parent._modules.items()):
+                    if isinstance(module, TreeAttention):
+                        module.users -= 1
+                        if module.users == 0:
+                            parent._modules[name] = module.original

@@ -1,0 +1,110 @@
+"""A decoder layer in nine launches: the model's own weights, read by this project's ops instead of its modules.
+
+Between its attention and its projections, a layer of a Llama-family model is made of small operations, each of which
+costs a launch. Here the projections of q, k and v are one launch over three weights, gate and up one launch with
+SiLU(gate) * up behind it, and the residual is added where the product is rounded. Products are rounded once, after that
+addition, where the modules round twice: 16-bit results may differ in the last bit, float32 ones hardly.
+
+Only layers made of plain modules can be run so (`obstacle` says what stands in the way); weights are looked up in the
+modules at every call. This module does not know caches, trees or heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralMLP, MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
+
+from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
+from medusa_decoding.backbone.bypassed import foreign_forward
+from medusa_decoding.backbone.tensor_parallel import is_sharded
+from medusa_decoding.heads import is_hooked
+from medusa_kernels import add_rms_norm, decode_linear
+
+_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
+_SILU = (nn.SiLU, type(ACT2FN["silu"]))
+_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+
+
+def obstacle(decoder: Any) -> str | None:
+    """Return what keeps a decoder (`LlamaModel` and its like) from being run fused, or None."""
+    if any(is_sharded(parameter) for parameter in decoder.parameters()):
+        return "the model is tensor parallel: its projections exchange with other processes"
+    if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
+        return f"the final norm is not a plain RMSNorm: {type(decoder.norm).__name__}"
+    classes: set[type[nn.Module]] = {type(decoder.norm)}
+    for index, layer in enumerate(decoder.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        if type(layer) not in _LAYERS or type(mlp) not in _MLPS or not isinstance(attention, TreeAttention):
+            return f"layer {index} is a {type(layer).__name__} with a {type(mlp).__name__}"
+        linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        if type(mlp.act_fn) not in _SILU:
+            return f"layer {index} has the activation {type(mlp.act_fn).__name__}, not SiLU"
+        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        for module in (*linears, *norms, layer, mlp, mlp.act_fn, attention):
+            if is_hooked(module):
+                return f"layer {index} has forward hooks on its {type(module).__name__}"
+        for module, plain in (*((m, (nn.Linear,)) for m in linears), *((m, _NORMS) for m in norms)):
+            if type(module) not in plain:
+                return f"layer {index} has a {type(module).__module__}.{type(module).__name__}"
+            if type(module.weight) not in (nn.Parameter, torch.Tensor):
+                return f"layer {index} has a weight of {type(module.weight).__module__}.{type(module.weight).__name__}"
+            if module.weight.dtype != decoder.norm.weight.dtype or not module.weight.is_contiguous():
+                return f"layer {index} has a weight of another dtype or layout than the norms'"
+        classes.update(map(type, (*linears, *norms, layer, mlp, mlp.act_fn)))
+    for cls in classes:
+        other = foreign_forward(cls)
+        if other is not None:
+            return f"{cls.__name__} has another forward: {other}"
+    return None
+
+
+def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+    """Run embedded tokens [B, N, H] through all layers and the final norm; the cache is appended.
+
+    Args:
+        decoder: a decoder without `obstacle`, its attention modules swapped.
+        hidden: [B, N, H].
+        context: the decode pass.
+
+    Returns:
+        [B, N, H] hidden states after the final norm.
+    """
+    for layer in decoder.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        normed = _normed(hidden, layer.input_layernorm)
+        qkv = _linear(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = attention.split(qkv)
+        if hasattr(attention, "q_norm"):
+            # All heads are normed with either weight, v for nothing: two launches over whole rows, and no copies.
+            q = attention.split(_heads_normed(qkv, attention.q_norm))[0]
+            k = attention.split(_heads_normed(qkv, attention.k_norm))[1]
+        attended = attention.attend(q, k, v, context)
+        hidden = _linear(attended, attention.o_proj, residual=hidden)
+        normed = _normed(hidden, layer.post_attention_layernorm)
+        gated = _linear(normed, mlp.gate_proj, mlp.up_proj, gate=True)
+        hidden = _linear(gated, mlp.down_proj, residual=hidden)
+    return _normed(hidden, decoder.norm)
+
+
+def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
+    return add_rms_norm(hidden, None, norm.weight, norm.variance_epsilon)[1]
+
+
+def _heads_normed(qkv: torch.Tensor, norm: Any) -> torch.Tensor:
+    return _normed(qkv.view(*qkv.shape[:2], -1, norm.weight.shape[0]), norm).view_as(qkv)
+
+
+def _linear(x: torch.Tensor, *modules: Any, gate: bool = False, residual: torch.Tensor | None = None) -> torch.Tensor:
+    weights = [module.weight for module in modules]
+    biases = None if all(module.bias is None for module in modules) else [module.bias for module in modules]
+    return decode_linear(x, weights, biases, gate=gate, residual=residual)

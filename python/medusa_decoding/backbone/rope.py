@@ -1,0 +1,83 @@
+"""Rotary tables by position, computed by the model's own rotary module so that every RoPE variant stays exact.
+
+Dynamic NTK scaling is the one variant whose frequencies depend on the sequence length: transformers recomputes them
+when the sequence grows past the trained context, and keys already in the cache keep the rotation they were written
+with. Position p is written when the sequence has p + 1 tokens (or in the prefill), so its table row uses the
+frequencies of that length: the same values transformers computes, without state left in the model. In a ragged batch
+each row keeps the frequencies it would have alone, where transformers takes those of the batch's longest row.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from medusa_decoding.backbone.bypassed import foreign_forward
+from medusa_decoding.heads import is_hooked
+
+
+def rope_tables(
+    rotary: Any, prompt_lengths: list[int], capacity: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (cos, sin), each [capacity, D], or [B, capacity, D] where rows of a batch differ.
+
+    Args:
+        rotary: the model's rotary embedding module, called as `rotary(x, position_ids)`; it is not modified.
+        prompt_lengths: tokens of each row's prompt (they decide the frequencies of dynamic scaling).
+        capacity: how many positions.
+        dtype: of the tables, the model's own.
+        device: of the tables.
+
+    Raises:
+        ValueError: longrope, or a module of another package whose angles depend on more than the position.
+    """
+    if "longrope" in rotary.rope_type:
+        raise ValueError("rope: expected default, linear, dynamic, llama3 or yarn, got longrope")
+    sample = torch.empty(0, dtype=dtype, device=device)
+    if "dynamic" not in rotary.rope_type or capacity <= rotary.original_max_seq_len:
+        positions = _rows(_fresh(rotary), sample, 0, capacity)
+        if is_hooked(rotary) or foreign_forward(type(rotary)):
+            # transformers would call it at each step, with that step's positions alone.
+            for one, all_of_them in zip(_rows(_fresh(rotary), sample, 1, 2), positions, strict=True):
+                if not torch.allclose(one, all_of_them[1:2], rtol=0.0, atol=1e-2):  # a rounding of bfloat16
+                    raise ValueError(
+                        "base_model.model.rotary_emb: expected rotations that depend on the position alone, got others "
+                        f"of position 1 beside {capacity - 1} more ({type(rotary).__name__}); use transformers' own "
+                        "generate"
+                    )
+        return positions
+    lengths = sorted(set(prompt_lengths))
+    tables = {length: _dynamic_tables(rotary, sample, length, capacity) for length in lengths}
+    if len(lengths) == 1:
+        return tables[lengths[0]]
+    return (
+        torch.stack([tables[n][0] for n in prompt_lengths]),
+        torch.stack([tables[n][1] for n in prompt_lengths]),
+    )
+
+
+def _rows(rotary: Any, sample: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = rotary(sample, torch.arange(start, stop, device=sample.device)[None])
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _dynamic_tables(rotary: Any, sample: torch.Tensor, prompt: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    fresh = _fresh(rotary)
+    trained = rotary.original_max_seq_len
+    blocks = [_rows(fresh, sample, 0, prompt)]
+    if prompt < trained:
+        blocks.append(_rows(fresh, sample, prompt, trained))
+    blocks += [_rows(fresh, sample, p, p + 1) for p in range(max(prompt, trained), capacity)]
+    cos, sin = zip(*blocks, strict=True)
+    return torch.cat(cos), torch.cat(sin)
+
+
+def _fresh(rotary: Any) -> Any:
+    """Copy a rotary module as it was before any forward pass (dynamic scaling leaves state behind)."""
+    fresh = copy.deepcopy(rotary)
+    if "dynamic" in fresh.rope_type:
+        fresh.register_buffer("inv_freq", fresh.original_inv_freq.clone().to(fresh.inv_freq.device), persistent=False)
+        fresh.max_seq_len_cached = fresh.original_max_seq_len
+    return fresh

@@ -1,0 +1,1 @@
+"""Conversations as prompts: chat templates, rendered within bounds, and token ids."""

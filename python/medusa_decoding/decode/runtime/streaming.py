@@ -1,0 +1,98 @@
+"""Follow: a generation's tokens told to stopping criteria and a streamer, one by one and in order.
+
+A step commits several tokens at once, and transformers' criteria and streamers expect one: each is shown every
+prefix, as in plain decoding, and a row ends behind the very token that a criterion stops at, also within an accepted
+path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from medusa_decoding.decode.runtime.progress import Progress
+
+Follow = Callable[[Progress], list[tuple[int, int]]]
+"""Shown progress, returns (row, new tokens to keep) of each row that has just been ended: a `Follower`."""
+Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
+
+
+def extended(text: torch.Tensor, length: int, new: torch.Tensor) -> torch.Tensor:
+    """Return a text whose first `length` tokens are followed by new ones.
+
+    Room beyond them is made in proportion to the text: few texts get as long as they may.
+
+    Args:
+        text: int64 [at least length]; changed in place if it has room for the new tokens.
+        length: tokens so far.
+        new: int64 [n].
+    """
+    end = length + len(new)
+    if end > len(text):
+        text = torch.cat([text, text.new_zeros(max(end, 2 * len(text)) - len(text))])
+    text[length:end] = new
+    return text
+
+
+class Follower:
+    """Follows the rows of one generation.
+
+    Args:
+        prompts: int64 [T_b] a row, on the device on which criteria shall see them.
+        criteria: called with (int64 [1, length], scores) behind each new token of each row, as transformers calls them.
+        streamer: a transformers streamer, given new tokens one by one (batch of 1), or None.
+        scores: (row, count) to what criteria are given as scores: a tuple of [1, V] for each new token, or None.
+        agree: makes several processes end a row at the same token, though criteria may look at the clock.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[torch.Tensor],
+        criteria: Sequence[Any] = (),
+        streamer: Any = None,
+        scores: Scores = lambda row, count: None,
+        agree: Callable[[int], int] = lambda value: value,
+    ) -> None:
+        self.criteria, self.streamer, self.scores, self.agree = list(criteria), streamer, scores, agree
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._texts = list(prompts)
+        self._seen = [0] * len(prompts)
+        self._ended = [False] * len(prompts)
+
+    def __call__(self, progress: Progress) -> list[tuple[int, int]]:
+        """Show what is new; return (row, new tokens to keep) of each row that a criterion has just ended."""
+        assert progress.output is not None
+        cuts = []
+        for row, count in enumerate(progress.counts):
+            if self._ended[row]:
+                continue
+            first, self._seen[row] = self._seen[row], count
+            new = progress.output[row, first:count].clone()
+            stop = self._stop(row, first, new)
+            if stop is not None:
+                cuts.append((row, stop))
+                self._ended[row], new = True, new[: stop - first]
+            if self.streamer is not None:
+                for token in new:
+                    self.streamer.put(token[None])
+        return cuts
+
+    def _stop(self, row: int, first: int, new: torch.Tensor) -> int | None:
+        """Return how many new tokens of a row a criterion leaves, or None where none stops."""
+        if not self.criteria:
+            return None
+        stop = self.agree(self._stop_here(row, first, new))
+        return stop if stop >= 0 else None
+
+    def _stop_here(self, row: int, first: int, new: torch.Tensor) -> int:
+        """Return the same as this process sees it; -1 where no criterion stops."""
+        prompt = self._lengths[row]
+        text = self._texts[row] = extended(self._texts[row], prompt + first, new)
+        for count in range(first + 1, first + len(new) + 1):
+            prefix, scores = text[None, : prompt + count], self.scores(row, count)
+            # Every criterion is asked, as in transformers: one of them may count.
+            if any([bool(torch.as_tensor(criterion(prefix, scores)).all()) for criterion in self.criteria]):
+                return count
+        return -1

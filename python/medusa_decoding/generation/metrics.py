@@ -1,0 +1,84 @@
+"""What one generation did, in numbers: kept only where asked for, made from what the loop records anyway."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from medusa_decoding.trees.tree import Tree
+
+
+@dataclass(frozen=True)
+class GenerationMetrics:
+    """Figures of one call of `generate`.
+
+    Attributes:
+        prompt_tokens: tokens of all prompts.
+        new_tokens: tokens emitted in all rows, the prefill's included.
+        steps: steps summed over the rows, each row's own (the prefill is not a step).
+        accepted_histogram: accepted tokens below the root to the number of steps that accepted so many.
+        depth_acceptance: of the steps whose tree may reach depth d + 1 (a dynamic one need not), the share that
+            accepted a path of at least that length; entry d.
+        tree_nodes: nodes of the tree to the number of steps with it.
+        prefill_seconds: the prompts' pass.
+        decode_seconds: all steps.
+        step_seconds: each step, in order.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    steps: int
+    accepted_histogram: dict[int, int]
+    depth_acceptance: list[float]
+    tree_nodes: dict[int, int]
+    prefill_seconds: float
+    decode_seconds: float
+    step_seconds: list[float]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens committed a step; NaN without a step."""
+        committed = sum((accepted + 1) * count for accepted, count in self.accepted_histogram.items())
+        return committed / self.steps if self.steps else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over the time of prefill and steps; NaN where nothing took time."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return self.new_tokens / seconds if seconds else float("nan")
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[int],
+        new: Sequence[int],
+        accepted: list[list[int]],
+        trees: Sequence[Tree],
+        seconds: list[float],
+    ) -> GenerationMetrics:
+        """Add up one generation.
+
+        Args:
+            prompts: tokens of each prompt.
+            new: new tokens of each row.
+            accepted: tokens accepted below the root, a list a row, a number a step.
+            trees: the tree of each step.
+            seconds: of the prefill and of each step.
+        """
+        taken = [(length, trees[step]) for row in accepted for step, length in enumerate(row)]
+        depth = max((tree.depth for _, tree in taken), default=0)
+        reaching = [[length > d for length, tree in taken if tree.depth > d] for d in range(depth)]
+        steps = len(max(accepted, key=len, default=[]))
+        used = Counter(tree.num_nodes for tree in trees[:steps])
+        return cls(
+            prompt_tokens=sum(prompts),
+            new_tokens=sum(new),
+            steps=len(taken),
+            accepted_histogram=dict(sorted(Counter(length for length, _ in taken).items())),
+            depth_acceptance=[sum(reached) / len(reached) for reached in reaching],
+            tree_nodes=dict(sorted(used.items())),
+            prefill_seconds=seconds[0],
+            decode_seconds=sum(seconds[1 : steps + 1]),
+            step_seconds=seconds[1 : steps + 1],
+        )

@@ -1,0 +1,388 @@
+"""What a caller asks of `generate`, in transformers' terms, made into what the loop goes by.
+
+A generation config and keyword arguments become budgets, end tokens, logits processors and stopping criteria, the
+last two made by transformers itself. What cannot work here is refused by name before any work. This module knows
+transformers' generation API; it does not know models' forward passes, trees or caches.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, MaxTimeCriteria, StopStringCriteria
+from transformers.generation import logits_process as lp
+
+from medusa_decoding.checks import MAX_ROWS, check_truth, shown, token_list, whole
+from medusa_decoding.decode.selection.processors import Processed, Processor
+from medusa_decoding.decode.selection.sampling import CONTEXT_FREE, Sampled
+from medusa_decoding.decode.selection.typical import Typical
+from medusa_decoding.decode.verify import Choice, Greedy
+
+DEFAULT_NEW_TOKENS = 256
+ACCEPTANCES = ("lossless", "typical")
+logger = logging.getLogger(__name__)
+
+# Generation config fields that ask for something this decoding cannot do: the value that asks for nothing (next to
+# None), and why another one is refused. docs/generate.md lists them for users.
+_CANNOT: dict[str, tuple[Any, str]] = {
+    "num_beams": (1, "Medusa decoding follows one sequence a row: no beam search"),
+    "num_beam_groups": (1, "no beam search"),
+    "diversity_penalty": (0.0, "no beam search"),
+    "constraints": (None, "no beam search"),
+    "force_words_ids": (None, "no beam search"),
+    "penalty_alpha": (0.0, "no contrastive search"),
+    "dola_layers": (None, "no DoLa: it needs every layer's logits"),
+    "guidance_scale": (1.0, "no classifier-free guidance: it runs the model twice"),
+    "prompt_lookup_num_tokens": (None, "it is another way of speculation"),
+    "assistant_early_exit": (None, "it is another way of speculation"),
+    "use_mtp": (False, "it is another way of speculation"),
+    "is_assistant": (False, "a model with heads drafts for itself alone"),
+    "token_healing": (False, "it changes the prompt"),
+    "output_attentions": (False, "attention weights are never made"),
+    "output_hidden_states": (False, "hidden states are not kept"),
+}
+# Fields that only tell transformers how to run its own loop: accepted and ignored, since the text is the same.
+_IGNORED = (
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config",
+    "disable_compile", "continuous_batching_config", "low_memory", "early_stopping", "length_penalty",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
+    "speculation_type", "decoder_start_token_id",
+)  # fmt: skip
+# Values of cache_implementation that promise less memory, or change the text.
+_OTHER_CACHES = ("offloaded", "quantized")
+_MINIMUM = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
+
+
+def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[str, Any]) -> GenerationConfig:
+    """Return the generation config in force: changes over the one given over the model's own.
+
+    Args:
+        own: the model's generation config.
+        given: the caller's, or None.
+        changes: keyword arguments; None leaves a field as it is.
+
+    Raises:
+        ValueError: an unknown argument, or a field that asks for what cannot be done; it names the field.
+    """
+    if not isinstance(given, (GenerationConfig, type(None))):
+        raise ValueError(f"generation_config: expected a GenerationConfig or None, got {type(given).__name__}")
+    config = copy.deepcopy(own if given is None else given)
+    if given is not None:
+        for name, value in vars(own).items():
+            if not name.startswith("_") and getattr(config, name, None) is None:
+                setattr(config, name, copy.deepcopy(value))
+    changes = {name: value for name, value in changes.items() if value is not None}
+    for name in changes:
+        if name.startswith("_") or not hasattr(config, name):
+            raise ValueError(f"{name}: expected an argument of generate or of a GenerationConfig, got an unknown one")
+        if name in _IGNORED:
+            logger.info("%s: ignored, it only tells transformers how to run its own loop", name)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    if config.max_length == 20 and "max_length" not in changes and (given is None or given.max_length is None):
+        # Old checkpoints state transformers' own default, which stands for "not set"; a caller means it.
+        config.max_length = None
+    for name in ("do_sample", "output_scores", "output_logits"):
+        check_truth(name, getattr(config, name))
+    if not config.return_dict_in_generate:
+        # As in transformers, only a dictionary has them.
+        config.output_scores = config.output_logits = config.output_attentions = config.output_hidden_states = False
+    _check_sampling(config)
+    _check_forced(config)
+    check_cache("cache_implementation", config.cache_implementation)
+    for name, (neutral, why) in _CANNOT.items():
+        value = getattr(config, name, None)
+        if value is not None and value != neutral:
+            where = name if name in changes else f"generation_config.{name}"
+            raise ValueError(f"{where}: expected {neutral!r}, got {value!r}; {why}")
+    return config
+
+
+def check_cache(name: str, kind: Any) -> None:
+    """Raise `ValueError` for a kind of cache that keeps keys and values elsewhere or in fewer bits.
+
+    Args:
+        name: of the argument.
+        kind: as in `cache_implementation`; None for the default.
+    """
+    if any(other in str(kind) for other in _OTHER_CACHES):
+        raise ValueError(
+            f"{name}: expected a cache that is neither offloaded nor quantized, got {kind!r}; decoding keeps its own "
+            "cache, on the model's device and in its dtype"
+        )
+
+
+def _check_sampling(config: GenerationConfig) -> None:
+    """Raise `ValueError` for values that sampling cannot have; what is not asked for is not looked at."""
+    if not config.do_sample:
+        return
+    bounds: dict[str, tuple[Callable[[float], bool], str]] = {
+        "temperature": (lambda value: 0.0 < value <= sys.float_info.max, "above 0 and finite"),
+        "top_p": (lambda value: 0.0 < value <= 1.0, "above 0 and at most 1"),
+        "min_p": (lambda value: 0.0 <= value <= 1.0, "0 to 1"),
+    }
+    for name, (within, words) in bounds.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if not isinstance(value, (int, float)) or not within(value):
+            raise ValueError(f"{name}: expected {words}, got {value!r}")
+        setattr(config, name, float(value))  # transformers' own processors refuse an int
+    top_k = whole("top_k", config.top_k)
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"top_k: expected at least 0, got {top_k}")
+    config.top_k = top_k
+
+
+def _check_forced(config: GenerationConfig) -> None:
+    """Raise `ValueError` for tokens forced and suppressed at once, as transformers does: none would be left."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        value = getattr(config, name)
+        forced = set(token_list(value, name))
+        if forced and forced <= set(token_list(config.suppress_tokens, "suppress_tokens")):
+            raise ValueError(f"suppress_tokens: expected one of {name} = {sorted(forced)} left out, got all of them")
+
+
+def callables(name: str, given: Sequence[Any] | None) -> list[Any]:
+    """Return an optional list of callables.
+
+    Raises:
+        ValueError: no list, or something else in it.
+    """
+    if given is not None and (not isinstance(given, Iterable) or isinstance(given, torch.Tensor)):
+        raise ValueError(f"{name}: expected a list of callables, got {shown(given)}")
+    listed = [] if given is None else list(given)
+    for one in listed:
+        if not callable(one):
+            raise ValueError(f"{name}: expected callables, got {one!r}")
+    return listed
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long rows get.
+
+    Attributes:
+        budgets: new tokens a row may get.
+        min_new: new tokens before which a row does not end at an EOS token.
+        eos: tokens that end a row.
+        pad: fills rows that ended early.
+    """
+
+    budgets: list[int]
+    min_new: list[int]
+    eos: list[int]
+    pad: int
+
+    @classmethod
+    def of(cls, config: GenerationConfig, lengths: Sequence[int], width: int, context: int) -> Limits:
+        """Read a generation config.
+
+        Args:
+            config: the one in force.
+            lengths: tokens of each prompt.
+            width: of the padded batch, which `max_length` counts.
+            context: positions the model is declared for.
+
+        Raises:
+            ValueError: a length that cannot be, or a prompt that leaves no room.
+        """
+        longest = max(lengths)
+        if longest >= context:
+            raise ValueError(f"input_ids: expected fewer than {context} tokens (the model's context), got {longest}")
+        new = whole("max_new_tokens", config.max_new_tokens)
+        max_length = whole("max_length", config.max_length)
+        if new is None and max_length is not None:
+            new = max_length - width
+            if new < 1:
+                raise ValueError(f"input_ids: expected fewer than max_length = {max_length} tokens, got {width}")
+        if new is None:
+            budgets = [min(DEFAULT_NEW_TOKENS, context - length) for length in lengths]
+        elif new < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {new}")
+        else:
+            budgets = [new] * len(lengths)
+            if longest + new > context:
+                logger.warning(
+                    "max_new_tokens: %d prompt and %d new tokens go past the model's context of %d",
+                    longest,
+                    new,
+                    context,
+                )
+        eos = token_list(config.eos_token_id)
+        pad = whole("pad_token_id", config.pad_token_id)
+        return cls(budgets, cls._minimum(config, lengths, budgets), eos, eos[0] if pad is None and eos else pad or 0)
+
+    @staticmethod
+    def _minimum(config: GenerationConfig, lengths: Sequence[int], budgets: list[int]) -> list[int]:
+        new = whole("min_new_tokens", config.min_new_tokens) or 0
+        if not 0 <= new <= max(budgets):
+            raise ValueError(f"min_new_tokens: expected 0 to {max(budgets)} (max_new_tokens), got {new}")
+        # Where both are given, transformers obeys this one alone.
+        in_all = 0 if config.min_new_tokens is not None else whole("min_length", config.min_length) or 0
+        return [max(new, in_all - length) for length in lengths]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the next token is chosen, as the caller says it.
+
+    Attributes:
+        acceptance: "lossless" or "typical".
+        threshold: epsilon of typical acceptance.
+        alpha: delta of typical acceptance.
+        processors: the caller's own logits processors.
+        prefix_fn: (row, tokens so far) to the tokens allowed next, or None.
+    """
+
+    acceptance: str = "lossless"
+    threshold: float = 0.09
+    alpha: float = 0.3
+    processors: Sequence[Processor] = ()
+    prefix_fn: Callable[[int, torch.Tensor], list[int]] | None = None
+
+
+def choice(
+    causal: Any, config: GenerationConfig, limits: Limits, prompts: Sequence[torch.Tensor], rule: Rule
+) -> Choice:
+    """Return how tokens are chosen.
+
+    Args:
+        causal: transformers' model, which makes the processors.
+        config: in force.
+        limits: of the rows.
+        prompts: int64 [T_b] a row, on the model's device.
+        rule: what the caller says besides.
+
+    Raises:
+        ValueError: settings that do not go together.
+    """
+    if rule.acceptance not in ACCEPTANCES:
+        raise ValueError(f"acceptance: expected 'lossless' or 'typical', got {shown(rule.acceptance)}")
+    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"):
+        for token in token_list(getattr(config, name), name):
+            if not 0 <= token < causal.config.vocab_size:
+                raise ValueError(f"{name}: expected tokens in [0, {causal.config.vocab_size}), got {token}")
+    if rule.acceptance == "lossless" and (rule.threshold, rule.alpha) != (Rule.threshold, Rule.alpha):
+        raise ValueError(
+            f"posterior_threshold, posterior_alpha: expected {Rule.threshold} and {Rule.alpha} with "
+            f"acceptance='lossless', which does not use them, got {rule.threshold} and {rule.alpha}"
+        )
+    sample = bool(config.do_sample)
+    keep = bool(config.output_scores), bool(config.output_logits)
+    if rule.prefix_fn is not None and not callable(rule.prefix_fn):
+        raise ValueError(f"prefix_allowed_tokens_fn: expected a callable or None, got {shown(rule.prefix_fn)}")
+    try:
+        own = [_processors(causal, config, prompt, row, limits, rule) for row, prompt in enumerate(prompts)]
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        # transformers checks few of the values that it makes processors of.
+        raise ValueError(
+            f"generation_config: expected values that logits processors can be made of, got {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    # The minimum of the limits is kept by the rules; one that the caller has made is a processor like any other.
+    callers = {id(processor) for processor in rule.processors}
+    listed = [processor for processor in own[0] if type(processor) not in _MINIMUM or id(processor) in callers]
+    if listed and type(listed[0]) is lp.InfNanRemoveLogitsProcessor:
+        # It sees the model's own logits, which it leaves as they are: logits that are not finite are an error.
+        del listed[0]
+    if rule.acceptance == "typical":
+        if sample:
+            raise ValueError("do_sample: expected False with acceptance='typical', which draws nothing, got True")
+        if listed or any(keep):
+            asked = type(listed[0]).__name__ if listed else "output_scores or output_logits"
+            raise ValueError(f"acceptance: expected 'lossless' with {asked}, got 'typical'")
+        temperature = 1.0 if config.temperature is None else config.temperature
+        return Typical(rule.threshold, rule.alpha, temperature)
+    if any(keep) or not all(type(processor) in CONTEXT_FREE for processor in listed):
+        return Processed(prompts, own, limits.budgets, limits.eos, sample, keep_scores=keep[0], keep_logits=keep[1])
+    return Sampled(listed, sample) if sample or listed else Greedy()
+
+
+def _processors(
+    causal: Any, config: GenerationConfig, prompt: torch.Tensor, row: int, limits: Limits, rule: Rule
+) -> list[Processor]:
+    """Have transformers make one row's processors, as for a batch of that row alone."""
+    config = copy.copy(config)
+    device = prompt.device
+    config.max_new_tokens = None
+    config.max_length = len(prompt) + limits.budgets[row]
+    config.min_length, config.min_new_tokens = None, limits.min_new[row]
+    config.num_beams = 1
+    eos = torch.tensor(limits.eos, dtype=torch.int64, device=device) if limits.eos else None
+    # transformers' own `generate` sets this field before it makes processors.
+    config._eos_token_tensor = eos
+    prefix_fn = rule.prefix_fn
+    try:
+        return causal._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=prompt[None],
+            # A row is alone in its calls, and number 0 there.
+            prefix_allowed_tokens_fn=None if prefix_fn is None else lambda _, text: prefix_fn(row, text),
+            logits_processor=lp.LogitsProcessorList(rule.processors),
+            device=device,
+            model_kwargs={},
+        )
+    except (TypeError, LookupError) as error:  # a model's generation config comes from strangers
+        raise ValueError(
+            f"generation_config: expected settings that transformers accepts, got others ({error})"
+        ) from error
+
+
+def criteria(config: GenerationConfig, given: Sequence[Any], tokenizer: Any) -> list[Any]:
+    """Return the stopping criteria that the host evaluates: the caller's own, a time limit, stop strings.
+
+    Raises:
+        ValueError: stop strings without a tokenizer, or a time that is none.
+    """
+    found = list(given)
+    if config.max_time is not None:
+        if not isinstance(config.max_time, (int, float)) or not config.max_time >= 0:
+            raise ValueError(f"max_time: expected seconds, at least 0, got {config.max_time!r}")
+        found.append(MaxTimeCriteria(max_time=config.max_time))
+    if config.stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("tokenizer: expected the model's tokenizer with stop_strings, got None")
+        found.append(_stop_strings(tokenizer, config.stop_strings))
+    return found
+
+
+def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
+    strings = [strings] if isinstance(strings, str) else list(strings)
+    if not strings or not all(isinstance(text, str) and text for text in strings):
+        raise ValueError(f"stop_strings: expected one or more non-empty strings, got {strings!r}")
+    return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
+
+
+def sampled_rows(config: GenerationConfig, prompts: int = 1) -> int:
+    """Return how many rows each prompt is expanded to.
+
+    Args:
+        config: in force.
+        prompts: how many prompts there are.
+
+    Raises:
+        ValueError: a count below 1, several rows that greedy decoding would make equal, or too many rows in all.
+    """
+    asked = whole("num_return_sequences", config.num_return_sequences)
+    count = 1 if asked is None else asked
+    if count < 1:
+        raise ValueError(f"num_return_sequences: expected at least 1, got {count}")
+    if count > 1 and not config.do_sample:
+        raise ValueError(f"num_return_sequences: expected 1 without do_sample=True (all would be equal), got {count}")
+    if prompts * count > MAX_ROWS:
+        raise ValueError(
+            f"num_return_sequences: expected at most {MAX_ROWS:,} rows in all, got {prompts:,} prompts times {count:,}"
+        )
+    return count
+
+
+__all__ = ["Limits", "Rule", "choice", "criteria", "merged", "sampled_rows"]

@@ -1,0 +1,1 @@
+"""Medusa decoding inside transformers' own `generate`, through `custom_generate`."""

@@ -1,0 +1,145 @@
+"""Tokens a step by the size of the tree: the paper's formula, or measured accuracies of the heads.
+
+The paper prints `acc_rate = 0.477 log(num_candidate)` (appendix G.3). No base of the logarithm makes that 1 for one
+candidate, which is plain decoding and has rate 1 by the paper's own definition (appendix B) and in its figures 4 and
+21; 1 + 0.477 ln n does, and stays within 0.08 of what figure 21 shows everywhere. So that is what is used here;
+`PRINTED` has the other readings of the formula, for the comparison in `reproduction`.
+
+This module knows rates, not times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+from medusa_decoding.files import read_json
+from medusa_decoding.trees.tree import MAX_CHOICES, Tree
+
+SLOPE = 0.477
+ROUNDING = 1e-6  # by which shares may add up to more than one whole
+PRINTED: dict[str, Callable[[float], float]] = {
+    "0.477 log10(n)": lambda nodes: SLOPE * math.log10(nodes),
+    "0.477 ln(n)": lambda nodes: SLOPE * math.log(nodes),
+    "0.477 log2(n)": lambda nodes: SLOPE * math.log2(nodes),
+    "1 + 0.477 ln(n)": lambda nodes: 1 + SLOPE * math.log(nodes),
+}
+
+
+class Acceleration(Protocol):
+    """Tokens a step.
+
+    Attributes:
+        name: for figures.
+        most_nodes: the largest tree that it can tell of, root included.
+        heads: how many heads it stands for; None where it does not say.
+    """
+
+    name: str
+    most_nodes: int
+    heads: int | None
+
+    def __call__(self, nodes: int) -> float:
+        """Return tokens a step with a tree of so many nodes, root included; 1 for one node."""
+        ...
+
+
+class PaperAcceleration:
+    """The paper's model of figure 4(a), with 1 token a step for plain decoding: 1 + 0.477 ln n.
+
+    It was fitted to trees of up to 256 nodes of Medusa-2 Vicuna-7B on two categories of MT-Bench: it says nothing of
+    other heads or other texts.
+    """
+
+    name = "1 + 0.477 ln(n), Medusa paper"
+    most_nodes = MAX_CHOICES + 1
+    heads: int | None = None
+
+    def __call__(self, nodes: int) -> float:
+        """See `Acceleration`.
+
+        Raises:
+            ValueError: fewer than 1 node.
+        """
+        if not 1 <= nodes <= self.most_nodes:
+            raise ValueError(f"nodes: expected 1 to {self.most_nodes} (root included), got {nodes}")
+        return 1 + SLOPE * math.log(nodes)
+
+
+class TreeAcceleration:
+    """The expected tokens a step of the best tree of each size (Medusa paper, section 2.3.3).
+
+    Args:
+        accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right.
+        name: for figures.
+
+    Raises:
+        ValueError: an accuracy outside [0, 1], or no heads.
+    """
+
+    def __init__(self, accuracies: Sequence[Sequence[float]], name: str = "best tree of measured accuracies") -> None:
+        if not accuracies:
+            raise ValueError("accuracies: expected at least one head, got none")
+        possible, level = 1, 1
+        for row in accuracies:
+            level *= len(row)
+            possible += level
+        largest = Tree.optimal(accuracies, min(possible, MAX_CHOICES + 1))
+        # The search takes paths in the order of their products: smaller trees are its beginnings.
+        products = [math.prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in largest.choices]
+        self.name = name
+        self.heads: int | None = len(accuracies)
+        self._expected = list(accumulate(sorted(products, reverse=True), initial=1.0))
+        self.most_nodes = len(self._expected)
+
+    def __call__(self, nodes: int) -> float:
+        """See `Acceleration`.
+
+        Raises:
+            ValueError: fewer than 1 node, or more than the heads can fill.
+        """
+        if not 1 <= nodes <= self.most_nodes:
+            raise ValueError(f"nodes: expected 1 to {self.most_nodes} with these heads, got {nodes}")
+        return self._expected[nodes - 1]
+
+
+def read_accuracies(path: str | Path) -> list[list[float]]:
+    """Read accuracies of heads, each rank alone.
+
+    Args:
+        path: JSON: a list of lists; an object with such a list as `accuracies`; or counts, an object with `hits`
+            (targets among the n likeliest, n from 1, a list a head) and `total` (targets, a number a head), also as
+            the `accuracy` of an object.
+
+    Raises:
+        ValueError: anything else, accuracies of the n likeliest together above all; it names the file.
+    """
+    values = read_json(path)
+    try:
+        if isinstance(values, dict) and isinstance(values.get("accuracy"), dict):
+            values = values["accuracy"]
+        if isinstance(values, dict) and "accuracies" in values:
+            values = values["accuracies"]
+        if isinstance(values, dict):
+            rows = [
+                [(more - less) / total for less, more in zip([0, *hits], hits, strict=False)]
+                for hits, total in zip(values["hits"], values["total"], strict=True)
+            ]
+        else:
+            rows = [[float(value) for value in row] for row in values]
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(
+            f"{path}: expected a list of accuracies a head, or counts (hits, total), in JSON; got {error!r}"
+        ) from error
+    if not rows or not all(rows) or not all(0 <= value <= 1 for row in rows for value in row):
+        raise ValueError(f"{path}: expected one list a head of accuracies in [0, 1], got {rows!r:.80}")
+    for head, row in enumerate(rows, start=1):
+        if sum(row) > 1 + ROUNDING:
+            raise ValueError(
+                f"{path}: expected accuracies of each rank alone, which are shares of one whole, got {sum(row):.3f} in "
+                f"all for head {head} (are they those of the n likeliest together?)"
+            )
+    return rows

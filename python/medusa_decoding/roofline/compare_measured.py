@@ -1,0 +1,129 @@
+"""Steps that were measured, beside the roofline's prediction of them.
+
+Reads the records that `python -m benchmarks.bench_step` appends: whole steps of this project, captured, with random
+weights. The roofline counts bytes and operations; what it leaves out (launches, activations read again and again
+through the caches, norms, acceptance, compaction) is in the error, which is stated.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.reproduction import fit
+from medusa_decoding.files import MAX_JSON, parse_json, read_text
+from medusa_decoding.roofline.devices import Attained, Device
+from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
+from medusa_decoding.roofline.shapes import SHAPES, HeadShape
+
+Record = dict[str, Any]
+WAYS = ("plain graph", "medusa graph")
+HEADS: dict[str | None, HeadShape | None] = {
+    None: None,
+    "shared": HeadShape(shared=True),
+    "trimmed 8192": HeadShape(vocabulary=8192),
+    "shared, trimmed 8192": HeadShape(vocabulary=8192, shared=True),
+    "full bf16": HeadShape(),
+}
+
+
+def read_steps(path: str | Path) -> list[Record]:
+    """Return the captured steps of a file of records; of the same case the last counts.
+
+    Raises:
+        ValueError: not such a file, or none of its records is such a step of a model that is known here.
+    """
+    found: dict[tuple[Any, ...], Record] = {}
+    for number, line in enumerate(read_text(path, MAX_JSON).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line, "the line")
+            known = (
+                record["benchmark"] == "step"
+                and record.get("way") in WAYS
+                and record.get("heads") in HEADS
+                and record["model"].lower() in SHAPES
+                and record["median_us"] > 0
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: expected a benchmark's record in JSON, got {error!r}") from error
+        if known:
+            found[tuple(record.get(name) for name in ("model", "way", "nodes", "heads", "prefix", "batch"))] = record
+    if not found:
+        raise ValueError(f"{path}: expected records of captured steps (bench_step), got none")
+    return list(found.values())
+
+
+def operators_of(record: Record) -> list[Operator]:
+    """Return the operators of a record's step."""
+    heads = HEADS[record["heads"]]
+    return step_operators(SHAPES[record["model"].lower()], heads, record["batch"], record["nodes"], record["prefix"])
+
+
+def is_plain(record: Record) -> bool:
+    """Return whether a record is of a plain step."""
+    return record["way"] == "plain graph"
+
+
+def fit_steps(records: Iterable[Record], device: Device) -> Device:
+    """Fit a share of the bandwidth and a fixed time an operator to the plain steps, the same for all operators.
+
+    Medusa steps are left out, so that their predictions are predictions.
+
+    Raises:
+        ValueError: no plain step among the records.
+    """
+    plain = [record for record in records if is_plain(record)]
+    if not plain:
+        raise ValueError("records: expected a plain step among them, got none")
+
+    steps = [(operators_of(record), record["median_us"]) for record in plain]
+
+    def with_guess(guess: Attained) -> Device:
+        return replace(device, linear=guess, attention=guess)
+
+    def error(guess: Attained) -> float:
+        on = with_guess(guess)
+        return sum(math.log(1e6 * total_seconds(operators, on) / time) ** 2 for operators, time in steps)
+
+    grid = {"bandwidth": [x / 100 for x in range(50, 101)], "fixed_us": [x / 10 for x in range(0, 61, 2)]}
+    return replace(with_guess(fit(grid, error)), name=f"{device.name}, fitted")
+
+
+def compare(records: Sequence[Record], device: Device) -> list[Record]:
+    """Return measured steps beside predictions: the ideal roofline's, and one fitted to the plain steps.
+
+    Overheads are over a plain step of the same model, prefix and batch, when measured one of the same run; errors in
+    percent of what was measured.
+
+    Raises:
+        ValueError: no plain step among the records.
+    """
+    ideal, fitted = device.ideal(), fit_steps(records, device.ideal())
+    case = ("model", "prefix", "batch")
+    plain = {tuple(record[name] for name in case): record for record in records if is_plain(record)}
+    rows = []
+    for record in records:
+        row: Record = {name: record[name] for name in (*case, "nodes", "heads")}
+        row["measured_us"] = round(record["median_us"], 1)
+        base = plain.get(tuple(record[name] for name in case))
+        if record.get("ratio_to_plain"):
+            row["measured_overhead"] = round(record["ratio_to_plain"], 4)
+        for name, of in (("roofline", ideal), ("fitted", fitted)):
+            time = 1e6 * total_seconds(operators_of(record), of)
+            row[f"{name}_us"] = round(time, 1)
+            row[f"{name}_error_percent"] = round(100 * (time / record["median_us"] - 1), 1)
+            if base is not None:
+                row[f"{name}_overhead"] = round(time / (1e6 * total_seconds(operators_of(base), of)), 4)
+        rows.append(row)
+    return rows
+
+
+def median_error(rows: Iterable[Record], name: str) -> float:
+    """Return the median size of the errors of `compare`'s rows, in percent; `name` is roofline or fitted."""
+    return statistics.median(abs(row[f"{name}_error_percent"]) for row in rows)

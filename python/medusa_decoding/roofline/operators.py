@@ -1,0 +1,172 @@
+"""The operators of a decoding step and their roofline times (Medusa paper, appendix G.1, table 5).
+
+An operator is a number of operations and of elements moved; its time on a device is the longer of what its arithmetic
+and its bytes take. Two lists of operators are made here:
+
+- `block_operators`: the paper's simplified block. Three projections to queries, keys and values, two attention
+  products whose scores go to memory and come back, and up, gate and down. No output projection, no lm_head, no heads.
+- `step_operators`: a whole step as this project runs it. Packed projections, attention that keeps its scores on the
+  chip, the output projection, lm_head at every node without stored logits, and the heads at the accepted node.
+
+Every token sees every key: sliding windows are not modelled. Not counted: norms, rotary embedding, residual sums, the
+embedding's rows, acceptance and the cache's compaction. This module knows sizes and peaks; it knows no trees (a tree is
+a number of nodes here) and no rates of acceptance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from medusa_decoding.roofline.devices import Device
+from medusa_decoding.roofline.shapes import HeadShape, ModelShape
+
+Kind = Literal["linear", "attention"]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator, or several equal ones one behind the other.
+
+    Attributes:
+        name: what it computes.
+        kind: linear (weights) or attention (no weights).
+        rows: rows of the product's left side: batch times tokens.
+        flops: operations of one; a multiplication with its addition counts as two.
+        weights: elements of weights that one reads.
+        activations: elements of activations, keys and values that one reads and writes.
+        times: how many there are.
+    """
+
+    name: str
+    kind: Kind
+    rows: int
+    flops: int
+    weights: int
+    activations: int
+    times: int = 1
+
+    def bytes(self, element: float = 2, weight: float | None = None) -> float:
+        """Return what one moves: `element` bytes an activation, `weight` bytes a weight (default: the same)."""
+        return self.activations * element + self.weights * (element if weight is None else weight)
+
+    def intensity(self, element: float = 2, weight: float | None = None) -> float:
+        """Return operations a byte."""
+        return self.flops / self.bytes(element, weight)
+
+    def seconds(self, device: Device, weight: float | None = None) -> float:
+        """Return the roofline time of all `times` of them.
+
+        Args:
+            device: peaks, and what is attained of them; activations are of its dtype.
+            weight: bytes a weight; None: of the device's dtype too.
+        """
+        attained = device.linear if self.kind == "linear" else device.attention
+        computed = self.flops / self.rows * math.ceil(self.rows / attained.tile) * attained.tile
+        arithmetic = computed / (device.flops * attained.compute)
+        memory = self.bytes(device.element_bytes, weight) / (device.bandwidth * attained.bandwidth)
+        return self.times * (attained.fixed_us * 1e-6 + max(arithmetic, memory))
+
+    def attained_flops(self, device: Device, weight: float | None = None) -> float:
+        """Return operations a second at the roofline time."""
+        return self.times * self.flops / self.seconds(device, weight)
+
+
+def linear(name: str, rows: int, inputs: int, outputs: int, times: int = 1, stored: bool = True) -> Operator:
+    """Return a projection of `rows` rows: 2 r in out operations, in out weights, r (in + out) activations.
+
+    Args:
+        name: what it computes.
+        rows: r, batch times tokens.
+        inputs: width of a row before.
+        outputs: width of a row behind.
+        times: how many there are.
+        stored: whether the result goes to memory.
+    """
+    moved = rows * (inputs + (outputs if stored else 0))
+    return Operator(name, "linear", rows, 2 * rows * inputs * outputs, inputs * outputs, moved, times)
+
+
+def attention_product(name: str, batch: int, tokens: int, sequence: int, heads: int, head_dim: int) -> Operator:
+    """Return one of the two products of attention, its scores in memory (table 5).
+
+    2 b s q n d operations; b s q n + b (s + q) n d elements, with q = `tokens` queries over s = `sequence` keys.
+    """
+    scores = batch * sequence * tokens * heads
+    rows = batch * (sequence + tokens) * heads * head_dim
+    return Operator(name, "attention", batch * tokens, 2 * scores * head_dim, 0, scores + rows)
+
+
+def fused_attention(name: str, batch: int, tokens: int, keys: int, shape: ModelShape, times: int = 1) -> Operator:
+    """Return attention in one pass: both products, keys and values read once, scores never in memory."""
+    flops = 4 * batch * tokens * keys * shape.heads * shape.head_dim
+    moved = 2 * batch * (keys * shape.kv_heads + tokens * shape.heads) * shape.head_dim
+    return Operator(name, "attention", batch * tokens, flops, 0, moved, times)
+
+
+def block_operators(shape: ModelShape, batch: int, tokens: int, sequence: int) -> list[Operator]:
+    """Return the paper's simplified block (appendix G.3), run in this order.
+
+    Args:
+        shape: of the model; as in the paper every query head has keys and values of its own.
+        batch: b.
+        tokens: q: 1 for plain decoding, the candidates for Medusa, s itself for the prefill.
+        sequence: s, keys that each token sees.
+    """
+    rows, width = batch * tokens, shape.heads * shape.head_dim
+    return [
+        linear("qkv", rows, shape.hidden, width, 3),
+        attention_product("qk", batch, tokens, sequence, shape.heads, shape.head_dim),
+        attention_product("pv", batch, tokens, sequence, shape.heads, shape.head_dim),
+        linear("up/gate", rows, shape.hidden, shape.intermediate, 2),
+        linear("down", rows, shape.intermediate, shape.hidden),
+    ]
+
+
+def step_operators(shape: ModelShape, heads: HeadShape | None, batch: int, nodes: int, prefix: int) -> list[Operator]:
+    """Return a whole step.
+
+    Args:
+        shape: of the model.
+        heads: of Medusa; None for a plain step.
+        batch: sequences.
+        nodes: of the tree, root included; 1 for a plain step.
+        prefix: cached rows a sequence.
+
+    Raises:
+        ValueError: a trimmed vocabulary larger than the model's.
+    """
+    rows, layers = batch * nodes, shape.layers
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    operators = [
+        linear("qkv", rows, shape.hidden, queries + 2 * keys, layers),
+        fused_attention("attention", batch, nodes, prefix + nodes, shape, layers),
+        linear("output", rows, queries, shape.hidden, layers),
+        linear("up/gate", rows, shape.hidden, 2 * shape.intermediate, layers),
+        linear("down", rows, shape.intermediate, shape.hidden, layers),
+        linear("lm_head", rows, shape.hidden, shape.vocabulary, stored=False),
+    ]
+    if heads is None:
+        return operators
+    vocabulary = shape.vocabulary if heads.vocabulary is None else heads.vocabulary
+    if vocabulary > shape.vocabulary:
+        raise ValueError(f"heads: expected a vocabulary of at most {shape.vocabulary}, got {vocabulary}")
+    # All heads in one launch: their weights side by side.
+    operators.append(linear("head blocks", batch, shape.hidden, heads.count * heads.layers * shape.hidden))
+    if heads.shared:
+        projected = linear("head projections", batch * heads.count, shape.hidden, vocabulary, stored=False)
+    else:
+        projected = linear("head projections", batch, shape.hidden, heads.count * vocabulary, stored=False)
+    return [*operators, projected]
+
+
+def total_seconds(operators: Iterable[Operator], device: Device, weight: float | None = None) -> float:
+    """Return the time of operators that run one behind the other; see `Operator.seconds`."""
+    return sum(operator.seconds(device, weight) for operator in operators)
+
+
+def total_bytes(operators: Iterable[Operator], element: float = 2, weight: float | None = None) -> float:
+    """Return what operators move together."""
+    return sum(operator.times * operator.bytes(element, weight) for operator in operators)

@@ -1,0 +1,166 @@
+"""Examples laid into rows of one length, several a row, none of which sees another.
+
+Positions restart at 0 with each conversation. In transformers that alone keeps conversations apart under SDPA, eager
+and flex attention (the mask is made block-diagonal), provided there is neither an attention mask nor a cache: with the
+cache that models use by default nothing is detected, and conversations see each other. Under flash-attn the same holds
+for one row only; with several it needs the cumulative lengths, which `collate` then adds. Labels are the learnt tokens
+in place; the losses shift them, and stop at the end of a conversation (`targets.number_segments`).
+This module knows rows; it does not know where examples come from.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from medusa_decoding.training.data.encoding import Example
+from medusa_decoding.training.data.records import Report
+from medusa_decoding.training.data.targets import IGNORE
+
+OVERLONG = ("truncate", "drop", "split")
+
+
+def fit(examples: Iterable[Example], length: int, report: Report, overlong: str = "truncate") -> Iterator[Example]:
+    """Yield examples of at most `length` tokens that have something to learn.
+
+    Args:
+        examples: of any length.
+        length: tokens a row.
+        report: where is noted what was cut or dropped.
+        overlong: what becomes of longer conversations: their first `length` tokens are kept ("truncate"), they are left
+            out ("drop"), or they are cut into pieces that do not see each other ("split"). Texts are always split.
+
+    Raises:
+        ValueError: another `overlong`, or a length below 2.
+    """
+    if overlong not in OVERLONG:
+        raise ValueError(f"overlong: expected one of {', '.join(OVERLONG)}, got {overlong!r}")
+    if length < 2:
+        raise ValueError(f"length: expected at least 2, got {length}")
+    for example in examples:
+        pieces = [example]
+        if len(example.ids) > length:
+            way = "split" if example.is_text else overlong
+            report.notes[f"longer than {length} tokens: {way}"] += 1
+            count = {"truncate": 1, "drop": 0, "split": -(-len(example.ids) // length)}[way]
+            pieces = [_piece(example, start * length, length) for start in range(count)]
+        for piece in pieces:
+            # The first token of a row is no position's target.
+            if piece.learnt[1:].any():
+                yield piece
+            else:
+                report.notes["nothing to learn"] += 1
+
+
+def _piece(example: Example, start: int, length: int) -> Example:
+    part = slice(start, start + length)
+    return Example(example.ids[part], example.learnt[part], example.where, example.is_text)
+
+
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """Rows of `length` tokens. The same examples give the same rows; shuffle them with a sampler.
+
+    Examples are laid longest first, each into the row with the least room that holds it.
+
+    Args:
+        examples: of at most `length` tokens.
+        length: tokens a row.
+        pad_token_id: fills the ends of rows; any id, as it is neither seen nor learnt.
+        pack: several examples a row; else one.
+
+    Attributes:
+        rows: the examples of each row, by number.
+
+    Raises:
+        ValueError: no example, or one longer than a row.
+    """
+
+    def __init__(self, examples: Sequence[Example], length: int, pad_token_id: int, *, pack: bool = True) -> None:
+        if not examples:
+            raise ValueError("examples: expected at least one, got none")
+        lengths = [len(example.ids) for example in examples]
+        if max(lengths) > length:
+            raise ValueError(f"examples: expected at most {length} tokens each, got {max(lengths)}")
+        self.rows = _fill_rows(lengths, length) if pack else [[number] for number in range(len(examples))]
+        self._examples, self._length, self._pad = examples, length, pad_token_id
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return a row, int64 [length] each: `input_ids`, `position_ids`, `labels` (ids where learnt, else IGNORE)."""
+        ids = np.full(self._length, self._pad, dtype=np.int64)
+        labels = np.full(self._length, IGNORE, dtype=np.int64)
+        positions = np.zeros(self._length, dtype=np.int64)
+        start = 0
+        for example in (self._examples[place] for place in self.rows[number]):
+            end = start + len(example.ids)
+            ids[start:end] = example.ids
+            labels[start:end] = np.where(example.learnt, example.ids, IGNORE)
+            # Nothing predicts a first token; IGNORE there also stops transformers' own shifted loss at the border.
+            labels[start] = IGNORE
+            positions[start:end] = np.arange(end - start)
+            start = end
+        positions[start:] = np.arange(self._length - start)
+        found = {"input_ids": ids, "labels": labels, "position_ids": positions}
+        return {name: torch.from_numpy(array) for name, array in found.items()}
+
+    @property
+    def fill(self) -> float:
+        """Share of the rows' tokens that are examples'."""
+        return sum(len(example.ids) for example in self._examples) / (len(self.rows) * self._length)
+
+
+def _fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
+    rows: list[list[int]] = []
+    left: list[int] = []  # the different amounts of room left, ascending
+    waiting: dict[int, list[int]] = {}  # rows by room left, the oldest first
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        place = bisect.bisect_left(left, lengths[number])
+        if place == len(left):
+            row, space = len(rows), room
+            rows.append([])
+        else:
+            space = left[place]
+            row = waiting[space].pop(0)
+            if not waiting[space]:
+                del left[place], waiting[space]
+        rows[row].append(number)
+        space -= lengths[number]
+        if space > 0:
+            if space not in waiting:
+                bisect.insort(left, space)
+                waiting[space] = []
+            waiting[space].append(row)
+    return rows
+
+
+def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[str, Any]:
+    """Stack rows, and add what the attention needs to keep conversations apart.
+
+    Args:
+        rows: of a `PackedDataset`, on the CPU.
+        attention: transformers' name of the implementation.
+
+    Returns:
+        `input_ids`, `labels`, `position_ids`: int64 [B, length]. For flash-attn also `cu_seq_lens_q`, `cu_seq_lens_k`
+        (int32 [conversations + 1], over the rows laid end to end) and `max_length_q`, `max_length_k` (ints).
+    """
+    batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    if "flash" in attention:
+        starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
+        bounds = torch.cat([starts, torch.tensor([batch["position_ids"].numel()])])
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = bounds.int()
+        batch["max_length_q"] = batch["max_length_k"] = int(bounds.diff().max())
+    return batch
+
+
+def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return what of a batch goes to the model: everything but labels, and no cache (which would let rows mix)."""
+    return {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}

@@ -1,0 +1,279 @@
+"""Data that the model writes itself, from seed prompts (Medusa paper, section 2.3.2).
+
+The model answers a seed's user turns through its own heads, which change how fast it writes and not what. Answers are
+drawn with numbers of their own: those of seed s and turn t depend on the setting `seed`, s and t alone, so neither the
+batch nor where a stopped run goes on changes a record. Batches are fixed by the seeds and settings: a run that goes on
+repeats the batch that was under way, and so the file is the same to the byte (what is rounded depends on a batch's
+other rows, which in 16 bits can decide a token). This module does not know how records are learnt from.
+
+Heads do not always pay: they trade computation for steps, and a large batch has none to spare on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from medusa_decoding.checks import split_prompts, token_list
+from medusa_decoding.files import only_writer
+from medusa_decoding.generation import settings as decoding
+from medusa_decoding.model import MedusaModel, Request
+from medusa_decoding.provenance import fingerprint
+from medusa_decoding.training.config import GenerationConfig
+from medusa_decoding.training.data.encoding import ChatEncoder
+from medusa_decoding.training.data.records import BadRecordError, Record
+from medusa_decoding.training.distill.record_file import GeneratedFile
+from medusa_decoding.training.distill.seeds import Seed
+from medusa_decoding.trees.tree import Tree
+
+WINDOW = 32
+"""Batches' worth of seeds that are looked at together, to find prompts of similar length."""
+_EXAMPLES = 20
+
+
+@dataclass
+class GenerationReport:
+    """What has been generated.
+
+    Attributes:
+        seeds: seeds read.
+        left_out: seeds that no record came of, by reason.
+        examples: the first of these as (where, reason).
+        answered: seeds whose records are all in the file.
+        records: in the file.
+        before: how many of these a run before had written.
+        answers: in the records.
+        cut: answers that `max_new_tokens` or the length cut off, which have no end token.
+        ended: records of seeds of which not all turns were answered, by reason.
+        tokens: learnt ones in the records, all of them written by the model.
+        new_tokens: tokens that this run wrote.
+        steps: decode steps of this run, each row's own.
+        seconds: that this run spent generating.
+    """
+
+    seeds: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    answered: int = 0
+    records: int = 0
+    before: int = 0
+    answers: int = 0
+    cut: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    _stepped: int = 0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens a step of this run, those of prefills not counted; None without a step."""
+        return self._stepped / self.steps if self.steps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second of this run; None if it wrote none."""
+        return self.new_tokens / self.seconds if self.new_tokens else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures by name."""
+        found = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return found | {"tokens_per_step": self.tokens_per_step, "tokens_per_second": self.tokens_per_second}
+
+    def __str__(self) -> str:
+        earlier = f", {self.before} of them written before" if self.before else ""
+        lines = [f"{self.records} records of {self.seeds} seeds{earlier}: {self.answers} answers, {self.tokens} tokens"]
+        if self.new_tokens:
+            a_step = f"{self.tokens_per_step:.2f} tokens a step, " if self.steps else ""
+            lines.append(
+                f"{self.new_tokens} tokens in {self.seconds:.1f} s: {a_step}{self.tokens_per_second:.1f} tokens/s"
+            )
+        if self.cut:
+            lines.append(f"{self.cut} answers cut off (no end token)")
+        lines += [f"ended early: {count} x {reason}" for reason, count in self.ended.most_common()]
+        lines += [f"left out: {count} x {reason}" for reason, count in self.left_out.most_common()]
+        return "\n".join(lines + [f"  {where}: {reason}" for where, reason in self.examples])
+
+    def reject(self, where: str, reason: str) -> None:
+        """Count a seed that is left out."""
+        self.left_out[reason] += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append((where, reason))
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count a record."""
+        self.records += 1
+        self.answered += record["seed"]["part"] == record["seed"]["parts"]
+        self.answers += len(record["learnt"])
+        self.cut += record["cut"]
+        self.tokens += sum(end - start for start, end in record["learnt"])
+        if record["ended"] is not None:
+            self.ended[record["ended"]] += 1
+
+
+def generate_records(
+    model: MedusaModel,
+    tokenizer: PreTrainedTokenizerBase,
+    seeds: Iterable[Record],
+    settings: GenerationConfig,
+    out: Path,
+    *,
+    template: str = "auto",
+    turns: str = "joint",
+    arguments: Mapping[str, Any] | None = None,
+    length: int | None = None,
+    resume: bool = False,
+    asked: Any = None,
+    progress: Callable[[GenerationReport], None] | None = None,
+) -> GenerationReport:
+    """Have a model answer the user turns of seeds, and write a record an answered seed.
+
+    What is drawn from is the model's distribution at the temperature and top_p of the settings; other settings are
+    those of the model's own generation config. An answer ends at one of that config's end tokens or at the template's.
+
+    Args:
+        model: with or without heads.
+        tokenizer: of the model.
+        seeds: conversations, whose answers are dropped, and texts, whose first tokens are continued.
+        settings: how.
+        out: the file to append to, see `generated`.
+        template: see `ChatEncoder`.
+        turns: "joint" for one record a seed; "each" for one an answer, of prompts that are rendered anew.
+        arguments: further variables of the template.
+        length: tokens of a record at most; None for the model's context.
+        resume: go on where a stopped run left off.
+        asked: kept with the report, for `generated.finished`.
+        progress: called with the report so far after each batch of answers.
+
+    Returns:
+        What came of it; also kept beside the file.
+
+    Raises:
+        ValueError: no template, or one that does not keep earlier answers where seeds have several turns; records
+            that are there of other settings, another model, other heads or other seeds; a file that another process
+            writes.
+        OSError: the file could not be written.
+        FloatingPointError, MemoryError: as `MedusaModel.generate`.
+    """
+    limit = model.trunk.context_limit if length is None else min(length, model.trunk.context_limit)
+    encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments, vocab_size=model.trunk.vocab_size)
+    ends = token_list(model.trunk.causal.generation_config.eos_token_id)
+    if encoder.end_of_turn is not None and encoder.end_of_turn not in ends:
+        ends.append(encoder.end_of_turn)
+    config = _decoding(model, settings, ends)
+    with only_writer("out", out):
+        file = GeneratedFile(out, _settings(model, encoder, settings, limit, config), resume)
+        report = GenerationReport()
+        for written in file.there():
+            report.add(written)
+        report.before = report.records
+        for batch in _batches(_sound(seeds, encoder, settings, limit, report), settings.batch_size):
+            if all([file.has(seed.number, seed.digest) for seed in batch]):
+                continue
+            while live := [seed for seed in batch if seed.prompt]:
+                for seed, answer in zip(live, _answers(model, config, live, settings, report), strict=True):
+                    seed.take(answer, ends)
+                if progress is not None:
+                    progress(report)
+            records = [record for seed in batch for record in seed.lines()]
+            for record in file.append(records):
+                report.add(record)
+            if progress is not None:
+                progress(report)
+        file.finish(report.as_json(), asked)
+        return report
+
+
+def _sound(
+    seeds: Iterable[Record], encoder: ChatEncoder, settings: GenerationConfig, limit: int, report: GenerationReport
+) -> Iterator[Seed]:
+    for number, record in enumerate(seeds):
+        report.seeds += 1
+        try:
+            seed = Seed(number, record, encoder, settings, limit)
+        except BadRecordError as error:
+            report.reject(record.where, str(error))
+            continue
+        yield seed
+
+
+def _batches(seeds: Iterator[Seed], size: int) -> Iterator[list[Seed]]:
+    while window := list(itertools.islice(seeds, WINDOW * size)):
+        window.sort(key=lambda seed: (seed.turns, len(seed.prompt), seed.number))
+        for start in range(0, len(window), size):
+            yield window[start : start + size]
+
+
+def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[int]) -> Any:
+    drawn = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.temperature > 0 else {}
+    changes: dict[str, Any] = {"do_sample": settings.temperature > 0, "eos_token_id": list(ends), **drawn}
+    config = decoding.merged(model.trunk.causal.generation_config, None, changes)
+    config.max_length = config.max_new_tokens = None  # each row has its own
+    config.num_return_sequences = 1
+    return config
+
+
+def _answers(
+    model: MedusaModel, config: Any, seeds: Sequence[Seed], settings: GenerationConfig, report: GenerationReport
+) -> list[list[int]]:
+    """Return the tokens with which the model answers each seed's prompt."""
+    width = max(len(seed.prompt) for seed in seeds)
+    ids, mask = (torch.zeros(len(seeds), width, dtype=torch.int64) for _ in range(2))
+    for row, seed in enumerate(seeds):
+        ids[row, width - len(seed.prompt) :] = torch.tensor(seed.prompt)
+        mask[row, width - len(seed.prompt) :] = 1
+    prompts = split_prompts(ids, mask, model.trunk.vocab_size)
+    limits = decoding.Limits.of(config, [len(prompt) for prompt in prompts], width, model.trunk.context_limit)
+    budgets = [min(settings.max_new_tokens, seed.room) for seed in seeds]
+    numbers = [_number(settings.seed, seed.number, seed.answered) for seed in seeds]
+    request = Request(ids, prompts, config, decoding.Rule(), dataclasses.replace(limits, budgets=budgets), seed=numbers)
+    start = time.perf_counter()
+    output = model.run(request)
+    new = [row[width : width + count].tolist() for row, count in zip(output.sequences, output.new_tokens, strict=True)]
+    report.seconds += time.perf_counter() - start
+    report.new_tokens += sum(output.new_tokens)
+    report.steps += output.steps
+    report._stepped += sum(output.new_tokens) - len(new)
+    return new
+
+
+def _number(seed: int, record: int, turn: int) -> int:
+    """Return the 64-bit seed of one answer."""
+    digest = hashlib.blake2b(f"{seed} {record} {turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _settings(
+    model: MedusaModel, encoder: ChatEncoder, settings: GenerationConfig, limit: int, config: Any
+) -> dict[str, Any]:
+    """Return all that decides what is written, as JSON has it."""
+    given = {f"generation.{name}": value for name, value in dataclasses.asdict(settings).items() if name != "heads"}
+    stated = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if not name.startswith("_") and name != "transformers_version"
+    }
+    tree: Any = model.tree
+    if isinstance(tree, Tree):
+        # Static trees without a copied branch are told by their choices, as before there were others.
+        tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
+    return given | {
+        "model": fingerprint(model.trunk.causal),
+        "heads": None if model.heads is None else fingerprint(model.heads),
+        "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
+        "tokenizer": encoder.fingerprint,
+        "length": limit,
+        "decoding": stated,
+        **encoder.settings,
+    }

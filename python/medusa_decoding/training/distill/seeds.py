@@ -1,0 +1,153 @@
+"""Seeds whose user turns a model answers, one after the other (Medusa paper, section 2.3.2).
+
+A seed's own answers are dropped; the model's stay in the conversation, token by token as it wrote them. With
+`turns="joint"` all answers of a seed are one record: a prompt is the one before, its answer, and what the template puts
+behind it. That is what the model would be given again only if the template keeps earlier answers as they were, which
+is checked at each turn. With `turns="each"` every prompt is rendered anew from the answers' text, as it is served, and
+every answer is a record of its own. A text's first tokens are a prompt, and its continuation is the only answer. This
+module knows conversations and tokens; it does not know models or files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from medusa_decoding.training.config import GenerationConfig
+from medusa_decoding.training.data.encoding import ChatEncoder
+from medusa_decoding.training.data.records import BadRecordError, Record
+
+_SAID = "8fe31b"
+# An answer, and one with a block of thought, which some templates take out once turns follow.
+_PROBES = (_SAID, f"<think>\n{_SAID}\n</think>\n\n{_SAID}")
+
+
+class Seed:
+    """A seed record that is being answered.
+
+    Args:
+        number: of the seed among all, from 0.
+        record: a conversation with a user turn, or a text.
+        encoder: renders and tokenizes; its `turns` decides how.
+        settings: how many turns, how long a text's prompt.
+        length: positions that a record has at most.
+
+    Attributes:
+        number, record: as given.
+        digest: a hash of what of the record matters.
+        turns: user turns that will be answered.
+        prompt: tokens to answer next; empty once all is said.
+        ended: why not all turns were answered, or None.
+
+    Raises:
+        BadRecordError: the template refuses it, or its prompt leaves no room for an answer.
+        ValueError: a template that does not keep earlier answers, where there are several turns and `turns="joint"`.
+    """
+
+    def __init__(
+        self, number: int, record: Record, encoder: ChatEncoder, settings: GenerationConfig, length: int
+    ) -> None:
+        self.number, self.record = number, record
+        self.ended: str | None = None
+        self._encoder, self._length = encoder, length
+        self._joint = encoder.settings["turns"] == "joint" or record.text is not None
+        self._spans: list[tuple[int, int]] = []
+        self._cut = 0
+        self._lines: list[dict[str, Any]] = []
+        if record.text is not None:
+            self.turns, self.prompt = 1, encoder.opening(record.text, settings.prompt_tokens)
+            if not self.prompt:
+                raise BadRecordError("a text without tokens")
+            source: Any = record.text
+        else:
+            first = [message["role"] for message in record.messages].index("user")
+            head = [dict(turn) for turn in record.messages[:first] if turn["role"] == "system"]
+            questions = [dict(turn) for turn in record.messages if turn["role"] == "user"][: settings.turns]
+            self.turns, self._questions, self._messages = len(questions), questions[1:], [*head, questions[0]]
+            source = [*head, *questions]
+            self._text, self.prompt = encoder.prompt(self._messages)
+            if self._joint and self._questions:
+                self._check_template()
+        self.digest = hashlib.blake2b(json.dumps(source).encode(), digest_size=8).hexdigest()
+        if len(self.prompt) >= length:
+            raise BadRecordError(f"its prompt leaves no room within {length} tokens")
+
+    @property
+    def room(self) -> int:
+        """Tokens that the next answer may have within the length."""
+        return self._length - len(self.prompt)
+
+    @property
+    def answered(self) -> int:
+        """Turns that have been answered."""
+        return len(self._spans)
+
+    def take(self, answer: Sequence[int], ends: Collection[int]) -> None:
+        """Take the answer to the prompt: the next prompt follows, or nothing.
+
+        Args:
+            answer: its tokens, the end token among them if it has one.
+            ends: token ids that end an answer.
+        """
+        ids = [*self.prompt, *answer]
+        closed = bool(answer) and answer[-1] in ends
+        span, self.prompt = (len(self.prompt), len(ids)), []
+        self._spans.append(span)
+        self._cut += not closed
+        if self.record.text is not None:
+            content = {"text": self._encoder.spelt(ids), "prompt": self._encoder.spelt(ids[: span[0]])}
+            self._lines = [self._line(content, ids, self._spans)]
+            return
+        said = self._encoder.spelt(answer[:-1] if closed else answer)
+        self._messages.append({"role": "assistant", "content": said})
+        content_so_far = {"messages": list(self._messages)}
+        if self._joint:
+            self._lines = [self._line(content_so_far, ids, self._spans)]
+        else:
+            self._lines.append(self._line(content_so_far, ids, [span]))
+            self._cut = 0
+        if self._questions:
+            try:
+                self._ask(self._questions.pop(0), said, ids, closed)
+            except BadRecordError as error:
+                self.ended, self.prompt = str(error), []
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the records that came of it, in the form that `data.read_records` takes."""
+        source = {"number": self.number, "digest": self.digest, "where": self.record.where}
+        of = len(self._lines)
+        return [
+            {"seed": source | {"part": part, "parts": of}, "ended": self.ended} | line
+            for part, line in enumerate(self._lines, start=1)
+        ]
+
+    def _line(self, content: Mapping[str, Any], ids: list[int], spans: list[tuple[int, int]]) -> dict[str, Any]:
+        tokens = {"learnt": [list(span) for span in spans], "input_ids": ids}
+        return {"cut": self._cut, **content, "tokenizer": self._encoder.fingerprint, **tokens}
+
+    def _ask(self, question: dict[str, str], said: str, ids: list[int], closed: bool) -> None:
+        messages = [*self._messages, question]
+        if self._joint:
+            text, behind = self._encoder.following(self._text, said, messages)
+            if closed and behind[0] != ids[-1]:
+                raise BadRecordError("an answer ended with another token than the one the chat template puts there")
+            prompt = ids + behind[1 if closed else 0 :]
+        else:
+            text, prompt = self._encoder.prompt(messages)
+        if len(prompt) >= self._length:
+            raise BadRecordError(f"a further prompt leaves no room within {self._length} tokens")
+        self._text, self.prompt, self._messages = text, prompt, messages
+
+    def _check_template(self) -> None:
+        for said in _PROBES:
+            messages = [*self._messages, {"role": "assistant", "content": said}, self._questions[0]]
+            try:
+                self._encoder.following(self._text, said, messages)
+            except BadRecordError as error:
+                raise ValueError(
+                    f"template: expected one that keeps earlier answers as they are ({self.record.where} has several "
+                    f"user turns), got one that does not: {error}; data.turns: each renders every prompt anew, "
+                    "generation.turns: 1 asks once"
+                ) from error

@@ -1,0 +1,1 @@
+"""A training run: loading, stages of steps, checkpoints, measuring, and the model card."""

@@ -1,0 +1,189 @@
+"""The model that heads are trained on: loaded as configured, frozen or adapted, and asked for hidden states.
+
+Quantisation is bitsandbytes' through transformers, adapters are peft's. The teacher of self-distillation is the same
+model with its adapter off (Medusa paper, section 2.3.2). This module does not know data, losses or optimisers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.training.config import Config, ModelConfig
+from medusa_decoding.training.data.packing import model_inputs
+
+NAME = "model.name"
+"""The setting that names the model, for messages."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class Backbone:
+    """A causal language model, with or without an adapter.
+
+    Args:
+        causal: as transformers loads it.
+        lora: peft's wrapper around it, or None.
+
+    Attributes:
+        causal, lora: as given.
+    """
+
+    def __init__(self, causal: Any, lora: Any = None) -> None:
+        self.causal = causal
+        self.lora = lora
+
+    @classmethod
+    def load(cls, config: Config, device: torch.device) -> Backbone:
+        """Load the model a configuration names, all of it frozen; with an adapter where one is asked for.
+
+        Args:
+            config: of the run.
+            device: where to; on "meta" the model has shapes alone, and its weights are never read.
+
+        Raises:
+            ValueError: no such model, a dtype that is not trained in, or an adapter that the model cannot take.
+            ModuleNotFoundError: bitsandbytes or peft is missing.
+        """
+        settings = config.model
+        check_adaptable(config, None)
+        dtype = DTYPES[settings.dtype]
+        if config.trains_backbone and not config.lora.enabled:
+            dtype = torch.float32  # the optimiser's steps are smaller than 16 bits can add
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": settings.attention}
+        if settings.quantization != "none":
+            options |= {"quantization_config": _quantised(settings, dtype), "device_map": {"": device}}
+        causal: Any
+        if device.type == "meta":
+            shapes = pretrained.load_config(settings.name, settings.revision, argument=NAME)
+            causal = pretrained.build_model(shapes, device, argument=NAME, **options)
+        else:
+            options |= pretrained.at(settings.revision)
+            causal = pretrained.load_model(settings.name, argument=NAME, **options)
+        if settings.quantization == "4bit":
+            layers: list[Any] = list(causal.modules())
+            for module in layers:
+                if hasattr(module, "support_avx512bf16_for_cpu"):
+                    # On such CPUs a pass without gradients would repack the weights for a product that has none.
+                    module.support_avx512bf16_for_cpu = False
+        causal.requires_grad_(False)
+        causal.eval()
+        if settings.quantization == "none" and device.type != "meta":
+            torch.nn.Module.to(causal, device)
+        found = cls(causal)
+        if config.lora.enabled:
+            found.adapt(config)
+        elif config.trains_backbone:
+            causal.requires_grad_(True)
+        if settings.gradient_checkpointing:
+            causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return found
+
+    def adapt(self, config: Config) -> None:
+        """Put a LoRA adapter around the linear layers (B.2), lm_head among them.
+
+        Raises:
+            ValueError: an lm_head tied to the embeddings that shall be adapted.
+        """
+        from peft import LoraConfig, get_peft_model
+
+        lora = config.lora
+        check_adaptable(config, self.causal.config)
+        if lora.target == "all-linear":
+            targets = {
+                name.rpartition(".")[2]
+                for name, module in self.decoder.named_modules()
+                if isinstance(module, nn.Linear)
+            }
+        else:
+            targets = {name.strip() for name in lora.target.split(",")}
+        if lora.lm_head:
+            targets |= {name for name, module in self.causal.named_modules() if module is self.lm_head}
+        settings = LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float in all but name
+            lora_dropout=lora.dropout,
+            target_modules=sorted(targets),
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+        self.lora = get_peft_model(self.causal, settings)
+
+    @property
+    def module(self) -> nn.Module:
+        """What holds all weights, the adapter's included."""
+        found: nn.Module = self.causal if self.lora is None else self.lora
+        return found
+
+    @property
+    def decoder(self) -> Any:
+        """The model without its lm_head."""
+        return self.causal.get_decoder()
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The model's lm_head, with its adapter."""
+        found: nn.Module = self.causal.get_output_embeddings()
+        return found
+
+    def hidden(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the states after the final norm, [B, T, H], of a batch as `packing.collate` makes it."""
+        found: torch.Tensor = self.decoder(**model_inputs(batch)).last_hidden_state
+        return found
+
+    @contextlib.contextmanager
+    def original(self) -> Iterator[None]:
+        """Be the original model for a while: without the adapter, without dropout.
+
+        The adapter's layers are passed by, and their weights left alone: peft's own context also switches off their
+        gradients, which distributed wrappers do not follow.
+        """
+        layers: list[Any] = [module for module in self.module.modules() if hasattr(module, "_disable_adapters")]
+        before = [layer._disable_adapters for layer in layers]
+        training = self.module.training
+        self.module.eval()
+        for layer in layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer, value in zip(layers, before, strict=True):
+                layer._disable_adapters = value
+            self.module.train(training)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the weights that a run trains, by name: the adapter's, or all of them, or none."""
+        return {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
+
+
+def check_adaptable(config: Config, model: Any) -> None:
+    """Raise `ValueError` where the adapter asked for cannot be put into a model of this transformers config."""
+    if config.lora.enabled and config.lora.lm_head and getattr(model, "tie_word_embeddings", False):
+        raise ValueError(
+            "lora.lm_head: expected false for a model whose lm_head is tied to its embeddings (they would be "
+            "adapted unseen), got true"
+        )
+    if config.model.dtype not in DTYPES:
+        raise ValueError(f"model.dtype: expected one of {', '.join(DTYPES)} in training, got {config.model.dtype}")
+
+
+def _quantised(settings: ModelConfig, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if settings.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def load_tokenizer(settings: ModelConfig) -> Any:
+    """Return the model's tokenizer.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return pretrained.load_tokenizer(settings.name, settings.revision, argument=NAME)

@@ -1,0 +1,140 @@
+"""Hidden states on disk: a frozen backbone's last states of every row, computed once and read in every epoch after.
+
+One file holds all rows, mapped into memory; a byte a row says whether it is there. The folder belongs to one model and
+one set of rows, whose fingerprint lies beside them. This module does not know models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_decoding.files import only_writer, read_json_object, write_json
+from medusa_decoding.training.data.packing import PackedDataset
+from medusa_decoding.training.loop.processes import Processes
+
+STATES, THERE, ABOUT = "states.bin", "there.bin", "about.json"
+
+
+def fingerprint(rows: PackedDataset, settings: Mapping[str, Any]) -> str:
+    """Return a hash of all rows' tokens and of what the states depend on besides."""
+    digest = hashlib.blake2b(json.dumps(dict(settings), sort_keys=True).encode(), digest_size=16)
+    for number in range(len(rows)):
+        row = rows[number]
+        digest.update(row["input_ids"].numpy().tobytes())
+        digest.update(row["position_ids"].numpy().tobytes())
+    return digest.hexdigest()
+
+
+class StateCache:
+    """States [length, H] of rows, kept in a folder.
+
+    Args:
+        folder: made if it is not there.
+        key: see `fingerprint`.
+        shape: rows, length, H.
+        dtype: of the states.
+        processes: those of the run.
+
+    Raises:
+        ValueError: a folder with the states of other rows or of another model, or with damaged files.
+        OSError: too little room on the disk; it says how much is needed.
+    """
+
+    def __init__(
+        self, folder: Path, key: str, shape: tuple[int, int, int], dtype: torch.dtype, processes: Processes
+    ) -> None:
+        self._file = folder / STATES
+        facts = {"fingerprint": key, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+        size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        error: BaseException | None = None
+        if processes.main:
+            try:
+                # Two that make the files at once would cut off what the other has mapped.
+                with only_writer("data.cache_hidden", folder, inside=True):
+                    if (folder / ABOUT).is_file():
+                        _check(folder, facts, size)
+                    else:
+                        _make(folder, facts, size)
+            except (OSError, ValueError) as caught:
+                error = caught
+        processes.together(error)
+        count = shape[0] * shape[1] * shape[2]
+        self._states = torch.from_file(str(folder / STATES), shared=True, size=count, dtype=dtype).view(shape)
+        self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)
+
+    def get(self, rows: Sequence[int], pinned: bool = False) -> Tensor | None:
+        """Return the states of rows, or None if one of them is not there yet.
+
+        Args:
+            rows: B numbers of rows.
+            pinned: read them into pinned memory, from which a GPU copies while the host goes on.
+
+        Returns:
+            A copy, [B, length, H] on the CPU, in the cache's dtype.
+
+        Raises:
+            ValueError: states that are not finite, which are never kept.
+        """
+        numbers = torch.tensor(rows)
+        if not bool(self._there[numbers].all()):
+            return None
+        found = torch.empty(len(rows), *self._states.shape[1:], dtype=self._states.dtype, pin_memory=pinned)
+        torch.index_select(self._states, 0, numbers, out=found)
+        if not bool(torch.isfinite(found).all()):
+            raise ValueError(f"{self._file}: expected finite states, got others in rows {rows}; remove the folder")
+        return found
+
+    def put(self, rows: Sequence[int], states: Tensor) -> None:
+        """Keep the states of rows; states that are not finite are not kept."""
+        if not bool(torch.isfinite(states).all()):
+            return
+        numbers = torch.tensor(rows)
+        self._states[numbers] = states.detach().to("cpu", self._states.dtype)
+        self._there[numbers] = 1  # behind the states: a kill in between leaves a row that is computed again
+
+    @property
+    def filled(self) -> int:
+        """How many rows are there."""
+        return int(self._there.sum())
+
+
+def _make(folder: Path, facts: Mapping[str, Any], size: int) -> None:
+    rows, length, _ = facts["shape"]
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise OSError(
+            f"data.cache_hidden: expected {size / 2**30:.1f} GiB free in {folder} for "
+            f"{rows} rows of {length} states, got {free / 2**30:.1f} GiB"
+        )
+    with open(folder / STATES, "wb") as file:
+        # Its room is taken now: writing through a map has no way to report a full disk.
+        os.posix_fallocate(file.fileno(), 0, size)
+    (folder / THERE).write_bytes(bytes(rows))
+    write_json(folder / ABOUT, facts)
+
+
+def _check(folder: Path, facts: Mapping[str, Any], size: int) -> None:
+    found = read_json_object(folder / ABOUT)
+    for name, wanted in facts.items():
+        if found.get(name) != wanted:
+            raise ValueError(
+                f"data.cache_hidden: expected an empty folder or the states of these rows and this model, got "
+                f"{folder} with another {name}"
+            )
+    # A file that is too short would be filled up with zeros.
+    for name, wanted in ((STATES, size), (THERE, facts["shape"][0])):
+        file = folder / name
+        got = file.stat().st_size if file.is_file() else "no file"
+        if got != wanted:
+            raise ValueError(f"{file}: expected {wanted} bytes, got {got}; remove the folder")
+    if set((folder / THERE).read_bytes()) - {0, 1}:
+        raise ValueError(f"{folder / THERE}: expected bytes of 0 and 1, got others; remove the folder")

@@ -1,0 +1,306 @@
+"""Pictures of trees like the Medusa paper's figure 6: nodes laid out by depth, likelier ones darker.
+
+As text for a terminal, and as an image. Large trees are drawn without their least likely nodes where the text would
+get too wide. Needs matplotlib for images only, imported when one is drawn. This module knows trees and how likely their
+nodes are; it does not know where that comes from.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medusa_decoding.files import whole_file
+from medusa_decoding.trees.tree import Tree
+
+LEAST_WIDTH = 20
+SHADES = ((0.3, "█"), (0.1, "▓"), (0.03, "▒"), (0.0, "░"))
+"""The least share of each shade."""
+ROOT, COPIED, MORE = "●", "◇", "…"
+PLAIN_CHARACTERS = str.maketrans("█▓▒░●◇…│─┌┬┐┴┼", "#*+.oc~|-+++++")
+"""For terminals that know ASCII only."""
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_LABELLED_LEAVES = 48
+
+
+def path_shares(tree: Tree, accuracies: Sequence[Sequence[float]]) -> list[float]:
+    """Return how likely each of a tree's choices is right if heads are independent (Medusa paper, section 2.3.3).
+
+    Raises:
+        ValueError: accuracies for too few heads or ranks; it names the path.
+    """
+    tree.expected_tokens(accuracies)  # which checks them
+    return [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in tree.choices]
+
+
+@dataclass
+class _Node:
+    """A node as it is drawn.
+
+    Attributes:
+        mark: its character.
+        share: how likely it is right, None where that is not known.
+        weight: the less, the sooner it is left out.
+        left_out: children that are not drawn, nor what is below them.
+        column: where it stands.
+    """
+
+    mark: str
+    share: float | None
+    weight: float
+    depth: int
+    parent: _Node | None = None
+    children: list[_Node] = field(default_factory=list)
+    left_out: list[_Node] = field(default_factory=list)
+    column: int = 0
+
+    def below(self) -> Iterator[_Node]:
+        """Yield the node and all drawn below it, from left to right."""
+        yield self
+        for child in self.children:
+            yield from child.below()
+
+
+def as_text(tree: Tree, width: int = 80, shares: Sequence[float] | None = None) -> str:
+    """Draw a tree for a terminal.
+
+    Args:
+        tree: what to draw.
+        width: columns there are, at least 20.
+        shares: how likely each of the tree's choices is right, ancestors included; then nodes are shaded by it, and
+            else marked by their rank among the guesses of their head.
+
+    Returns:
+        Lines without their last line break.
+
+    Raises:
+        ValueError: a width below 20, or another number of shares than choices.
+    """
+    if width < LEAST_WIDTH:
+        raise ValueError(f"width: expected at least {LEAST_WIDTH} columns, got {width}")
+    root = _nodes(tree, shares)
+    margin = len(str(tree.depth)) + 1
+    hidden = _leave_out(root, (width - margin + 1) // 2)
+    drawn = list(root.below())
+    leaves = sum(not node.children for node in drawn)
+    _place(root, max(2, min(4, (width - margin - 1) // max(1, leaves - 1))))
+    lines = []
+    for depth in range(max(node.depth for node in drawn) + 1):
+        level = [node for node in drawn if node.depth == depth]
+        if depth:
+            lines.append(" " * margin + _row(_edges([node for node in drawn if node.depth == depth - 1])))
+        lines.append(f"{depth:>{margin - 1}} " + _row({node.column: node.mark for node in level}))
+    words = [_title(tree, shares), _legend(tree, shares)]
+    if hidden:
+        nodes = len(tree.parents)
+        words.append(f"{MORE} stands for {hidden} of {nodes} nodes that are not drawn, the least likely ones.")
+    return "\n".join([*lines, "", *(line for text in words for line in textwrap.wrap(text, width))])
+
+
+def as_figure(tree: Tree, shares: Sequence[float] | None = None) -> Any:
+    """Draw a tree as a matplotlib Figure, which belongs to no window and no pyplot state.
+
+    Args:
+        tree: what to draw.
+        shares: how likely each of the tree's choices is right, ancestors included; likelier nodes are darker, and the
+            lines that lead there wider.
+
+    Raises:
+        ValueError: matplotlib is not installed, or another number of shares than choices.
+    """
+    check_matplotlib()
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
+    root = _nodes(tree, shares)
+    _place(root, 2)
+    drawn = list(root.below())
+    leaves = sum(not node.children for node in drawn)
+    figure = Figure(figsize=(min(24.0, max(4.0, 0.24 * leaves)), 1.2 + 0.9 * tree.depth), layout="constrained")
+    axes = figure.add_subplot()
+    pairs = [(node.parent, node) for node in drawn if node.parent is not None]
+    lines = [((parent.column, -parent.depth), (node.column, -node.depth)) for parent, node in pairs]
+    # Areas and widths go with the root of the share, as most nodes are unlikely.
+    strengths = {id(node): 0.5 if node.share is None else math.sqrt(node.share) for node in drawn}
+    widths = [0.4 + 3.6 * strengths[id(node)] for _, node in pairs]
+    axes.add_collection(LineCollection(lines, linewidths=widths, colors="0.55", zorder=1))
+    for copied, marker in ((False, "o"), (True, "D")):
+        of = [node for node in drawn if (node.mark == COPIED) is copied]
+        axes.scatter(
+            [node.column for node in of],
+            [-node.depth for node in of],
+            s=90,
+            c=[0.0 if copied else strengths[id(node)] for node in of],
+            cmap="Blues",
+            vmin=0.0,
+            vmax=1.0,
+            marker=marker,
+            edgecolors="0.2",
+            linewidths=0.6,
+            zorder=2,
+        )
+    if leaves <= _LABELLED_LEAVES:
+        ranks = tree.ranks.tolist()
+        for node, rank in zip(_in_order(root, tree), ranks, strict=True):
+            if rank >= 0:
+                dark = strengths[id(node)] > 0.6
+                axes.annotate(
+                    str(rank), (node.column, -node.depth), ha="center", va="center", fontsize=6,
+                    color="white" if dark else "black",
+                )  # fmt: skip
+    axes.set(yticks=[-depth for depth in range(tree.depth + 1)], xticks=[], ylabel="depth", title=_title(tree, shares))
+    axes.set_yticklabels([str(depth) for depth in range(tree.depth + 1)])
+    axes.title.set_fontsize(9)
+    axes.set_ylim(-tree.depth - 0.5, 0.5)
+    axes.margins(x=0.02)
+    for side in ("top", "right", "bottom", "left"):
+        axes.spines[side].set_visible(False)
+    return figure
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure into a file; its ending says which kind, PNG where it has none that matplotlib knows."""
+    path = Path(path)
+    kind = path.suffix[1:].lower()
+    known = kind if kind in ("png", "svg", "pdf", "jpg", "jpeg") else "png"
+    with whole_file(path) as scratch:
+        figure.savefig(scratch, format=known, dpi=150)
+
+
+def check_matplotlib() -> None:
+    """Raise `ValueError` where matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "plot: expected matplotlib, got none; pip install matplotlib (or medusa-kernels[train])"
+        ) from error
+
+
+def _nodes(tree: Tree, shares: Sequence[float] | None) -> _Node:
+    """Return the root of the nodes to draw, a copied branch last."""
+    if shares is not None and len(shares) != len(tree.choices):
+        raise ValueError(f"shares: expected one for each of {len(tree.choices)} choices, got {len(shares)}")
+    root = _Node(ROOT, None if shares is None else 1.0, math.inf, 0)
+    known: dict[tuple[int, ...], _Node] = {(): root}
+    for number, path in enumerate(tree.choices):
+        share = None if shares is None else shares[number]
+        mark = _DIGITS[path[-1]] if path[-1] < len(_DIGITS) else "+"
+        if share is not None:
+            mark = next(shade for least, shade in SHADES if share >= least)
+        # Without shares, low ranks near the root are taken for likelier.
+        weight = share if share is not None else -float(sum(path) + len(path))
+        known[tuple(path)] = _below(known[tuple(path[:-1])], mark, share, weight)
+    last = root
+    for depth in range(1, tree.lookup + 1):
+        last = _below(last, COPIED, None, -float(depth))
+    return root
+
+
+def _below(parent: _Node, mark: str, share: float | None, weight: float) -> _Node:
+    node = _Node(mark, share, weight, parent.depth + 1, parent)
+    parent.children.append(node)
+    return node
+
+
+def _in_order(root: _Node, tree: Tree) -> list[_Node]:
+    """Return the nodes in the tree's own order, nothing left out."""
+    nodes = [root]
+    # A node's children were appended in the tree's order; copied ones come last in both.
+    places = {0: root}
+    taken: dict[int, int] = {}
+    for number, parent in enumerate(tree.parents.tolist()):
+        if parent < 0:
+            continue
+        child = places[parent].children[taken.get(parent, 0)]
+        taken[parent] = taken.get(parent, 0) + 1
+        places[number] = child
+        nodes.append(child)
+    return nodes
+
+
+def _leave_out(root: _Node, columns: int) -> int:
+    """Take out the least likely nodes, leaves first, until the tree has room; return how many are not drawn."""
+    # Where nodes weigh the same, the deeper and those further right go first.
+    places = {id(node): place for place, node in enumerate(root.below())}
+
+    def entry(node: _Node) -> tuple[float, int, int, _Node]:
+        return node.weight, -node.depth, -places[id(node)], node
+
+    order = [entry(node) for node in root.below() if not node.children]
+    heapq.heapify(order)
+    while sum(not node.children or bool(node.left_out) for node in root.below()) > columns:
+        node = heapq.heappop(order)[-1]
+        assert node.parent is not None  # the root alone has room
+        node.parent.children.remove(node)
+        node.parent.left_out.append(node)
+        if not node.parent.children:
+            heapq.heappush(order, entry(node.parent))
+    _put_back(root, places)
+    drawn = list(root.below())
+    for node in drawn:
+        if node.left_out:
+            _below(node, MORE, None, 0.0)
+    return len(places) - len(drawn)
+
+
+def _put_back(node: _Node, places: Mapping[int, int]) -> None:
+    """Draw a single child that was left out: it takes no more room than what would stand for it."""
+    if len(node.left_out) == 1:
+        node.children.append(node.left_out.pop())
+        node.children.sort(key=lambda child: places[id(child)])
+    for child in node.children:
+        _put_back(child, places)
+
+
+def _place(root: _Node, pitch: int) -> None:
+    """Give each node its column: leaves side by side, others above the middle of their children."""
+    column = 0
+    for node in root.below():
+        if not node.children:
+            node.column = column
+            column += pitch
+    for node in reversed(list(root.below())):
+        if node.children:
+            node.column = (node.children[0].column + node.children[-1].column) // 2
+
+
+def _edges(parents: Sequence[_Node]) -> dict[int, str]:
+    """Return the characters between parents and their children."""
+    row: dict[int, str] = {}
+    for parent in parents:
+        columns = [child.column for child in parent.children]
+        if len(columns) == 1:
+            row[columns[0]] = "│"
+        elif columns:
+            row |= dict.fromkeys(range(columns[0], columns[-1] + 1), "─")
+            row |= dict.fromkeys(columns, "┬") | {columns[0]: "┌", columns[-1]: "┐"}
+            row[parent.column] = "┼" if parent.column in columns else "┴"
+    return row
+
+
+def _row(characters: dict[int, str]) -> str:
+    return "".join(characters.get(column, " ") for column in range(max(characters, default=-1) + 1))
+
+
+def _title(tree: Tree, shares: Sequence[float] | None) -> str:
+    copied = f", {tree.lookup} of them copied from the text" if tree.lookup else ""
+    if tree.keep is not None:  # which of them a step verifies, and so what it gives, is told by no accuracies
+        return f"{tree.num_nodes} nodes a step{copied}, of {len(tree.parents)} candidates, depth {tree.depth}."
+    tokens = "" if shares is None else f"; {1 + math.fsum(shares):.3f} tokens a step expected"
+    return f"{tree.num_nodes} nodes{copied}, depth {tree.depth}{tokens}."
+
+
+def _legend(tree: Tree, shares: Sequence[float] | None) -> str:
+    words = [f"{ROOT} root"]
+    if shares is None:
+        words += ["digits (a is 10): rank among the guesses of the head of that depth"] if tree.choices else []
+    else:
+        words += ["right at " + ", ".join(f"{shade} {least:.0%} or more" for least, shade in SHADES[:-1])]
+        words[-1] += f", {SHADES[-1][1]} fewer of the positions"
+    return "; ".join(words + ([f"{COPIED} copied"] if tree.lookup else [])) + "."

@@ -1,0 +1,59 @@
+"""Trees for the checkpoints that the Medusa paper's authors published, from the accuracies that they published.
+
+`published.json` holds, for each checkpoint, how often the token is among the n likeliest of each head (from the
+training logs of the original project: Medusa-1, Vicuna v1.3) and the best trees of 16, 32 and 64 nodes by these (Medusa
+paper, section 2.3.3). Trees from a calibration of one's own are better (`medusa calibrate`). This module knows names
+and trees; it does not know models.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib import resources
+from typing import Any
+
+from medusa_decoding.trees.tree import Tree
+
+SIZES = (16, 32, 64)
+
+
+def published_tree(base_model: str | None, num_nodes: int = 64) -> Tree | None:
+    """Return the tree of a published checkpoint.
+
+    Args:
+        base_model: name of the base model, a hub id or a folder; its last part is looked up, in any case of letters.
+        num_nodes: 16, 32 or 64, root included.
+
+    Returns:
+        None for other models.
+
+    Raises:
+        ValueError: another number of nodes.
+    """
+    if num_nodes not in SIZES:
+        raise ValueError(f"num_nodes: expected one of {', '.join(map(str, SIZES))}, got {num_nodes}")
+    entry = _entry(base_model)
+    return None if entry is None else Tree(entry["trees"][str(num_nodes)])
+
+
+def published_accuracies(base_model: str | None) -> list[list[float]] | None:
+    """Return how often each head's n-th best alone is right, as `Tree.optimal` takes it, or None for other models."""
+    entry = _entry(base_model)
+    if entry is None:
+        return None
+    # Three decimals were published; a difference of two has no more.
+    return [[round(more - less, 3) for less, more in zip([0.0, *row], row, strict=False)] for row in entry["top"]]
+
+
+def _entry(base_model: str | None) -> dict[str, Any] | None:
+    name = (base_model or "").rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
+    found: dict[str, Any] | None = _published().get(name)
+    return found
+
+
+@functools.cache
+def _published() -> dict[str, Any]:
+    text = resources.files("medusa_decoding.tuning").joinpath("published.json").read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content

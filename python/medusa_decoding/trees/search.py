@@ -1,0 +1,112 @@
+"""The tree with the most expected tokens a step: from accuracies of heads, from counts of whole paths, by walking.
+
+From accuracies, a node is worth the product of the accuracies along its path (Medusa paper, section 2.3.3): that search
+is `Tree.optimal`. From counts, it is worth the share of positions at which its whole path is right. Walked, what counts
+is the tokens a step along the very texts (see `walk`). This module knows counts and trees; it does not know models.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from medusa_decoding.trees.calibration import Calibration, RankPath, beginnings
+from medusa_decoding.trees.replay import walk
+from medusa_decoding.trees.tree import MAX_CHOICES, Tree
+
+ROUNDS = 8
+"""Searches of `walked_tree` at most, each at the positions that steps with the tree before start from."""
+
+
+def joint_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
+    """Return the tree of `num_nodes` nodes with the most expected tokens by `calibration`'s counts of whole paths.
+
+    Best-first search: the most frequent path that is not yet in the tree and whose parent is, again and again. It is
+    exact. A tree is worth the sum of its nodes' counts and no node counts more than its parent, so the most frequent
+    paths, parents first among equals, are a prefix-closed set already, and no set of as many paths has a larger sum.
+    The search takes just these: every path not yet in the tree is, or lies behind, one whose parent is in it and that
+    counts at least as much.
+
+    Equal counts, those of paths that were never seen above all, are told apart by the product of accuracies.
+
+    Args:
+        calibration: counts.
+        num_nodes: size of the tree, root included, 1 to 256.
+
+    Raises:
+        ValueError: fewer possible paths than asked for.
+    """
+    return _most_frequent(calibration, num_nodes, lambda path: (calibration.count(path),))
+
+
+def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
+    """Return a tree of `num_nodes` nodes that gives many tokens a step where steps really start.
+
+    The better one, walked, of the trees by products and by counts is where it begins. Its steps start at some of the
+    positions; the paths that are most frequent at these are the next tree, whose steps start elsewhere, and so on,
+    until a tree is no better than the one before. So it is never worse, walked along `calibration`'s own texts, than
+    the two it is found from. It is not exact: what a tree accepts decides where the next step starts.
+
+    Args:
+        calibration: with its texts.
+        num_nodes: size of the tree, root included, 1 to 256.
+
+    Raises:
+        ValueError: fewer possible paths than asked for, or a calibration without texts.
+    """
+    found = [joint_tree(calibration, num_nodes), Tree.optimal(calibration.accuracies, num_nodes)]
+    steps = [walk(calibration, tree) for tree in found]
+    best, walked = max(zip(found, steps, strict=True), key=lambda pair: pair[1].tokens_per_step)
+    for _ in range(ROUNDS):
+        counts = beginnings(walked.starts)
+
+        def often(path: RankPath, here: Counter[RankPath] = counts) -> tuple[int, ...]:
+            return here[path], calibration.count(path)
+
+        tree = _most_frequent(calibration, num_nodes, often)
+        along = walk(calibration, tree)
+        if along.tokens_per_step <= walked.tokens_per_step:
+            break
+        best, walked = tree, along
+    return best
+
+
+def _most_frequent(calibration: Calibration, num_nodes: int, often: Callable[[RankPath], Iterable[int]]) -> Tree:
+    """Return the tree of the most frequent paths; no path may be more frequent than one that it begins with."""
+    if not 1 <= num_nodes <= MAX_CHOICES + 1:
+        raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {num_nodes}")
+    possible = most_nodes(calibration.num_heads, calibration.ranks)
+    if num_nodes > possible:
+        raise ValueError(f"num_nodes: expected at most {possible} with these heads, got {num_nodes}")
+    accuracies = calibration.accuracies
+    choices: list[RankPath] = []
+    frontier: list[tuple[Any, ...]] = []
+
+    def reach(parent: RankPath) -> None:
+        if len(parent) == calibration.num_heads:
+            return
+        for rank in range(calibration.ranks):
+            path = (*parent, rank)
+            product = math.prod(accuracies[head][place] for head, place in enumerate(path))
+            heapq.heappush(frontier, (*(-count for count in often(path)), -product, len(path), path))
+
+    reach(())
+    while len(choices) < num_nodes - 1:
+        path = heapq.heappop(frontier)[-1]
+        choices.append(path)
+        reach(path)
+    return Tree(choices)
+
+
+def most_nodes(num_heads: int, ranks: int) -> int:
+    """Return how many nodes the largest tree has, at most 256."""
+    possible, level = 1, 1
+    for _ in range(num_heads):
+        level *= ranks
+        possible += level
+        if possible > MAX_CHOICES:
+            return MAX_CHOICES + 1
+    return possible

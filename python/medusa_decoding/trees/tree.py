@@ -1,0 +1,350 @@
+"""Tree: which combinations of the heads' guesses one forward pass verifies (Medusa paper, section 2.1.2).
+
+A tree is a set of paths of child ranks. The path (r1, .., rd) stands for the candidate "head 1's r1-th best token, ..,
+head d's rd-th best token" behind the root, the model's own next token. The root is implied and is node 0; the other
+nodes are ordered by (path length, path). Everything derived from the shape (parents, depths, ancestor bit words, node
+paths) is made once, here. This module knows shapes only: no tokens, no models, no caches.
+
+One step past the paper, a tree may be dynamic: its paths are candidates, of which every step verifies the likeliest, by
+the probabilities that the heads give at that very step (`Tree.dynamic`).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_decoding.checks import shown
+from medusa_decoding.files import read_json, write_json
+from medusa_kernels import ancestor_words
+from medusa_kernels.heads_topk import MAX_K
+from medusa_kernels.tree_select import MAX_CANDIDATES
+
+MAX_CHOICES = 255
+"""Nodes that a step may verify, the root not counted; also the longest path."""
+FILE_BYTES = 2**21
+"""Size of a tree's file; those of the largest trees have a tenth of it."""
+
+
+class Tree:
+    """A prefix-closed set of paths of child ranks.
+
+    Args:
+        choices: paths of child ranks in any order, at most 255 (with the root, 256 nodes). No path is the root alone:
+            `Tree([])` is plain decoding.
+        lookup: length of one more branch, a chain below the root whose tokens are copied from the text instead of
+            guessed by heads (see `decode.lookup`). Its nodes come last.
+        keep: None for a static tree, whose every node is verified. A number makes it dynamic: choices are candidates,
+            at most 8,191 with the copied branch, and a step verifies so many nodes, the root and the candidates with
+            the likeliest paths at that step; the copied branch besides. 1 to min(256 - lookup, 1 + candidates).
+
+    Attributes:
+        choices: list of paths (lists of int), ordered by (length, path); node i + 1 is choices[i].
+        lookup: nodes of the copied branch.
+        keep: nodes that a step of a dynamic tree verifies, the copied branch's not counted; None for a static tree.
+        num_nodes: N, nodes that a step verifies, root included.
+        depth: the longest path's length, the copied branch's included.
+        parents: int32 [M], parent node of each node; -1 for the root. M is N; of a dynamic tree it is 1 +
+            len(choices) + lookup.
+        depths: int32 [M], path length of each node; 0 for the root.
+        ranks: int32 [M], rank of each node among its head's predictions; -1 for the root and the copied branch.
+        ancestors: int64 [M, W], W = ceil(M / 64): bit j % 64 of word j // 64 is set iff node j is an ancestor of the
+            node or the node itself.
+        paths: int32 [M, depth + 1], the nodes from the root to each node, padded with the node itself.
+
+    Raises:
+        ValueError: too many choices, an empty, repeated or malformed path, or one whose prefix is missing; it names
+            the path.
+    """
+
+    def __init__(self, choices: Iterable[Sequence[int]], lookup: int = 0, keep: int | None = None) -> None:
+        limit = MAX_CHOICES if keep is None else MAX_CANDIDATES - 1
+        self.choices = _ordered(choices, limit)
+        if keep is not None:
+            _check_keep(keep, len(self.choices))
+        room = min(MAX_CHOICES + 1 - (keep or 1 + len(self.choices)), limit - len(self.choices))
+        if not _is_whole(lookup) or not 0 <= lookup <= room:
+            beside = f"{len(self.choices)} choices" if keep is None else f"{keep} nodes of {len(self.choices)} choices"
+            raise ValueError(f"lookup: expected 0 to {room} with {beside}, got {shown(lookup)}")
+        self.lookup, self.keep = lookup, keep
+        index: dict[tuple[int, ...], int] = {(): 0} | {tuple(path): i + 1 for i, path in enumerate(self.choices)}
+        # Copied tokens have no rank: their paths are made of -1.
+        index |= {(-1,) * (i + 1): len(self.choices) + 1 + i for i in range(lookup)}
+        self.num_nodes = len(index) if keep is None else keep + lookup
+        self.depth = max((len(path) for path in index), default=0)
+        lineage = [[index[path[:d]] for d in range(len(path) + 1)] for path in index]
+        self.parents = torch.tensor([line[-2] if len(line) > 1 else -1 for line in lineage], dtype=torch.int32)
+        self.depths = torch.tensor([len(line) - 1 for line in lineage], dtype=torch.int32)
+        self.ranks = torch.tensor([path[-1] if path else -1 for path in index], dtype=torch.int32)
+        padded = [line + [line[-1]] * (self.depth + 1 - len(line)) for line in lineage]
+        self.paths = torch.tensor(padded, dtype=torch.int32).view(len(index), self.depth + 1)
+
+    @functools.cached_property
+    def ancestors(self) -> torch.Tensor:
+        """See the class; made at first use, which of a dynamic tree no step asks for."""
+        visible = torch.zeros(len(self.paths), len(self.paths), dtype=torch.bool)
+        return ancestor_words(visible.scatter_(1, self.paths.long(), torch.ones_like(self.paths, dtype=torch.bool)))
+
+    @classmethod
+    def chain(cls, length: int) -> Tree:
+        """The single path of every head's best token: `length` nodes below the root."""
+        if not _is_whole(length) or not 0 <= length <= MAX_CHOICES:
+            raise ValueError(f"length: expected at least 0 and at most {MAX_CHOICES}, got {shown(length)}")
+        return cls([[0] * d for d in range(1, length + 1)])
+
+    @classmethod
+    def cartesian(cls, widths: Sequence[int]) -> Tree:
+        """Every combination of the first widths[k] predictions of each head k (Medusa paper, section 2.1.2)."""
+        if not isinstance(widths, Sequence) or not all(_is_whole(width) and width >= 1 for width in widths):
+            raise ValueError(f"widths: expected at least 1 for every head, got {shown(widths)}")
+        total, level_size = 0, 1
+        for width in widths:
+            level_size *= width
+            total += level_size
+            if total > MAX_CHOICES:
+                raise ValueError(f"widths: expected at most {MAX_CHOICES} choices in all, {shown(widths)} gives more")
+        choices: list[list[int]] = []
+        level: list[list[int]] = [[]]
+        for width in widths:
+            level = [[*path, rank] for path in level for rank in range(width)]
+            choices += level
+        return cls(choices)
+
+    @classmethod
+    def optimal(cls, accuracies: Sequence[Sequence[float]], num_nodes: int = 64) -> Tree:
+        """The tree of `num_nodes` nodes with the longest expected acceptance (Medusa paper, section 2.3.3).
+
+        A node's expected contribution is the product of the accuracies along its path, so the best tree takes the
+        `num_nodes - 1` paths with the largest products. Best-first search over (first child, next sibling) is exact:
+        neither step can raise the product when each head's ranks are visited from most to least accurate.
+
+        Args:
+            accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right.
+            num_nodes: size of the tree, root included, 1 to 256.
+
+        Raises:
+            ValueError: an accuracy outside [0, 1], or fewer possible paths than asked for.
+        """
+        rows = _checked_accuracies(accuracies)
+        if not _is_whole(num_nodes) or not 1 <= num_nodes <= MAX_CHOICES + 1:
+            raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {shown(num_nodes)}")
+        order = [_best_first(row) for row in rows]
+        choices: list[list[int]] = []
+        frontier: list[tuple[float, tuple[int, ...]]] = (
+            [(-rows[0][order[0][0]], (0,))] if rows and num_nodes > 1 else []
+        )
+        while len(choices) < num_nodes - 1:
+            if not frontier:
+                raise ValueError(f"num_nodes: expected at most {len(choices) + 1} with these heads, got {num_nodes}")
+            negative, places = heapq.heappop(frontier)
+            head, place = len(places) - 1, places[-1]
+            choices.append([order[k][p] for k, p in enumerate(places)])
+            before = math.prod(rows[k][order[k][p]] for k, p in enumerate(places[:-1]))
+            if place + 1 < len(rows[head]):
+                heapq.heappush(frontier, (-before * rows[head][order[head][place + 1]], (*places[:-1], place + 1)))
+            if head + 1 < len(rows):
+                heapq.heappush(frontier, (negative * rows[head + 1][order[head + 1][0]], (*places, 0)))
+        return cls(choices)
+
+    @classmethod
+    def dynamic(cls, num_nodes: int, depth: int, top_k: int = 10) -> Tree:
+        """The `num_nodes` most probable nodes of each step, by the probabilities that the heads give at that step.
+
+        The static tree's greedy search (Medusa paper, section 2.3.3), with one step's own probabilities in the place of
+        accuracies over a data set. Candidates are all paths that can be among the likeliest: every path whose ranks are
+        nowhere higher, and every prefix of those, is at least as probable; a path with too many of them is none. For
+        heads whose guesses depend on their parent this holds among siblings only, and a few paths that might have been
+        among the likeliest are never looked at.
+
+        Args:
+            num_nodes: N, root included, 1 to 256.
+            depth: the longest path, at most the number of heads; 0 only with one node.
+            top_k: guesses a head, 1 to 32.
+
+        Raises:
+            ValueError: a value outside of its range, more nodes than there are paths, or more than 8,191 candidates.
+        """
+        for name, value, least, most in (
+            ("num_nodes", num_nodes, 1, MAX_CHOICES + 1),
+            ("depth", depth, 0 if _is_whole(num_nodes) and num_nodes == 1 else 1, MAX_CHOICES),
+            ("top_k", top_k, 1, MAX_K),
+        ):
+            if not _is_whole(value) or not least <= value <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {shown(value)}")
+        choices: list[list[int]] = []
+        # A path, how many paths of its length are at least as probable, and how many paths of any length are.
+        open_ones: list[tuple[list[int], int, int]] = [([], 1, 0)] if depth else []
+        while open_ones:
+            path, alike, above = open_ones.pop()
+            for rank in range(min(top_k, (num_nodes - 1 - above) // alike)):
+                found = [*path, rank]
+                choices.append(found)
+                if len(choices) >= MAX_CANDIDATES:
+                    raise ValueError(
+                        f"num_nodes, depth, top_k: expected at most {MAX_CANDIDATES - 1} candidates, got more with "
+                        f"{num_nodes}, {depth} and {top_k}"
+                    )
+                if len(found) < depth:
+                    open_ones.append((found, alike * (rank + 1), above + alike * (rank + 1)))
+        if len(choices) < num_nodes - 1:
+            raise ValueError(
+                f"num_nodes: expected at most {len(choices) + 1} with depth {depth} and {top_k} guesses a head, "
+                f"got {num_nodes}"
+            )
+        return cls(choices, keep=num_nodes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tree:
+        """Read a tree from JSON: `{"choices": [[0], ..], "lookup": 0, "keep": null}`, or the bare list of paths.
+
+        Raises:
+            ValueError: not such a file, or no tree (see the class).
+            OSError: it cannot be read.
+        """
+        if not isinstance(path, (str, Path)):
+            raise ValueError(f"path: expected a file's name, got {shown(path)}")
+        data = read_json(path, FILE_BYTES)
+        choices = data.get("choices") if isinstance(data, dict) else data
+        if not isinstance(choices, list):
+            raise ValueError(f'{path}: expected {{"choices": [[0], ..]}} or a list of paths, got {type(data).__name__}')
+        stated = {} if isinstance(data, list) else data
+        try:
+            return cls(choices, stated.get("lookup", 0), stated.get("keep"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def with_lookup(self, length: int) -> Tree:
+        """The same tree with a copied branch of another length; 0 for none."""
+        return Tree(self.choices, length, self.keep)
+
+    def save(self, path: str | Path) -> None:
+        """Write the tree as JSON; the file appears whole or not at all."""
+        parts = {"choices": self.choices, "lookup": self.lookup or None, "keep": self.keep}
+        stated = {name: value for name, value in parts.items() if value is not None}
+        write_json(path, stated, indent=None)
+
+    def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
+        """Expected tokens a step, root included, if heads are right independently (Medusa paper, section 2.3.3).
+
+        A copied branch is not counted.
+
+        Raises:
+            ValueError: accuracies for too few heads or ranks, or a dynamic tree, whose nodes no accuracies tell.
+        """
+        if self.keep is not None:
+            raise ValueError("tree: expected a static one, got a dynamic one, whose nodes are another step's others")
+        rows = _checked_accuracies(accuracies)
+        self.check_fits(len(rows), max((len(row) for row in rows), default=0))
+        for path in self.choices:
+            if path[-1] >= len(rows[len(path) - 1]):
+                raise ValueError(
+                    f"accuracies: expected one for every rank in path {path}, got {len(rows[len(path) - 1])}"
+                )
+        return 1.0 + sum(math.prod(rows[k][rank] for k, rank in enumerate(path)) for path in self.choices)
+
+    def check_fits(self, num_heads: int, top_k: int) -> None:
+        """Raise `ValueError`, naming the path, unless `num_heads` heads with `top_k` guesses each can fill the tree."""
+        for path in self.choices:
+            if len(path) > num_heads:
+                raise ValueError(f"tree: path {path} has depth {len(path)}, expected at most {num_heads} (the heads)")
+            if max(path) >= top_k:
+                raise ValueError(f"tree: path {path} has rank {max(path)}, expected below {top_k} (the heads' top-k)")
+
+    def plot(self, accuracies: Sequence[Sequence[float]] | None = None, path: str | Path | None = None) -> Any:
+        """Draw the tree as the paper's figure 6 does: by depth, likelier nodes darker.
+
+        Args:
+            accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right; without them,
+                all nodes look alike.
+            path: an image file to write as well; its ending says which kind.
+
+        Returns:
+            A matplotlib Figure.
+
+        Raises:
+            ValueError: matplotlib is not installed, or accuracies for too few heads or ranks.
+        """
+        from medusa_decoding.trees.plot import as_figure, path_shares, save_figure
+
+        figure = as_figure(self, None if accuracies is None else path_shares(self, accuracies))
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
+    @property
+    def top_k(self) -> int:
+        """How many guesses a head the tree needs: its largest rank plus one."""
+        return max((max(path) for path in self.choices), default=-1) + 1
+
+    def __eq__(self, other: object) -> bool:
+        """Trees are equal when their choices, copied branches and numbers of kept nodes are."""
+        mine = (self.choices, self.lookup, self.keep)
+        return isinstance(other, Tree) and mine == (other.choices, other.lookup, other.keep)
+
+    def __hash__(self) -> int:
+        """Hash by choices."""
+        return hash((tuple(map(tuple, self.choices)), self.lookup, self.keep))
+
+    def __repr__(self) -> str:
+        """Say size and depth."""
+        lookup = f", lookup={self.lookup}" if self.lookup else ""
+        candidates = "" if self.keep is None else f", candidates={len(self.choices)}"
+        return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup}{candidates})"
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_keep(keep: Any, candidates: int) -> None:
+    most = min(MAX_CHOICES + 1, 1 + candidates)
+    if not _is_whole(keep) or not 1 <= keep <= most:
+        raise ValueError(f"keep: expected 1 to {most} with {candidates} choices, got {shown(keep)}")
+
+
+def _ordered(choices: Iterable[Sequence[int]], most: int) -> list[list[int]]:
+    paths: list[tuple[int, ...]] = []
+    if not isinstance(choices, Iterable) or isinstance(choices, torch.Tensor):
+        raise ValueError(f"choices: expected a list of paths, got {shown(choices)}")
+    for path in choices:
+        if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):
+            raise ValueError(f"choices: expected paths (lists of ranks), got {shown(path)}")
+        if len(path) > MAX_CHOICES:
+            raise ValueError(f"choices: expected paths of at most {MAX_CHOICES} ranks, got one of {len(path):,}")
+        if not path or not all(_is_whole(rank) and 0 <= rank < 2**31 for rank in path):
+            raise ValueError(f"choices: expected a non-empty path of ranks of at least 0, got {shown(path)}")
+        if len(paths) == most:
+            raise ValueError(f"choices: expected at most {most} paths, got {most + 1} or more")
+        paths.append(tuple(path))
+    known = set(paths)
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise ValueError(f"choices: path {list(path)} needs its prefix {list(path[:-1])}, which is missing")
+    if len(known) < len(paths):
+        repeated = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"choices: path {list(repeated)} is given twice")
+    return [list(path) for path in sorted(paths, key=lambda p: (len(p), p))]
+
+
+def _best_first(row: list[float]) -> list[int]:
+    return sorted(range(len(row)), key=lambda rank: (-row[rank], rank))
+
+
+def _checked_accuracies(accuracies: Sequence[Sequence[float]]) -> list[list[float]]:
+    try:
+        rows = [[float(value) for value in row] for row in accuracies]
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"accuracies: expected a list of numbers for each head, got {shown(accuracies)}") from error
+    for k, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"accuracies: expected at least one rank for head {k}, got none")
+        for value in row:
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"accuracies: expected values in [0, 1], got {value} for head {k}")
+    return rows

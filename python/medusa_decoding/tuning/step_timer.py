@@ -1,0 +1,219 @@
+"""Step times on this device: real steps of the decode loop at each tree size, timed as the loop times them.
+
+For one batch and one prefix length, random tokens are prefilled once. Then blocks of steps run from that very state,
+each block with one tree, in an order shuffled anew every round, so that no size always runs behind the same neighbour
+and a disturbance of the machine hits all of them. The first steps of a block are not counted: a generation goes on with
+the same tree, whose weights (packed for its size, where steps are compiled) lie in the caches by then. On a GPU steps
+are launched ahead as in the loop, and a step's duration is that between the ends of two.
+
+No text is written that means anything: how many tokens a step commits is of no interest here. This module does not know
+which tree is best (see `choice`) nor files (see `stored`).
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from medusa_decoding.decode.loop import HEADROOM
+from medusa_decoding.decode.prefill import prefill
+from medusa_decoding.decode.runtime.progress import Watch
+from medusa_decoding.decode.runtime.steps import KEPT_STEPS, resolve_backend
+from medusa_decoding.decode.state import Rules
+from medusa_decoding.trees.tree import Tree
+
+if TYPE_CHECKING:
+    from medusa_decoding.model import MedusaModel
+
+UNCOUNTED, COUNTED = 1, 3
+"""Steps of a block: those that it begins with, and those whose durations are kept."""
+NEW_TOKENS = 256
+"""New tokens that the cache has room for, as in a generation of the default length."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Durations of steps with trees of one size.
+
+    Attributes:
+        batch: rows of the batch.
+        prefix: committed tokens of each row.
+        rows: rows of the cache that they stood in.
+        nodes: of the tree, root included; 1 is a plain step.
+        seconds: of each counted step, in the order they ran.
+    """
+
+    batch: int
+    prefix: int
+    rows: int
+    nodes: int
+    seconds: tuple[float, ...]
+
+    @property
+    def typical(self) -> float:
+        """The mean of the middle half of the durations: what trees are weighed by.
+
+        Rare outliers do not move it, as little as the median. But where a machine alternates between two speeds (a
+        neighbour on the same core), the median is the one or the other by chance; this lies in between, as the time of
+        a whole generation does.
+        """
+        ordered = sorted(self.seconds)
+        cut = len(ordered) // 4
+        return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+    @property
+    def median(self) -> float:
+        """The median duration."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The lower and the upper quartile of the durations."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+
+def measure(
+    model: MedusaModel,
+    trees: Sequence[Tree],
+    *,
+    batch: int = 1,
+    prefix: int = 128,
+    repeats: int = 7,
+    seed: int = 0,
+    on_block: Callable[[], object] = lambda: None,
+) -> list[Latency]:
+    """Time steps of a model with each of some trees, in the backend that its generations use.
+
+    Args:
+        model: the model; nothing of it changes.
+        trees: what to time, of different sizes; `Tree([])` is the plain step.
+        batch: rows of the batch.
+        prefix: tokens of each row's prefix.
+        repeats: blocks a tree, of `COUNTED` durations each.
+        seed: of tokens and orders.
+        on_block: called behind each block, for a progress bar. There are `repeats` + 1 a tree: the first warms up.
+
+    Returns:
+        One entry a tree, in the order given.
+
+    Raises:
+        ValueError: bad arguments, a tree that the heads cannot fill, a prefix that leaves no room in the model's
+            context, a tensor parallel model; before any work.
+        MemoryError: keys and values do not fit.
+        FloatingPointError: the model's output is not finite.
+    """
+    _check(model, trees, batch, prefix, repeats)
+    trunk = model.trunk
+    backend = resolve_backend(model.backend, trunk.device)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(trunk.vocab_size, (prefix,), generator=generator).to(trunk.device) for _ in range(batch)]
+    turn = trunk.turns.generation(trunk.device)
+    with turn, torch.inference_mode(False), torch.no_grad(), model._current_device():
+        step_of = model._steps.of_generation(backend)
+        arena, nodes = model._steps.arena, max(tree.num_nodes for tree in trees)
+        spare = max(tree.num_nodes + tree.depth for tree in trees)
+        rows = arena.first_capacity([prefix] * batch, NEW_TOKENS, spare, HEADROOM, nodes)
+        state = arena.lend([prefix] * batch, rows, NEW_TOKENS, nodes)
+        try:
+            # No token ends a row, and no block gets as far as the budget.
+            rules = Rules(
+                torch.zeros(0, dtype=torch.int64, device=trunk.device),
+                torch.full((batch,), NEW_TOKENS, dtype=torch.int32, device=trunk.device),
+                None,
+                NEW_TOKENS,
+            )
+            watch = Watch(state, timed=True)
+            prefill(trunk, prompts, state, rules)
+            watch.record(state)
+            _read(watch)
+            before = state.snapshot()
+
+            def block(tree: Tree) -> list[float]:
+                state.restore(before)
+                step, seconds = step_of(tree), []
+                for _ in range(UNCOUNTED + COUNTED):
+                    step(state, rules)
+                    watch.record(state)
+                    if watch.pending > watch.late:
+                        seconds.append(_read(watch))
+                while watch.pending:
+                    seconds.append(_read(watch))
+                on_block()
+                return seconds[UNCOUNTED:]
+
+            found, capacity = interleaved(block, trees, repeats, seed), state.cache.capacity
+        finally:
+            arena.give_back(state)
+    return [
+        Latency(batch, prefix, capacity, tree.num_nodes, tuple(seconds))
+        for tree, seconds in zip(trees, found, strict=True)
+    ]
+
+
+def interleaved(
+    block: Callable[[Tree], Sequence[float]], trees: Sequence[Tree], repeats: int, seed: int = 0
+) -> list[list[float]]:
+    """Run a block a tree and round, in shuffled order, behind a round that is not counted (it compiles and captures).
+
+    Args:
+        block: runs a block of steps with a tree and returns the durations that count.
+        trees: what to run.
+        repeats: rounds that count.
+        seed: of the orders.
+
+    Returns:
+        The durations of each tree, in the order of `trees`.
+    """
+    for tree in trees:
+        block(tree)
+    shuffler, order = random.Random(seed), list(range(len(trees)))
+    found: list[list[float]] = [[] for _ in trees]
+    for _ in range(repeats):
+        shuffler.shuffle(order)
+        for place in order:
+            found[place] += block(trees[place])
+    return found
+
+
+def longest_prefix(model: MedusaModel, trees: Sequence[Tree]) -> int:
+    """Return the longest prefix that leaves room in the model's context for the blocks; below 1 if there is none."""
+    return model.trunk.context_limit - (UNCOUNTED + COUNTED) * (1 + max(tree.depth for tree in trees)) - 1
+
+
+def _read(watch: Watch) -> float:
+    progress = watch.read()
+    if any(progress.broken):
+        raise FloatingPointError("model: expected finite logits, got NaN or infinity while steps were timed")
+    assert progress.seconds is not None
+    return progress.seconds
+
+
+def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, repeats: int) -> None:
+    for name, value in (("batch", batch), ("prefix", prefix), ("repeats", repeats)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
+    sizes = [tree.num_nodes for tree in trees]
+    if not 1 <= len(set(sizes)) == len(sizes) <= KEPT_STEPS:
+        raise ValueError(f"trees: expected 1 to {KEPT_STEPS} of different sizes, got {sizes}")
+    for tree in trees:
+        model._check_tree(tree)
+    if model.trunk.peers.size > 1:
+        raise ValueError(f"model: expected one in one process, got one over {model.trunk.peers.size}")
+    most = longest_prefix(model, trees)
+    if prefix > most:
+        raise ValueError(
+            f"prefix: expected at most {most} (the model's context holds {model.trunk.context_limit} tokens), got "
+            f"{prefix}"
+        )
+    model._check_decodable()
+
+
+__all__ = ["Latency", "interleaved", "longest_prefix", "measure"]

@@ -1,0 +1,117 @@
+"""A small chat model before its training: a tokenizer learnt from conversations, and a Llama with random weights.
+
+    python -m recipes.demo.chat_base --data train.jsonl.gz --out runs/chat/base
+    medusa train --config recipes/chat-cpu.yaml
+
+Two CPU cores can train a model of this size from nothing; what it says will be fluent in form and empty in content,
+which is enough to show training and decoding on conversations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from medusa_decoding.training.config import SourceConfig
+from medusa_decoding.training.data.records import Report, read_records
+
+END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{- '<|assistant|>' -}}{%- generation -%}{{- message.content + '<|end|>' -}}{%- endgeneration -%}
+{%- else -%}{{- '<|user|>' + message.content + '<|end|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE with a chat template, its end of turn as the end of text."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, USER, ASSISTANT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    model.train_from_iterator(texts, trainer)
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token=END, pad_token=END, additional_special_tokens=[USER, ASSISTANT]
+    )
+    found.chat_template = TEMPLATE
+    return found
+
+
+def make_base(
+    data: str, out: Path, *, vocab_size: int = 4096, hidden_size: int = 256, num_layers: int = 4, seed: int = 0
+) -> None:
+    """Write tokenizer and model.
+
+    Args:
+        data: conversations (see `training.data`) that the tokenizer is learnt from, the first 20,000.
+        out: folder to write.
+        vocab_size: tokens.
+        hidden_size: H, a multiple of 64.
+        num_layers: decoder layers.
+        seed: of the weights.
+
+    Raises:
+        ValueError: unreadable data, a folder that is there already, or a size that does not fit.
+    """
+    if out.exists():
+        raise ValueError(f"out: expected a new folder, got {out}")
+    if hidden_size < 64 or hidden_size % 64:
+        raise ValueError(f"hidden_size: expected a multiple of 64, got {hidden_size}")
+
+    def texts() -> Iterator[str]:
+        for record in read_records([SourceConfig(data)], Report(), limit=20_000):
+            yield from (turn["content"] for turn in record.messages)
+
+    tokenizer = train_tokenizer(texts(), vocab_size)
+    torch.manual_seed(seed)
+    end = int(tokenizer.vocab[END])
+    heads = hidden_size // 64
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=11 * hidden_size // 4,
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // 2),
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> int:
+    """Parse the command line and write the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="conversations: a file, a folder or a hub name")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
+    parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64 (default: 256)")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers (default: 4)")
+    args = parser.parse_args()
+    make_base(args.data, args.out, vocab_size=args.vocab_size, hidden_size=args.hidden_size, num_layers=args.layers)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
