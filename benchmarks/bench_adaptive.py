@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_adaptive --prompts 60
 
-Both on the embedded model: first with fresh random heads, whose guesses are right by chance only, against plain
-decoding; then with its own heads, against every fixed tree of the same ladder. All ways run in turn on each prompt
+Both on the embedded model: first with fresh random heads, whose drafts are right by chance only, against plain
+decoding; then with its own heads, against every fixed tree of the same tree_set. All ways run in turn on each prompt
 within this process. "plain again" is a second copy of plain decoding: its ratio shows what the clock can tell apart.
 "auto" keeps what it learns from prompt to prompt; "auto, first" starts each prompt knowing neither device nor heads.
 """
@@ -22,14 +22,14 @@ import torch
 from benchmarks import harness
 from benchmarks.bench_generate import NEW, PROMPT, prompts
 from medusa_decoding.checkpoints import pretrained, read_heads
-from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B, Ladder
+from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B, TreeSet
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 
-Choice = Tree | Literal["auto"]
+TokenSelector = Tree | Literal["auto"]
 HEADS = 4
 
 
@@ -46,13 +46,13 @@ def random_heads(base: Any, seed: int) -> MedusaHeads:
 class Ways:
     """Ways of decoding with one model: tokens written, and what each way wrote and took, by name."""
 
-    def __init__(self, model: MedusaModel, choices: Mapping[str, Choice]) -> None:
+    def __init__(self, model: MedusaModel, choices: Mapping[str, TokenSelector]) -> None:
         self.model = model
         self.texts: dict[str, list[list[int]]] = {name: [] for name in choices}
         self.steps: Counter[str] = Counter()
         self.ways = {name: self._way(name, choice) for name, choice in choices.items()}
 
-    def _way(self, name: str, choice: Choice) -> Callable[[torch.Tensor], int]:
+    def _way(self, name: str, choice: TokenSelector) -> Callable[[torch.Tensor], int]:
         kept: list[Any] = [None]
 
         def way(ids: torch.Tensor) -> int:
@@ -93,7 +93,12 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
     """Compare with random heads, then with the model's own."""
     [warm_up], inputs = prompts(held_out=False, count=1, seed=3), prompts(held_out=True, count=count, seed=11)
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
-    plain: dict[str, Choice] = {"plain": Tree([]), "plain again": Tree([]), "auto": "auto", "auto, first": "auto"}
+    plain: dict[str, TokenSelector] = {
+        "plain": Tree([]),
+        "plain again": Tree([]),
+        "auto": "auto",
+        "auto, first": "auto",
+    }
     figures: dict[str, Any] = {
         "prompts": count, "prompt_tokens": PROMPT, "new_tokens": NEW,
         "batch": 1, "dtype": "float32", "backend": backend,
@@ -101,7 +106,7 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
     with MedusaModel(base, random_heads(base, seed), backend=backend) as model:
         figures["random_heads"] = Ways(model, plain).compare(inputs, warm_up)
     heads = read_heads(CHECKPOINT / "heads", dtype=torch.float32).heads
-    fixed = {f"{tree.num_nodes} nodes": tree for tree in Ladder(VICUNA_7B[: heads.num_heads]).trees[1:]}
+    fixed = {f"{tree.num_nodes} nodes": tree for tree in TreeSet(VICUNA_7B[: heads.num_heads]).trees[1:]}
     with MedusaModel(base, heads.eval(), backend=backend) as model:
         figures["own_heads"] = Ways(model, plain | fixed).compare(inputs, warm_up)
     return figures
@@ -113,7 +118,7 @@ def test_adaptive(benchmark: Any, way: str) -> None:
     if not (CHECKPOINT / "measured.json").is_file():
         pytest.skip("the embedded checkpoint is not there")
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
-    choices: dict[str, Choice] = {"plain": Tree([]), "auto": "auto"}
+    choices: dict[str, TokenSelector] = {"plain": Tree([]), "auto": "auto"}
     with MedusaModel(base, random_heads(base, seed=0), backend="eager") as model:
         ways = Ways(model, choices)
         [ids] = prompts(held_out=True, count=1, seed=11)

@@ -7,7 +7,7 @@ Generation: the demo model continues held-out code ("ordinary"), and the beginni
     piece
 of code with one name changed ("editing"); every tree with and without copied branches, in turn within this process.
 
-Replay: the answers of chat models (ShareGPT form) are taken as the text to be written, and only lookup guesses:
+Replay: the answers of chat models (ShareGPT form) are taken as the text to be written, and only lookup drafts:
     tokens a
 step with a copied branch alone, where plain decoding has 1. Tokens are those of a byte-pair encoding trained on the
 second file. Prompts that ask for a summary, for an edit and for code are told apart by words.
@@ -129,7 +129,7 @@ def byte_pairs(path: Path, vocab_size: int, texts: int) -> Tokenizer:
 
 
 def replayed(question: list[int], answer: list[int], length: int) -> int:
-    """Return the steps that writing an answer takes when only a copied branch guesses."""
+    """Return the steps that writing an answer takes when only a copied branch drafts."""
     held = Text.allocate(1, len(question) + len(answer), len(answer), torch.device("cpu"))
     held.begin([torch.tensor(question)])
     output = torch.tensor([answer])

@@ -27,7 +27,7 @@ from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.selection.processors import Processed
 from medusa_decoding.decode.selection.sampling import Sampled
 from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.verify import Choice, Nodes
+from medusa_decoding.decode.verify import Nodes, TokenSelector
 
 OP = "sampling"
 LENGTH = 64
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def tree(self) -> Tree:
-        """A chain of four, with siblings up to the number of nodes: five tokens are drawn if all guesses are right."""
+        """A chain of four, with siblings up to the number of nodes: five tokens are drawn if all drafts are right."""
         chain = [[0] * depth for depth in range(1, 5)]
         return Tree([*chain, *([rank] for rank in range(1, self.nodes - len(chain)))])
 
@@ -130,7 +130,7 @@ def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
     return found
 
 
-def ours(case: Case, device: torch.device) -> Choice:
+def ours(case: Case, device: torch.device) -> TokenSelector:
     """Return our choice for a case's settings."""
     processors = SETTINGS[case.settings]()
     if not any(isinstance(processor, lp.RepetitionPenaltyLogitsProcessor) for processor in processors):
@@ -139,7 +139,7 @@ def ours(case: Case, device: torch.device) -> Choice:
     return Processed([text] * case.batch, [processors] * case.batch, [8] * case.batch, [], sample=True)
 
 
-def theirs(case: Case, device: torch.device) -> Choice:
+def theirs(case: Case, device: torch.device) -> TokenSelector:
     """Return the same choice with transformers' own objects."""
     choice: Any = ours(case, device)
     for own in [row.processors for row in choice.rows] if isinstance(choice, Processed) else [choice.processors]:
@@ -147,7 +147,9 @@ def theirs(case: Case, device: torch.device) -> Choice:
     return choice  # type: ignore[no-any-return]
 
 
-def chosen(case: Case, run: suite.Run, make: Callable[[Case, torch.device], Choice]) -> Callable[[Inputs], Tensor]:
+def chosen(
+    case: Case, run: suite.Run, make: Callable[[Case, torch.device], TokenSelector]
+) -> Callable[[Inputs], Tensor]:
     """Return the call that a way makes on one copy of the inputs."""
     device, projection = run.device, Given()
     choice = make(case, device)

@@ -264,9 +264,9 @@ class Runner:
         with torch.no_grad(), MedusaModel(base, heads, tree, backend=backend) as model:
             step = model._steps.get(tree, backend)
             if not fused:
-                model.trunk.fuse = False
+                model.backbone.fuse = False
             rows = point.prefix + (REPLAYS + 4) * (tree.depth + 1) + tree.num_nodes
-            state = model._steps.arena.lend([point.prefix] * point.batch, rows, 1000)
+            state = model._steps.pool.acquire([point.prefix] * point.batch, rows, 1000)
             state.cache.kv.normal_()
             state.hidden.normal_()
             rules = _rules(point.batch, self.device)

@@ -94,7 +94,7 @@ def cases() -> Iterator[Case]:
 
 @functools.cache
 def tree(nodes: int) -> Tree:
-    """A tree of a usual form: four heads whose guesses get worse with depth and rank."""
+    """A tree of a usual form: four heads whose drafts get worse with depth and rank."""
     return Tree.optimal([[0.6 * 0.75**head * 0.55**rank for rank in range(16)] for head in range(4)], nodes)
 
 

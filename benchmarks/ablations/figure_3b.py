@@ -88,7 +88,7 @@ def measure(
     """
     found = evaluate(model, tokenizer, prompts, max_new_tokens=new_tokens, template=template, tree=tree, progress=True)
     others = [one for one in found.different if one["baseline"] == "plain"]
-    if others and model.trunk.dtype == torch.float32:
+    if others and model.backbone.dtype == torch.float32:
         first = others[0]
         raise measuring.OtherTextError(
             f"medusa: expected the text of plain in {first['where'].rsplit('/', 1)[-1]}, turn {first['turn']}, got "

@@ -1,6 +1,6 @@
 """The paper's figure 4: tokens a step and speed against the size of the tree, random dense trees and optimised ones.
 
-A dense tree is the cartesian product of the first guesses of each head (section 2.1.2). The paper samples such trees
+A dense tree is the cartesian product of the first drafts of each head (section 2.1.2). The paper samples such trees
 at random without saying how: here each is drawn evenly among all products whose size falls between two sizes of
 `--nodes`. An optimised tree has the paths of the largest products of accuracies (section 2.3.3), which are counted on
 other prompts. Sizes include the root, which the paper's "candidate tokens" may or may not.

@@ -73,10 +73,10 @@ def load_draft(name: str, bench: setup.Bench) -> Any:
     Raises:
         ValueError: it is not there, or has another vocabulary.
     """
-    trunk = bench.model.trunk
-    draft = pretrained.load_model(name, argument="--draft", dtype=trunk.dtype).to(trunk.device).eval()
-    if draft.config.vocab_size != trunk.vocab_size:
-        raise ValueError(f"--draft: expected a vocabulary of {trunk.vocab_size}, got {draft.config.vocab_size}")
+    backbone = bench.model.backbone
+    draft = pretrained.load_model(name, argument="--draft", dtype=backbone.dtype).to(backbone.device).eval()
+    if draft.config.vocab_size != backbone.vocab_size:
+        raise ValueError(f"--draft: expected a vocabulary of {backbone.vocab_size}, got {draft.config.vocab_size}")
     return draft
 
 

@@ -108,7 +108,7 @@ def ours(bench: Bench, tree: Tree | Literal["auto"], model: MedusaModel | None =
 def transformers(bench: Bench, assistant: Any = None) -> Way:
     """Return transformers' greedy `generate` with the model's own attention modules, plain or with an assistant model.
 
-    Its steps are calls of the model, and its tokens all of the text: with an assistant, the prefill verifies guesses.
+    Its steps are calls of the model, and its tokens all of the text: with an assistant, the prefill verifies drafts.
     """
 
     def way(asked: Asked) -> Written:

@@ -71,13 +71,13 @@ class Bench:
     @property
     def exact(self) -> bool:
         """Whether texts must be the plain loop's token for token: in float32."""
-        return self.model.trunk.dtype == torch.float32
+        return self.model.backbone.dtype == torch.float32
 
     @property
     def captured(self) -> bool:
         """Whether steps are compiled or captured at their first use."""
-        trunk = self.model.trunk
-        return resolve_backend(self.model.backend, trunk.device, trunk.peers.size) != "eager"
+        backbone = self.model.backbone
+        return resolve_backend(self.model.backend, backbone.device, backbone.peers.size) != "eager"
 
     @property
     def num_heads(self) -> int:
@@ -235,13 +235,13 @@ def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) 
         left_out = 0
     else:
         read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1)
-        eos = token_list(model.trunk.causal.generation_config.eos_token_id)
+        eos = token_list(model.backbone.causal.generation_config.eos_token_id)
         chat, as_it_stands = conversation_of(tokenizer, args.template, eos), AsItStands(tokenizer, eos)
         found = [torch.tensor([encoded(one, as_it_stands if one.is_text else chat)]) for one in read]
-        fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.trunk.context_limit]
+        fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.backbone.context_limit]
         left_out = len(found) - len(fits)
         if not fits:
-            most = model.trunk.context_limit - args.max_new_tokens
+            most = model.backbone.context_limit - args.max_new_tokens
             raise ValueError(f"--prompts: expected one of at most {most} tokens, got {len(found)} longer ones")
         rows, tuning = set_aside(fits, args.tuning)
         ends = {"eos_token_id": chat.ends(eos)}
@@ -269,21 +269,21 @@ def _described(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
 
 def described_model(args: argparse.Namespace, model: MedusaModel) -> dict[str, Any]:
     """Return what a record says of a model."""
-    trunk, heads = model.trunk, heads_of(model)
-    config = trunk.config
+    backbone, heads = model.backbone, heads_of(model)
+    config = backbone.config
     return {
         "model": DEMO if args.model is None else "/".join(Path(args.model).parts[-3:]),
         "shape": {
             "layers": config.num_hidden_layers,
             "hidden": config.hidden_size,
             "vocabulary": config.vocab_size,
-            "parameters": sum(p.numel() for p in trunk.causal.parameters()),
+            "parameters": sum(p.numel() for p in backbone.causal.parameters()),
             "heads": heads.num_heads,
             "head_parameters": sum(p.numel() for p in heads.parameters()),
         },
-        "dtype": str(trunk.dtype).removeprefix("torch."),
-        "device": trunk.device.type,
-        "backend": resolve_backend(model.backend, trunk.device, trunk.peers.size),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "device": backbone.device.type,
+        "backend": resolve_backend(model.backend, backbone.device, backbone.peers.size),
     }
 
 

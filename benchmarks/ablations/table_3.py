@@ -1,6 +1,6 @@
 """The paper's table 3: what each technique adds, from plain decoding to Medusa-2, and then tuned and dynamic trees.
 
-The rungs are: every head's best guess in a chain; a dense tree, the same few guesses of each head; the optimised tree
+The rungs are: every head's best guess in a chain; a dense tree, the same few drafts of each head; the optimised tree
 of as many nodes (section 2.3.3); the optimised tree of the size with the most expected tokens a second by step times
 measured on this device, as `medusa tune` does without a calibration; a dynamic tree of that size. They are climbed with
 the model's own heads, and with those of `--medusa-1` and `--medusa-2` (made for the demo model by `medusa-2`, on the
@@ -84,7 +84,7 @@ def tuned_tree(bench: setup.Bench, model: MedusaModel, accuracies: Sequence[Sequ
 
 
 def measure(bench: setup.Bench, models: dict[str, MedusaModel], dense: Sequence[int]) -> dict[str, Any]:
-    """Climb the ladder with each model's heads, all in turn on every prompt."""
+    """Climb the tree_set with each model's heads, all in turn on every prompt."""
     ways: dict[str, measuring.Way] = {measuring.PLAIN: measuring.ours(bench, Tree([]))}
     ways[measuring.TRANSFORMERS] = measuring.transformers(bench)
     same: dict[str, str] = {measuring.TRANSFORMERS: measuring.PLAIN}
@@ -123,7 +123,7 @@ def rungs(
     dense: Sequence[int],
     said: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the trees of a ladder by name, and leave what they are in `said`."""
+    """Return the trees of a tree_set by name, and leave what they are in `said`."""
     num_heads = setup.heads_of(model).num_heads
     wide = Tree.cartesian(list(dense)[:num_heads])
     tuned, weighed = tuned_tree(bench, model, accuracies)
@@ -145,8 +145,8 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
     """Draw the speed of every rung as bars, a group of them for each model's heads."""
     rows = [
         (f"{label}: {rung}, {one['nodes']} nodes" if rung != measuring.PLAIN else f"{label}: plain", one, number)
-        for number, (label, ladder) in enumerate(record["ladders"].items())
-        for rung, one in ladder["rungs"].items()
+        for number, (label, tree_set) in enumerate(record["ladders"].items())
+        for rung, one in tree_set["rungs"].items()
     ]
     figure, panel = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.4), layout="constrained")
     values, errors = writing.spread([one for _, one, _ in rows], "speedup")
@@ -177,8 +177,8 @@ def as_text(record: dict[str, Any]) -> str:
         f"| - | transformers' generate | 1 | {beside['tokens_per_step']['value']:.2f} | "
         f"{writing.told(beside['speedup'])} |"
     )
-    for label, ladder in record["ladders"].items():
-        for rung, one in ladder["rungs"].items():
+    for label, tree_set in record["ladders"].items():
+        for rung, one in tree_set["rungs"].items():
             steps, speed = writing.told(one["tokens_per_step"]), writing.told(one["speedup"])
             lines.append(f"| {label} | {rung} | {one['nodes']} | {steps} | {speed} |")
     return "\n".join(lines)

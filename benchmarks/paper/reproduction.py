@@ -263,5 +263,5 @@ def fit(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], float]) -
         grid: values to try of each attribute; the others keep their defaults.
         error: to be made small.
     """
-    guesses = (Attained(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
-    return min(guesses, key=error)
+    drafts = (Attained(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
+    return min(drafts, key=error)

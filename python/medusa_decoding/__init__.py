@@ -1,6 +1,6 @@
 """Medusa decoding for Llama-family models of Hugging Face Transformers.
 
-Extra heads guess several next tokens, one forward pass verifies a tree of guesses, the longest path the model agrees
+Extra heads guess several next tokens, one forward pass verifies a tree of drafts, the longest path the model agrees
 with is kept: the text the model alone would write, in fewer steps.
 """
 
@@ -23,10 +23,10 @@ _MODULES = {
     "MedusaHeads": "heads",
     "MedusaModel": "model",
     "MedusaOutput": "model",
-    "Session": "session",
-    "Tree": "tree",
-    "TreeCache": "cache",
-    "medusa_generate": "generate",
+    "Session": "generation.session",
+    "Tree": "trees.tree",
+    "TreeCache": "backbone.kv_cache",
+    "medusa_generate": "huggingface.custom_generate",
 }
 
 

@@ -29,7 +29,7 @@ STORED: dict[Storage, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4
 """The dtype of own projections that are not stored as floats of 16 bits or more."""
 
 
-class Guesses(NamedTuple):
+class DraftTokens(NamedTuple):
     """The heads' best tokens at one position a row, best first.
 
     Attributes:
@@ -42,11 +42,11 @@ class Guesses(NamedTuple):
 
 
 class Children(NamedTuple):
-    """What may stand behind what, among the best candidates of heads whose guesses depend on their parent.
+    """What may stand behind what, among the best candidates of heads whose drafts depend on their parent.
 
     Attributes:
         tokens: int64 [B, K, n], each head's n best tokens without regard to a parent.
-        order: int64 [B, K, n, k], the places in `tokens[:, j]` of head j's k best guesses, best first, behind each of
+        order: int64 [B, K, n, k], the places in `tokens[:, j]` of head j's k best drafts, best first, behind each of
             the n candidates of head j - 1. Head 0 has one parent, the root: its n rows are equal.
         logprobs: fp32 [B, K, n], of `tokens`, without regard to a parent.
         scores: fp32 [B, K, n, n], the scores of all n candidates behind each parent, best first.
@@ -193,7 +193,7 @@ class MedusaHeads(nn.Module):
             ValueError: the heads have none.
         """
         if self.parent_tokens is None or self.parent_mix is None or self.candidate_tokens is None:
-            raise ValueError("heads: expected some whose guesses depend on their parent, got parent_rank 0")
+            raise ValueError("heads: expected some whose drafts depend on their parent, got parent_rank 0")
         return self.parent_tokens, self.parent_mix, self.candidate_tokens
 
     def residual(self, hidden: torch.Tensor, layers: int | None = None) -> torch.Tensor:
@@ -236,7 +236,7 @@ class MedusaHeads(nn.Module):
     def _own_projections(self, w2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return w2 if self.w2_scale is None else (w2.float() * self.w2_scale[..., None]).to(dtype)
 
-    def propose(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None) -> Guesses:
+    def propose(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None) -> DraftTokens:
         """Return each head's k best tokens at one position a row, best first, through the op `heads_topk`.
 
         Their parents' term is left out: see `propose_children`.
@@ -260,7 +260,7 @@ class MedusaHeads(nn.Module):
         best = heads_topk(
             states, self.w1[:, last], b1, weight, k, w2_scale=self.w2_scale, token_map=self.token_map, gather=gather
         )
-        return Guesses(*best)
+        return DraftTokens(*best)
 
     def propose_children(
         self, hidden: torch.Tensor, root: torch.Tensor, k: int, lm_head: nn.Module | None = None
@@ -272,8 +272,8 @@ class MedusaHeads(nn.Module):
 
         Args:
             hidden: [B, H], as in `propose`.
-            root: int64 [B], the token before the guesses of head 0: the model's own next token.
-            k: guesses behind each token, 1 to min(32, V').
+            root: int64 [B], the token before the drafts of head 0: the model's own next token.
+            k: drafts behind each token, 1 to min(32, V').
             lm_head: as in `propose`.
         """
         of_parents, mix, of_candidates = self.parent_term
@@ -287,12 +287,12 @@ class MedusaHeads(nn.Module):
         ranked = scores.sort(dim=-1, descending=True, stable=True)
         return Children(tokens, ranked.indices[..., :k], logprobs, ranked.values)
 
-    def _propose_through_module(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None) -> Guesses:
+    def _propose_through_module(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None) -> DraftTokens:
         logits = self.forward(hidden, lm_head).float()
         values, tokens = logits.topk(k, dim=-1)
         if self.token_map is not None:
             tokens = self.token_map[tokens]
-        return Guesses(values - logits.logsumexp(-1, keepdim=True), tokens)
+        return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
 
     def quantized(self, storage: Storage) -> MedusaHeads:
         """Return a copy, for decoding, whose own projections are stored in 8 bits.

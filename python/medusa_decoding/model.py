@@ -23,20 +23,20 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa_decoding.backbone import bypassed
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.tensor_parallel import Peers
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads, tuning_file
 from medusa_decoding.checkpoints.base import stated_sizes
 from medusa_decoding.checks import check_streamer, check_truth, index, plain, shown, split_prompts
-from medusa_decoding.decode.adaptive.acceptance import Belief, Ladder
+from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.policy import Adaptive, Fixed, Policy
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.loop import Hooks, Run, run
 from medusa_decoding.decode.runtime.steps import Backend, Steps, resolve_backend
-from medusa_decoding.decode.runtime.streaming import Follow, Follower
+from medusa_decoding.decode.runtime.streaming import Follow, StreamObserver
 from medusa_decoding.decode.selection.processors import Processed
 from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.verify import Choice
+from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.generation import settings
 from medusa_decoding.generation.metrics import GenerationMetrics
 from medusa_decoding.generation.session import Session
@@ -155,22 +155,22 @@ class MedusaModel:
     ) -> None:
         self.base: Any = base
         self._suspended: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
-        self.trunk = Trunk(base)
+        self.backbone = Backbone(base)
         try:
             if heads is not None:
                 self._check_heads(heads)
             self._heads = heads
-            self.tree = tree if tree is not None else default_tree(heads, self.trunk.config._name_or_path)
+            self.tree = tree if tree is not None else default_tree(heads, self.backbone.config._name_or_path)
             self._check_tree(self.tree)
             self.backend = backend
-            self._steps = Steps(self.trunk, heads)
+            self._steps = Steps(self.backbone, heads)
             self._adaptive: Adaptive | None = None
             self._under_way = 0
             self._accuracies: Accuracies | None = None
             self._tuning: tuning_file.Tuning | None = None
             self._tuned_tree: Tree | None = None
         except BaseException:
-            self.trunk.swap.undo()
+            self.backbone.swap.undo()
             raise
 
     @classmethod
@@ -231,7 +231,7 @@ class MedusaModel:
                 self.heads.num_heads,
                 min(MAX_TOP_K, self.heads.num_candidates),
                 fingerprint(self.heads) if (folder / CALIBRATION).is_file() else None,
-                str(self.trunk.dtype).removeprefix("torch."),
+                str(self.backbone.dtype).removeprefix("torch."),
             )
         except (ValueError, OSError) as error:
             logger.warning("accuracies refused, published ones of other heads serve: %s", error)
@@ -285,7 +285,7 @@ class MedusaModel:
                 decoding and trees of several sizes, from measured step times and the acceptance seen so far. None for
                 the model's own.
             acceptance: "lossless": the model's own next token is found or drawn at every node, and the child that
-                carries it is followed. "typical": the paper's typical acceptance (section 2.3.1), which keeps guesses
+                carries it is followed. "typical": the paper's typical acceptance (section 2.3.1), which keeps drafts
                 that are likely enough; LOSSY, the text is not the model's own.
             do_sample: draw from the model's processed distribution instead of taking the likeliest token.
             temperature: of sampling, or of typical acceptance.
@@ -320,7 +320,7 @@ class MedusaModel:
         """
         with _ended_on_error(streamer):
             self._check_swapped()
-            bypassed.check_methods_before(self.trunk.causal)
+            bypassed.check_methods_before(self.backbone.causal)
             check_streamer(streamer)
             check_truth("metrics", metrics)
             check_truth("return_dict_in_generate", return_dict_in_generate)
@@ -331,7 +331,7 @@ class MedusaModel:
                 "top_k": top_k, "stop_strings": stop_strings, "return_dict_in_generate": bool(return_dict_in_generate),
             }  # fmt: skip
             changes = {name: plain(name, value) for name, value in changes.items()}
-            own = self.trunk.causal.generation_config
+            own = self.backbone.causal.generation_config
             if do_sample is None and getattr(generation_config, "do_sample", None) is None:
                 changes["do_sample"] = False
             if acceptance == "typical" and temperature is None and generation_config is None:
@@ -372,7 +372,7 @@ class MedusaModel:
         **wanted: Any,
     ) -> Request:
         """Check the prompts and find out how long their continuations may get."""
-        prompts = split_prompts(input_ids, attention_mask, self.trunk.vocab_size)
+        prompts = split_prompts(input_ids, attention_mask, self.backbone.vocab_size)
         pad = config.pad_token_id
         ends = input_ids[:, [0, -1]]
         if attention_mask is None and pad is not None and len(ends) > 1 and bool((ends == pad).any()):
@@ -382,20 +382,20 @@ class MedusaModel:
         if wanted.get("streamer") is not None and len(prompts) > 1:
             raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
         lengths = [len(prompt) for prompt in prompts]
-        limits = settings.Limits.of(config, lengths, input_ids.shape[1], self.trunk.context_limit)
+        limits = settings.Limits.of(config, lengths, input_ids.shape[1], self.backbone.context_limit)
         return Request(input_ids.repeat_interleave(count, 0), prompts, config, rule, limits, **wanted)
 
     def run(self, request: Request, tree: Tree | Literal["auto"] | None = None) -> MedusaOutput:
         """Decode a checked request, after the generations of this base model that other threads have begun."""
         self._check_swapped()
-        with self.trunk.turns.generation(self.trunk.device):
+        with self.backbone.turns.generation(self.backbone.device):
             self._check_decodable()
-            if request.session is not None and self.trunk.peers.size > 1:
+            if request.session is not None and self.backbone.peers.size > 1:
                 # Each process would have to find the same rows in its own memory.
-                raise ValueError(f"session: expected a model in one process, got one over {self.trunk.peers.size}")
+                raise ValueError(f"session: expected a model in one process, got one over {self.backbone.peers.size}")
             policy = self._policy(self._tuned_for(request.prompts) if tree is None else tree)
             # A generation within another's callback has steps of its own: graphs of one step share memory.
-            steps = Steps(self.trunk, self.heads) if self._under_way else self._steps
+            steps = Steps(self.backbone, self.heads) if self._under_way else self._steps
             self._under_way += 1
             try:
                 # States outlive this call, so they are not inference tensors, which nothing outside of that mode may
@@ -408,34 +408,34 @@ class MedusaModel:
                     self._adaptive = policy
 
     def _run(self, request: Request, policy: Policy, steps: Steps) -> MedusaOutput:
-        backend = resolve_backend(self.backend, self.trunk.device, self.trunk.peers.size)
-        turns, rule, streamer = self.trunk.turns, request.rule, request.streamer
-        prompts = [prompt.to(self.trunk.device) for prompt in request.prompts]
-        choice = settings.choice(self.trunk.causal, request.config, request.limits, prompts, rule)
+        backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
+        turns, rule, streamer = self.backbone.turns, request.rule, request.streamer
+        prompts = [prompt.to(self.backbone.device) for prompt in request.prompts]
+        choice = settings.choice(self.backbone.causal, request.config, request.limits, prompts, rule)
         if isinstance(choice, Processed):
             for row in choice.rows:
                 row.processors = [turns.without(row.processors)]
         model = steps.fingerprint() if request.session else None
-        draws = functools.partial(_draws, request, self.trunk.peers)
+        draws = functools.partial(_draws, request, self.backbone.peers)
         hooks = Hooks(draws, self._follower(request, prompts, choice), request.metrics)
         step_of = steps.of_generation(backend)
         rules = self._rules(request.limits, choice)
         calls_back = any((streamer is not None, request.criteria, rule.processors, rule.prefix_fn))
-        with bypassed.unchanged(self.trunk.causal, self.heads) if calls_back else contextlib.nullcontext():
+        with bypassed.unchanged(self.backbone.causal, self.heads) if calls_back else contextlib.nullcontext():
             if streamer is not None:
                 with turns.given_up():
                     streamer.put(request.prompts[0][None])
             if request.session is not None:
-                hooks.earlier = request.session.take(self.trunk, model, request.prompts)
-            done = run(self.trunk, prompts, rules, policy, step_of, steps.arena, hooks)
+                hooks.earlier = request.session.take(self.backbone, model, request.prompts)
+            done = run(self.backbone, prompts, rules, policy, step_of, steps.pool, hooks)
         if streamer is not None:
             with turns.given_up():
                 streamer.end()
         output = _collect(done, request, choice)
         if request.session is not None:
-            request.session.keep(self.trunk, model, done.state, _cached(output, request), done.reused)
+            request.session.keep(self.backbone, model, done.state, _cached(output, request), done.reused)
         else:
-            steps.arena.give_back(done.state)
+            steps.pool.release(done.state)
         return output
 
     def _policy(self, tree: Tree | Literal["auto"] | None) -> Policy:
@@ -446,10 +446,10 @@ class MedusaModel:
         # What it learns of step times and heads serves the generations that follow; meanwhile it belongs to this one.
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
-            ladder = Ladder((self._accuracies or _published(self.heads)).by_rank if self.heads is not None else [])
+            tree_set = TreeSet((self._accuracies or _published(self.heads)).by_rank if self.heads is not None else [])
             tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
-            adaptive = Adaptive(ladder, times, Belief(ladder))
+            adaptive = Adaptive(tree_set, times, AcceptanceModel(tree_set))
         return adaptive
 
     def _tuning_here(self) -> tuning_file.Tuning | None:
@@ -461,7 +461,7 @@ class MedusaModel:
         tuning = self._tuning_here() if self.tree is self._tuned_tree else None
         return None if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
 
-    def _follower(self, request: Request, prompts: list[torch.Tensor], choice: Choice) -> Follow | None:
+    def _follower(self, request: Request, prompts: list[torch.Tensor], choice: TokenSelector) -> Follow | None:
         if not request.criteria and request.streamer is None:
             return None
 
@@ -470,11 +470,11 @@ class MedusaModel:
                 return None
             return tuple(score[None] for score in choice.rows[row].scores[:count])
 
-        follower = Follower(prompts, request.criteria, request.streamer, scores, self.trunk.peers.agree)
-        return self.trunk.turns.without([follower])
+        observer = StreamObserver(prompts, request.criteria, request.streamer, scores, self.backbone.peers.agree)
+        return self.backbone.turns.without([observer])
 
-    def _rules(self, limits: settings.Limits, choice: Choice) -> Rules:
-        device = self.trunk.device
+    def _rules(self, limits: settings.Limits, choice: TokenSelector) -> Rules:
+        device = self.backbone.device
         suppressed = any(limits.min_new) and bool(limits.eos)
         return Rules(
             torch.tensor(limits.eos, dtype=torch.int64, device=device),
@@ -486,7 +486,7 @@ class MedusaModel:
 
     def _current_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the model's device the current one, on which streams and captures are made."""
-        device = self.trunk.device
+        device = self.backbone.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     @property
@@ -499,7 +499,7 @@ class MedusaModel:
 
         All of it is made again on use.
         """
-        with self.trunk.turns.generation():
+        with self.backbone.turns.generation():
             self._steps.clear()
             self._adaptive = None
 
@@ -512,10 +512,10 @@ class MedusaModel:
             ValueError: called during a generation of this object, by what that calls; nothing has changed then.
         """
         with self._between_generations("suspend"):
-            if self.trunk.swap.active:
-                self.trunk.swap.suspend()
-                self._suspended = weakref.ref(self.base), weakref.ref(self.trunk.causal)
-                self.base = self.trunk.causal = None
+            if self.backbone.swap.active:
+                self.backbone.swap.suspend()
+                self._suspended = weakref.ref(self.base), weakref.ref(self.backbone.causal)
+                self.base = self.backbone.causal = None
 
     def resume(self) -> None:
         """Swap the attention modules again after `suspend`.
@@ -523,14 +523,14 @@ class MedusaModel:
         Raises:
             ValueError: the base model is gone, or a layer has got an attention that is not supported.
         """
-        with self.trunk.turns.generation():
+        with self.backbone.turns.generation():
             if self._suspended is None:
                 return
             base, causal = (reference() for reference in self._suspended)
             if base is None or causal is None:
                 raise ValueError("MedusaModel: expected the base model still in use, got one that was deleted")
-            self.trunk.swap.resume()
-            self.base, self.trunk.causal = base, causal
+            self.backbone.swap.resume()
+            self.base, self.backbone.causal = base, causal
             self._suspended = None
 
     def undo(self) -> None:
@@ -543,11 +543,11 @@ class MedusaModel:
         """
         with self._between_generations("undo"):
             self._steps.clear()
-            self.trunk.swap.undo()
+            self.backbone.swap.undo()
 
     @contextlib.contextmanager
     def _between_generations(self, what: str) -> Iterator[None]:
-        with self.trunk.turns.generation():
+        with self.backbone.turns.generation():
             if self._under_way:
                 raise ValueError(
                     f"MedusaModel: expected {what}() between generations, got it during one (from its streamer, a "
@@ -573,15 +573,15 @@ class MedusaModel:
             logger.warning("%s", refusal)
 
     def _check_swapped(self) -> None:
-        if not self.trunk.swap.active:
+        if not self.backbone.swap.active:
             what = "undo" if self._suspended is None else "suspend"
             raise ValueError(f"MedusaModel: expected attention modules still swapped, got a model after {what}()")
-        self.trunk.swap.check(self.trunk.decoder.layers)
+        self.backbone.swap.check(self.backbone.decoder.layers)
 
     def _check_decodable(self) -> None:
         """Raise `ValueError` unless base model and heads still are what can be decoded."""
         self._check_swapped()
-        self.trunk.check(self.base)
+        self.backbone.check(self.base)
         if self.heads is not None:
             self._check_heads(self.heads)
 
@@ -589,14 +589,14 @@ class MedusaModel:
         if not isinstance(heads, MedusaHeads):
             raise ValueError(f"heads: expected MedusaHeads or None, got {shown(heads)}")
         for name, wanted, got in (
-            ("hidden_size", self.trunk.config.hidden_size, heads.hidden_size),
-            ("vocab_size", self.trunk.vocab_size, heads.vocab_size),
+            ("hidden_size", self.backbone.config.hidden_size, heads.hidden_size),
+            ("vocab_size", self.backbone.vocab_size, heads.vocab_size),
         ):
             if wanted != got:
                 raise ValueError(f"heads: expected {name} {wanted} like the base model, got {got}")
-        if (heads.w1.device, heads.w1.dtype) != (self.trunk.device, self.trunk.dtype):
+        if (heads.w1.device, heads.w1.dtype) != (self.backbone.device, self.backbone.dtype):
             raise ValueError(
-                f"heads: expected {self.trunk.dtype} on {self.trunk.device} like the base model, "
+                f"heads: expected {self.backbone.dtype} on {self.backbone.device} like the base model, "
                 f"got {heads.w1.dtype} on {heads.w1.device}; convert both with to(device, dtype)"
             )
 
@@ -679,7 +679,7 @@ def _draws(request: Request, peers: Peers) -> torch.Tensor | None:
     return torch.from_numpy(draws)
 
 
-def _collect(done: Run, request: Request, choice: Choice) -> MedusaOutput:
+def _collect(done: Run, request: Request, choice: TokenSelector) -> MedusaOutput:
     """Bring a generation's result to where its prompts came from."""
     state, ids = done.state, request.input_ids
     counts = state.count.tolist()

@@ -20,17 +20,17 @@ def write_card(path: Path, result: dict[str, Any]) -> None:
         "A small Llama-architecture model of Python code with Medusa heads, made to show decoding, not to write good",
         "code.",
         "",
-        f"- Trunk: {pretrain['num_layers']} layers, hidden size {pretrain['hidden_size']}, feed-forward "
+        f"- Backbone: {pretrain['num_layers']} layers, hidden size {pretrain['hidden_size']}, feed-forward "
         f"{pretrain['intermediate_size']}, {pretrain['num_attention_heads']} query and {pretrain['num_kv_heads']} KV "
         f"heads of size {pretrain['hidden_size'] // pretrain['num_attention_heads']}, byte-level BPE of "
         f"{pretrain['vocab_size']} tokens, trained on crops of up to {pretrain['context']} tokens.",
         f"- Heads: {pretrain['num_heads']}, {distill['head_layers']} residual block(s) each, projecting with the "
-        "trunk's lm_head (version 2 of the paper's format).",
+        "backbone's lm_head (version 2 of the paper's format).",
         "- Weights in bfloat16, safetensors.",
         f"- Data: the standard library of Python {result['python']}, {result['train_files']} files; "
         f"{len(result['held_out'])} files were held out, modules with their tests (`measured.json` names them).",
-        f"- Training: trunk and heads together on {result['pretrain_tokens'] / 1e6:.1f}M tokens in "
-        f"{pretrain['minutes']:.0f} minutes on two CPU cores; then the heads alone on the trunk's own greedy text, "
+        f"- Training: backbone and heads together on {result['pretrain_tokens'] / 1e6:.1f}M tokens in "
+        f"{pretrain['minutes']:.0f} minutes on two CPU cores; then the heads alone on the backbone's own greedy text, "
         f"{distill['prompts']} prompts of {distill['prompt_tokens']} tokens continued by {distill['new_tokens']}, "
         f"{distill['epochs']} epochs. `train.py` in the folder above is the whole recipe; torch {result['torch']}.",
         "",

@@ -1,6 +1,6 @@
-"""Distil the demo's heads on the trunk's own greedy text (stage 2 of the recipe in `train.py`).
+"""Distil the demo's heads on the backbone's own greedy text (stage 2 of the recipe in `train.py`).
 
-Self-distillation (Medusa paper, section 2.3.2) with the trunk frozen: the text a greedy decoder writes is not the text
+Self-distillation (Medusa paper, section 2.3.2) with the backbone frozen: what a greedy decoder writes is not the text
 it was trained on, and it is the former that the heads must guess. Hidden states are computed once and reused in every
 epoch; the loss is Medusa-1's, the sum over heads of 0.8^k times the cross-entropy at offset k + 1.
 """

@@ -20,8 +20,8 @@ def head_accuracies(heads: MedusaHeads, lm_head: nn.Module, data: HeadData, rank
     """Return accuracies[k][i]: how often head k's i-th best token alone is the target."""
     hits = torch.zeros(heads.num_heads, ranks)
     for states, targets in zip(data.states.split(2048), data.targets.split(2048), strict=True):
-        _, guesses = heads.propose(states.to(heads.w1.dtype), ranks, lm_head)
-        hits += (guesses == targets[:, :, None]).sum(0)
+        _, drafts = heads.propose(states.to(heads.w1.dtype), ranks, lm_head)
+        hits += (drafts == targets[:, :, None]).sum(0)
     return [[float(hit) / len(data.states) for hit in row] for row in hits]
 
 
@@ -43,12 +43,12 @@ def distinct_four_grams(rows: list[list[int]]) -> float:
     return sum(ratios) / len(ratios)
 
 
-def tokens_per_step_on_text(tree: Tree, guesses: list[list[list[int]]], text: list[int]) -> tuple[int, int]:
+def tokens_per_step_on_text(tree: Tree, drafts: list[list[list[int]]], text: list[int]) -> tuple[int, int]:
     """Walk a given text as if it were the model's own choice at every node; return (committed tokens, steps).
 
     Args:
         tree: the tree verified each step.
-        guesses: guesses[t][k]: head k's tokens, best first, from the hidden state of text[t].
+        drafts: drafts[t][k]: head k's tokens, best first, from the hidden state of text[t].
         text: the tokens; text[t + 1] is the root when the hidden state is that of text[t].
     """
     paths = {tuple(path) for path in tree.choices}
@@ -57,7 +57,7 @@ def tokens_per_step_on_text(tree: Tree, guesses: list[list[list[int]]], text: li
         accepted: tuple[int, ...] = ()
         while len(accepted) < tree.depth:
             target = text[position + 2 + len(accepted)]
-            row = guesses[position][len(accepted)]
+            row = drafts[position][len(accepted)]
             longer = (*accepted, row.index(target)) if target in row else None
             if longer not in paths:
                 break

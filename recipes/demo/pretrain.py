@@ -1,8 +1,8 @@
-"""Train the demo's trunk and heads together (stage 1 of the recipe in `train.py`).
+"""Train the demo's backbone and heads together (stage 1 of the recipe in `train.py`).
 
 Combined loss of Medusa-2 (Medusa paper, section 2.2.2): next-token cross-entropy plus lambda_0 times the sum over
-heads of 0.8^k times the cross-entropy at offset k + 1. The heads share the trunk's lm_head, so the sum is computed on
-a random quarter of the positions: a head's target needs no more, and the step stays close to the trunk's own cost.
+heads of 0.8^k times the cross-entropy at offset k + 1. The heads share the backbone's lm_head, so the sum is made on
+a random quarter of the positions: a head's target needs no more, and the step stays close to the backbone's own cost.
 Crops are short for the first part of the budget, which saves much of attention's backward pass.
 Data parallel over processes (gloo on the CPU): two single-threaded processes train faster than two threads.
 """
@@ -54,14 +54,14 @@ class PretrainSettings:
     seed: int = 0
 
 
-class TrunkWithHeads(nn.Module):
+class BackboneWithHeads(nn.Module):
     """A Llama and its heads (one residual block each, projection shared with lm_head) as one trainable module."""
 
     def __init__(self, settings: PretrainSettings) -> None:
         super().__init__()
         s = settings
         self.settings = s
-        self.trunk = LlamaForCausalLM(
+        self.backbone = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=s.vocab_size,
                 hidden_size=s.hidden_size,
@@ -88,16 +88,18 @@ class TrunkWithHeads(nn.Module):
         """Return the next-token loss and the heads' losses [K]; tokens [B, T + 1 + K], picked: positions [P] < T."""
         s = self.settings
         length = tokens.shape[1] - 1 - s.num_heads
-        hidden = self.trunk.model(tokens[:, :length], use_cache=False).last_hidden_state
-        lm_loss = F.cross_entropy(self.trunk.lm_head(hidden).flatten(0, 1).float(), tokens[:, 1 : length + 1].flatten())
+        hidden = self.backbone.model(tokens[:, :length], use_cache=False).last_hidden_state
+        lm_loss = F.cross_entropy(
+            self.backbone.lm_head(hidden).flatten(0, 1).float(), tokens[:, 1 : length + 1].flatten()
+        )
         rows = hidden[:, picked].flatten(0, 1)
-        logits = self.trunk.lm_head(self.head_states(rows))
+        logits = self.backbone.lm_head(self.head_states(rows))
         losses = [F.cross_entropy(logits[k].float(), tokens[:, picked + 2 + k].flatten()) for k in range(s.num_heads)]
         return lm_loss, torch.stack(losses)
 
 
 def optimizers(module: nn.Module, settings: PretrainSettings) -> list[torch.optim.Optimizer]:
-    """Muon for the trunk's matrices, AdamW for embeddings, projections, norms, biases and the heads' blocks."""
+    """Muon for the backbone's matrices, AdamW for embeddings, projections, norms, biases and the heads' blocks."""
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -116,8 +118,8 @@ def crops(data: np.ndarray, length: int, count: int, rng: np.random.Generator) -
 
 
 @torch.no_grad()
-def evaluate(model: TrunkWithHeads, data: np.ndarray, device: torch.device, batches: int = 8) -> dict:
-    """Loss and top-1 accuracy of the trunk and of each head on fixed crops of held-out text."""
+def evaluate(model: BackboneWithHeads, data: np.ndarray, device: torch.device, batches: int = 8) -> dict:
+    """Loss and top-1 accuracy of the backbone and of each head on fixed crops of held-out text."""
     s = model.settings
     rng = np.random.default_rng(1234)
     model.eval()
@@ -125,14 +127,14 @@ def evaluate(model: TrunkWithHeads, data: np.ndarray, device: torch.device, batc
     for _ in range(batches):
         tokens = crops(data, s.context + 1 + s.num_heads, 16, rng).to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            hidden = model.trunk.model(tokens[:, : s.context], use_cache=False).last_hidden_state
-            logits = model.trunk.lm_head(hidden)
+            hidden = model.backbone.model(tokens[:, : s.context], use_cache=False).last_hidden_state
+            logits = model.backbone.lm_head(hidden)
             loss += F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1 : s.context + 1].flatten()).item()
             hits[0] += (logits.argmax(-1) == tokens[:, 1 : s.context + 1]).float().mean().item()
             states = model.head_states(hidden[:, ::4].flatten(0, 1))
             for k in range(s.num_heads):
                 target = tokens[:, 2 + k : s.context + 2 + k][:, ::4].flatten()
-                hits[1 + k] += (model.trunk.lm_head(states[k]).argmax(-1) == target).float().mean().item()
+                hits[1 + k] += (model.backbone.lm_head(states[k]).argmax(-1) == target).float().mean().item()
     model.train()
     return {"loss": loss / batches, "top1": [round(float(h) / batches, 4) for h in hits]}
 
@@ -154,7 +156,7 @@ def pretrain(
     """Run stage 1 until `minutes` or `steps` are used up; checkpoints and a JSON-lines log go to `out`."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(settings.seed)
-    model = TrunkWithHeads(settings).to(device)
+    model = BackboneWithHeads(settings).to(device)
     rng = np.random.default_rng([settings.seed, rank])
     opts = optimizers(model, settings)
     parameters = list(model.parameters())

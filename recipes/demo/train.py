@@ -1,4 +1,4 @@
-"""The recipe of the embedded checkpoint: corpus, trunk and heads together, heads distilled, measured, written.
+"""The recipe of the embedded checkpoint: corpus, backbone and heads together, heads distilled, measured, written.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m recipes.demo.train pretrain --work DIR --minutes 80
     python -m recipes.demo.train finish --work DIR --out python/medusa_decoding/demo/checkpoint
@@ -41,7 +41,7 @@ from recipes.demo.distill import (
     random_prompts,
     train_heads,
 )
-from recipes.demo.pretrain import PretrainSettings, TrunkWithHeads, pretrain, save_atomically
+from recipes.demo.pretrain import BackboneWithHeads, PretrainSettings, pretrain, save_atomically
 
 TREE_SIZES = (2, 4, 8, 16, 32, 64)
 HELD_OUT_PROMPTS = 128
@@ -74,17 +74,17 @@ def run_pretrain(work: Path, settings: PretrainSettings) -> None:
     pretrain(train, held_out, work, settings, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def load_trained(work: Path) -> TrunkWithHeads:
+def load_trained(work: Path) -> BackboneWithHeads:
     """Return stage 1's model in fp32, its weights rounded to bfloat16 as they will be shipped."""
     saved = torch.load(work / "pretrain.pt", map_location="cpu", weights_only=True)
-    model = TrunkWithHeads(PretrainSettings(**saved["settings"]))
+    model = BackboneWithHeads(PretrainSettings(**saved["settings"]))
     model.load_state_dict(saved["model"])
     return model.to(torch.bfloat16).float().eval().requires_grad_(False)
 
 
-def distil(work: Path, model: TrunkWithHeads, train: np.ndarray, settings: DistillSettings) -> MedusaHeads:
-    """Stage 2: greedy text of the trunk, then the heads fitted to it; the heads are kept in `work`."""
-    base = model.trunk
+def distil(work: Path, model: BackboneWithHeads, train: np.ndarray, settings: DistillSettings) -> MedusaHeads:
+    """Stage 2: greedy text of the backbone, then the heads fitted to it; the heads are kept in `work`."""
+    base = model.backbone
     config = base.config
     heads = MedusaHeads(
         config.hidden_size, config.vocab_size, len(model.w1), settings.head_layers, shared_projection=True
@@ -109,9 +109,9 @@ def distil(work: Path, model: TrunkWithHeads, train: np.ndarray, settings: Disti
     return heads
 
 
-def measured(model: TrunkWithHeads, heads: MedusaHeads, train: np.ndarray, held_out: np.ndarray) -> dict:
+def measured(model: BackboneWithHeads, heads: MedusaHeads, train: np.ndarray, held_out: np.ndarray) -> dict:
     """Everything the model card states; trees are calibrated on training-side prompts, measured on held-out ones."""
-    base = model.trunk
+    base = model.backbone
     start, new = 127, 128
     calibration = list(continuations(base, random_prompts(train, CALIBRATION_PROMPTS, 128, seed=7), new, 64))
     accuracies = measure.head_accuracies(heads, base.lm_head, HeadData.of(base, calibration, start, heads.num_heads))
@@ -129,7 +129,7 @@ def measured(model: TrunkWithHeads, heads: MedusaHeads, train: np.ndarray, held_
     for name, rows in (("greedy", greedy), ("text", text)):
         data = HeadData.of(base, rows, start, heads.num_heads)
         result[f"head_accuracy_{name}"] = measure.head_accuracies(heads, base.lm_head, data)
-    guesses = heads_on_text(model, heads, text[0])
+    drafts = heads_on_text(model, heads, text[0])
     result["tokens_per_step"] = {}
     with MedusaModel(base, heads) as medusa:
         for size in TREE_SIZES:
@@ -143,7 +143,7 @@ def measured(model: TrunkWithHeads, heads: MedusaHeads, train: np.ndarray, held_
                 rates.append(output.tokens_per_step)
             counts = [
                 measure.tokens_per_step_on_text(tree, rows[127:], tokens[127:])
-                for rows, tokens in zip(guesses, text[0].tolist(), strict=True)
+                for rows, tokens in zip(drafts, text[0].tolist(), strict=True)
             ]
             result["tokens_per_step"][size] = {
                 "greedy": sum(rates) / len(rates),
@@ -155,13 +155,13 @@ def measured(model: TrunkWithHeads, heads: MedusaHeads, train: np.ndarray, held_
 
 
 @torch.no_grad()
-def heads_on_text(model: TrunkWithHeads, heads: MedusaHeads, text: torch.Tensor) -> list[list[list[list[int]]]]:
-    """Return guesses[row][t][k]: the heads' best tokens at every position of a text int64 [b, T]."""
+def heads_on_text(model: BackboneWithHeads, heads: MedusaHeads, text: torch.Tensor) -> list[list[list[list[int]]]]:
+    """Return drafts[row][t][k]: the heads' best tokens at every position of a text int64 [b, T]."""
     found = []
     for tokens in text.split(16):
-        states = hidden_states(model.trunk, tokens)
+        states = hidden_states(model.backbone, tokens)
         for row in states:
-            found.append(heads.propose(row, measure.RANKS, model.trunk.lm_head)[1].tolist())
+            found.append(heads.propose(row, measure.RANKS, model.backbone.lm_head)[1].tolist())
     return found
 
 
@@ -181,9 +181,9 @@ def finish(work: Path, out: Path, settings: DistillSettings) -> None:
     write(out, model, heads, tokenizer, result)
 
 
-def write(out: Path, model: TrunkWithHeads, heads: MedusaHeads, tokenizer: Tokenizer, result: dict) -> None:
+def write(out: Path, model: BackboneWithHeads, heads: MedusaHeads, tokenizer: Tokenizer, result: dict) -> None:
     """Write base model, heads, trees and card; weights in bfloat16."""
-    base: Any = model.trunk
+    base: Any = model.backbone
     base.to(torch.bfloat16)
     base.generation_config.eos_token_id = base.generation_config.bos_token_id = 0
     base.save_pretrained(out / "base")

@@ -17,7 +17,7 @@ from medusa_decoding import MedusaHeads, MedusaModel
 from medusa_decoding.checkpoints import pretrained, write_heads
 from medusa_decoding.cli import main
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop.backbone import Backbone
+from medusa_decoding.training.loop.backbone import TrainingBackbone
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def add(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def backbone(folder: Path) -> Any:
     model = {"name": str(folder / "base"), "dtype": "float32", "quantization": "none"}
     rest = {"data": {"train": [{"path": "none"}]}, "output": {"folder": "none"}}
-    return Backbone.load(Config.of({"method": "medusa-1", "model": model, **rest}), torch.device("cpu"))
+    return TrainingBackbone.load(Config.of({"method": "medusa-1", "model": model, **rest}), torch.device("cpu"))
 
 
 def loaded(folder: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Heads of every kind in every format: what is written guesses the same, or is refused in one line."""
+"""Heads of every kind in every format: what is written drafts the same, or is refused in one line."""
 
 from __future__ import annotations
 
@@ -386,7 +386,7 @@ class TestOriginal:
         first = export(checkpoint("own"), tmp_path / "first", "original-v1").notes[0]
         assert re.search(r"^not for vLLM, .* passes over their biases: --format vllm is for it$", first)
         second = export(checkpoint("shared"), tmp_path / "second", "original-v2", file="safetensors").notes[0]
-        assert re.search(r"^not for vLLM, .* accepts none of their guesses: --format vllm is for it$", second)
+        assert re.search(r"^not for vLLM, .* accepts none of their drafts: --format vllm is for it$", second)
 
     @pytest.mark.parametrize(("count", "words"), [(3, "head 4 on: random numbers"), (5, None), (6, "left out")])
     def test_the_project_s_five_heads_are_noted(

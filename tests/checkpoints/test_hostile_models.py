@@ -21,7 +21,7 @@ from medusa_decoding.checkpoints.base import stated_sizes
 from medusa_decoding.cli import main
 from medusa_decoding.roofline.shapes import find_shape
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop.backbone import Backbone
+from medusa_decoding.training.loop.backbone import TrainingBackbone
 
 ODD: list[Any] = [
     None, 0, -1, 7, 10**9, 10**30, -(10**30), 1.5, float("nan"), float("inf"), 1e308, "", "8", True, [], [1], [[[]]],
@@ -57,7 +57,7 @@ def decode(base: Path) -> None:
 def train_on(base: Path, device: str = "cpu") -> None:
     model = {"name": str(base), "dtype": "float32", "quantization": "none"}
     rest = {"data": {"train": [{"path": "none"}]}, "output": {"folder": "none"}}
-    Backbone.load(Config.of({"method": "medusa-1", "model": model, **rest}), torch.device(device))
+    TrainingBackbone.load(Config.of({"method": "medusa-1", "model": model, **rest}), torch.device(device))
 
 
 WAYS: list[Callable[[Path], Any]] = [

@@ -1,4 +1,4 @@
-"""Heads exported for vLLM, run by vLLM itself: it writes the same text as without them, and accepts their guesses.
+"""Heads exported for vLLM, run by vLLM itself: it writes the same text as without them, and accepts their drafts.
 
 Skipped where vLLM is not installed; CI does not install it. To run it on a CPU, in an environment of its own:
 

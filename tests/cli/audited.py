@@ -76,13 +76,13 @@ def train_on(base):
     import torch
 
     from medusa_decoding.training.config import Config
-    from medusa_decoding.training.loop.backbone import Backbone, load_tokenizer
+    from medusa_decoding.training.loop.backbone import TrainingBackbone, load_tokenizer
 
     model = {"name": base, "dtype": "float32", "quantization": "none"}
     rest = {"data": {"train": [{"path": "none"}]}, "output": {"folder": "none"}}
     config = Config.of({"method": "medusa-1", "model": model, **rest})
     for device in ("meta", "cpu"):
-        Backbone.load(config, torch.device(device))
+        TrainingBackbone.load(config, torch.device(device))
     load_tokenizer(config.model)
 
 

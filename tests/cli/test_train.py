@@ -95,7 +95,9 @@ def test_every_setting_is_listed_with_its_source(capsys):
 def test_bad_input_is_one_line_and_exit_code_2(recipe, tmp_path, capsys, monkeypatch, arguments, message, check):
     """With --check as well, and before a model is loaded."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("medusa_decoding.training.loop.backbone.Backbone.load", lambda *given: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "medusa_decoding.training.loop.backbone.TrainingBackbone.load", lambda *given: pytest.fail("loaded")
+    )
     (tmp_path / "old" / "heads").mkdir(parents=True)
     places = {"FILE": str(recipe), "OLD": str(tmp_path / "old")}
     for name, place in places.items():

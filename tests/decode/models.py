@@ -49,7 +49,7 @@ def tiny(family="llama", *, seed=0, dtype=torch.float32, **overrides):
 
 
 def heads_for(model, num_heads=4, num_layers=1, *, seed=1, shared=False):
-    """Random heads near the model's own lm_head, so that some guesses are right and many are wrong."""
+    """Random heads near the model's own lm_head, so that some drafts are right and many are wrong."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     heads = MedusaHeads(config.hidden_size, config.vocab_size, num_heads, num_layers, shared_projection=shared)

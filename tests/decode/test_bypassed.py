@@ -391,11 +391,11 @@ def test_what_decoding_calls_takes_effect(change, monkeypatch, request):
     with MedusaModel(model, heads, TREE) as medusa:
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
         # As where steps are captured: layers are run from their weights only if that is the same.
-        medusa.trunk.fuse = obstacle(medusa.trunk.decoder) is None
+        medusa.backbone.fuse = obstacle(medusa.backbone.decoder) is None
         monkeypatch.setattr(medusa._steps, "_choose_layers", lambda backend: None)
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
         in_layers = any(name in request.node.name for name in ("layer", "MLP", "norm"))
-        assert medusa.trunk.fuse != in_layers
+        assert medusa.backbone.fuse != in_layers
 
 
 def test_a_rotation_that_depends_on_the_length_is_refused():

@@ -101,8 +101,8 @@ def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, choice
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
         eager = medusa._steps.get(tree, "eager")
         rules = Rules(torch.tensor([99]), torch.tensor([20], dtype=torch.int32), None, 20, choice(prompt))
-        state = medusa._steps.arena.lend([7], 60, 20)
-        loop.prefill(medusa.trunk, [prompt], state, rules)
+        state = medusa._steps.pool.acquire([7], 60, 20)
+        loop.prefill(medusa.backbone, [prompt], state, rules)
         with Operations() as operations:
             assert CapturedStep(eager, tree.num_nodes)(state, rules)
     lm_head = [name for name, shapes, _ in operations.captured if (32, 11) in shapes or (11, 32) in shapes]
@@ -123,8 +123,8 @@ def test_the_host_is_asked_once_for_each_step(fake_cuda):
         eager = medusa._steps.get(Tree([]), "eager")
         choice = Processed([prompt], [[processor]], [20], [])
         rules = Rules(torch.tensor([99]), torch.tensor([20], dtype=torch.int32), None, 20, choice)
-        state = medusa._steps.arena.lend([7], 60, 20)
-        loop.prefill(medusa.trunk, [prompt], state, rules)
+        state = medusa._steps.pool.acquire([7], 60, 20)
+        loop.prefill(medusa.backbone, [prompt], state, rules)
         step = CapturedStep(eager, 1)
         for _ in range(3):
             step(state, rules)

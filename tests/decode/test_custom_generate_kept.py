@@ -86,7 +86,7 @@ def test_the_next_call_replays_what_was_captured(model, heads):
         expected = transformers_greedy(model, row, NEW)
         assert with_heads(model, heads, row[None])[0, 6:].tolist() == expected
         [medusa] = kept(model)
-        states = medusa._steps.arena._idle
+        states = medusa._steps.pool._idle
         captured.append([id(graph) for state in states for one in state.captured.values() for graph in one.graphs])
     assert len(captured[0]) == 1
     assert captured == captured[:1] * 4

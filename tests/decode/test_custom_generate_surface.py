@@ -277,7 +277,7 @@ def no_work(monkeypatch):
     def forward(*args, **kwargs):
         raise AssertionError("the model ran before the arguments were refused")
 
-    monkeypatch.setattr("medusa_decoding.backbone.backbone.Trunk.forward", forward)
+    monkeypatch.setattr("medusa_decoding.backbone.backbone.Backbone.forward", forward)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaDecoderLayer.forward", forward)
 
 

@@ -17,7 +17,7 @@ from medusa_decoding.decode import loop
 from medusa_decoding.decode.arrange import TreeOnDevice, arrange
 from medusa_decoding.decode.lookup import Text
 from medusa_decoding.decode.propose import propose
-from medusa_decoding.heads import Children, Guesses
+from medusa_decoding.heads import Children, DraftTokens
 
 NEW = 24
 TREES = {
@@ -39,7 +39,7 @@ def guessed(tree, logprobs):
     batch = len(logprobs)
     tokens = torch.arange(logprobs.numel()).view(logprobs.shape)
     state = types.SimpleNamespace(root=torch.full((batch,), -7), check=torch.zeros(batch), text=None)
-    best = Guesses(logprobs[..., : tree.top_k], tokens[..., : tree.top_k])  # as many as the heads are asked for
+    best = DraftTokens(logprobs[..., : tree.top_k], tokens[..., : tree.top_k])  # as many as the heads are asked for
     return arrange(state, best, TreeOnDevice.make(tree, logprobs.device))
 
 
@@ -271,13 +271,13 @@ def test_its_steps_depend_on_the_text_and_a_static_trees_do_not(monkeypatch):
 
 
 def test_what_is_copied_is_kept_beside_the_surest_guesses():
-    """Three guesses of probability 1 in any precision, of which one may stay, and three copied tokens."""
+    """Three drafts of probability 1 in any precision, of which one may stay, and three copied tokens."""
     tree = Tree([[0], [0, 0], [0, 0, 0]], lookup=3, keep=2)
     state = types.SimpleNamespace(root=torch.tensor([5]), check=torch.zeros(1), text=Text.allocate(1, 8, 4, "cpu"))
     state.text.begin([torch.tensor([5, 6, 7, 8])])
     state.output, state.count = torch.tensor([[5, 0, 0, 0]]), torch.tensor([1], dtype=torch.int32)
-    guesses = Guesses(torch.zeros(1, 3, 1), torch.tensor([[[1], [2], [3]]]))
-    tokens, shape = arrange(state, guesses, TreeOnDevice.make(tree, torch.device("cpu")))
+    drafts = DraftTokens(torch.zeros(1, 3, 1), torch.tensor([[[1], [2], [3]]]))
+    tokens, shape = arrange(state, drafts, TreeOnDevice.make(tree, torch.device("cpu")))
     assert tokens.tolist() == [[5, 1, 6, 7, 8]]
     assert shape.parents.tolist() == [[-1, 0, 0, 2, 3]]
 

@@ -23,7 +23,7 @@ def folders(tmp_path):
 def test_base_and_heads_in_one_dtype(folders, dtype):
     with MedusaModel.from_pretrained(folders / "heads", dtype=dtype) as model:
         wanted = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
-        assert model.heads.w1.dtype == model.trunk.dtype == wanted
+        assert model.heads.w1.dtype == model.backbone.dtype == wanted
         [row] = prompts(1, [7])
         got = model.generate(row[None], max_new_tokens=10).sequences[0, 7:].tolist()
         assert not model.base.training

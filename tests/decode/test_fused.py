@@ -36,11 +36,11 @@ def test_fused_layers_write_the_same_text(family, overrides, tree):
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     ids, mask = padded(rows)
     with MedusaModel(model, heads_for(model), tree) as medusa:
-        assert obstacle(medusa.trunk.decoder) is None
+        assert obstacle(medusa.backbone.decoder) is None
         for layer in model.model.layers:
             # Whatever calls a layer as a module now fails: the text below is made without.
             layer.forward = None
-        medusa._steps._choose_layers = lambda _: setattr(medusa.trunk, "fuse", True)
+        medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
@@ -52,11 +52,11 @@ def test_fused_layers_are_as_near_as_the_modules():
     with MedusaModel(model) as medusa:
         hidden = {}
         for fuse in (False, True):
-            medusa.trunk.fuse = fuse
-            state = medusa._steps.arena.lend([17], 40, 4)
+            medusa.backbone.fuse = fuse
+            state = medusa._steps.pool.acquire([17], 40, 4)
             positions = torch.arange(17, dtype=torch.int32)
             with torch.no_grad():
-                hidden[fuse] = medusa.trunk.forward(ids, DecodeContext(state.cache, positions, None)).double()
+                hidden[fuse] = medusa.backbone.forward(ids, DecodeContext(state.cache, positions, None)).double()
     with torch.no_grad():
         exact = model.double().model(ids).last_hidden_state
     errors = {fuse: (got - exact).abs().max().item() for fuse, got in hidden.items()}
@@ -120,12 +120,12 @@ def test_obstacles_are_named_and_modules_run(change, why, caplog):
     caplog.set_level(logging.INFO, logger="medusa_decoding")
     model = change(tiny())
     with MedusaModel(model) as medusa:
-        found = obstacle(medusa.trunk.decoder)
+        found = obstacle(medusa.backbone.decoder)
         assert found is not None
         assert re.search(why, found)
         for _ in range(2):
             Steps._choose_layers(medusa._steps, "graph")
-        assert not medusa.trunk.fuse
+        assert not medusa.backbone.fuse
     assert [record.getMessage() for record in caplog.records] == [f"layers: module by module ({found})"]
 
 
@@ -133,4 +133,4 @@ def test_a_hook_on_the_swapped_module_is_an_obstacle():
     model = tiny()
     with MedusaModel(model) as medusa:
         model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
-        assert obstacle(medusa.trunk.decoder) == "layer 1 has forward hooks on its TreeAttention"
+        assert obstacle(medusa.backbone.decoder) == "layer 1 has forward hooks on its TreeAttention"

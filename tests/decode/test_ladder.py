@@ -1,4 +1,4 @@
-"""The ladder's trees, and whether what is believed of the heads comes to what they do."""
+"""The tree_set's trees, and whether what is believed of the heads comes to what they do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from simulation import BETTER, GOOD, USELESS, commit
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.adaptive.acceptance import Belief, Ladder
+from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 
-# The ladder
+# The tree_set
 
 
 def test_the_ladder_is_plain_decoding_and_the_optimal_trees():
-    ladder = Ladder(GOOD)
-    assert [tree.num_nodes for tree in ladder.trees] == [1, 2, 4, 8, 16, 32, 64]
-    for tree in ladder.trees[1:]:
+    tree_set = TreeSet(GOOD)
+    assert [tree.num_nodes for tree in tree_set.trees] == [1, 2, 4, 8, 16, 32, 64]
+    for tree in tree_set.trees[1:]:
         assert tree == Tree.optimal(GOOD, tree.num_nodes)
 
 
@@ -28,28 +28,28 @@ def test_the_ladder_is_plain_decoding_and_the_optimal_trees():
     [([], [1]), ([[0.5]], [1, 2]), ([[0.3] * 2, [0.2] * 2], [1, 2, 4]), ([[0.2] * 3, [0.2] * 2], [1, 2, 4, 8])],
 )
 def test_only_trees_that_the_heads_can_fill(accuracies, sizes):
-    assert [tree.num_nodes for tree in Ladder(accuracies).trees] == sizes
+    assert [tree.num_nodes for tree in TreeSet(accuracies).trees] == sizes
 
 
 def test_odds_of_a_small_ladder_by_hand():
-    ladder = Ladder([[0.5, 0.2], [0.4, 0.1]])
-    assert ladder.trees[2].choices == [[0], [1], [0, 0]]
+    tree_set = TreeSet([[0.5, 0.2], [0.4, 0.1]])
+    assert tree_set.trees[2].choices == [[0], [1], [0, 0]]
     # 0.7 reach depth 1; of those, 0.5 x 0.4 reach depth 2.
-    assert ladder.odds_against[2] == pytest.approx((0.3 / 0.7, 0.5 / 0.2))
+    assert tree_set.odds_against[2] == pytest.approx((0.3 / 0.7, 0.5 / 0.2))
 
 
 # The belief
 
 
 def test_before_any_step_the_calibration_is_believed():
-    belief = Belief(Ladder(GOOD))
-    assert belief.tokens == pytest.approx([tree.expected_tokens(GOOD) for tree in belief.ladder.trees])
+    belief = AcceptanceModel(TreeSet(GOOD))
+    assert belief.tokens == pytest.approx([tree.expected_tokens(GOOD) for tree in belief.tree_set.trees])
 
 
-def scaled(belief: Belief, first: float, deeper: float) -> list[list[float]]:
-    """Probability of going on, tree by tree and depth by depth, with the ladder's odds times two factors."""
+def scaled(belief: AcceptanceModel, first: float, deeper: float) -> list[list[float]]:
+    """Probability of going on, tree by tree and depth by depth, with the tree_set's odds times two factors."""
     found = []
-    for odds_against in belief.ladder.odds_against:
+    for odds_against in belief.tree_set.odds_against:
         odds = [(first if depth == 0 else deeper) / against for depth, against in enumerate(odds_against)]
         found.append([value / (1 + value) for value in odds])
     return found
@@ -68,7 +68,7 @@ def draw(chances: Sequence[float], draws: random.Random) -> int:
 def test_one_tree_teaches_about_all_and_the_error_shrinks_with_memory(first, deeper):
     errors = {}
     for memory in (10, 1000):
-        belief = Belief(Ladder(GOOD), memory=memory)
+        belief = AcceptanceModel(TreeSet(GOOD), memory=memory)
         chances = scaled(belief, first, deeper)
         truth = [1 + sum(math.prod(row[: d + 1]) for d in range(len(row))) for row in chances]
         draws, found = random.Random(1), []
@@ -84,8 +84,8 @@ def test_one_tree_teaches_about_all_and_the_error_shrinks_with_memory(first, dee
 
 
 def test_the_recursion_stays_near_the_exact_posterior_mode():
-    ladder = Ladder([[0.6]])  # one tree with one node below the root: one shift
-    belief, draws = Belief(ladder, memory=1e12, prior=2.0), random.Random(3)
+    tree_set = TreeSet([[0.6]])  # one tree with one node below the root: one shift
+    belief, draws = AcceptanceModel(tree_set, memory=1e12, prior=2.0), random.Random(3)
     outcomes = [draws.random() < 0.3 for _ in range(200)]
     for outcome in outcomes:
         belief.observe(1, [1 + outcome])
@@ -100,8 +100,8 @@ def test_the_recursion_stays_near_the_exact_posterior_mode():
 
 
 def test_what_the_text_was_like_is_forgotten():
-    belief, draws = Belief(Ladder(GOOD), memory=16), random.Random(0)
-    tree = belief.ladder.trees[3]
+    belief, draws = AcceptanceModel(TreeSet(GOOD), memory=16), random.Random(0)
+    tree = belief.tree_set.trees[3]
     for _ in range(400):
         belief.observe(3, [commit(tree, BETTER, draws)])
     before = belief.tokens[3]
@@ -112,7 +112,7 @@ def test_what_the_text_was_like_is_forgotten():
 
 
 def test_another_generation_starts_where_the_last_one_ended_but_is_learnt_faster():
-    slow, fast = Belief(Ladder(GOOD)), Belief(Ladder(GOOD))
+    slow, fast = AcceptanceModel(TreeSet(GOOD)), AcceptanceModel(TreeSet(GOOD))
     for belief in (slow, fast):
         for _ in range(100):
             belief.observe(1, [1, 2])
@@ -125,14 +125,14 @@ def test_another_generation_starts_where_the_last_one_ended_but_is_learnt_faster
 
 
 def test_plain_steps_teach_nothing_and_many_rows_do_not_overshoot():
-    belief = Belief(Ladder(GOOD))
+    belief = AcceptanceModel(TreeSet(GOOD))
     before = list(belief.tokens)
     belief.observe(0, [1, 1, 1])
     assert belief.tokens == before
     for committed, low, high in ((1, 1.0, 1.1), (6, 4.5, 6.0)):
         for _ in range(30):
             belief.observe(6, [committed] * 256)
-            depths = [tree.depth for tree in belief.ladder.trees]
+            depths = [tree.depth for tree in belief.tree_set.trees]
             assert all(1.0 <= tokens <= depth + 1 for tokens, depth in zip(belief.tokens, depths, strict=True))
         assert low <= belief.tokens[6] <= high
 
@@ -142,4 +142,4 @@ def test_plain_steps_teach_nothing_and_many_rows_do_not_overshoot():
 )
 def test_beliefs_that_make_no_sense_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
-        Belief(Ladder(GOOD), **arguments)
+        AcceptanceModel(TreeSet(GOOD), **arguments)

@@ -184,7 +184,7 @@ def test_qlora(dtype, tmp_path):
     assert type(up_proj.base_layer.weight).__name__ == "Params4bit"
     expected = own_text(adapted)
     with MedusaModel(adapted, heads, TREE) as medusa:
-        assert medusa.trunk.dtype == torch.float32
+        assert medusa.backbone.dtype == torch.float32
         assert text(medusa) == expected
         with adapted.disable_adapter():
             without = text(medusa)

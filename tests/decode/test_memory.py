@@ -13,14 +13,14 @@ from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import TreeCache, bucket, reusable_rows
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.runtime import memory
 from medusa_decoding.decode.runtime import state_pool as arenas
-from medusa_decoding.decode.runtime.state_pool import Arena
+from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.decode.state import Rules
 
 DYNAMIC = {
@@ -35,8 +35,8 @@ def rules_for(batch, new):
 
 
 @pytest.fixture
-def trunk():
-    return Trunk(tiny())
+def backbone():
+    return Backbone(tiny())
 
 
 # How large a bucket is
@@ -65,8 +65,8 @@ def test_llama_3_8b_at_128k():
         vocab_size=128256, max_position_embeddings=131072,
     )  # fmt: skip
     with torch.device("meta"):
-        trunk = Trunk(LlamaForCausalLM(config).to(torch.bfloat16))
-    use = memory.estimate(trunk, 1, 130_000, 1000, 64, 2048, depth=4)
+        backbone = Backbone(LlamaForCausalLM(config).to(torch.bfloat16))
+    use = memory.estimate(backbone, 1, 130_000, 1000, 64, 2048, depth=4)
     rows = 131_072  # the bucket of 131,068
     assert use.rows == rows
     assert use.cache == 16 * 2**30 == 32 * 2 * 8 * rows * 128 * 2
@@ -76,10 +76,10 @@ def test_llama_3_8b_at_128k():
     assert use.total == use.cache + use.tables + use.state + use.activations
     assert str(use).startswith("16.27 GiB: cache 16.00 GiB (1 x 131,072 rows), rotary tables 64.0 MiB, state ")
     assert str(use).endswith("activations 217.0 MiB")
-    with_logits = memory.estimate(trunk, 16, 100, 1000, 64, 2048, depth=4, logits=True)
-    without = memory.estimate(trunk, 16, 100, 1000, 64, 2048, depth=4)
+    with_logits = memory.estimate(backbone, 16, 100, 1000, 64, 2048, depth=4, logits=True)
+    without = memory.estimate(backbone, 16, 100, 1000, 64, 2048, depth=4)
     assert with_logits.activations - without.activations > 16 * 64 * 128256 * 4
-    wider = memory.estimate(trunk, 4, 130_000, 1000, 64, 2048, depth=4)
+    wider = memory.estimate(backbone, 4, 130_000, 1000, 64, 2048, depth=4)
     assert wider.cache == 4 * use.cache
     assert wider.activations == use.activations
 
@@ -88,9 +88,9 @@ def test_llama_3_8b_at_128k():
 @pytest.mark.parametrize("overrides", [{}, DYNAMIC], ids=["", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_lent_is_what_was_stated(lengths, overrides, dtype):
-    trunk = Trunk(tiny(dtype=dtype, **overrides))
-    state = Arena(trunk, keep=0).lend(lengths, 300, 70)
-    use = memory.use_of_rows(trunk, len(lengths), 300, 70, 1)
+    backbone = Backbone(tiny(dtype=dtype, **overrides))
+    state = StatePool(backbone, keep=0).acquire(lengths, 300, 70)
+    use = memory.use_of_rows(backbone, len(lengths), 300, 70, 1)
     assert use.rows == state.cache.capacity
     assert use.cache == state.cache.kv.nbytes
     assert use.tables == state.cache.cos.nbytes + state.cache.sin.nbytes
@@ -130,16 +130,16 @@ def test_activations_are_what_was_stated(overrides, dtype, batch, tree, tmp_path
     model = tiny("mistral", dtype=dtype, **overrides)
     lengths, chunk = [1500] * batch, 600
     with MedusaModel(model, heads_for(model, shared=True), tree) as medusa, torch.no_grad():
-        state = medusa._steps.arena.lend(lengths, 1600, 8)
+        state = medusa._steps.pool.acquire(lengths, 1600, 8)
         shape = TreeOnDevice.make(tree, model.device)
         rows, rules = prompts(batch, lengths), rules_for(batch, 8)
 
         def run():
-            prefill(medusa.trunk, rows, state, rules, chunk=chunk)
-            decode_step(medusa.trunk, medusa.heads, shape, state, rules)
+            prefill(medusa.backbone, rows, state, rules, chunk=chunk)
+            decode_step(medusa.backbone, medusa.heads, shape, state, rules)
 
         own = tree.keep is not None
-        use = memory.estimate(medusa.trunk, batch, 1500, 8, tree.num_nodes, chunk, depth=tree.depth, own_trees=own)
+        use = memory.estimate(medusa.backbone, batch, 1500, 8, tree.num_nodes, chunk, depth=tree.depth, own_trees=own)
         peak = peak_of(run, tmp_path / "trace.json")
     # The prompts side by side are no activations.
     peak -= 1500 * batch * 8
@@ -230,7 +230,7 @@ def nothing_made(monkeypatch):
         raise AssertionError("allocated before it was refused")
 
     monkeypatch.setattr(TreeCache, "allocate", made)
-    monkeypatch.setattr(Trunk, "rope", made)
+    monkeypatch.setattr(Backbone, "rope", made)
 
 
 def figure(pattern, error):
@@ -238,109 +238,109 @@ def figure(pattern, error):
     return int(re.search(pattern, str(error.value)).group(1).replace(",", ""))
 
 
-def test_memory_is_stated_before_it_is_taken(trunk, monkeypatch, caplog):
+def test_memory_is_stated_before_it_is_taken(backbone, monkeypatch, caplog):
     monkeypatch.setattr(TreeCache, "allocate", lambda **_: 1 / 0)
     with caplog.at_level(logging.INFO, "medusa_decoding"), pytest.raises(ZeroDivisionError):
-        Arena(trunk, keep=0).lend([5], 5000, 10)
-    assert caplog.messages == [f"memory: {memory.use_of_rows(trunk, 1, 5000, 10, 5)}"]
+        StatePool(backbone, keep=0).acquire([5], 5000, 10)
+    assert caplog.messages == [f"memory: {memory.use_of_rows(backbone, 1, 5000, 10, 5)}"]
     assert "cache 1.2 MiB (1 x 5,120 rows)" in caplog.text
 
 
-def test_what_does_not_fit_is_refused_with_what_would(trunk, room, nothing_made):
-    use = memory.use_of_rows(trunk, 2, 50_000, 100, 10)
+def test_what_does_not_fit_is_refused_with_what_would(backbone, room, nothing_made):
+    use = memory.use_of_rows(backbone, 2, 50_000, 100, 10)
     room.free = use.total - 1
     with pytest.raises(MemoryError, match=r"expected at most .* \(free on cpu\), got .* MiB: cache 26.0 MiB") as error:
-        Arena(trunk, keep=0).lend([5, 3], 50_000, 100)
+        StatePool(backbone, keep=0).acquire([5, 3], 50_000, 100)
     fits = figure(r"of 50,000 tokens a row .* ([\d,]+) would fit", error)
     assert fits == 49_152, "the largest bucket below that of 50,000"
     room.free = 100_000
     with pytest.raises(MemoryError) as error:
-        Arena(trunk, keep=0).lend([5, 3], 50_000, 100)
+        StatePool(backbone, keep=0).acquire([5, 3], 50_000, 100)
     fits = figure(r"([\d,]+) would fit", error)
-    assert memory.use_of_rows(trunk, 2, fits, 100, 10).total <= 100_000
-    assert memory.use_of_rows(trunk, 2, fits + 1, 100, 10).total > 100_000
+    assert memory.use_of_rows(backbone, 2, fits, 100, 10).total <= 100_000
+    assert memory.use_of_rows(backbone, 2, fits + 1, 100, 10).total > 100_000
     room.free = 10
     with pytest.raises(MemoryError, match="0 would fit"):
-        Arena(trunk, keep=0).lend([5, 3], 50_000, 100)
+        StatePool(backbone, keep=0).acquire([5, 3], 50_000, 100)
 
 
-def test_what_just_fits_is_lent(trunk, room):
-    room.free = memory.use_of_rows(trunk, 2, 500, 100, 10).total
-    assert Arena(trunk, keep=0).lend([5, 3], 500, 100).cache.capacity == 512
+def test_what_just_fits_is_lent(backbone, room):
+    room.free = memory.use_of_rows(backbone, 2, 500, 100, 10).total
+    assert StatePool(backbone, keep=0).acquire([5, 3], 500, 100).cache.capacity == 512
     room.free = None  # where nobody knows, nothing is refused
-    Arena(trunk, keep=0).lend([5, 3], 500, 100)
+    StatePool(backbone, keep=0).acquire([5, 3], 500, 100)
 
 
-def test_small_generations_ask_nobody(trunk, monkeypatch):
+def test_small_generations_ask_nobody(backbone, monkeypatch):
     monkeypatch.setattr(arenas, "available", lambda device: 1 / 0)
-    arena = Arena(trunk, keep=0)
-    assert memory.use_of_rows(trunk, 1, 150_000, 10, 5).total < memory.UNCHECKED == 64 * 2**20
-    arena.lend([5], arena.first_capacity([5], 9000, 10, 100), 10)
+    pool = StatePool(backbone, keep=0)
+    assert memory.use_of_rows(backbone, 1, 150_000, 10, 5).total < memory.UNCHECKED == 64 * 2**20
+    pool.acquire([5], pool.first_capacity([5], 9000, 10, 100), 10)
     with pytest.raises(ZeroDivisionError):
-        arena.lend([5], 300_000, 10)
+        pool.acquire([5], 300_000, 10)
     with pytest.raises(ZeroDivisionError):
-        arena.first_capacity([5], 300_000, 10, 100)
+        pool.first_capacity([5], 300_000, 10, 100)
 
 
-def test_what_is_kept_is_thrown_away_before_anything_is_refused(trunk, room):
-    arena = Arena(trunk, keep=3)
+def test_what_is_kept_is_thrown_away_before_anything_is_refused(backbone, room):
+    pool = StatePool(backbone, keep=3)
     room.free = 10**9
-    states = [arena.lend([5], rows, 10) for rows in (100, 300)]
+    states = [pool.acquire([5], rows, 10) for rows in (100, 300)]
     kept = sum(state.cache.nbytes for state in states)
-    need = memory.use_of_rows(trunk, 1, 2000, 10, 5).total
+    need = memory.use_of_rows(backbone, 1, 2000, 10, 5).total
     for state in states:
-        arena.give_back(state)
-    room.free = lambda device: need - 1 if arena._idle else need
-    assert arena.lend([5], 2000, 10).cache.capacity == 2048
-    assert arena._idle == []
+        pool.release(state)
+    room.free = lambda device: need - 1 if pool._idle else need
+    assert pool.acquire([5], 2000, 10).cache.capacity == 2048
+    assert pool._idle == []
     # What would be thrown away counts as free at the start of a generation too; nothing is thrown away there.
     for state in states:
-        arena.give_back(state)
-    whole = memory.use_of_rows(trunk, 1, 5 + 1985 + 10, 1985, 5).total
+        pool.release(state)
+    whole = memory.use_of_rows(backbone, 1, 5 + 1985 + 10, 1985, 5).total
     room.free = whole - kept
-    assert arena.first_capacity([5], 1985, 10, 20) == 2000
-    assert arena._idle == states
+    assert pool.first_capacity([5], 1985, 10, 20) == 2000
+    assert pool._idle == states
     room.free -= 1
     with pytest.raises(MemoryError):
-        arena.first_capacity([5], 1985, 10, 20)
+        pool.first_capacity([5], 1985, 10, 20)
     # So does what a conversation holds.
-    arena.clear()
+    pool.clear()
     room.free = whole - states[1].cache.nbytes
     with pytest.raises(MemoryError):
-        arena.first_capacity([5], 1985, 10, 20)
-    assert arena.first_capacity([5], 1985, 10, 20, held=states[1]) == 2000
+        pool.first_capacity([5], 1985, 10, 20)
+    assert pool.first_capacity([5], 1985, 10, 20, held=states[1]) == 2000
 
 
-def test_a_kept_state_of_the_shape_needs_no_room(trunk, room):
-    arena = Arena(trunk, keep=1)
+def test_a_kept_state_of_the_shape_needs_no_room(backbone, room):
+    pool = StatePool(backbone, keep=1)
     room.free = 10**9
-    state = arena.lend([5], 100, 10)
-    arena.give_back(state)
+    state = pool.acquire([5], 100, 10)
+    pool.release(state)
     room.free = 0
-    assert arena.lend([7], 110, 10) is state
+    assert pool.acquire([7], 110, 10) is state
 
 
-def test_where_a_generation_starts(trunk, room):
+def test_where_a_generation_starts(backbone, room):
     """Small and growing where the last move fits, whole where only the last cache does, refused where neither does."""
-    arena, lengths, budget, spare = Arena(trunk, keep=0), [40, 3000], 7000, 70
-    whole = memory.use_of_rows(trunk, 2, 3000 + 7000 + 70, budget, 2048)
-    before_last = memory.use_of_rows(trunk, 2, 9216, budget, 2048)
+    pool, lengths, budget, spare = StatePool(backbone, keep=0), [40, 3000], 7000, 70
+    whole = memory.use_of_rows(backbone, 2, 3000 + 7000 + 70, budget, 2048)
+    before_last = memory.use_of_rows(backbone, 2, 9216, budget, 2048)
     assert whole.rows == 10_240
     room.free = whole.total + before_last.lasting
-    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
+    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
     room.free -= 1
-    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
+    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
     room.free = whole.total
-    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
-    assert arena.first_capacity(lengths, 500, spare, 1024) == 3000 + 500 + 70
-    room.free = memory.use_of_rows(trunk, 2, 9216, 6146, 2048).total
+    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
+    assert pool.first_capacity(lengths, 500, spare, 1024) == 3000 + 500 + 70
+    room.free = memory.use_of_rows(backbone, 2, 9216, 6146, 2048).total
     with pytest.raises(MemoryError, match=r"\(2 x 10,240 rows\).*of 7,000 new tokens a row 6,146 would fit"):
-        arena.first_capacity(lengths, budget, spare, 1024)
-    room.free = memory.use_of_rows(trunk, 2, 3071, 1, 2048).total - 1
+        pool.first_capacity(lengths, budget, spare, 1024)
+    room.free = memory.use_of_rows(backbone, 2, 3071, 1, 2048).total - 1
     with pytest.raises(MemoryError, match="of 7,000 new tokens a row not one would fit behind the prompt"):
-        arena.first_capacity(lengths, budget, spare, 1024)
+        pool.first_capacity(lengths, budget, spare, 1024)
     room.free = None
-    assert arena.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
+    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
 
 
 def test_a_refused_generation_leaves_the_model_usable(room):
@@ -381,96 +381,96 @@ def filled(state, lengths):
     return state.cache.kv.clone()
 
 
-def test_a_state_that_is_large_enough_serves_again(trunk):
-    arena = Arena(trunk, keep=1)
-    state = arena.lend([5, 9], 100, 40)
+def test_a_state_that_is_large_enough_serves_again(backbone):
+    pool = StatePool(backbone, keep=1)
+    state = pool.acquire([5, 9], 100, 40)
     kv = filled(state, [30, 44])
-    again, usable = arena.enlarge(state, [60, 50], 128, 63)
+    again, usable = pool.enlarge(state, [60, 50], 128, 63)
     assert again is state
     assert usable == 30
     assert torch.equal(state.cache.kv, kv)
     assert int(state.count.sum()) == int(state.cache.lengths.sum()) == 0
     assert state.captured, "what was captured over these tensors is still right"
-    assert arena._idle == []
+    assert pool._idle == []
 
 
-def test_a_larger_budget_alone_moves_no_cache(trunk):
-    arena = Arena(trunk, keep=1)
-    state = arena.lend([5, 9], 400, 40)
+def test_a_larger_budget_alone_moves_no_cache(backbone):
+    pool = StatePool(backbone, keep=1)
+    state = pool.acquire([5, 9], 400, 40)
     kv = filled(state, [30, 44])
-    wider, usable = arena.enlarge(state, [60, 50], 384, 300)
+    wider, usable = pool.enlarge(state, [60, 50], 384, 300)
     assert wider is not state
     assert wider.cache is state.cache
     assert wider.output.shape[1] > 300
     assert wider.captured == {}
     assert usable == 30
     assert torch.equal(wider.cache.kv, kv)
-    assert arena._idle == [], "the old state shares the cache and may not be lent"
+    assert pool._idle == [], "the old state shares the cache and may not be lent"
 
 
-def test_a_larger_cache_takes_over_keys_and_values(trunk):
-    arena = Arena(trunk, keep=1)
-    state = arena.lend([5, 9], 100, 40)
+def test_a_larger_cache_takes_over_keys_and_values(backbone):
+    pool = StatePool(backbone, keep=1)
+    state = pool.acquire([5, 9], 100, 40)
     kv = filled(state, [30, 44])
-    larger, usable = arena.enlarge(state, [60, 150], 200, 40)
+    larger, usable = pool.enlarge(state, [60, 150], 200, 40)
     assert larger.cache.capacity == 256
     assert usable == 30
     assert torch.equal(larger.cache.kv[..., :30, :], kv[..., :30, :])
     assert int(larger.count.sum()) == int(larger.cache.lengths.sum()) == 0
-    assert arena._idle == [state]
-    exact = trunk.rope([60, 150], 256)
+    assert pool._idle == [state]
+    exact = backbone.rope([60, 150], 256)
     assert torch.equal(larger.cache.cos, exact[0])
     assert torch.equal(larger.cache.sin, exact[1])
 
 
-def test_a_refused_enlargement_leaves_the_state_as_it_was(trunk, room):
-    arena = Arena(trunk, keep=1)
+def test_a_refused_enlargement_leaves_the_state_as_it_was(backbone, room):
+    pool = StatePool(backbone, keep=1)
     room.free = 10**9
-    state = arena.lend([5, 9], 100, 40)
+    state = pool.acquire([5, 9], 100, 40)
     kv = filled(state, [30, 44])
-    room.free = memory.use_of_rows(trunk, 2, 200, 40, 2 * 150).total - state.cache.nbytes - 1
+    room.free = memory.use_of_rows(backbone, 2, 200, 40, 2 * 150).total - state.cache.nbytes - 1
     with pytest.raises(MemoryError):
-        arena.enlarge(state, [60, 150], 200, 40)
+        pool.enlarge(state, [60, 150], 200, 40)
     assert torch.equal(state.cache.kv, kv)
     assert state.cache.lengths.tolist() == [30, 44]
-    assert arena._idle == []
+    assert pool._idle == []
 
 
-def test_a_larger_cache_may_take_the_place_of_the_old_one(trunk, room):
-    arena = Arena(trunk, keep=1)
+def test_a_larger_cache_may_take_the_place_of_the_old_one(backbone, room):
+    pool = StatePool(backbone, keep=1)
     room.free = 10**9
-    state = arena.lend([5, 9], 100, 40)
+    state = pool.acquire([5, 9], 100, 40)
     filled(state, [30, 44])
-    need = memory.use_of_rows(trunk, 2, 200, 40, 2 * 150).total
+    need = memory.use_of_rows(backbone, 2, 200, 40, 2 * 150).total
     room.free = lambda device: need - held if state.cache.kv.numel() else need
     held = state.cache.nbytes
-    larger, usable = arena.enlarge(state, [60, 150], 200, 40)
+    larger, usable = pool.enlarge(state, [60, 150], 200, 40)
     assert larger.cache.capacity == 256
     assert usable == 0
     assert state.cache.nbytes == 0
-    assert arena._idle == []
+    assert pool._idle == []
 
 
-def test_what_is_not_kept_is_freed_whoever_holds_it(trunk):
-    arena = Arena(trunk, keep=0)
-    state = arena.lend([5], 100, 40)
+def test_what_is_not_kept_is_freed_whoever_holds_it(backbone):
+    pool = StatePool(backbone, keep=0)
+    state = pool.acquire([5], 100, 40)
     filled(state, [30])
-    assert arena.enlarge(state, [60], 200, 40)[1] == 30
+    assert pool.enlarge(state, [60], 200, 40)[1] == 30
     assert state.cache.nbytes == 0
 
 
-def test_another_batch_is_refused(trunk):
-    arena = Arena(trunk, keep=0)
+def test_another_batch_is_refused(backbone):
+    pool = StatePool(backbone, keep=0)
     with pytest.raises(ValueError, match="prompt_lengths: expected 2 rows, got 3"):
-        arena.enlarge(arena.lend([5, 9], 100, 40), [5, 9, 3], 100, 40)
+        pool.enlarge(pool.acquire([5, 9], 100, 40), [5, 9, 3], 100, 40)
 
 
-def test_a_model_of_another_dtype_reuses_nothing(trunk):
-    arena = Arena(trunk, keep=0)
-    state = arena.lend([5], 100, 40)
+def test_a_model_of_another_dtype_reuses_nothing(backbone):
+    pool = StatePool(backbone, keep=0)
+    state = pool.acquire([5], 100, 40)
     filled(state, [30])
-    trunk.causal.double()
-    other, usable = arena.enlarge(state, [40], 100, 40)
+    backbone.causal.double()
+    other, usable = pool.enlarge(state, [40], 100, 40)
     assert other.cache.kv.dtype == torch.float64
     assert usable == 0
 
@@ -487,17 +487,17 @@ def test_tables_of_dynamic_scaling_follow_the_prompt(first, second, usable):
 
     Tables of a ragged batch have an axis more.
     """
-    trunk = Trunk(tiny(**DYNAMIC))
-    arena = Arena(trunk, keep=0)
-    state = arena.lend(first, 60, 20)
+    backbone = Backbone(tiny(**DYNAMIC))
+    pool = StatePool(backbone, keep=0)
+    state = pool.acquire(first, 60, 20)
     filled(state, [max(12, n) for n in first])
-    again, got = arena.enlarge(state, second, 60, 20)
-    exact = trunk.rope(second, state.cache.capacity)
+    again, got = pool.enlarge(state, second, 60, 20)
+    exact = backbone.rope(second, state.cache.capacity)
     assert again is state
     assert torch.equal(state.cache.cos, exact[0])
     assert torch.equal(state.cache.sin, exact[1])
     assert got == usable
-    assert bool(state.captured) == (trunk.rope(first, 64)[0].shape == exact[0].shape), "captured over other tables"
+    assert bool(state.captured) == (backbone.rope(first, 64)[0].shape == exact[0].shape), "captured over other tables"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "window", "dynamic"])
@@ -510,14 +510,14 @@ def test_three_turns_in_one_cache(family, rows):
     [text] = prompts(1, [7])
     reused = []
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
-        arena, shape = medusa._steps.arena, TreeOnDevice.make(tree, model.device)
-        step = functools.partial(decode_step, medusa.trunk, medusa.heads, shape)
-        state, known = arena.lend([7], rows[0], new), 0
+        pool, shape = medusa._steps.pool, TreeOnDevice.make(tree, model.device)
+        step = functools.partial(decode_step, medusa.backbone, medusa.heads, shape)
+        state, known = pool.acquire([7], rows[0], new), 0
         for turn in range(3):
             if turn:
-                state, usable = arena.enlarge(state, [len(text)], rows[turn], new)
+                state, usable = pool.enlarge(state, [len(text)], rows[turn], new)
                 reused.append(min(usable, known))
-            prefill(medusa.trunk, [text], state, rules_for(1, new), reuse=reused[-1] if turn else 0)
+            prefill(medusa.backbone, [text], state, rules_for(1, new), reuse=reused[-1] if turn else 0)
             while not state.finished.all():
                 step(state, rules_for(1, new))
             answer = state.output[0, :new].clone()

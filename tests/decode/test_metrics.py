@@ -96,14 +96,14 @@ def test_a_generation_is_counted_as_it_was(monkeypatch, batch):
     known = [(row.tolist(), text.tolist()) for row, text in zip(rows, plain[:, ids.shape[1] :], strict=True)]
     tree = Tree.cartesian([3, 2])
     with MedusaModel(model, taught(model, known)) as medusa:
-        forward, clock, passes = medusa.trunk.forward, [100.0], []
+        forward, clock, passes = medusa.backbone.forward, [100.0], []
 
         def counted(*args):
             passes.append(1)
             clock[0] += 1.0
             return forward(*args)
 
-        monkeypatch.setattr(medusa.trunk, "forward", counted)
+        monkeypatch.setattr(medusa.backbone, "forward", counted)
         monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
         output = medusa.generate(ids, mask, max_new_tokens=30, tree=tree, metrics=True)
         assert medusa.generate(ids, mask, max_new_tokens=2, tree=tree).metrics is None

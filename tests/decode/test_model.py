@@ -31,7 +31,7 @@ def no_work(medusa, monkeypatch):
     def forward(*args):
         raise AssertionError("the model ran before the arguments were refused")
 
-    monkeypatch.setattr(medusa.trunk, "forward", forward)
+    monkeypatch.setattr(medusa.backbone, "forward", forward)
     return medusa
 
 
@@ -389,14 +389,14 @@ def test_the_cache_grows_with_the_text(medusa, monkeypatch, tree):
     ids, mask = padded(rows)
     capacities = []
     with MedusaModel(model, heads_for(model), tree) as grown:
-        lend = grown._steps.arena.lend
+        acquire = grown._steps.pool.acquire
 
         def lent(*args):
-            state = lend(*args)
+            state = acquire(*args)
             capacities.append(state.cache.capacity)
             return state
 
-        monkeypatch.setattr(grown._steps.arena, "lend", lent)
+        monkeypatch.setattr(grown._steps.pool, "acquire", lent)
         output = grown.generate(ids, mask, max_new_tokens=200)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert len(capacities) > 2

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.selection import processors as processors_module
 from medusa_decoding.decode.selection import sampling
 from medusa_decoding.decode.selection.sampling import Nucleus, without_sorting
 
@@ -97,7 +98,7 @@ def test_texts_are_those_of_sorting(settings, extra, monkeypatch):
         with Sorts() as sorts:
             ours = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
         assert sorts.sizes == []
-        for module in (sampling, processors):
+        for module in (sampling, processors_module):
             monkeypatch.setattr(module, "without_sorting", lambda processor: processor)
         with Sorts() as sorts:
             sorted_ones = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]

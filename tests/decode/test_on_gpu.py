@@ -50,7 +50,7 @@ def test_equals_transformers(family, tree, backend):
     ids, mask = batch(rows)
     with MedusaModel(model, heads, tree, backend=backend) as medusa:
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
-        assert medusa.trunk.fuse == (backend == "graph")
+        assert medusa.backbone.fuse == (backend == "graph")
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert [sum(a) + len(a) for a in output.accept_lengths] == [NEW - 1] * 3
     if tree.num_nodes > 1:
@@ -61,9 +61,9 @@ def state_after(medusa, tree, backend, steps, prompt):
     """The tensors of a generation after some steps, driven by hand."""
     step = medusa._steps.get(tree, backend)
     rules = rules_of(200, [])
-    state = medusa._steps.arena.lend([len(prompt)], 400, 200)
+    state = medusa._steps.pool.acquire([len(prompt)], 400, 200)
     with torch.no_grad():
-        loop.prefill(medusa.trunk, [prompt], state, rules)
+        loop.prefill(medusa.backbone, [prompt], state, rules)
         for _ in range(steps):
             step(state, rules)
     rows = int(state.cache.lengths[0])
@@ -96,8 +96,8 @@ def test_growing_past_a_bucket_keeps_the_text(monkeypatch):
     ids, mask = batch(rows)
     lent = []
     with MedusaModel(model, heads, NODES_64) as medusa:
-        lend = medusa._steps.arena.lend
-        monkeypatch.setattr(medusa._steps.arena, "lend", lambda *args: lent.append(lend(*args)) or lent[-1])
+        acquire = medusa._steps.pool.acquire
+        monkeypatch.setattr(medusa._steps.pool, "acquire", lambda *args: lent.append(acquire(*args)) or lent[-1])
         output = medusa.generate(ids, mask, max_new_tokens=300)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     capacities = [state.cache.capacity for state in lent]
@@ -114,11 +114,11 @@ def test_graphs_are_reused_and_follow_new_rules():
             output = medusa.generate(row[None], max_new_tokens=40, eos_token_id=eos)
             expected = transformers_greedy(model, row, 40, eos_token_id=eos)
             assert output.sequences[0, len(row) :].tolist() == expected
-            [state] = medusa._steps.arena._idle
+            [state] = medusa._steps.pool._idle
             seen.append([captured.graphs[0] for captured in state.captured.values()])
         assert all(len(graphs) == 1 and graphs[0] is seen[0][0] for graphs in seen)
         medusa.free()
-        assert medusa._steps.arena._idle == []
+        assert medusa._steps.pool._idle == []
 
 
 def test_plain_and_tree_steps_share_a_state():
@@ -209,8 +209,8 @@ def test_a_captured_step_neither_allocates_nor_synchronises():
     with MedusaModel(model, heads, NODES_64) as medusa, torch.no_grad():
         step = medusa._steps.get(NODES_64, "graph")
         rules = rules_of(200, [VOCAB])
-        state = medusa._steps.arena.lend([9], 400, 200)
-        loop.prefill(medusa.trunk, [prompt], state, rules)
+        state = medusa._steps.pool.acquire([9], 400, 200)
+        loop.prefill(medusa.backbone, [prompt], state, rules)
         step(state, rules)
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -247,8 +247,8 @@ def test_no_host_reads_within_an_eager_step(choice):
     with MedusaModel(model, heads, NODES_64) as medusa, torch.no_grad():
         step = medusa._steps.get(NODES_64, "eager")
         rules = rules_of(200, [VOCAB], choice)
-        state = medusa._steps.arena.lend([9], 400, 200)
-        loop.prefill(medusa.trunk, [prompt], state, rules)
+        state = medusa._steps.pool.acquire([9], 400, 200)
+        loop.prefill(medusa.backbone, [prompt], state, rules)
         step(state, rules)
         try:
             torch.cuda.set_sync_debug_mode("error")
@@ -295,7 +295,7 @@ def test_compiled_backend_is_captured_too(tmp_path, monkeypatch):
     ids, mask = batch(rows)
     with MedusaModel(model, heads, Tree.cartesian([3, 2]), backend="compiled") as medusa:
         output = medusa.generate(ids, mask, max_new_tokens=20)
-        [state] = medusa._steps.arena._idle
+        [state] = medusa._steps.pool._idle
         assert len(state.captured) == 1
     assert output.sequences[:, ids.shape[1] :].tolist() == [transformers_greedy(model, row, 20) for row in rows]
 
@@ -320,7 +320,7 @@ def test_every_way_of_choosing_is_captured(settings, tree):
     ids, mask = batch([row.cuda() for row in prompts(3, [7, 1, 19])])
     with MedusaModel(model, heads, tree) as medusa:
         captured = [medusa.generate(ids, mask, max_new_tokens=40, **settings) for _ in range(2)]
-        [state] = medusa._steps.arena._idle
+        [state] = medusa._steps.pool._idle
         graphs = [len(kept.graphs) for kept in state.captured.values()]
         medusa.backend = "eager"
         eager = medusa.generate(ids, mask, max_new_tokens=40, **settings)
@@ -356,7 +356,7 @@ def test_sampling_over_a_large_vocabulary_is_captured():
     """PyTorch sorts, sums and selects in long rows by other kernels than in the few tokens of the tests above."""
     model = tiny(vocab_size=32000)
     with torch.no_grad():
-        model.lm_head.weight[:-VOCAB] = 0  # few tokens are likely, so that some guesses are right
+        model.lm_head.weight[:-VOCAB] = 0  # few tokens are likely, so that some drafts are right
     model, heads = model.cuda(), heads_for(model).cuda()
     [row] = [row.cuda() for row in prompts(1, [9], vocab=32000)]
     with MedusaModel(model, heads, Tree.cartesian([3, 2, 2])) as medusa:

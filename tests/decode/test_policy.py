@@ -12,14 +12,14 @@ import pytest
 from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, commit
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.adaptive.acceptance import Belief, Ladder
+from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.policy import Adaptive, Fixed
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 
 
 def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None) -> Adaptive:
-    ladder = Ladder(accuracies)
-    return Adaptive(ladder, times or StepTimes("device", "model"), Belief(ladder))
+    tree_set = TreeSet(accuracies)
+    return Adaptive(tree_set, times or StepTimes("device", "model"), AcceptanceModel(tree_set))
 
 
 def always(heads: Heads) -> Callable[[int], Heads]:
@@ -65,7 +65,7 @@ def test_shorter_generations_keep_to_it_together():
 @pytest.mark.parametrize(("tokens", "limit"), [(64, 0.031), (128, 0.03), (256, 0.03)])
 def test_a_useless_text_behind_good_ones_may_lose_a_part_of_their_gains(device, tokens, limit):
     times = StepTimes("device", "model")
-    times.measure(lambda tree: DEVICES[device][tree.num_nodes], Ladder(BETTER).trees, batch=1, rows=1024)
+    times.measure(lambda tree: DEVICES[device][tree.num_nodes], TreeSet(BETTER).trees, batch=1, rows=1024)
     fresh, tried = Simulation(DEVICES[device]), []
     fresh.generate(adaptive(BETTER, times), [always(USELESS)], tokens)
     for seed in range(8):
@@ -102,8 +102,8 @@ def test_after_useless_heads_a_generation_starts_plain_and_goes_on_probing():
 
 
 def best_fixed(times: dict[int, float], heads: Heads, tokens: float) -> float:
-    """Plain steps that the best tree of the ladder takes for so many tokens, in expectation."""
-    return min(tokens / tree.expected_tokens(heads) * times[tree.num_nodes] for tree in Ladder(heads).trees)
+    """Plain steps that the best tree of the tree_set takes for so many tokens, in expectation."""
+    return min(tokens / tree.expected_tokens(heads) * times[tree.num_nodes] for tree in TreeSet(heads).trees)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -123,7 +123,7 @@ def test_good_heads_are_near_the_best_fixed_tree(device, heads, late):
 
 def test_known_times_and_good_heads_start_with_a_tree_at_once():
     times = StepTimes("device", "model")
-    times.measure(lambda tree: GPU[tree.num_nodes], Ladder(GOOD).trees, batch=1, rows=1024)
+    times.measure(lambda tree: GPU[tree.num_nodes], TreeSet(GOOD).trees, batch=1, rows=1024)
     simulation = Simulation(GPU)
     simulation.generate(adaptive(GOOD, times), [always(GOOD)], 64)
     assert simulation.chosen[0] == 32  # 2.32 tokens / 1.13, before 64 with 2.44 / 1.2
@@ -151,7 +151,7 @@ def test_a_changing_text_is_near_the_best_switching_and_beats_every_fixed_tree(d
     switching = sum(best_fixed(times, accuracies, part) for accuracies in parts)
     fixed = min(
         sum(part / tree.expected_tokens(accuracies) * times[tree.num_nodes] for accuracies in parts)
-        for tree in Ladder(heads).trees
+        for tree in TreeSet(heads).trees
     )
     assert statistics.mean(clocks) < 1.08 * switching
     assert statistics.mean(clocks) < fixed
@@ -328,8 +328,8 @@ def test_without_heads_there_is_nothing_to_choose():
 
 
 def test_a_belief_about_another_ladder_is_refused():
-    with pytest.raises(ValueError, match="belief: expected one about the ladder given"):
-        Adaptive(Ladder(GOOD), StepTimes(), Belief(Ladder(GOOD)))
+    with pytest.raises(ValueError, match="belief: expected one about the tree_set given"):
+        Adaptive(TreeSet(GOOD), StepTimes(), AcceptanceModel(TreeSet(GOOD)))
 
 
 def test_a_fixed_tree_stays():

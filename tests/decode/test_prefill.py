@@ -58,9 +58,9 @@ def rules_for(batch, new=NEW):
     return Rules(ends, torch.full((batch,), new, dtype=torch.int32), None, new)
 
 
-def lend(medusa, lengths, rows=64, new=NEW):
+def acquire(medusa, lengths, rows=64, new=NEW):
     """A state whose cache holds nothing but NaN: what is read without having been written shows."""
-    state = medusa._steps.arena.lend(lengths, rows, new)
+    state = medusa._steps.pool.acquire(lengths, rows, new)
     state.cache.kv.fill_(torch.nan)
     return state
 
@@ -106,8 +106,8 @@ def test_chunks_leave_what_one_pass_leaves(family, overrides, way):
     agrees = agreement(make, rows)
     with MedusaModel(make()) as medusa, torch.no_grad():
         for width in WIDTHS:
-            state = lend(medusa, LENGTHS)
-            prefill(medusa.trunk, rows, state, rules_for(len(rows)), chunk=width * len(rows))
+            state = acquire(medusa, LENGTHS)
+            prefill(medusa.backbone, rows, state, rules_for(len(rows)), chunk=width * len(rows))
             assert state.cache.lengths.tolist() == LENGTHS
             assert state.cache.kv[..., max(LENGTHS) :, :].isnan().all()
             agrees(state)
@@ -135,15 +135,15 @@ def test_text_behind_chunks_equals_transformers(family, overrides, monkeypatch):
 def test_rows_share_a_chunk(monkeypatch, chunk, passes):
     rows, seen = prompts(3, [7, 2, 6]), []
     with MedusaModel(tiny()) as medusa, torch.no_grad():
-        forward = medusa.trunk.forward
+        forward = medusa.backbone.forward
 
         def recorded(tokens, context):
             seen.append((*tokens.shape, context.offset))
             assert context.cache.lengths.tolist() == [context.offset] * 3
             return forward(tokens, context)
 
-        monkeypatch.setattr(medusa.trunk, "forward", recorded)
-        prefill(medusa.trunk, rows, lend(medusa, [7, 2, 6]), rules_for(3), chunk=chunk)
+        monkeypatch.setattr(medusa.backbone, "forward", recorded)
+        prefill(medusa.backbone, rows, acquire(medusa, [7, 2, 6]), rules_for(3), chunk=chunk)
     assert seen == passes
 
 
@@ -155,14 +155,14 @@ def test_only_what_is_new_runs(name, reuse, way, monkeypatch):
     rows = prompts(3, lengths)
     make = functools.partial(tiny, family, **overrides)
     with MedusaModel(make()) as medusa, torch.no_grad():
-        forward = medusa.trunk.forward
-        state = lend(medusa, lengths)
-        prefill(medusa.trunk, [row[:reuse] for row in rows], state, rules_for(3))
+        forward = medusa.backbone.forward
+        state = acquire(medusa, lengths)
+        prefill(medusa.backbone, [row[:reuse] for row in rows], state, rules_for(3))
         before = state.cache.kv[..., :reuse, :].clone()
         state.cache.kv[..., reuse:, :] = torch.nan
         state.clear()
-        monkeypatch.setattr(medusa.trunk, "forward", lambda t, c: seen.append(t.clone()) or forward(t, c))
-        prefill(medusa.trunk, rows, state, rules_for(3), reuse=reuse, chunk=15)
+        monkeypatch.setattr(medusa.backbone, "forward", lambda t, c: seen.append(t.clone()) or forward(t, c))
+        prefill(medusa.backbone, rows, state, rules_for(3), reuse=reuse, chunk=15)
     assert torch.cat(seen, 1).tolist() == padded(rows, "right")[0][:, reuse:].tolist()
     assert torch.equal(state.cache.kv[..., :reuse, :], before)
     agreement(make, rows)(state)
@@ -174,12 +174,12 @@ def test_a_second_turn_continues_in_the_cache(family, way):
     model = tiny(family)
     rows, tree = prompts(3, [9, 4, 12]), Tree.cartesian([4, 3, 2])
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
-        state = lend(medusa, [9, 4, 12], rows=90)
-        step = functools.partial(decode_step, medusa.trunk, medusa.heads, TreeOnDevice.make(tree, model.device))
+        state = acquire(medusa, [9, 4, 12], rows=90)
+        step = functools.partial(decode_step, medusa.backbone, medusa.heads, TreeOnDevice.make(tree, model.device))
 
         def text(state, rows, **kwargs):
             rules = rules_for(3)
-            prefill(medusa.trunk, rows, state, rules, **kwargs)
+            prefill(medusa.backbone, rows, state, rules, **kwargs)
             while not state.finished.all():
                 step(state, rules)
             return state.output[:, :NEW].clone()
@@ -199,11 +199,11 @@ def test_a_second_turn_continues_in_the_cache(family, way):
 @pytest.mark.parametrize("reuse", [-1, 4, 5])
 def test_reuse_leaves_a_token_of_every_row(reuse):
     with MedusaModel(tiny()) as medusa, torch.no_grad():
-        state = lend(medusa, [4, 9])
+        state = acquire(medusa, [4, 9])
         with pytest.raises(ValueError, match=rf"reuse: expected 0 to 3 .*, got {reuse}"):
-            prefill(medusa.trunk, prompts(2, [4, 9]), state, rules_for(2), reuse=reuse)
+            prefill(medusa.backbone, prompts(2, [4, 9]), state, rules_for(2), reuse=reuse)
         with pytest.raises(ValueError, match="chunk: expected at least 1, got 0"):
-            prefill(medusa.trunk, prompts(2, [4, 9]), state, rules_for(2), chunk=0)
+            prefill(medusa.backbone, prompts(2, [4, 9]), state, rules_for(2), chunk=0)
     assert state.cache.kv.isnan().all()
     assert int(state.step) == 0
 
@@ -267,9 +267,9 @@ def test_nothing_grows_with_the_square_of_the_prompt(size):
     model = tiny("mistral", num_hidden_layers=1, max_position_embeddings=2 * length, sliding_window=size)
     [row] = prompts(1, [length])
     with MedusaModel(model) as medusa, torch.no_grad():
-        state = medusa._steps.arena.lend([length], length + 10, 4)
+        state = medusa._steps.pool.acquire([length], length + 10, 4)
         with Largest() as largest:
-            prefill(medusa.trunk, [row], state, rules_for(1, 4))
+            prefill(medusa.backbone, [row], state, rules_for(1, 4))
         assert largest.elements < 100 * 2048, largest.shape  # 48 is the widest layer
         assert largest.elements >= 48 * 2048, "the pass itself was not seen"
         # The last position sees what it should: the same as one pass of that token over the cache.
@@ -277,7 +277,7 @@ def test_nothing_grows_with_the_square_of_the_prompt(size):
         last, cache = state.hidden.clone(), state.cache
         cache.lengths.fill_(length - 1)
         words = torch.ones(1, 1, dtype=torch.int64)
-        again = medusa.trunk.forward(row[-1:][None], DecodeContext(cache, positions, words))[:, 0]
+        again = medusa.backbone.forward(row[-1:][None], DecodeContext(cache, positions, words))[:, 0]
     torch.testing.assert_close(last, again, rtol=1e-4, atol=1e-4)
 
 
@@ -318,7 +318,7 @@ def test_chunks_on_a_gpu(family, overrides, dtype):
     make = functools.partial(tiny, family, dtype=dtype, **shape, **overrides)
     rows = prompts(2, lengths)
     with MedusaModel(make().cuda()) as medusa, torch.no_grad():
-        state = medusa._steps.arena.lend(lengths, 1400, NEW)
+        state = medusa._steps.pool.acquire(lengths, 1400, NEW)
         rules = Rules(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in vars(rules_for(2)).values()))
-        prefill(medusa.trunk, [row.cuda() for row in rows], state, rules, chunk=2 * 520)
+        prefill(medusa.backbone, [row.cuda() for row in rows], state, rules, chunk=2 * 520)
     agreement(make, rows, dtype)(state)

@@ -199,9 +199,9 @@ def test_the_text_is_the_quantised_models_own(name, dtype, folder, unquantised):
         if "restored" in name:
             restored(model)
         assert type(model.model.layers[1].mlp.down_proj.weight).__name__ == weight
-        assert medusa.trunk.dtype == medusa.heads.w1.dtype == dtype
+        assert medusa.backbone.dtype == medusa.heads.w1.dtype == dtype
         assert (plain_weight(model.lm_head) is None) == ("lm_head" in name)
-        assert obstacle(medusa.trunk.decoder).startswith("layer 0 has a ")
+        assert obstacle(medusa.backbone.decoder).startswith("layer 0 has a ")
         expected = [assert_own_text(model, row, text, bound) for row, text in zip(ROWS, texts(medusa), strict=True)]
     assert expected != unquantised, "quantising changes nothing: the test shows nothing"
 

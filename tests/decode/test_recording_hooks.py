@@ -29,6 +29,6 @@ def test_hooks_that_record_outputs_are_no_obstacle(model, heads, backend, wrappe
     assert hooks, "transformers leaves no hooks any more: the test shows nothing"
     assert with_heads(model, heads, IDS, backend=backend)[0, 3:].tolist() == expected
     with MedusaModel(model, heads, TREE) as medusa:
-        assert obstacle(medusa.trunk.decoder) is None
+        assert obstacle(medusa.backbone.decoder) is None
     hidden = plain(model, IDS, **recorded, max_new_tokens=2).hidden_states
     assert [len(layers) for layers in hidden] == [3, 3]

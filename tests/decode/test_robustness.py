@@ -32,7 +32,7 @@ import medusa_decoding
 from medusa_decoding import MedusaModel, Session, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.decode import loop
-from medusa_decoding.decode.runtime.state_pool import Arena
+from medusa_decoding.decode.runtime.state_pool import StatePool
 
 TREE = Tree.cartesian([3, 2])
 WAYS = {
@@ -60,7 +60,7 @@ def medusa():
 @pytest.fixture
 def kept_states(monkeypatch):
     """Arenas keep states between generations, as they do where steps are captured."""
-    monkeypatch.setattr(Arena, "keep", property(lambda self: 2, lambda self, value: None), raising=False)
+    monkeypatch.setattr(StatePool, "keep", property(lambda self: 2, lambda self, value: None), raising=False)
 
 
 class Streamer:
@@ -163,10 +163,10 @@ def test_the_step_and_the_row_that_break_are_named(medusa, kept_states, way, val
         ):
             medusa.generate(ids, mask, max_new_tokens=60, **WAYS[way])
     # The state, whose cache holds NaN, serves again.
-    broken = medusa._steps.arena._idle[-1]
+    broken = medusa._steps.pool._idle[-1]
     assert broken.cache.kv.isnan().any()
     output = medusa.generate(ids, mask, max_new_tokens=60)
-    assert medusa._steps.arena._idle[-1] is broken
+    assert medusa._steps.pool._idle[-1] is broken
     assert new_tokens(output, ids.shape[1]) == [transformers_greedy(medusa.base, row, 60) for row in rows]
 
 
@@ -306,8 +306,8 @@ def test_an_interrupt_leaves_everything_usable(monkeypatch, kept_states, place, 
     model = tiny()
     [row] = prompts(1, [6])
     expected = transformers_greedy(model, row, 20)
-    lent, lend = [], Arena.lend
-    monkeypatch.setattr(Arena, "lend", lambda *args: lent.append(lend(*args)) or lent[-1])
+    lent, acquire = [], StatePool.acquire
+    monkeypatch.setattr(StatePool, "acquire", lambda *args: lent.append(acquire(*args)) or lent[-1])
     with MedusaModel(model, heads_for(model), TREE, backend=backend) as medusa:
         for count in (1, 2, 5):
             # In the middle of a step: the first layer has written its keys and values, the second has not.
@@ -358,7 +358,7 @@ class InterruptAt:
 
 def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
     """Each line is interrupted once, where it first runs: a cache grows, and a session goes on in it."""
-    files = [f"decode/{name}.py" for name in ("loop", "arena", "state", "watch", "follow")] + ["session.py", "turns.py"]
+    files = [f"decode/{name}.py" for name in ("loop", "pool", "state", "watch", "follow")] + ["session.py", "turns.py"]
     monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 1)
     model = tiny(num_hidden_layers=1, max_position_embeddings=256)
     [row] = prompts(1, [55])
@@ -381,7 +381,7 @@ def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
         for place, number in lines.first.items():
             with InterruptAt(files, number), pytest.raises(KeyboardInterrupt):
                 write_twice()
-            idle = medusa._steps.arena._idle
+            idle = medusa._steps.pool._idle
             assert len({id(state) for state in idle}) == len(idle), place
             assert torch.is_grad_enabled(), place
             assert write(4) == expected[:4], place

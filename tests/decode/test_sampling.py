@@ -185,8 +185,8 @@ def by_greedy_agreement(self, nodes, lm_head, state, rules):
 def by_a_draw_for_each_guess(self, nodes, lm_head, state, rules):
     """Wrong on purpose, as the original project's nucleus rule is: every guess gets a draw of its own at its parent.
 
-    The longest path of guesses that equal their draws is kept, and behind its end a token is drawn afresh. Siblings
-    each get a chance, and so do the tokens of guesses that have just been refused.
+    The longest path of drafts that equal their draws is kept, and behind its end a token is drawn afresh. Siblings
+    each get a chance, and so do the tokens of drafts that have just been refused.
     """
     logits = allowed_logits(nodes, lm_head, state, rules).float()
     for processor in self.processors:
@@ -221,7 +221,7 @@ def test_wrong_rules_are_found_out(small, monkeypatch, wrong, tree):
     texts, output = sampled(small, PROMPT, 3, tree=TREES[tree], seed=7, **SETTINGS["hot"])
     assert sum(map(sum, output.accept_lengths)) > 0
     assert not fits(counted(texts, 4), exact)
-    # Plain decoding has no guesses to be wrong about: the statistic refuses nothing that is right.
+    # Plain decoding has no drafts to be wrong about: the statistic refuses nothing that is right.
     texts, _ = sampled(small, PROMPT, 3, tree=Tree([]), seed=8, **SETTINGS["hot"])
     assert fits(counted(texts, 4), exact)
 
@@ -494,7 +494,7 @@ def test_a_model_that_breaks_down_is_named_by_either_route():
     model = tiny()
     [row] = prompts(1, [5])
     with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
-        forward, passes = medusa.trunk.forward, []
+        forward, passes = medusa.backbone.forward, []
 
         def broken(*args):
             passes.append(1)
@@ -503,8 +503,8 @@ def test_a_model_that_breaks_down_is_named_by_either_route():
 
         for extra in ({}, {"do_sample": True}, {"do_sample": True, "repetition_penalty": 1.1}, {"top_h": None}):
             passes.clear()
-            medusa.trunk.forward = broken
+            medusa.backbone.forward = broken
             with pytest.raises(FloatingPointError, match=r"got NaN or infinity at step 2 .* in row 0"):
                 medusa.generate(row[None], max_new_tokens=30, **extra)
-            del medusa.trunk.forward
+            del medusa.backbone.forward
         assert medusa.generate(row[None], max_new_tokens=8).new_tokens == [8]

@@ -16,14 +16,14 @@ TREE = Tree.cartesian([3, 2])
 def passes(monkeypatch):
     """Tokens of every pass through the model, a list of (rows, tokens)."""
     seen = []
-    monkeypatch.setattr("medusa_decoding.backbone.backbone.Trunk.forward", _counting(seen))
+    monkeypatch.setattr("medusa_decoding.backbone.backbone.Backbone.forward", _counting(seen))
     return seen
 
 
 def _counting(seen):
-    from medusa_decoding.backbone.backbone import Trunk
+    from medusa_decoding.backbone.backbone import Backbone
 
-    forward = Trunk.forward
+    forward = Backbone.forward
 
     def counted(self, tokens, context):
         seen.append((tuple(tokens.shape), context.ancestors is None))

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode import loop
 from medusa_decoding.decode.runtime import steps as steps_module
-from medusa_decoding.decode.runtime.state_pool import Arena
+from medusa_decoding.decode.runtime.state_pool import StatePool
 
 
 @pytest.fixture
@@ -22,67 +22,67 @@ def medusa():
 
 
 def test_kept_states_are_found_by_shape_and_cleared(medusa):
-    arena = Arena(medusa.trunk, keep=2)
-    small, large = arena.lend([5], 60, 10), arena.lend([5], 200, 10)
-    wide = arena.lend([5], 60, 500)
+    pool = StatePool(medusa.backbone, keep=2)
+    small, large = pool.acquire([5], 60, 10), pool.acquire([5], 200, 10)
+    wide = pool.acquire([5], 60, 500)
     assert wide is not small
     for state in (small, large):
         state.count.fill_(7)
         state.captured["step", "key"] = "graph"
-        arena.give_back(state)
-    assert arena.lend([9], 250, 10) is large
+        pool.release(state)
+    assert pool.acquire([9], 250, 10) is large
     assert int(large.count) == 0
-    arena.give_back(large)
-    assert arena.lend([9], 250, 10) is large
-    arena.give_back(large)
-    arena.forget("step")
+    pool.release(large)
+    assert pool.acquire([9], 250, 10) is large
+    pool.release(large)
+    pool.forget("step")
     assert small.captured == large.captured == {}
-    arena.give_back(wide)  # two are kept: the most recent ones
-    assert arena.lend([5], 60, 10) is not small
-    assert arena.lend([5], 60, 500) is wide
+    pool.release(wide)  # two are kept: the most recent ones
+    assert pool.acquire([5], 60, 10) is not small
+    assert pool.acquire([5], 60, 500) is wide
 
 
 def test_graphs_over_lent_states_are_dropped_with_their_step(medusa):
     """A session holds its state between calls; a step that is dropped meanwhile must free its graphs there too."""
-    arena = Arena(medusa.trunk, keep=2)
-    state = arena.lend([5], 60, 10)
+    pool = StatePool(medusa.backbone, keep=2)
+    state = pool.acquire([5], 60, 10)
     state.captured |= {("dropped", "key"): "graph", ("kept", "key"): "graph"}
-    arena.forget("dropped")
+    pool.forget("dropped")
     assert state.captured == {("kept", "key"): "graph"}
-    wider, _ = arena.enlarge(state, [5], 60, 500)
+    wider, _ = pool.enlarge(state, [5], 60, 500)
     assert wider is not state
     wider.captured |= {("dropped", "key"): "graph", ("kept", "key"): "graph"}
-    arena.forget("dropped")
+    pool.forget("dropped")
     assert wider.captured == {("kept", "key"): "graph"}
-    arena.clear()
+    pool.clear()
     assert wider.captured == {}
 
 
 def test_the_arena_keeps_no_lent_state_alive(medusa):
-    arena = Arena(medusa.trunk, keep=2)
-    state = weakref.ref(arena.lend([5], 60, 10))
+    pool = StatePool(medusa.backbone, keep=2)
+    state = weakref.ref(pool.acquire([5], 60, 10))
     gc.collect()
     assert state() is None
 
 
 def test_what_is_kept_makes_room(medusa, monkeypatch):
-    arena = Arena(medusa.trunk, keep=2)
-    arena.give_back(arena.lend([5], 60, 10))
-    allocate = steps_module.Arena.lend.__globals__["TreeCache"].allocate
+    pool = StatePool(medusa.backbone, keep=2)
+    pool.release(pool.acquire([5], 60, 10))
+    allocate = steps_module.StatePool.acquire.__globals__["TreeCache"].allocate
     idle = []
 
     def full_once(shape, rope):
-        idle.append(len(arena._idle))
-        if arena._idle:
+        idle.append(len(pool._idle))
+        if pool._idle:
             raise MemoryError("full")
         return allocate(shape, rope)
 
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", full_once)
-    assert arena.lend([5], 200, 10).cache.capacity == 256
+    assert pool.acquire([5], 200, 10).cache.capacity == 256
     assert idle == [1, 0]
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        arena.lend([5], 999, 10)
+        pool.acquire([5], 999, 10)
 
 
 class Broken:
@@ -98,7 +98,7 @@ class Broken:
 
 def test_an_interrupted_generation_gives_its_state_back_once(medusa, monkeypatch):
     back = []
-    monkeypatch.setattr(medusa._steps.arena, "give_back", back.append)
+    monkeypatch.setattr(medusa._steps.pool, "release", back.append)
     [row] = prompts(1, [9])
     with pytest.raises(ConnectionError):
         medusa.generate(row[None], max_new_tokens=5, streamer=Broken())
@@ -138,7 +138,7 @@ def test_steps_are_made_anew_when_the_model_would_compute_something_else():
 def test_models_and_calls_of_inference_mode(medusa):
     [row] = prompts(1, [9])
     expected = transformers_greedy(medusa.base, row, 12)
-    medusa._steps.arena.keep = 2
+    medusa._steps.pool.keep = 2
     for backend in ("eager", "compiled"):
         assert medusa._steps.fingerprint()
         with torch.inference_mode():
@@ -185,8 +185,8 @@ def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length,
     [row] = prompts(1, [length])
     lent = []
     with MedusaModel(model, heads_for(model), tree) as late:
-        lend = late._steps.arena.lend
-        monkeypatch.setattr(late._steps.arena, "lend", lambda *args: lent.append(args) or lend(*args))
+        acquire = late._steps.pool.acquire
+        monkeypatch.setattr(late._steps.pool, "acquire", lambda *args: lent.append(args) or acquire(*args))
         got = late.generate(row[None], max_new_tokens=new).sequences[0, length:].tolist()
     assert got == transformers_greedy(model, row, new)
     assert len(lent) == 1

@@ -64,7 +64,7 @@ def decode(folder, name):
     seen = {"world_size": world_size(base), "sharded": sum(map(is_sharded, base.parameters()))}
     for shared in (False, True):
         with MedusaModel(base, heads_for(whole, 3, shared=shared), TREE) as model:
-            seen["kv_heads"] = model.trunk.kv_shape(1, 64)[3]
+            seen["kv_heads"] = model.backbone.kv_shape(1, 64)[3]
             seen["obstacle"] = obstacle(base.model)
             for kind, tree in (("tree", TREE), ("plain", Tree([]))):
                 out = model.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=tree)
@@ -113,14 +113,14 @@ def whole_attention(folder):
     with MedusaModel(load(folder / name, plan), heads_for(build(name), 3), TREE) as model:
         ids, mask = padded(rows())
         sequences = model.generate(ids, mask, max_new_tokens=NEW_TOKENS).sequences
-        return {"kv_heads": model.trunk.kv_heads, "text": sequences[:, ids.shape[1] :].tolist()}
+        return {"kv_heads": model.backbone.kv_heads, "text": sequences[:, ids.shape[1] :].tolist()}
 
 
 def from_pretrained(folder):
     with MedusaModel.from_pretrained(folder / "heads", folder / "llama", tp_plan="auto", tree=TREE) as model:
         ids, mask = padded(rows())
         sequences = model.generate(ids, mask, max_new_tokens=NEW_TOKENS).sequences
-        return {"size": model.trunk.peers.size, "text": sequences[:, ids.shape[1] :].tolist()}
+        return {"size": model.backbone.peers.size, "text": sequences[:, ids.shape[1] :].tolist()}
 
 
 def disagree(folder):

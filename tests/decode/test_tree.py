@@ -182,7 +182,7 @@ def test_heads_may_have_different_numbers_of_ranks():
         (lambda: Tree.dynamic(2.5, 2), "num_nodes: expected 1 to 256, got 2.5"),
         (lambda: Tree.dynamic(4, 0), "depth: expected 1 to 255, got 0"),
         (lambda: Tree.dynamic(4, 2, 33), "top_k: expected 1 to 32, got 33"),
-        (lambda: Tree.dynamic(9, 2, 2), "num_nodes: expected at most 7 with depth 2 and 2 guesses a head, got 9"),
+        (lambda: Tree.dynamic(9, 2, 2), "num_nodes: expected at most 7 with depth 2 and 2 drafts a head, got 9"),
         (
             lambda: Tree.dynamic(256, 6, 32),
             "num_nodes, depth, top_k: expected at most 8191 candidates, got more with 256, 6 and 32",

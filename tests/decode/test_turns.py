@@ -42,7 +42,7 @@ def model():
 @pytest.fixture
 def in_one_call_at_a_time(monkeypatch):
     """Fail if two threads run the model at once."""
-    inside, forward = [], loop.Trunk.forward
+    inside, forward = [], loop.Backbone.forward
 
     def alone(*args):
         inside.append(threading.get_ident())
@@ -51,7 +51,7 @@ def in_one_call_at_a_time(monkeypatch):
         inside.pop()
         return out
 
-    monkeypatch.setattr(loop.Trunk, "forward", alone)
+    monkeypatch.setattr(loop.Backbone, "forward", alone)
 
 
 def no_patience(monkeypatch):

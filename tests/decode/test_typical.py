@@ -29,12 +29,12 @@ NEW = 20
 class Definition:
     """The papers' rule, written down again.
 
-    A guess x behind a prefix is accepted if p(x) > min(epsilon, delta exp(-H(p))). The longest path of accepted guesses
+    A guess x behind a prefix is accepted if p(x) > min(epsilon, delta exp(-H(p))). The longest path of accepted drafts
     is kept, of several the likeliest; the token behind it is the likeliest one, with which the next step begins.
 
     Attributes:
         margin: how near any decision came to another one, relatively; 0 where it did not matter.
-        unlikely: guesses accepted that were not the likeliest token.
+        unlikely: drafts accepted that were not the likeliest token.
     """
 
     def __init__(self, model, heads, epsilon=0.09, delta=0.3, temperature=1.0):
@@ -62,7 +62,7 @@ class Definition:
             self.margin = min(self.margin, logits[order[0]] - logits[order[1]])
         return int(order[0])
 
-    def guesses(self, text):
+    def drafts(self, text):
         """Each head's tokens, best first."""
         hidden = self.forward(text)[0]
         ranked = []
@@ -86,7 +86,7 @@ class Definition:
         return True, likelihood
 
     def write(self, prompt, tree, new, eos=(), min_new=0):
-        """Return the new tokens and the accepted guesses of each step."""
+        """Return the new tokens and the accepted drafts of each step."""
 
         def forbidden_from(count):
             return lambda place: eos if count + place < min_new else ()
@@ -94,7 +94,7 @@ class Definition:
         text = tuple(prompt)
         emitted, steps = [self.likeliest(text, forbidden_from(0)(0))], []
         while len(emitted) < new and emitted[-1] not in eos:
-            ranked = self.guesses(text)
+            ranked = self.drafts(text)
             text, forbidden = (*text, emitted[-1]), forbidden_from(len(emitted))
             paths = [()] + [tuple(ranked[head][rank] for head, rank in enumerate(path)) for path in tree.choices]
             copied = searched(list(text), tree.lookup) if tree.lookup else []
@@ -168,7 +168,7 @@ def test_equals_the_definition(family, tree, rule):
         alone = medusa.generate(rows[0][None], max_new_tokens=NEW, **of_generate(rule))
     check(definition, output, ids.shape[1], expected)
     assert new_tokens(alone, len(rows[0])) == [expected[0][0]]
-    assert definition.unlikely > 0, "only greedy guesses were accepted"
+    assert definition.unlikely > 0, "only greedy drafts were accepted"
     assert sum(map(sum, output.accept_lengths)) > 0
 
 

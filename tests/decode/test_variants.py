@@ -1,4 +1,4 @@
-"""Heads with 8-bit projections, trimmed vocabularies and guesses that depend on their parent: still lossless."""
+"""Heads with 8-bit projections, trimmed vocabularies and drafts that depend on their parent: still lossless."""
 
 import copy
 import functools
@@ -173,7 +173,7 @@ def test_forward_adds_the_term_where_parents_are_given():
         for head in range(3):
             term = heads.candidate_tokens @ (heads.parent_mix[head].T @ heads.parent_tokens[parents[row, head]])
             torch.testing.assert_close(whole[row, head], base[row, head] + term)
-    with pytest.raises(ValueError, match=r"heads: expected some whose guesses depend on .*, got parent_rank 0"):
+    with pytest.raises(ValueError, match=r"heads: expected some whose drafts depend on .*, got parent_rank 0"):
         wide_heads(0)[0](hidden, parents=parents)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from recipes.demo import corpus, measure, train
 from recipes.demo.distill import DistillSettings, HeadData, continuations, random_prompts
-from recipes.demo.pretrain import PretrainSettings, TrunkWithHeads, learning_rate_scale
+from recipes.demo.pretrain import BackboneWithHeads, PretrainSettings, learning_rate_scale
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_folder_without_sources_is_named(tmp_path):
         corpus.split(tmp_path)
 
 
-def walk(choices, guesses, text):
+def walk(choices, drafts, text):
     """Count tokens and steps the slow way: the longest path whose tokens all stand in the text."""
     depth = max(map(len, choices))
     committed = steps = position = 0
@@ -52,7 +52,7 @@ def walk(choices, guesses, text):
         right = [0] + [
             len(path)
             for path in choices
-            if all(guesses[position][d][rank] == text[position + 2 + d] for d, rank in enumerate(path))
+            if all(drafts[position][d][rank] == text[position + 2 + d] for d, rank in enumerate(path))
         ]
         committed += 1 + max(right)
         steps += 1
@@ -64,10 +64,10 @@ def walk(choices, guesses, text):
 def test_tokens_per_step_on_text_against_a_slow_walk(seed):
     rng = np.random.default_rng(seed)
     text = rng.integers(0, 5, 60).tolist()
-    guesses = [[rng.permutation(5)[:3].tolist() for _ in range(3)] for _ in text]
+    drafts = [[rng.permutation(5)[:3].tolist() for _ in range(3)] for _ in text]
     choices = [[0], [1], [0, 0], [0, 2], [1, 1], [0, 2, 1]]
-    found = measure.tokens_per_step_on_text(Tree(choices), guesses, text)
-    assert found == walk(choices, guesses, text)
+    found = measure.tokens_per_step_on_text(Tree(choices), drafts, text)
+    assert found == walk(choices, drafts, text)
     assert found[0] > found[1]
 
 
@@ -102,15 +102,15 @@ SMALL = PretrainSettings(
 
 def test_the_combined_loss_against_an_explicit_one():
     torch.manual_seed(0)
-    module = TrunkWithHeads(SMALL)
+    module = BackboneWithHeads(SMALL)
     with torch.no_grad():
         module.w1.normal_(0, 0.2)
         module.b1.normal_(0, 0.2)
     tokens = torch.randint(0, 300, (2, 8 + 1 + 2))
     picked = torch.tensor([5, 0, 7])
     lm_loss, head_losses = module(tokens, picked)
-    hidden = module.trunk.model(tokens[:, :8]).last_hidden_state
-    logp = module.trunk.lm_head(hidden).log_softmax(-1)
+    hidden = module.backbone.model(tokens[:, :8]).last_hidden_state
+    logp = module.backbone.lm_head(hidden).log_softmax(-1)
     expected = -sum(logp[b, t, tokens[b, t + 1]] for b, t in itertools.product(range(2), range(8))) / 16
     assert lm_loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for k in range(2):
@@ -118,13 +118,13 @@ def test_the_combined_loss_against_an_explicit_one():
         for b, t in itertools.product(range(2), picked.tolist()):
             h = hidden[b, t]
             state = h + torch.nn.functional.silu(module.w1[k] @ h + module.b1[k])
-            total -= (module.trunk.lm_head.weight @ state).log_softmax(-1)[tokens[b, t + 2 + k]].item()
+            total -= (module.backbone.lm_head.weight @ state).log_softmax(-1)[tokens[b, t + 2 + k]].item()
         assert head_losses[k].item() == pytest.approx(total / 6, rel=1e-5)
 
 
 def test_head_data_pairs_states_with_later_tokens():
     torch.manual_seed(0)
-    base = TrunkWithHeads(SMALL).eval().trunk
+    base = BackboneWithHeads(SMALL).eval().backbone
     tokens = torch.randint(0, 300, (2, 12))
     data = HeadData.of(base, [tokens], 4, 2)
     assert data.states.shape == (2 * 5, 32)
@@ -167,8 +167,8 @@ def test_every_stage_of_the_recipe(tmp_path, monkeypatch):
 
 def test_head_accuracies_of_a_known_head():
     torch.manual_seed(0)
-    base = TrunkWithHeads(SMALL).eval().trunk
-    heads = MedusaHeads(32, 300, 1, shared_projection=True)  # fresh: guesses what the base model would say next
+    base = BackboneWithHeads(SMALL).eval().backbone
+    heads = MedusaHeads(32, 300, 1, shared_projection=True)  # fresh: drafts what the base model would say next
     tokens = torch.randint(0, 300, (3, 20))
     states = base.model(tokens).last_hidden_state.flatten(0, 1)
     best = base.lm_head(states).topk(2, -1).indices
@@ -188,7 +188,7 @@ def test_random_prompts_do_not_cross_files():
 
 def test_continuations_do_not_stop_at_the_end_of_text():
     torch.manual_seed(0)
-    base = TrunkWithHeads(SMALL).eval().trunk
+    base = BackboneWithHeads(SMALL).eval().backbone
     with torch.no_grad():
         base.lm_head.weight[0] = 5 * base.model(torch.tensor([[5, 6]])).last_hidden_state[0, -1]  # likes token 0
     [rows] = continuations(base, torch.tensor([[5, 6]]), 6, 1)

@@ -74,10 +74,10 @@ def walked(base, heads, tokens, prompt):
                 continue
             parent = tokens[t + k + 1]
             unnamed += named is not None and parent not in named
-            guesses, named = ranked(heads, base.lm_head.weight, states[t], k, parent, named)
+            drafts, named = ranked(heads, base.lm_head.weight, states[t], k, parent, named)
             total[k] += 1
             for n in range(10):
-                hits[k][n] += tokens[t + k + 2] in guesses[: n + 1]
+                hits[k][n] += tokens[t + k + 2] in drafts[: n + 1]
     return hits, total, unnamed
 
 

@@ -53,8 +53,8 @@ def test_the_loss_by_hand():
     log3, log7 = math.log(3), math.log(7)
     hidden = torch.tensor([[log3, 0.0], [0.0, log7], [5.0, 5.0], [1.0, 2.0]], dtype=torch.float64)
     labels = torch.tensor([0, 1, 0, 1])
-    # Head 0 at position 0 guesses label 2 (= 0): p = 3/4. At position 1, label 3 (= 1): p = 7/8.
-    # Head 1 at position 0 guesses label 3 (= 1): p = 1/4. Positions 2 and 3 have no targets.
+    # Head 0 at position 0 drafts label 2 (= 0): p = 3/4. At position 1, label 3 (= 1): p = 7/8.
+    # Head 1 at position 0 drafts label 3 (= 1): p = 1/4. Positions 2 and 3 have no targets.
     first = (-math.log(3 / 4) - math.log(7 / 8)) / 2
     second = -math.log(1 / 4)
     found = medusa_loss(hidden, heads, labels, top=2)

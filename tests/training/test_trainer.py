@@ -24,7 +24,7 @@ from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
 from medusa_decoding.training.data.packing import PackedDataset
 from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.loop import recipe, saving, trainer
-from medusa_decoding.training.loop.backbone import Backbone
+from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loop.objective import HIDDEN
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.recipe import train
@@ -122,14 +122,14 @@ def test_medusa_1_leaves_the_backbone_and_fits_the_heads(shop, tmp_path):
     base, data = shop
     before = {name: tensor.clone() for name, tensor in AutoModelForCausalLM.from_pretrained(base).state_dict().items()}
     kept = {}
-    load = Backbone.load.__func__
+    load = TrainingBackbone.load.__func__
 
     def keeping(cls, config, device):
         kept["backbone"] = load(cls, config, device)
         return kept["backbone"]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Backbone, "load", classmethod(keeping))
+        patch.setattr(TrainingBackbone, "load", classmethod(keeping))
         result = train(workshop.config(tmp_path / "run", base, data, optimisation={"epochs": 12.0}))
     causal = kept["backbone"].causal
     assert all(torch.equal(tensor, before[name]) for name, tensor in causal.state_dict().items())
@@ -175,7 +175,7 @@ def test_held_out_figures_are_those_of_the_written_heads(shop, tmp_path, storage
     assert f"| head 1 | {100 * hits[0, 0] / total[0]:.1f} |" in card
     assert ("as they are stored, in" in card) == (storage != "float")
     logged = [line for line in curve(tmp_path / "run") if "accuracy" in line][-1]["accuracy"]["hits"]
-    # The log has the heads in floats; in fp8 some guesses are others.
+    # The log has the heads in floats; in fp8 some drafts are others.
     assert logged == hits.tolist() or storage != "float"
     assert logged != hits.tolist() or storage != "fp8"
 
@@ -337,7 +337,7 @@ def test_given_heads_are_trained_on_and_get_a_fresh_parents_term(shop, tmp_path)
 
 def test_the_teacher_is_the_model_with_its_adapter_off(shop, tmp_path):
     config = workshop.config(tmp_path / "run", *shop, "self-distillation", lora={"dropout": 0.5})
-    backbone = Backbone.load(config, torch.device("cpu"))
+    backbone = TrainingBackbone.load(config, torch.device("cpu"))
     with torch.no_grad():
         for name, weight in backbone.module.named_parameters():
             if "lora_B" in name:
@@ -543,7 +543,7 @@ def test_four_bit_layers_pass_gradients_also_behind_a_pass_without(shop, tmp_pat
     lora = {"dropout": 0.0}
     config = workshop.config(tmp_path / "run", base, shop[1], "medusa-2", model=model, lora=lora)
     torch.manual_seed(0)
-    backbone = Backbone.load(config, torch.device("cpu"))
+    backbone = TrainingBackbone.load(config, torch.device("cpu"))
     batch = {"input_ids": torch.tensor([[5, 9, 30, 12, 7, 7, 40, 41]]), "position_ids": torch.arange(8)[None]}
 
     def gradients():
@@ -589,13 +589,13 @@ def test_a_damaged_checkpoint_is_named(shop, tmp_path):
 
 def test_states_on_disk_change_nothing_and_spare_the_backbone(shop, tmp_path, monkeypatch):
     train(workshop.config(tmp_path / "without", *shop, optimisation={"epochs": 3.0}))
-    rows, hidden = [], Backbone.hidden
+    rows, hidden = [], TrainingBackbone.hidden
 
     def counting(self, batch):
         rows.append(len(batch["input_ids"]))
         return hidden(self, batch)
 
-    monkeypatch.setattr(Backbone, "hidden", counting)
+    monkeypatch.setattr(TrainingBackbone, "hidden", counting)
     cache = {"cache_hidden": str(tmp_path / "states")}
     folder = tmp_path / "with"
     train(workshop.config(folder, *shop, data=cache, optimisation={"epochs": 3.0}, output={"evaluate_steps": 1000}))
@@ -643,7 +643,7 @@ def test_gradient_checkpointing_changes_nothing(shop, tmp_path):
 # Several processes
 
 
-@pytest.mark.parametrize("place", [(Backbone, "load"), (recipe, "make_heads")], ids=["model", "heads"])
+@pytest.mark.parametrize("place", [(TrainingBackbone, "load"), (recipe, "make_heads")], ids=["model", "heads"])
 def test_a_failure_of_one_process_ends_all(shop, tmp_path, monkeypatch, place):
     told, together = [], Processes.together
 

@@ -99,7 +99,7 @@ def word_tokenizer(examples, size):
 
 
 class Call(NamedTuple):
-    """One call of generate: whether it drew, how many tokens it wrote and how many guesses were accepted; a refusal."""
+    """One call of generate: whether it drew, how many tokens it wrote and how many drafts were accepted; a refusal."""
 
     sampled: bool
     tokens: int = 0

@@ -111,9 +111,9 @@ def test_auto_starts_from_the_stored_times(tuned):
 def test_autos_ladder_knows_the_counts_beside_the_heads(folders, caplog):
     def shares():
         with MedusaModel.from_pretrained(folders / "heads") as model:
-            ladder = model._policy("auto").belief.ladder
+            tree_set = model._policy("auto").belief.tree_set
         # Odds against the first child of the two-node tree.
-        return 1 / (1 + ladder.odds_against[1][0])
+        return 1 / (1 + tree_set.odds_against[1][0])
 
     assert shares() == pytest.approx(0.56)  # published
     (folders / "heads" / "measured.json").write_text(
@@ -427,9 +427,9 @@ def test_fingerprints_see_every_weight_and_nothing_else():
     base = tiny()
     own = fingerprint(base)
     with MedusaModel(base, heads_for(base)) as model:
-        assert fingerprint(model.trunk.causal) == own
+        assert fingerprint(model.backbone.causal) == own
         model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
-        assert fingerprint(model.trunk.causal) == own
+        assert fingerprint(model.backbone.causal) == own
     assert fingerprint(copy.deepcopy(base)) == own
     for name, _ in base.named_parameters():
         other = copy.deepcopy(base)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medusa_decoding.roofline.devices import DEVICES, Attained, Device, read_device, write_device
-from medusa_decoding.roofline.probe_device import measure_device
+from medusa_decoding.roofline.probe_device import probe_device
 from medusa_decoding.roofline.shapes import SHAPES, find_shape
 
 GOOD = {"name": "mine", "flops": 1e12, "bandwidth": 1e11}
@@ -70,7 +70,7 @@ def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
 def test_the_cpu_is_measured_with_operands_of_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([2.0, 4.0])
     monkeypatch.setattr("medusa_decoding.roofline.probe_device._median_seconds", lambda work, gpu: next(seconds))
-    device = measure_device("cpu")
+    device = probe_device("cpu")
     assert device.flops == pytest.approx(2 * 1024**3 / 2)
     assert device.bandwidth == pytest.approx(2**28 / 4)
     assert device.dtype == "float32"
@@ -78,7 +78,7 @@ def test_the_cpu_is_measured_with_operands_of_known_size(monkeypatch: pytest.Mon
 
 
 def test_a_real_measurement_gives_a_device() -> None:
-    device = measure_device("cpu", "float32")
+    device = probe_device("cpu", "float32")
     assert device.flops > 1e8
     assert device.bandwidth > 1e7
     assert "float32" in device.source
@@ -90,18 +90,18 @@ def test_a_real_measurement_gives_a_device() -> None:
 )
 def test_what_cannot_be_measured_is_refused(kind: str, dtype: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        measure_device(kind, dtype)
+        probe_device(kind, dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_is_refused_where_there_is_none() -> None:
     with pytest.raises(ValueError, match="because torch sees no CUDA device"):
-        measure_device("cuda")
+        probe_device("cuda")
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
-    device = measure_device("cuda")
+    device = probe_device("cuda")
     assert device.flops > 1e13
     assert device.bandwidth > 1e11
 

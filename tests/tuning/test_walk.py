@@ -231,7 +231,7 @@ def test_an_end_token_ends_the_walk(make):
     model, tokenizer = make(CHAT_TEMPLATE)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     with torch.no_grad():  # the text ends sooner or later
-        model.trunk.lm_head.weight[end] *= 2.0
+        model.backbone.lm_head.weight[end] *= 2.0
     asked = [Prompt((letter * n,)) for letter in "abcdefg" for n in (1, 4)]
     found = calibrate(model, tokenizer, asked, max_new_tokens=30)
     made, ended = [], 0

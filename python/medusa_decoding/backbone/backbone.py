@@ -1,7 +1,7 @@
-"""Trunk: the base model's own modules, run over the tokens of a decode pass.
+"""Backbone: the base model's own modules, run over the tokens of a decode pass.
 
 It walks embedding, decoder layers and final norm of the loaded model; only the attention modules are ours (swapped).
-Nothing of a modeling file is repeated here; where `fuse` is set, the layers are run by `fused`. The trunk does not know
+Nothing of a modeling file is repeated here; where `fuse` is set, the layers are run by `fused_layers`. It does not know
 heads, trees or acceptance.
 """
 
@@ -19,7 +19,7 @@ from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
 from medusa_decoding.backbone.turns import turns_of
 
 
-class Trunk:
+class Backbone:
     """A causal language model of the Llama family with its attention modules swapped.
 
     Args:
@@ -62,7 +62,7 @@ class Trunk:
         """Check that the model can be decoded as it is; it may have been cast, moved or patched.
 
         Args:
-            base: what the trunk was made from.
+            base: what the backbone was made from.
             now: see `bypassed.check`.
 
         Raises:

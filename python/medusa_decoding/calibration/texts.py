@@ -74,7 +74,7 @@ class Written:
     Attributes:
         prompt: its tokens.
         new: the tokens behind it.
-        accepted: guesses that each step accepted.
+        accepted: drafts that each step accepted.
     """
 
     prompt: list[int]
@@ -92,7 +92,7 @@ class Writer:
     """
 
     def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
-        self._eos = token_list(model.trunk.causal.generation_config.eos_token_id)
+        self._eos = token_list(model.backbone.causal.generation_config.eos_token_id)
         self.model, self._settings = model, settings
         self._chat = conversation_of(tokenizer, settings.template, self._eos)
         self._as_it_stands = AsItStands(tokenizer, self._eos)
@@ -109,12 +109,12 @@ class Writer:
             ids = self._ids(prompt, first, [])
             digest.update((json.dumps([ids, prompt.system, prompt.turns, prompt.is_text]) + "\n").encode())
             each.append(_hash(ids if prompt.is_text else first, 6))
-        device, own = model.trunk.device, model.trunk.causal.generation_config
+        device, own = model.backbone.device, model.backbone.causal.generation_config
         drawn = {"seed": settings.seed} | {name: getattr(own, name, None) for name in OF_SAMPLING}
         ends, stops = self._chat.ends(self._eos), self._chat.stop_strings(None)
         return {
             "heads": fingerprint(model.heads),
-            "base_model": fingerprint(model.trunk.causal),
+            "base_model": fingerprint(model.backbone.causal),
             "prompts": {"count": len(prompts), "hash": digest.hexdigest(), "each": each},
             "settings": {
                 "max_new_tokens": settings.max_new_tokens,
@@ -124,9 +124,9 @@ class Writer:
                 "generation": _hash([own.to_json_string(ignore_metadata=True), ends, stops], 8),
                 "template": "none" if isinstance(self._chat, AsItStands) else "chat",
                 "rendered": self._rendered(),
-                "dtype": str(model.trunk.dtype).removeprefix("torch."),
+                "dtype": str(model.backbone.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-                "backend": str(resolve_backend(model.backend, device, model.trunk.peers.size)),
+                "backend": str(resolve_backend(model.backend, device, model.backbone.peers.size)),
             },
             "versions": versions("torch", "transformers", "medusa-kernels"),
         }
@@ -149,7 +149,7 @@ class Writer:
         for turn, question in enumerate(turns):
             messages = [*messages, question]
             ids = self._ids(prompt, messages, known)
-            room = self.model.trunk.context_limit - len(ids)
+            room = self.model.backbone.context_limit - len(ids)
             if room < 1:
                 yield from [None] * (len(turns) - turn)
                 return

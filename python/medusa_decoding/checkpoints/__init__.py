@@ -209,7 +209,7 @@ def export(
     overwrite: bool = False,
     revision: str | None = None,
 ) -> Exported:
-    """Write the heads of a checkpoint in another format; the guesses of what is written are those of what is read.
+    """Write the heads of a checkpoint in another format; the drafts of what is written are those of what is read.
 
     Their model card, its figures and their tree go along; the counts of another storage do not.
 

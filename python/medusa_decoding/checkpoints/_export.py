@@ -1,6 +1,6 @@
 """Checkpoints of heads written in other formats: what each can hold, what is changed for it, and what is refused.
 
-Nothing is left out or approximated unasked: the guesses of the heads that are read back are those of the heads given.
+Nothing is left out or approximated unasked: the drafts of the heads that are read back are those of the heads given.
 This module does not know names of tensors or weight files, which are the formats' own.
 """
 
@@ -72,7 +72,7 @@ def refusal(heads: MedusaHeads, target: Target) -> str | None:
     anywhere = "native and embedded hold it"
     if heads.parent_rank:
         return (
-            f"heads: expected none whose guesses depend on their parent token for {target} ({anywhere}; heads trained "
+            f"heads: expected none whose drafts depend on their parent token for {target} ({anywhere}; heads trained "
             f"with heads.parent_rank 0 have none), got parent_rank {heads.parent_rank}"
         )
     if heads.storage != "float":
@@ -234,7 +234,7 @@ def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> 
 
 def _for_original(heads: MedusaHeads, target: Target, file: Literal["pt", "safetensors"]) -> list[str]:
     """Return what a user should know of the readers of the original formats."""
-    lost = "accepts none of their guesses" if target == "original-v2" else "passes over their biases"
+    lost = "accepts none of their drafts" if target == "original-v2" else "passes over their biases"
     notes = [f"not for vLLM, which takes this folder without an error but {lost}: --format vllm is for it"]
     if heads.num_layers > 1:
         notes.append(

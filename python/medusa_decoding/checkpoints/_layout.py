@@ -2,7 +2,7 @@
 
 The names are the paper's: `{h}.{l}.linear.weight`, `{h}.{l}.linear.bias`, `{h}.{L}.weight` for head h, residual block l
 of L. What the paper does not have: `token_map`; `{h}.{L}.weight_scale` beside a projection in 8 bits; `parent_tokens`,
-`candidate_tokens` and `{h}.parent_mix` of heads whose guesses depend on their parent token. A format with other names
+`candidate_tokens` and `{h}.parent_mix` of heads whose drafts depend on their parent token. A format with other names
 maps them to these. This module does not know files or folders.
 """
 

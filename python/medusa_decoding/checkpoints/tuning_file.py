@@ -63,7 +63,7 @@ class Place:
         """Look at a model as it is now."""
         if model.heads is None:
             raise ValueError("model: expected one with heads, got one without")
-        causal = model.trunk.causal
+        causal = model.backbone.causal
         return cls(
             **_surroundings(model),
             model=f"{type(causal).__name__} {fingerprint(causal)}",
@@ -286,12 +286,12 @@ def recall(path: Path, model: MedusaModel, level: int = logging.WARNING) -> Tuni
 
 
 def _surroundings(model: MedusaModel) -> dict[str, Any]:
-    trunk = model.trunk
+    backbone = model.backbone
     return {
-        "device": device_name(trunk.device),
-        "dtype": str(trunk.dtype).removeprefix("torch."),
-        "backend": str(resolve_backend(model.backend, trunk.device, trunk.peers.size)),
-        "processes": trunk.peers.size,
+        "device": device_name(backbone.device),
+        "dtype": str(backbone.dtype).removeprefix("torch."),
+        "backend": str(resolve_backend(model.backend, backbone.device, backbone.peers.size)),
+        "processes": backbone.peers.size,
     }
 
 

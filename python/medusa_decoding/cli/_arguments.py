@@ -139,7 +139,7 @@ def add_decoding(parser: argparse.ArgumentParser, new_tokens: int) -> None:
         type=tree,
         metavar="TREE",
         help="JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 for the 16 likeliest nodes of "
-        "each step, at most 4 deep (a third number: guesses a head); +lookup:8 behind any of them adds a branch of 8 "
+        "each step, at most 4 deep (a third number: drafts a head); +lookup:8 behind any of them adds a branch of 8 "
         "tokens copied from the text; auto: chosen while it runs, by what steps take and give; "
         "default: the checkpoint's",
     )
@@ -191,7 +191,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         choices=ACCEPTANCES,
         default="lossless",
         help="lossless: the base model's own text (default); typical: the paper's typical acceptance, which is LOSSY: "
-        "likely guesses are kept though the model alone would write another text",
+        "likely drafts are kept though the model alone would write another text",
     )
     group.add_argument(
         "--posterior-threshold", type=share, metavar="E", help="epsilon of typical acceptance (default: 0.09)"

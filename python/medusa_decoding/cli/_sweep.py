@@ -33,11 +33,11 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     As in decoding, the choice for a text is that of the case whose prefix is nearest to its prompt's length.
     """
     tokenizer = _arguments.load_tokenizer(args)
-    eos = token_list(model.trunk.causal.generation_config.eos_token_id)
+    eos = token_list(model.backbone.causal.generation_config.eos_token_id)
     chat, as_it_stands = conversation_of(tokenizer, None, eos), AsItStands(tokenizer, eos)
     new_tokens, rounds = args.max_new_tokens or 128, args.rounds or 3
     asked = [encoded(prompt, as_it_stands if prompt.is_text else chat) for prompt in prompts]
-    asked = [ids for ids in asked if len(ids) + new_tokens <= model.trunk.context_limit]
+    asked = [ids for ids in asked if len(ids) + new_tokens <= model.backbone.context_limit]
     if not asked:
         raise ValueError(
             f"--prompts: expected one that leaves room for {new_tokens} new tokens in the context, got none"
@@ -53,7 +53,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
         assert output.metrics is not None
         return Written(output.new_tokens[0] - 1, output.metrics.steps, output.metrics.decode_seconds)
 
-    eager = resolve_backend(model.backend, model.trunk.device) == "eager"
+    eager = resolve_backend(model.backend, model.backbone.device) == "eager"
     with tqdm(total=rounds * len(asked) * len(sizes), unit="text", disable=None) as bar:
         found = sweep(write, [*sizes], len(asked), rounds=rounds, warm_all=not eager, on_text=lambda: bar.update())
     verdict = judge([case.tree for case in cases], found)
@@ -66,7 +66,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
         place = tuning.place
         of_model = {"model": args.model or "the embedded demo checkpoint", "shapes": record.shapes(model)}
         how = {"dtype": place.dtype, "backend": place.backend, "batch": 1, "weighed": tuning.weighed}
-        made = record.provenance(model.trunk.device)
+        made = record.provenance(model.backbone.device)
         append_line(args.sweep_out, {"benchmark": "tune_sweep"} | of_model | how | figures | made)
     print(json.dumps(figures) if args.json else as_text(amounts, cases, found, expected, verdict))
 

@@ -96,7 +96,7 @@ class Chat:
         self.answers: list[tuple[GenerationMetrics, int]] = []
         self.unsent: str | None = None
         self.failed = self.left = False
-        self.eos = template.ends(token_list(model.trunk.causal.generation_config.eos_token_id))
+        self.eos = template.ends(token_list(model.backbone.causal.generation_config.eos_token_id))
         self.terminal = sys.stdin.isatty()
         # With --json, standard output has answers alone.
         self.out = sys.stderr if args.json else sys.stdout
@@ -146,7 +146,7 @@ class Chat:
         self.unsent = text
         asked = [*self.history, {"role": "user", "content": text}]
         prompt = self.template.encode(asked, self.known)
-        limit = self.model.trunk.context_limit
+        limit = self.model.backbone.context_limit
         room = limit - len(prompt)
         if room < 1:
             raise ValueError(

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
             print()
         base = pretrained.load_model(CHECKPOINT / "base", dtype=DTYPES[args.dtype])
         result = compare(model, base, prompts, args.max_new_tokens, args.rounds)
-        backend = resolve_backend(args.backend, model.trunk.device)
+        backend = resolve_backend(args.backend, model.backbone.device)
     result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}
     if args.json:
         print(json.dumps(result))
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def parameters(model: MedusaModel) -> int:
     """Count the parameters of base model and heads."""
     heads = model.heads.parameters() if model.heads is not None else ()
-    return sum(p.numel() for p in model.trunk.causal.parameters()) + sum(p.numel() for p in heads)
+    return sum(p.numel() for p in model.backbone.causal.parameters()) + sum(p.numel() for p in heads)
 
 
 def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def print_table(result: dict[str, Any]) -> None:
         rate = rates[name]
         print(f"{label:24}{rate:10.0f}{rate / rates['transformers']:12.2f}{rate / rates['plain']:14.2f}")
     if result["tokens_per_step"] is not None:
-        print(f"\ntokens a step: {result['tokens_per_step']:.2f}; accepted guesses a step:")
+        print(f"\ntokens a step: {result['tokens_per_step']:.2f}; accepted drafts a step:")
         total = sum(result["accepted_length_histogram"].values())
         for length, count in result["accepted_length_histogram"].items():
             print(f"  {length}  {'#' * round(40 * count / total):40} {count / total:6.1%}")

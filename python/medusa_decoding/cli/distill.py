@@ -170,7 +170,7 @@ def load(config: Config) -> MedusaModel:
     Raises:
         ValueError: no such model or heads, or heads of another model.
     """
-    from medusa_decoding.training.loop.backbone import Backbone
+    from medusa_decoding.training.loop.backbone import TrainingBackbone
 
     plain = dataclasses.replace(
         config,
@@ -184,7 +184,7 @@ def load(config: Config) -> MedusaModel:
     name = config.generation.heads or config.heads.initial
     # Heads are looked at first: the model takes longer.
     checkpoint = None if name is None else read_heads(name, vocab_size=_vocab_size(config))
-    base = Backbone.load(plain, device).causal
+    base = TrainingBackbone.load(plain, device).causal
     if checkpoint is None:
         return MedusaModel(base)
     norm = base.model.norm.weight

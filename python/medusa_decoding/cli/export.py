@@ -5,11 +5,11 @@
     medusa export --model HEADS --out model --format embedded --dtype bfloat16
     medusa export --model HEADS --out v1 --format original-v1 --file safetensors
 
-What is written guesses what the heads guess; their model card, its figures and their tree go along (not the counts of
+What is written drafts what the heads guess; their model card, its figures and their tree go along (not the counts of
 heads whose storage changes). Heads that a format cannot hold are refused, in a line that says what can be done.
 
 For vLLM the command that serves the result is printed. vLLM also takes native and original folders, but passes over the
-heads' biases without a word and accepts fewer of their guesses, or none. The formats:
+heads' biases without a word and accepts fewer of their drafts, or none. The formats:
 
 """
 

@@ -23,7 +23,7 @@ from medusa_decoding.cli._arguments import at_least_one, factor
 from medusa_decoding.roofline import compare_measured
 from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration, read_accuracies
 from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
-from medusa_decoding.roofline.probe_device import measure_device
+from medusa_decoding.roofline.probe_device import probe_device
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape, find_shape
 from medusa_decoding.roofline.simulate import MOST_BATCH, MOST_SEQUENCE, Range, Scope, Simulation, best, paying_nodes
 
@@ -117,7 +117,7 @@ def find_device(name: str) -> Device:
     if name in DEVICES:
         return DEVICES[name]
     if name in MEASURED:
-        return measure_device(name)
+        return probe_device(name)
     if not Path(name).is_file():
         raise ValueError(f"--device: expected one of {', '.join((*DEVICES, *MEASURED))} or a JSON file, got {name}")
     return read_device(name)

@@ -1,4 +1,4 @@
-"""Search and show trees: which combinations of the heads' guesses a step verifies; and measure what they give.
+"""Search and show trees: which combinations of the heads' drafts a step verifies; and measure what they give.
 
     medusa tree show medusa_tree.json
     medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png

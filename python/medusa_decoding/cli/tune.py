@@ -204,7 +204,7 @@ def measure_and_store(args: argparse.Namespace, folder: Path, model: MedusaModel
     tokens = tokens_of(trees, accuracies.by_rank, texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
-        raise ValueError(f"--prefix: expected one that fits the context of {model.trunk.context_limit}, got none")
+        raise ValueError(f"--prefix: expected one that fits the context of {model.backbone.context_limit}, got none")
     measured: list[Latency] = []
     cases: list[Case] = []
     blocks = len(args.batch) * len(prefixes) * (args.repeats + 1) * len(trees)

@@ -1,5 +1,5 @@
 """The decode step, one file a stage in the paper's order.
 
 prefill -> (propose -> arrange -> forward -> verify -> accept -> compact)*, driven by `loop`; the forward stage is the
-trunk's own. `state` holds what a step reads and writes, all of it on the device.
+backbone's own. `state` holds what a step reads and writes, all of it on the device.
 """

@@ -1,4 +1,4 @@
-"""Arrange: root, guesses and copied tokens laid out as the tree's tokens (Medusa paper, section 2.1.2).
+"""Arrange: root, drafts and copied tokens laid out as the tree's tokens (Medusa paper, section 2.1.2).
 
 Of a dynamic tree this step's likeliest nodes are laid out, so that its shape is this step's, and each row's, own.
 """
@@ -11,7 +11,7 @@ import torch
 
 from medusa_decoding.decode.lookup import look_up
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.heads import Children, Guesses
+from medusa_decoding.heads import Children, DraftTokens
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import tree_select
 
@@ -80,8 +80,8 @@ class TreeOnDevice(Shape):
 
     Attributes:
         tree: the shape itself.
-        slots: int64 [choices], where node i + 1's token stands in the flattened guesses [K * top_k].
-        top_k: guesses a head.
+        slots: int64 [choices], where node i + 1's token stands in the flattened drafts [K * top_k].
+        top_k: drafts a head.
         levels: for each depth from 1 the guessed nodes there, in their order: int64 [n] places of their parents among
             the nodes one level higher, int64 [n] ranks.
     """
@@ -120,8 +120,10 @@ class TreeOnDevice(Shape):
     _children: list[list[list[int]]] | None = None
 
 
-def arrange(state: DecodeState, guesses: Guesses | Children | None, tree: TreeOnDevice) -> tuple[torch.Tensor, Shape]:
-    """Lay tokens out in node order: the root, the heads' guesses, what is copied from the text.
+def arrange(
+    state: DecodeState, drafts: DraftTokens | Children | None, tree: TreeOnDevice
+) -> tuple[torch.Tensor, Shape]:
+    """Lay tokens out in node order: the root, the heads' drafts, what is copied from the text.
 
     Returns:
         tokens int64 [B, N] and the shape they have: the tree's, or this step's own.
@@ -129,12 +131,12 @@ def arrange(state: DecodeState, guesses: Guesses | Children | None, tree: TreeOn
     dynamic = tree.tree.keep is not None
     tokens = [state.root[:, None]]
     logprobs: list[torch.Tensor] = []
-    if isinstance(guesses, Children):
-        found, logprobs = _depth_by_depth(guesses, tree, dynamic)
+    if isinstance(drafts, Children):
+        found, logprobs = _depth_by_depth(drafts, tree, dynamic)
         tokens += found
-    elif guesses is not None:
-        tokens.append(guesses.tokens.flatten(1)[:, tree.slots])
-        logprobs = [guesses.logprobs.flatten(1)[:, tree.slots]] if dynamic else []
+    elif drafts is not None:
+        tokens.append(drafts.tokens.flatten(1)[:, tree.slots])
+        logprobs = [drafts.logprobs.flatten(1)[:, tree.slots]] if dynamic else []
     if tree.tree.lookup:
         assert state.text is not None, "the loop gives a state its text where a tree copies from it"
         tokens.append(look_up(state.text, state.output, state.count, tree.tree.lookup))
@@ -153,19 +155,19 @@ def arrange(state: DecodeState, guesses: Guesses | Children | None, tree: TreeOn
 
 
 def _depth_by_depth(
-    guesses: Children, tree: TreeOnDevice, weighed: bool
+    drafts: Children, tree: TreeOnDevice, weighed: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tokens of each depth, [B, n]: the child of rank r is the r-th best behind its parent's candidate.
 
     If weighed, the log-probabilities that they have there as well, fp32 [B, n].
     """
-    tokens, logprobs, order = [], [], guesses.order.flatten(2)
-    probable = guesses.of_children().flatten(2) if weighed else None
-    places = torch.zeros_like(guesses.tokens[:, 0, :1])  # the root, whose row is the first (they are all equal)
+    tokens, logprobs, order = [], [], drafts.order.flatten(2)
+    probable = drafts.of_children().flatten(2) if weighed else None
+    places = torch.zeros_like(drafts.tokens[:, 0, :1])  # the root, whose row is the first (they are all equal)
     for depth, (parents, ranks) in enumerate(tree.levels):
         slots = places[:, parents] * tree.top_k + ranks
         places = order[:, depth].gather(1, slots)
-        tokens.append(guesses.tokens[:, depth].gather(1, places))
+        tokens.append(drafts.tokens[:, depth].gather(1, places))
         if probable is not None:
             logprobs.append(probable[:, depth].gather(1, slots))
     return tokens, logprobs

@@ -1,9 +1,9 @@
-"""Look up: guesses copied from the text itself, for tree nodes that are to spare.
+"""Look up: drafts copied from the text itself, for tree nodes that are to spare.
 
 Where text repeats (code being edited, a document being summarised), what followed the last tokens when they stood
 there before is a good guess at what follows now. No training, no second model; verification is as for any other
 guess, so the text does not change. (The idea is transformers' prompt lookup decoding; here it is one branch of the
-tree beside the heads' guesses, found on the device within the step.)
+tree beside the heads' drafts, found on the device within the step.)
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.backbone.attention_swap import DecodeContext
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.tensor_parallel import Peers
 from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.adaptive.policy import Policy
@@ -23,7 +23,7 @@ from medusa_decoding.decode.compact import compact
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import propose
 from medusa_decoding.decode.runtime.progress import Progress, Watch
-from medusa_decoding.decode.runtime.state_pool import Arena
+from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.decode.runtime.streaming import Follow
 from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_decoding.decode.verify import Greedy, Nodes, verify
@@ -34,21 +34,23 @@ Step = Callable[[DecodeState, Rules], bool | None]
 """Runs one step in place; returns whether it was made (compiled, captured) first, so that its duration says nothing."""
 
 
-def decode_step(trunk: Trunk, heads: MedusaHeads | None, tree: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
+def decode_step(
+    backbone: Backbone, heads: MedusaHeads | None, tree: TreeOnDevice, state: DecodeState, rules: Rules
+) -> None:
     """One step of Medusa decoding; changes `state` in place and reads nothing back to the host."""
-    guesses = propose(state, heads, trunk.lm_head, tree)
-    tokens, shape = arrange(state, guesses, tree)
-    hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = verify(Nodes(hidden, tokens, shape), trunk.lm_head, state, rules)
+    drafts = propose(state, heads, backbone.lm_head, tree)
+    tokens, shape = arrange(state, drafts, tree)
+    hidden = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
+    next_tokens = verify(Nodes(hidden, tokens, shape), backbone.lm_head, state, rules)
     path, kept, lengths = accept(tokens, next_tokens, hidden, shape, state, rules)
     compact(state.cache, path, kept, lengths)
 
 
-def plain_step(trunk: Trunk, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
+def plain_step(backbone: Backbone, shape: TreeOnDevice, state: DecodeState, rules: Rules) -> None:
     """The same step for the tree that is only a root: plain decoding, with nothing to propose or move."""
     tokens = state.root[:, None]
-    hidden = trunk.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = verify(Nodes(hidden, tokens, shape), trunk.lm_head, state, rules)
+    hidden = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
+    next_tokens = verify(Nodes(hidden, tokens, shape), backbone.lm_head, state, rules)
     accept(tokens, next_tokens, hidden, shape, state, rules)
 
 
@@ -57,7 +59,7 @@ class Run:
     """What a generation left behind.
 
     Attributes:
-        state: its last state; whoever holds it gives it back to the arena.
+        state: its last state; whoever holds it gives it back to the pool.
         reused: tokens of each prompt that were in the cache before.
         trees: the tree of each step launched (on a GPU one step more than was needed).
         seconds: of the prefill and of each step read back, if asked for.
@@ -76,35 +78,35 @@ class Hooks:
     Attributes:
         draws: returns the uniform numbers of sampling, fp64 [B, the largest budget], or None if nothing is drawn;
             called once there is memory for the generation.
-        follower: is shown each token, and may end rows.
+        observer: is shown each token, and may end rows.
         timed: measure the prefill and each step.
         earlier: the state of a generation whose text the prompts begin with, and how many of its tokens they share.
     """
 
     draws: Callable[[], torch.Tensor | None] = lambda: None
-    follower: Follow | None = None
+    observer: Follow | None = None
     timed: bool = False
     earlier: tuple[DecodeState | None, int] = (None, 0)
 
 
 def run(
-    trunk: Trunk,
+    backbone: Backbone,
     prompts: list[torch.Tensor],
     rules: Rules,
     policy: Policy,
     step_of: Callable[[Tree], Step],
-    arena: Arena,
+    pool: StatePool,
     hooks: Hooks | None = None,
 ) -> Run:
     """Generate until every row has ended.
 
     Args:
-        trunk: the swapped model.
+        backbone: the swapped model.
         prompts: one int64 [T_b] a row.
         rules: how tokens are chosen, when rows end.
         policy: the tree of each step.
         step_of: a tree to its decode step, in place.
-        arena: lends the state.
+        pool: lends the state.
         hooks: what else is wanted.
 
     Raises:
@@ -117,9 +119,9 @@ def run(
     spare = max(tree.num_nodes + tree.depth for tree in policy.trees)
     nodes, logits = max(tree.num_nodes for tree in policy.trees), not isinstance(rules.choice, Greedy)
     memory = nodes, logits, any(tree.keep is not None for tree in policy.trees)
-    rows = arena.first_capacity(lengths, rules.longest, spare, HEADROOM, *memory, held=hooks.earlier[0])
+    rows = pool.first_capacity(lengths, rules.longest, spare, HEADROOM, *memory, held=hooks.earlier[0])
     earlier, hooks.earlier = hooks.earlier, (None, 0)
-    state, reused = _first_state(arena, earlier, lengths, rows, rules.longest, *memory)
+    state, reused = _first_state(pool, earlier, lengths, rows, rules.longest, *memory)
     del earlier  # its cache may be replaced, and shall not live on beside the new one
     try:
         if any(tree.lookup for tree in policy.trees):
@@ -127,12 +129,12 @@ def run(
         draws = hooks.draws()
         if draws is not None:
             state.draws[:, : draws.shape[1]].copy_(draws)
-        watch = Watch(state, tokens=hooks.follower is not None, timed=hooks.timed or policy.timed)
-        reader = _Reader(watch, policy, trunk.peers)
-        prefill(trunk, prompts, state, rules, reuse=reused)
+        watch = Watch(state, tokens=hooks.observer is not None, timed=hooks.timed or policy.timed)
+        reader = _Reader(watch, policy, backbone.peers)
+        prefill(backbone, prompts, state, rules, reuse=reused)
         reader.record(state)
         # A policy that goes by the clock is told what the prefill took before it chooses anything.
-        done = reader.catch_up(state, hooks.follower, all_of_it=policy.timed)
+        done = reader.catch_up(state, hooks.observer, all_of_it=policy.timed)
         policy.begin(sum(reader.seconds), batch=len(prompts), rows=state.cache.capacity)
         while not done:
             tree = policy.choose()
@@ -140,15 +142,15 @@ def run(
             reached = max(length + min(count + reader.ahead, rules.longest) for length, count in counts)
             if reached + spare > state.cache.capacity:
                 wanted = min(reached + HEADROOM, max(lengths) + rules.longest)
-                state = _grown(state, arena, lengths, wanted + spare, rules, *memory)
+                state = _grown(state, pool, lengths, wanted + spare, rules, *memory)
                 policy.grown(state.cache.capacity)
             made = step_of(tree)(state, rules)
             reader.record(state, tree, made=bool(made))
-            done = reader.catch_up(state, hooks.follower)
+            done = reader.catch_up(state, hooks.observer)
         return Run(state, reused, reader.trees, reader.seconds)
     except BaseException:
         # Whatever stopped it (a streamer, an interrupt): what was lent can serve the next generation.
-        arena.give_back(state)
+        pool.release(state)
         raise
 
 
@@ -157,7 +159,7 @@ HEADROOM = 1024
 
 
 class _Reader:
-    """Reads records in order, and tells policy and follower of them."""
+    """Reads records in order, and tells policy and observer of them."""
 
     def __init__(self, watch: Watch, policy: Policy, peers: Peers) -> None:
         self.watch, self.policy, self.peers = watch, policy, peers
@@ -184,7 +186,7 @@ class _Reader:
             self.trees.append(tree)
             self.unseen.append((tree, made))
 
-    def catch_up(self, state: DecodeState, follower: Follow | None, all_of_it: bool = False) -> bool:
+    def catch_up(self, state: DecodeState, observer: Follow | None, all_of_it: bool = False) -> bool:
         """Read all records but those the device may still be at; return whether every row has ended."""
         while self.watch.pending > (0 if all_of_it else self.watch.late):
             progress = self.watch.read()
@@ -202,7 +204,7 @@ class _Reader:
                 tree, made = self.unseen.popleft()
                 self.policy.observe(tree, None if made else seconds, committed)
             self._read += 1
-            for row, count in follower(progress) if follower else ():
+            for row, count in observer(progress) if observer else ():
                 state.cut(row, count)
                 self._cut[row] = self.counts[row] = count
                 self._ended[row] = True
@@ -220,21 +222,23 @@ class _Reader:
 
 
 def _first_state(
-    arena: Arena, earlier: tuple[DecodeState | None, int], lengths: list[int], rows: int, budget: int, *memory: Any
+    pool: StatePool, earlier: tuple[DecodeState | None, int], lengths: list[int], rows: int, budget: int, *memory: Any
 ) -> tuple[DecodeState, int]:
     """Return the state to begin with, and how many tokens of the prompts stand in its cache."""
     state, common = earlier
     if state is None:
-        return arena.lend(lengths, rows, budget, *memory), 0
-    state, cached = arena.enlarge(state, lengths, rows, budget, *memory)
+        return pool.acquire(lengths, rows, budget, *memory), 0
+    state, cached = pool.enlarge(state, lengths, rows, budget, *memory)
     return state, min(common, cached)
 
 
-def _grown(state: DecodeState, arena: Arena, lengths: list[int], rows: int, rules: Rules, *memory: Any) -> DecodeState:
+def _grown(
+    state: DecodeState, pool: StatePool, lengths: list[int], rows: int, rules: Rules, *memory: Any
+) -> DecodeState:
     """Move a generation to a larger cache."""
     # A session's state may have room for more tokens than this call needs; the larger one takes over all of it.
     budget = max(rules.longest, state.output.shape[1] - 1)
-    larger = arena.lend(lengths, rows, budget, *memory)
+    larger = pool.acquire(lengths, rows, budget, *memory)
     larger.continue_from(state)
-    arena.give_back(state)
+    pool.release(state)
     return larger

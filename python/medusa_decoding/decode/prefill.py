@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from medusa_decoding.backbone.attention_swap import DecodeContext
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.state import DecodeState, Rules
@@ -25,7 +25,7 @@ for Llama-3-8B in 16 bits.
 
 
 def prefill(
-    trunk: Trunk,
+    backbone: Backbone,
     prompts: list[torch.Tensor],
     state: DecodeState,
     rules: Rules,
@@ -38,18 +38,18 @@ def prefill(
     The prompts run in chunks, all rows from the same position on, each over the keys and values of those before it.
 
     Args:
-        trunk: the swapped model.
+        backbone: the swapped model.
         prompts: one int64 [T_b] a row, without padding, T_b at least 1.
         state: a cleared state; changed in place.
         rules: when rows end.
         reuse: tokens at the start of every prompt whose keys and values stand in the cache already, fewer than the
-            shortest prompt has: these do not run again (see `Arena.enlarge`).
+            shortest prompt has: these do not run again (see `StatePool.enlarge`).
         chunk: tokens that run at once at most, all rows together; at least one a row.
 
     Raises:
         ValueError: `reuse` or `chunk` out of range; nothing has run then.
     """
-    device = trunk.device
+    device = backbone.device
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     width = max(lengths)
     if not 0 <= reuse < min(lengths):
@@ -62,22 +62,22 @@ def prefill(
         tokens[row, : len(prompt)] = prompt
     at_once = max(1, chunk // batch)
     positions = torch.arange(min(at_once, width - reuse), dtype=torch.int32, device=device)
-    last = torch.empty(batch, 1, trunk.config.hidden_size, dtype=state.hidden.dtype, device=device)
+    last = torch.empty(batch, 1, backbone.config.hidden_size, dtype=state.hidden.dtype, device=device)
     for first in range(reuse, width, at_once):
         piece = tokens[:, first : first + at_once]
         state.cache.lengths.fill_(first)
         depths = positions[: piece.shape[1]]
-        hidden = trunk.forward(piece, DecodeContext(state.cache, depths, ancestors=None, offset=first))
+        hidden = backbone.forward(piece, DecodeContext(state.cache, depths, ancestors=None, offset=first))
         ends = [row for row, length in enumerate(lengths) if first < length <= first + at_once]
         if ends:
             last[ends, 0] = hidden[ends, [lengths[row] - 1 - first for row in ends]]
         del hidden  # it would live on beside the next chunk's activations
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
     root_only = TreeOnDevice.make(Tree([]), device)
-    root = verify(Nodes(last, tokens[:, :1], root_only), trunk.lm_head, state, rules)
+    root = verify(Nodes(last, tokens[:, :1], root_only), backbone.lm_head, state, rules)
     if isinstance(rules.choice, Greedy):
         # Where no logits are made, steps look at hidden states alone: whether the projection is sound is seen here.
-        state.check.add_(trunk.lm_head(last).amax((1, 2)))
+        state.check.add_(backbone.lm_head(last).amax((1, 2)))
     # The last token of the prompt stands as a root that has just been accepted: its row follows the ones before it.
     state.cache.lengths.copy_(filled - 1)
     accept(tokens[:, :1], root, last, root_only, state, rules)

@@ -1,4 +1,4 @@
-"""Propose: the heads' best guesses at the last accepted token (Medusa paper, section 2.1.1)."""
+"""Propose: the heads' best drafts at the last accepted token (Medusa paper, section 2.1.1)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from torch import nn
 
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.heads import Children, Guesses, MedusaHeads
+from medusa_decoding.heads import Children, DraftTokens, MedusaHeads
 
 
 def propose(
     state: DecodeState, heads: MedusaHeads | None, lm_head: nn.Module, tree: TreeOnDevice
-) -> Guesses | Children | None:
+) -> DraftTokens | Children | None:
     """Run the heads on one row a sequence, never on the tree's nodes: tokens [B, K, top_k], best first.
 
-    Heads whose guesses depend on their parent tell what is best behind each of their candidates. None where the tree
-    asks for no guesses.
+    Heads whose drafts depend on their parent tell what is best behind each of their candidates. None where the tree
+    asks for no drafts.
     """
     if not tree.tree.choices:
         return None

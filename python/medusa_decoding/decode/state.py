@@ -13,7 +13,7 @@ import torch
 
 from medusa_decoding.backbone.kv_cache import TreeCache, bucket
 from medusa_decoding.decode.lookup import Text
-from medusa_decoding.decode.verify import Choice, Greedy
+from medusa_decoding.decode.verify import Greedy, TokenSelector
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Rules:
     max_new: torch.Tensor
     min_new: torch.Tensor | None
     longest: int
-    choice: Choice = field(default_factory=Greedy)
+    choice: TokenSelector = field(default_factory=Greedy)
 
     def clone(self) -> Rules:
         """Copy the tensors."""

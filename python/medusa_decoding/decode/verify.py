@@ -37,7 +37,7 @@ class Nodes:
     shape: Shape
 
 
-class Choice(Protocol):
+class TokenSelector(Protocol):
     """How the model's next token is chosen at a node.
 
     Attributes:

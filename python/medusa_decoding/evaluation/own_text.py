@@ -2,7 +2,7 @@
 
 At position t of a text, head k (0-based) predicts the token k + 2 places later from the final hidden state of token t,
 the last accepted one. Decoding has that state for the prompt's last token and for every token behind it, so these are
-the positions that count, each once; a step lands on some of them only. Guesses are made as in decoding, by the same
+the positions that count, each once; a step lands on some of them only. DraftTokens are made as in decoding, by the same
 calls of `MedusaHeads`: where a guess depends on its parent, behind the token that the text really has there, and
 without that term where the head before did not name it, so that it cannot stand in a tree. This module does not know
 how texts are written.
@@ -62,24 +62,24 @@ def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> to
     Raises:
         ValueError: a model without heads, or a prompt without tokens.
     """
-    heads, trunk = model.heads, model.trunk
+    heads, backbone = model.heads, model.backbone
     if heads is None:
         raise ValueError("model: expected one with heads, got one without")
     if not 1 <= prompt <= len(tokens):
         raise ValueError(f"prompt: expected 1 to {len(tokens)} tokens, got {prompt}")
-    ids = torch.tensor(tokens, dtype=torch.int64, device=trunk.device)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=backbone.device)
     text = ids[prompt - 1 :]
     count = len(text) - 2  # positions with a target
     if count < 1:
         return torch.empty(0, heads.num_heads, dtype=torch.int64)
     # Entry k of a row: the token k + 1 places later; the first is the root, head k's target is entry k + 1.
     later = shifted_labels(text, range(1, heads.num_heads + 2)).T[:count]
-    hidden = trunk.decoder(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 :][:count].to(heads.w1.dtype)
+    hidden = backbone.decoder(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 :][:count].to(heads.w1.dtype)
     ranks = min(RANKS, heads.num_candidates)
     found = []
     for states, tokens_later in zip(hidden.split(ROWS), later.split(ROWS), strict=True):
-        guesses = _guesses(heads, states, tokens_later[:, :-1], ranks, trunk.lm_head)
-        hits = guesses == tokens_later[:, 1:, None]
+        drafts = _guesses(heads, states, tokens_later[:, :-1], ranks, backbone.lm_head)
+        hits = drafts == tokens_later[:, 1:, None]
         place = hits.int().argmax(-1).where(hits.any(-1), -1)
         found.append(place.where(tokens_later[:, 1:] != IGNORE, IGNORE).cpu())
     return torch.cat(found)

@@ -193,7 +193,7 @@ def as_text(evaluation: Evaluation) -> str:
         f"intervals: {interval.WORDS}; speedups: ratios of total tokens over total time, in turn in one process",
     ]
     if overall.steps:
-        lines += ["", "accepted guesses a step:"]
+        lines += ["", "accepted drafts a step:"]
         for length, count in overall.accepted_histogram.items():
             share = count / overall.steps
             lines.append(f"  {length}  {'#' * round(40 * share):40} {share:6.1%}")

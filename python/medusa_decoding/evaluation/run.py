@@ -78,7 +78,7 @@ def evaluate(
             raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
     if not prompts:
         raise ValueError("prompts: expected at least one, got none")
-    eos = token_list(model.trunk.causal.generation_config.eos_token_id)
+    eos = token_list(model.backbone.causal.generation_config.eos_token_id)
     run = _Run(
         model,
         conversation_of(tokenizer, template, eos),
@@ -93,7 +93,7 @@ def evaluate(
     if not run.measured:
         first = run.left_out[0]
         raise ValueError(
-            f"prompts: expected fewer than {model.trunk.context_limit} tokens (the model's context), got "
+            f"prompts: expected fewer than {model.backbone.context_limit} tokens (the model's context), got "
             f"{first['prompt_tokens']} in {first['where']}"
             + (" and too many in all others" if len(prompts) > 1 else "")
         )
@@ -153,7 +153,7 @@ class _Run:
         self._order = [MEDUSA, PLAIN, *([TRANSFORMERS] if settings.transformers else [])]
         self._ways = {MEDUSA: self._medusa, PLAIN: self._plain, TRANSFORMERS: self._transformers}
         self._shuffler = random.Random(0)
-        self._backend = resolve_backend(model.backend, model.trunk.device, model.trunk.peers.size)
+        self._backend = resolve_backend(model.backend, model.backbone.device, model.backbone.peers.size)
         self._drawn = bool(settings.generation.get("do_sample"))
 
     def answer(self, number: int, prompt: Prompt) -> Iterator[None]:
@@ -167,7 +167,7 @@ class _Run:
             ids = chat.encode(messages, known)
             if prompt.is_text:
                 ids = ids[: self._settings.prompt_tokens]
-            fits = fits and len(ids) < self.model.trunk.context_limit
+            fits = fits and len(ids) < self.model.backbone.context_limit
             if fits:
                 one = Measured(number, prompt.category, prompt.where, turn)
                 new = self._measure(one, self._asked(ids, chat))
@@ -185,12 +185,12 @@ class _Run:
         kind = "dynamic, " if isinstance(tree, Tree) and tree.keep is not None else ""
         shape = f"{kind}{tree.num_nodes} nodes" if isinstance(tree, Tree) else tree
         copied = f", {tree.lookup} of them copied" if isinstance(tree, Tree) and tree.lookup else ""
-        device = model.trunk.device
+        device = model.backbone.device
         return {
             "tree": shape + copied,
             "max_new_tokens": settings.max_new_tokens,
             "rounds": settings.rounds,
-            "dtype": str(model.trunk.dtype).removeprefix("torch."),
+            "dtype": str(model.backbone.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "backend": self._backend,
             "threads": torch.get_num_threads(),
@@ -199,7 +199,7 @@ class _Run:
 
     def _asked(self, ids: list[int], chat: Conversation) -> _Asked:
         settings = self._settings
-        room = self.model.trunk.context_limit - len(ids)
+        room = self.model.backbone.context_limit - len(ids)
         common: dict[str, Any] = {"max_new_tokens": min(settings.max_new_tokens, room)}
         ends, stops = chat.ends(settings.eos), chat.stop_strings(settings.stop_strings)
         if ends:
@@ -249,14 +249,14 @@ class _Run:
         return self._ours(asked, Tree([]), self._of_the_model())
 
     def _transformers(self, asked: _Asked) -> _Written:
-        own = self.model.trunk.causal.generation_config
+        own = self.model.backbone.causal.generation_config
         generation = {name: value for name, value in self._of_the_model().items() if name != "seed"}
         generation["do_sample"] = self._drawn
         if self._drawn:
             generation.setdefault("top_k", own.top_k or 0)  # ours takes all where nothing says otherwise
         pad = own.pad_token_id
         generation["pad_token_id"] = pad if pad is not None else (asked.common.get("eos_token_id") or [0])[0]
-        prompt = torch.tensor([asked.ids], device=self.model.trunk.device)
+        prompt = torch.tensor([asked.ids], device=self.model.backbone.device)
         with own_attention(self.model) as base, torch.random.fork_rng(enabled=self._drawn):
             if self._drawn:
                 torch.manual_seed(self._seed(asked))
@@ -280,7 +280,7 @@ class _Run:
 @contextlib.contextmanager
 def own_attention(model: MedusaModel) -> Iterator[Any]:
     """Give the base model its own attention modules back meanwhile; what is compiled or captured stays valid."""
-    held = model.base, model.trunk.causal  # the model itself lets go of them
+    held = model.base, model.backbone.causal  # the model itself lets go of them
     model.suspend()
     try:
         yield held[1]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from medusa_decoding.backbone.backbone import Trunk
+    from medusa_decoding.backbone.backbone import Backbone
     from medusa_decoding.decode.state import DecodeState
 
 
@@ -32,7 +32,7 @@ class Session:
         self._state: DecodeState | None = None
         self._texts: list[list[int]] = []
         self._made_by: object = None
-        self._trunk: weakref.ref[Trunk] | None = None
+        self._trunk: weakref.ref[Backbone] | None = None
 
     @property
     def tokens(self) -> int:
@@ -44,11 +44,13 @@ class Session:
         self._state, self._texts, self._made_by, self._trunk = None, [], None, None
         self.reused = 0
 
-    def take(self, trunk: Trunk, model: object, prompts: Sequence[torch.Tensor]) -> tuple[DecodeState | None, int]:
+    def take(
+        self, backbone: Backbone, model: object, prompts: Sequence[torch.Tensor]
+    ) -> tuple[DecodeState | None, int]:
         """Hand over what is held; the session is empty until `keep`.
 
         Args:
-            trunk: the model that asks.
+            backbone: the model that asks.
             model: tells states of the model apart: keys and values of another adapter or other weights are not reused.
             prompts: int64 [T_b] a row.
 
@@ -60,7 +62,7 @@ class Session:
             ValueError: the session belongs to another model, or to another number of rows.
         """
         if self._state is not None:
-            if self._trunk is None or self._trunk() is not trunk:
+            if self._trunk is None or self._trunk() is not backbone:
                 raise ValueError("session: expected one of this model, got one of another")
             if len(self._texts) != len(prompts):
                 raise ValueError(f"session: expected {len(self._texts)} rows as before, got {len(prompts)}")
@@ -73,9 +75,9 @@ class Session:
         common = min(min(_common(text, prompt.tolist()), len(prompt) - 1) for text, prompt in pairs)
         return (state, common) if common else (None, 0)
 
-    def keep(self, trunk: Trunk, model: object, state: DecodeState, texts: list[list[int]], reused: int) -> None:
+    def keep(self, backbone: Backbone, model: object, state: DecodeState, texts: list[list[int]], reused: int) -> None:
         """Hold a generation's state for the next call: its texts as far as their keys and values are cached."""
-        self._state, self._texts, self._made_by, self._trunk = state, texts, model, weakref.ref(trunk)
+        self._state, self._texts, self._made_by, self._trunk = state, texts, model, weakref.ref(backbone)
         self.reused = reused
 
 

@@ -22,7 +22,7 @@ from medusa_decoding.checks import MAX_ROWS, check_truth, shown, token_list, who
 from medusa_decoding.decode.selection.processors import Processed, Processor
 from medusa_decoding.decode.selection.sampling import CONTEXT_FREE, Sampled
 from medusa_decoding.decode.selection.typical import Typical
-from medusa_decoding.decode.verify import Choice, Greedy
+from medusa_decoding.decode.verify import Greedy, TokenSelector
 
 DEFAULT_NEW_TOKENS = 256
 ACCEPTANCES = ("lossless", "typical")
@@ -251,7 +251,7 @@ class Rule:
 
 def choice(
     causal: Any, config: GenerationConfig, limits: Limits, prompts: Sequence[torch.Tensor], rule: Rule
-) -> Choice:
+) -> TokenSelector:
     """Return how tokens are chosen.
 
     Args:

@@ -27,7 +27,7 @@ from medusa_decoding.checks import split_prompts, token_list, whole
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.generation import settings
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.huggingface.model_cache import lent
+from medusa_decoding.huggingface.model_cache import borrow_model
 from medusa_decoding.model import MedusaOutput, Request, whole_seed
 from medusa_decoding.trees.tree import Tree
 
@@ -125,7 +125,7 @@ def medusa_generate(
             seed=whole_seed(seed),
             metrics=metrics,
         )
-        with lent(model, heads) as medusa:
+        with borrow_model(model, heads) as medusa:
             medusa.backend = backend
             output = medusa.run(request, tree)
     return output if config.return_dict_in_generate else output.sequences

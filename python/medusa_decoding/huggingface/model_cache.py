@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.turns import turns_of
 from medusa_decoding.checkpoints import read_heads
 from medusa_decoding.heads import MedusaHeads
@@ -32,7 +32,7 @@ _taking = threading.RLock()
 
 
 @contextlib.contextmanager
-def lent(model: nn.Module, heads: MedusaHeads | str | Path | None) -> Iterator[MedusaModel]:
+def borrow_model(model: nn.Module, heads: MedusaHeads | str | Path | None) -> Iterator[MedusaModel]:
     """Swap a model's attention for the time of a call, with what was kept of the last call with these heads.
 
     Calls of several threads wait for each other. What is in use is nowhere else: a call within a call gets a
@@ -67,24 +67,28 @@ def _name(heads: str | Path) -> str:
 
 
 def _read(model: nn.Module, heads: str | Path) -> MedusaModel:
-    trunk = Trunk(model)  # refuses what has no use for heads, before gigabytes of them are read
-    trunk.swap.undo()
-    checkpoint = read_heads(heads, hidden_size=trunk.config.hidden_size, vocab_size=trunk.vocab_size)
+    backbone = Backbone(model)  # refuses what has no use for heads, before gigabytes of them are read
+    backbone.swap.undo()
+    checkpoint = read_heads(heads, hidden_size=backbone.config.hidden_size, vocab_size=backbone.vocab_size)
     tree = checkpoint.path / DEFAULT_TREE_FILE
     return MedusaModel(
         model,
-        checkpoint.heads.place(trunk.device, trunk.dtype),
+        checkpoint.heads.place(backbone.device, backbone.dtype),
         Tree.load(tree) if tree.is_file() else None,
     )
 
 
 def _resumed(medusa: MedusaModel, model: Any) -> bool:
     """Resume what was kept, unless the model has become another since: moved, cast, or given other layers."""
-    trunk, heads = medusa.trunk, medusa.heads
-    same_layers = trunk.decoder is model.model and trunk.swap.layers == list(model.model.layers)
+    backbone, heads = medusa.backbone, medusa.heads
+    same_layers = backbone.decoder is model.model and backbone.swap.layers == list(model.model.layers)
     if same_layers and heads is not None:
         medusa.resume()
-        if (heads.w1.device, heads.w1.dtype, heads.vocab_size) == (trunk.device, trunk.dtype, trunk.vocab_size):
+        if (heads.w1.device, heads.w1.dtype, heads.vocab_size) == (
+            backbone.device,
+            backbone.dtype,
+            backbone.vocab_size,
+        ):
             return True
     medusa.undo()
     return False
@@ -98,4 +102,4 @@ def forget(model: nn.Module) -> None:
         medusa.undo()
 
 
-__all__ = ["KEPT_HEADS", "forget", "lent"]
+__all__ = ["KEPT_HEADS", "borrow_model", "forget"]

@@ -18,7 +18,7 @@ from medusa_decoding.roofline.devices import ELEMENT_BYTES, Device
 ROUNDS = 7
 
 
-def measure_device(kind: str = "cpu", dtype: str | None = None) -> Device:
+def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:
     """Measure the machine.
 
     Args:

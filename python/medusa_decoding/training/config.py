@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from medusa_decoding.training import config_schema
-from medusa_decoding.training.config_schema import DECAY, ENTRIES, POSITIVE, SEED, SHARE, WORDS, Note, at_least
+from medusa_decoding.training.config_schema import DECAY, ENTRIES, POSITIVE, SEED, SHARE, WORDS, Field, at_least
 
 Method = Literal["medusa-1", "medusa-2", "self-distillation"]
 OURS = "ours; the papers do not say"
@@ -27,44 +27,44 @@ DEFAULT_HELD_OUT_SHARE = 0.02
 class ModelConfig:
     """The backbone."""
 
-    name: Annotated[str, Note("folder or hub id of the base model", "", WORDS)]
-    revision: Annotated[str | None, Note("branch, tag or commit on the hub", OURS)] = None
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Note("of weights that are not quantised", OURS)] = (
+    name: Annotated[str, Field("folder or hub id of the base model", "", WORDS)]
+    revision: Annotated[str | None, Field("branch, tag or commit on the hub", OURS)] = None
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Field("of weights that are not quantised", OURS)] = (
         "bfloat16"
     )
     quantization: Annotated[
         Literal["none", "8bit", "4bit"],
-        Note(
+        Field(
             "of the frozen weights, by bitsandbytes; none with self-distillation, whose teacher it would be",
             "B.3; 2.3.2",
         ),
     ] = "4bit"
     attention: Annotated[
-        Literal["sdpa", "eager", "flash_attention_2"], Note("implementation in transformers", OURS)
+        Literal["sdpa", "eager", "flash_attention_2"], Field("implementation in transformers", OURS)
     ] = "sdpa"
-    gradient_checkpointing: Annotated[bool, Note("compute activations again instead of keeping them", OURS)] = False
+    gradient_checkpointing: Annotated[bool, Field("compute activations again instead of keeping them", OURS)] = False
 
 
 @dataclass(frozen=True)
 class HeadsConfig:
     """The heads."""
 
-    num_heads: Annotated[int, Note("K", "B.2; 2.2.3", at_least(1))] = 5
-    num_layers: Annotated[int, Note("residual blocks a head", "B.2", at_least(1))] = 1
-    bias: Annotated[bool, Note("of the residual blocks", "the authors' checkpoints")] = True
+    num_heads: Annotated[int, Field("K", "B.2; 2.2.3", at_least(1))] = 5
+    num_layers: Annotated[int, Field("residual blocks a head", "B.2", at_least(1))] = 1
+    bias: Annotated[bool, Field("of the residual blocks", "the authors' checkpoints")] = True
     shared_projection: Annotated[
-        bool, Note("project with the model's lm_head instead of own matrices", "2.1.1: own")
+        bool, Field("project with the model's lm_head instead of own matrices", "2.1.1: own")
     ] = False
     token_map_size: Annotated[
         int | None,
-        Note("size of a trimmed vocabulary: the tokens most frequent in the data; null for all", OURS, at_least(1)),
+        Field("size of a trimmed vocabulary: the tokens most frequent in the data; null for all", OURS, at_least(1)),
     ] = None
-    storage: Annotated[Literal["float", "int8", "fp8"], Note("of own matrices in the checkpoint", OURS)] = "float"
+    storage: Annotated[Literal["float", "int8", "fp8"], Field("of own matrices in the checkpoint", OURS)] = "float"
     parent_rank: Annotated[
-        int, Note("rank of the term by which a guess depends on its parent token; 0 for none", OURS, at_least(0))
+        int, Field("rank of the term by which a guess depends on its parent token; 0 for none", OURS, at_least(0))
     ] = 0
     initial: Annotated[
-        str | None, Note("folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", WORDS)
+        str | None, Field("folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", WORDS)
     ] = None
 
 
@@ -72,68 +72,69 @@ class HeadsConfig:
 class SourceConfig:
     """One place that data comes from."""
 
-    path: Annotated[str, Note("file, folder or hub id", "", WORDS)]
+    path: Annotated[str, Field("file, folder or hub id", "", WORDS)]
     format: Annotated[
-        Literal["auto", "sharegpt", "messages", "text"], Note("of its records; auto: by their keys", OURS)
+        Literal["auto", "sharegpt", "messages", "text"], Field("of its records; auto: by their keys", OURS)
     ] = "auto"
-    split: Annotated[str, Note("of a hub dataset", OURS, WORDS)] = "train"
-    subset: Annotated[str | None, Note("configuration of a hub dataset", OURS)] = None
-    revision: Annotated[str | None, Note("branch, tag or commit of a hub dataset", OURS)] = None
+    split: Annotated[str, Field("of a hub dataset", OURS, WORDS)] = "train"
+    subset: Annotated[str | None, Field("configuration of a hub dataset", OURS)] = None
+    revision: Annotated[str | None, Field("branch, tag or commit of a hub dataset", OURS)] = None
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """What is learnt from, and how it is laid out."""
 
-    train: Annotated[tuple[SourceConfig, ...], Note("training data (the papers: ShareGPT)", "B.3", ENTRIES)]
+    train: Annotated[tuple[SourceConfig, ...], Field("training data (the papers: ShareGPT)", "B.3", ENTRIES)]
     held_out: Annotated[
-        tuple[SourceConfig, ...], Note("data to measure on; empty: a share of the training data", OURS)
+        tuple[SourceConfig, ...], Field("data to measure on; empty: a share of the training data", OURS)
     ] = ()
     held_out_share: Annotated[
-        float | None, Note(f"of prompts, by hash; null: {DEFAULT_HELD_OUT_SHARE} unless held_out is given", OURS, SHARE)
+        float | None,
+        Field(f"of prompts, by hash; null: {DEFAULT_HELD_OUT_SHARE} unless held_out is given", OURS, SHARE),
     ] = None
-    split_seed: Annotated[int, Note("of that hash", OURS)] = 0
-    limit: Annotated[int | None, Note("conversations read at most; null for all", OURS, at_least(1))] = None
-    template: Annotated[str, Note("auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, WORDS)] = "auto"
-    template_arguments: Annotated[dict[str, Any], Note("further variables of the template (enable_thinking)", OURS)] = (
-        field(default_factory=dict)
-    )
-    system: Annotated[str | None, Note("system message of conversations without one", OURS, WORDS)] = None
+    split_seed: Annotated[int, Field("of that hash", OURS)] = 0
+    limit: Annotated[int | None, Field("conversations read at most; null for all", OURS, at_least(1))] = None
+    template: Annotated[str, Field("auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, WORDS)] = "auto"
+    template_arguments: Annotated[
+        dict[str, Any], Field("further variables of the template (enable_thinking)", OURS)
+    ] = field(default_factory=dict)
+    system: Annotated[str | None, Field("system message of conversations without one", OURS, WORDS)] = None
     turns: Annotated[
         Literal["joint", "each"],
-        Note("joint: learn all assistant turns of a conversation at once; each: one copy a turn", OURS),
+        Field("joint: learn all assistant turns of a conversation at once; each: one copy a turn", OURS),
     ] = "joint"
-    length: Annotated[int, Note("tokens a row", "3.1: Vicuna 1.5's own; B.4: 2048", at_least(8))] = 4096
-    overlong: Annotated[Literal["truncate", "drop", "split"], Note("conversations beyond a row", OURS)] = "truncate"
-    pack: Annotated[bool, Note("several conversations a row, kept apart", OURS)] = True
-    max_bad_share: Annotated[float, Note("share of unreadable records from which on it is an error", OURS, SHARE)] = (
+    length: Annotated[int, Field("tokens a row", "3.1: Vicuna 1.5's own; B.4: 2048", at_least(8))] = 4096
+    overlong: Annotated[Literal["truncate", "drop", "split"], Field("conversations beyond a row", OURS)] = "truncate"
+    pack: Annotated[bool, Field("several conversations a row, kept apart", OURS)] = True
+    max_bad_share: Annotated[float, Field("share of unreadable records from which on it is an error", OURS, SHARE)] = (
         0.01
     )
-    cache_hidden: Annotated[str | None, Note("folder that keeps hidden states for further epochs", OURS, WORDS)] = None
+    cache_hidden: Annotated[str | None, Field("folder that keeps hidden states for further epochs", OURS, WORDS)] = None
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """The adapter on the backbone."""
 
-    enabled: Annotated[bool, Note("train an adapter instead of the backbone's own weights; on for Medusa-2", "B.2")] = (
-        False
-    )
-    rank: Annotated[int, Note("of the adapter", "B.2", at_least(1))] = 32
-    alpha: Annotated[float, Note("its scale is alpha / rank", "B.2", POSITIVE)] = 16.0
-    dropout: Annotated[float, Note("of its input", "B.2", SHARE)] = 0.05
-    target: Annotated[str, Note("modules, in peft's terms", "B.2", WORDS)] = "all-linear"
-    lm_head: Annotated[bool, Note("adapt lm_head too", "B.2")] = True
+    enabled: Annotated[
+        bool, Field("train an adapter instead of the backbone's own weights; on for Medusa-2", "B.2")
+    ] = False
+    rank: Annotated[int, Field("of the adapter", "B.2", at_least(1))] = 32
+    alpha: Annotated[float, Field("its scale is alpha / rank", "B.2", POSITIVE)] = 16.0
+    dropout: Annotated[float, Field("of its input", "B.2", SHARE)] = 0.05
+    target: Annotated[str, Field("modules, in peft's terms", "B.2", WORDS)] = "all-linear"
+    lm_head: Annotated[bool, Field("adapt lm_head too", "B.2")] = True
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """Weights in the loss."""
 
-    head_decay: Annotated[float, Note("lambda_k is its k-th power, k from 1", "2.2.1; B.2", DECAY)] = 0.8
+    head_decay: Annotated[float, Field("lambda_k is its k-th power, k from 1", "2.2.1; B.2", DECAY)] = 0.8
     lambda_0: Annotated[
         float | None,
-        Note(
+        Field(
             "weight of the heads' loss beside the model's own; Medusa-2: 0.2, self-distillation: 0.01",
             "B.3; B.4",
             POSITIVE,
@@ -141,10 +142,10 @@ class LossConfig:
     ] = None
     lambda_0_schedule: Annotated[
         Literal["constant", "sine"],
-        Note("sine: a quarter wave up to lambda_0 at the end of training", "2.2.2; B.4: sine"),
+        Field("sine: a quarter wave up to lambda_0 at the end of training", "2.2.2; B.4: sine"),
     ] = "constant"
     chunk: Annotated[
-        int | None, Note("positions whose logits are held at a time; null: 128 MiB of them", OURS, at_least(1))
+        int | None, Field("positions whose logits are held at a time; null: 128 MiB of them", OURS, at_least(1))
     ] = None
 
 
@@ -152,33 +153,35 @@ class LossConfig:
 class OptimisationConfig:
     """Steps and rates."""
 
-    optimizer: Annotated[Literal["adamw_8bit", "adamw"], Note("8-bit AdamW is bitsandbytes'", "B.2")] = "adamw_8bit"
-    learning_rate: Annotated[float, Note("peak, of the backbone; self-distillation: 1e-4", "B.3; B.4", POSITIVE)] = 5e-4
+    optimizer: Annotated[Literal["adamw_8bit", "adamw"], Field("8-bit AdamW is bitsandbytes'", "B.2")] = "adamw_8bit"
+    learning_rate: Annotated[float, Field("peak, of the backbone; self-distillation: 1e-4", "B.3; B.4", POSITIVE)] = (
+        5e-4
+    )
     heads_factor: Annotated[
-        float, Note("the heads' rate over the backbone's (Medusa-1 has the same 2e-3)", "B.2", POSITIVE)
+        float, Field("the heads' rate over the backbone's (Medusa-1 has the same 2e-3)", "B.2", POSITIVE)
     ] = 4.0
     schedule: Annotated[
-        Literal["cosine", "linear", "constant"], Note("after a linear warm-up; the first two down to 0", "B.2: cosine")
+        Literal["cosine", "linear", "constant"], Field("after a linear warm-up; the first two down to 0", "B.2: cosine")
     ] = "cosine"
-    warmup_steps: Annotated[int, Note("of each stage; self-distillation: 20", "B.3; B.4", at_least(0))] = 40
-    epochs: Annotated[float, Note("over the data, of the last or only stage", "3.1", POSITIVE)] = 2.0
+    warmup_steps: Annotated[int, Field("of each stage; self-distillation: 20", "B.3; B.4", at_least(0))] = 40
+    epochs: Annotated[float, Field("over the data, of the last or only stage", "3.1", POSITIVE)] = 2.0
     heads_first_epochs: Annotated[
-        float, Note("first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", at_least(0))
+        float, Field("first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", at_least(0))
     ] = 0.0
-    max_steps: Annotated[int | None, Note("stop a stage after so many; null: by epochs", OURS, at_least(1))] = None
+    max_steps: Annotated[int | None, Field("stop a stage after so many; null: by epochs", OURS, at_least(1))] = None
     batch_size: Annotated[
-        int, Note("rows a step, over all processes; self-distillation: 128", "B.3; 3.2", at_least(1))
+        int, Field("rows a step, over all processes; self-distillation: 128", "B.3; 3.2", at_least(1))
     ] = 64
-    micro_batch_size: Annotated[int, Note("rows a process computes at a time", OURS, at_least(1))] = 1
-    weight_decay: Annotated[float, Note("of matrices", OURS, at_least(0))] = 0.0
-    beta_1: Annotated[float, Note("of AdamW", "its usual value", SHARE)] = 0.9
-    beta_2: Annotated[float, Note("of AdamW", "its usual value", SHARE)] = 0.999
-    epsilon: Annotated[float, Note("of AdamW", "its usual value", POSITIVE)] = 1e-8
-    max_gradient_norm: Annotated[float | None, Note("gradients are clipped to it; null: not", OURS, POSITIVE)] = 1.0
-    seed: Annotated[int, Note("of initial weights, order and dropout", OURS, SEED)] = 0
+    micro_batch_size: Annotated[int, Field("rows a process computes at a time", OURS, at_least(1))] = 1
+    weight_decay: Annotated[float, Field("of matrices", OURS, at_least(0))] = 0.0
+    beta_1: Annotated[float, Field("of AdamW", "its usual value", SHARE)] = 0.9
+    beta_2: Annotated[float, Field("of AdamW", "its usual value", SHARE)] = 0.999
+    epsilon: Annotated[float, Field("of AdamW", "its usual value", POSITIVE)] = 1e-8
+    max_gradient_norm: Annotated[float | None, Field("gradients are clipped to it; null: not", OURS, POSITIVE)] = 1.0
+    seed: Annotated[int, Field("of initial weights, order and dropout", OURS, SEED)] = 0
     sharding: Annotated[
         Literal["auto", "none", "full"],
-        Note("full: weights divided over the processes (FSDP); auto: as accelerate launch --use_fsdp says", OURS),
+        Field("full: weights divided over the processes (FSDP); auto: as accelerate launch --use_fsdp says", OURS),
     ] = "auto"
 
 
@@ -186,17 +189,17 @@ class OptimisationConfig:
 class OutputConfig:
     """What is written."""
 
-    folder: Annotated[str, Note("checkpoints, logs and the trained heads", "", WORDS)]
-    checkpoint_steps: Annotated[int, Note("steps between checkpoints", OURS, at_least(1))] = 200
-    keep_checkpoints: Annotated[int, Note("the last so many", OURS, at_least(1))] = 2
-    log_steps: Annotated[int, Note("steps between log lines", OURS, at_least(1))] = 10
+    folder: Annotated[str, Field("checkpoints, logs and the trained heads", "", WORDS)]
+    checkpoint_steps: Annotated[int, Field("steps between checkpoints", OURS, at_least(1))] = 200
+    keep_checkpoints: Annotated[int, Field("the last so many", OURS, at_least(1))] = 2
+    log_steps: Annotated[int, Field("steps between log lines", OURS, at_least(1))] = 10
     evaluate_steps: Annotated[
-        int | None, Note("steps between measurements; null: at each epoch's end", OURS, at_least(1))
+        int | None, Field("steps between measurements; null: at each epoch's end", OURS, at_least(1))
     ] = None
-    tensorboard: Annotated[bool, Note("write its event files", OURS)] = True
+    tensorboard: Annotated[bool, Field("write its event files", OURS)] = True
     merge: Annotated[
         bool,
-        Note("write the model with its adapter merged in, not the adapter; quantised or divided weights: never", OURS),
+        Field("write the model with its adapter merged in, not the adapter; quantised or divided weights: never", OURS),
     ] = True
 
 
@@ -205,17 +208,17 @@ class GenerationConfig:
     """How `medusa distill` has the model itself write the data (2.3.2); data.train are the seeds then."""
 
     heads: Annotated[
-        str | None, Note("folder or hub id of heads to generate with; null: plainly, or heads.initial", OURS, WORDS)
+        str | None, Field("folder or hub id of heads to generate with; null: plainly, or heads.initial", OURS, WORDS)
     ] = None
-    max_new_tokens: Annotated[int, Note("of an answer", OURS, at_least(1))] = 512
-    temperature: Annotated[float, Note("of sampling; 0: greedy", "3.2", at_least(0))] = 0.3
-    top_p: Annotated[float, Note("nucleus of sampling; 1: all", OURS, POSITIVE)] = 1.0
-    turns: Annotated[int, Note("user turns of a seed that are answered, one after the other", OURS, at_least(1))] = 4
-    prompt_tokens: Annotated[int, Note("of a text, so many tokens at its start are the prompt", OURS, at_least(1))] = (
+    max_new_tokens: Annotated[int, Field("of an answer", OURS, at_least(1))] = 512
+    temperature: Annotated[float, Field("of sampling; 0: greedy", "3.2", at_least(0))] = 0.3
+    top_p: Annotated[float, Field("nucleus of sampling; 1: all", OURS, POSITIVE)] = 1.0
+    turns: Annotated[int, Field("user turns of a seed that are answered, one after the other", OURS, at_least(1))] = 4
+    prompt_tokens: Annotated[int, Field("of a text, so many tokens at its start are the prompt", OURS, at_least(1))] = (
         128
     )
-    batch_size: Annotated[int, Note("answers generated at once", OURS, at_least(1))] = 8
-    seed: Annotated[int, Note("of sampling", OURS, SEED)] = 0
+    batch_size: Annotated[int, Field("answers generated at once", OURS, at_least(1))] = 8
+    seed: Annotated[int, Field("of sampling", OURS, SEED)] = 0
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -244,15 +247,15 @@ class Config:
         ValueError: a wrong type, a value out of range, or settings that exclude each other; names the key's path.
     """
 
-    model: Annotated[ModelConfig, Note("the backbone")]
-    data: Annotated[DataConfig, Note("the data")]
-    output: Annotated[OutputConfig, Note("what is written")]
-    method: Annotated[Method, Note("which of the papers' recipes", "2.2.1; 2.2.2; 2.3.2")] = "medusa-1"
-    heads: Annotated[HeadsConfig, Note("the heads")] = field(default_factory=HeadsConfig)
-    lora: Annotated[LoraConfig, Note("the adapter")] = field(default_factory=LoraConfig)
-    loss: Annotated[LossConfig, Note("weights in the loss")] = field(default_factory=LossConfig)
-    optimisation: Annotated[OptimisationConfig, Note("steps and rates")] = field(default_factory=OptimisationConfig)
-    generation: Annotated[GenerationConfig, Note("the model's own data")] = field(default_factory=GenerationConfig)
+    model: Annotated[ModelConfig, Field("the backbone")]
+    data: Annotated[DataConfig, Field("the data")]
+    output: Annotated[OutputConfig, Field("what is written")]
+    method: Annotated[Method, Field("which of the papers' recipes", "2.2.1; 2.2.2; 2.3.2")] = "medusa-1"
+    heads: Annotated[HeadsConfig, Field("the heads")] = field(default_factory=HeadsConfig)
+    lora: Annotated[LoraConfig, Field("the adapter")] = field(default_factory=LoraConfig)
+    loss: Annotated[LossConfig, Field("weights in the loss")] = field(default_factory=LossConfig)
+    optimisation: Annotated[OptimisationConfig, Field("steps and rates")] = field(default_factory=OptimisationConfig)
+    generation: Annotated[GenerationConfig, Field("the model's own data")] = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
         config_schema.check(self)

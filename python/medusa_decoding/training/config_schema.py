@@ -1,6 +1,6 @@
 """A tree of dataclasses read from YAML strictly, checked, and written back.
 
-Every field carries what it means, where its default comes from, and what values it takes (`Note`). Errors are
+Every field carries what it means, where its default comes from, and what values it takes (`Field`). Errors are
 ValueErrors in the form "key.path: expected X, got Y": unknown and repeated keys, missing ones, wrong types, values out
 of range. This module knows dataclasses and YAML; it does not know what the settings are for.
 """
@@ -48,8 +48,8 @@ ENTRIES = Range("at least one entry", lambda value: len(value) > 0)
 
 
 @dataclass(frozen=True)
-class Note:
-    """What is said of a field, in its annotation: `name: Annotated[int, Note("how many", "B.2", at_least(1))] = 5`.
+class Field:
+    """What is said of a field, in its annotation: `name: Annotated[int, Field("how many", "B.2", at_least(1))] = 5`.
 
     Attributes:
         meaning: what it does.
@@ -66,7 +66,7 @@ class Note:
 class _Field:
     name: str
     hint: Any
-    note: Note
+    note: Field
     required: bool
     default: str
 

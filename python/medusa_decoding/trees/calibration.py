@@ -1,4 +1,4 @@
-"""Calibration: which of the heads' guesses are right on the user's own prompts, one by one and along whole paths.
+"""Calibration: which of the heads' drafts are right on the user's own prompts, one by one and along whole paths.
 
 At each position of a text every head has a list of candidates; the places of the true tokens in these lists are one
 path of ranks. Counts of paths hold all that a tree can be weighed with: how often each rank is right (Medusa paper,

@@ -73,7 +73,7 @@ def as_text(tree: Tree, width: int = 80, shares: Sequence[float] | None = None) 
         tree: what to draw.
         width: columns there are, at least 20.
         shares: how likely each of the tree's choices is right, ancestors included; then nodes are shaded by it, and
-            else marked by their rank among the guesses of their head.
+            else marked by their rank among the drafts of their head.
 
     Returns:
         Lines without their last line break.
@@ -299,7 +299,7 @@ def _title(tree: Tree, shares: Sequence[float] | None) -> str:
 def _legend(tree: Tree, shares: Sequence[float] | None) -> str:
     words = [f"{ROOT} root"]
     if shares is None:
-        words += ["digits (a is 10): rank among the guesses of the head of that depth"] if tree.choices else []
+        words += ["digits (a is 10): rank among the drafts of the head of that depth"] if tree.choices else []
     else:
         words += ["right at " + ", ".join(f"{shade} {least:.0%} or more" for least, shade in SHADES[:-1])]
         words[-1] += f", {SHADES[-1][1]} fewer of the positions"

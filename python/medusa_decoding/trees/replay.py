@@ -7,7 +7,7 @@ steps. The first step starts at the prompt's last token, whose next one is prefi
 text's end, as in `MedusaOutput.accept_lengths`.
 
 In float32 these are the very steps. In half precision sums are rounded otherwise for other trees: where two tokens, or
-two of a head's guesses, are as likely but for that, decoding may write another one and step otherwise from there on.
+two of a head's drafts, are as likely but for that, decoding may write another one and step otherwise from there on.
 
 This module knows ranks and trees, not models. A branch of copied tokens has no ranks, and which nodes of a dynamic tree
 a step verifies they do not tell: neither is walked.

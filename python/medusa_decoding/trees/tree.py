@@ -1,4 +1,4 @@
-"""Tree: which combinations of the heads' guesses one forward pass verifies (Medusa paper, section 2.1.2).
+"""Tree: which combinations of the heads' drafts one forward pass verifies (Medusa paper, section 2.1.2).
 
 A tree is a set of paths of child ranks. The path (r1, .., rd) stands for the candidate "head 1's r1-th best token, ..,
 head d's rd-th best token" behind the root, the model's own next token. The root is implied and is node 0; the other
@@ -159,13 +159,13 @@ class Tree:
         The static tree's greedy search (Medusa paper, section 2.3.3), with one step's own probabilities in the place of
         accuracies over a data set. Candidates are all paths that can be among the likeliest: every path whose ranks are
         nowhere higher, and every prefix of those, is at least as probable; a path with too many of them is none. For
-        heads whose guesses depend on their parent this holds among siblings only, and a few paths that might have been
+        heads whose drafts depend on their parent this holds among siblings only, and a few paths that might have been
         among the likeliest are never looked at.
 
         Args:
             num_nodes: N, root included, 1 to 256.
             depth: the longest path, at most the number of heads; 0 only with one node.
-            top_k: guesses a head, 1 to 32.
+            top_k: drafts a head, 1 to 32.
 
         Raises:
             ValueError: a value outside of its range, more nodes than there are paths, or more than 8,191 candidates.
@@ -194,7 +194,7 @@ class Tree:
                     open_ones.append((found, alike * (rank + 1), above + alike * (rank + 1)))
         if len(choices) < num_nodes - 1:
             raise ValueError(
-                f"num_nodes: expected at most {len(choices) + 1} with depth {depth} and {top_k} guesses a head, "
+                f"num_nodes: expected at most {len(choices) + 1} with depth {depth} and {top_k} drafts a head, "
                 f"got {num_nodes}"
             )
         return cls(choices, keep=num_nodes)
@@ -249,7 +249,7 @@ class Tree:
         return 1.0 + sum(math.prod(rows[k][rank] for k, rank in enumerate(path)) for path in self.choices)
 
     def check_fits(self, num_heads: int, top_k: int) -> None:
-        """Raise `ValueError`, naming the path, unless `num_heads` heads with `top_k` guesses each can fill the tree."""
+        """Raise `ValueError`, naming the path, unless `num_heads` heads with `top_k` drafts each can fill the tree."""
         for path in self.choices:
             if len(path) > num_heads:
                 raise ValueError(f"tree: path {path} has depth {len(path)}, expected at most {num_heads} (the heads)")
@@ -279,7 +279,7 @@ class Tree:
 
     @property
     def top_k(self) -> int:
-        """How many guesses a head the tree needs: its largest rank plus one."""
+        """How many drafts a head the tree needs: its largest rank plus one."""
         return max((max(path) for path in self.choices), default=-1) + 1
 
     def __eq__(self, other: object) -> bool:

@@ -38,9 +38,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def shapes(model: MedusaModel) -> dict[str, Any]:
     """Return the sizes of a base model and its heads."""
-    config, heads = model.trunk.config, model.heads
+    config, heads = model.backbone.config, model.heads
     found: dict[str, Any] = {
-        "class": type(model.trunk.causal).__name__,
+        "class": type(model.backbone.causal).__name__,
         "hidden_size": config.hidden_size,
         "layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,

@@ -111,27 +111,29 @@ def measure(
         FloatingPointError: the model's output is not finite.
     """
     _check(model, trees, batch, prefix, repeats)
-    trunk = model.trunk
-    backend = resolve_backend(model.backend, trunk.device)
+    backbone = model.backbone
+    backend = resolve_backend(model.backend, backbone.device)
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(trunk.vocab_size, (prefix,), generator=generator).to(trunk.device) for _ in range(batch)]
-    turn = trunk.turns.generation(trunk.device)
+    prompts = [
+        torch.randint(backbone.vocab_size, (prefix,), generator=generator).to(backbone.device) for _ in range(batch)
+    ]
+    turn = backbone.turns.generation(backbone.device)
     with turn, torch.inference_mode(False), torch.no_grad(), model._current_device():
         step_of = model._steps.of_generation(backend)
-        arena, nodes = model._steps.arena, max(tree.num_nodes for tree in trees)
+        pool, nodes = model._steps.pool, max(tree.num_nodes for tree in trees)
         spare = max(tree.num_nodes + tree.depth for tree in trees)
-        rows = arena.first_capacity([prefix] * batch, NEW_TOKENS, spare, HEADROOM, nodes)
-        state = arena.lend([prefix] * batch, rows, NEW_TOKENS, nodes)
+        rows = pool.first_capacity([prefix] * batch, NEW_TOKENS, spare, HEADROOM, nodes)
+        state = pool.acquire([prefix] * batch, rows, NEW_TOKENS, nodes)
         try:
             # No token ends a row, and no block gets as far as the budget.
             rules = Rules(
-                torch.zeros(0, dtype=torch.int64, device=trunk.device),
-                torch.full((batch,), NEW_TOKENS, dtype=torch.int32, device=trunk.device),
+                torch.zeros(0, dtype=torch.int64, device=backbone.device),
+                torch.full((batch,), NEW_TOKENS, dtype=torch.int32, device=backbone.device),
                 None,
                 NEW_TOKENS,
             )
             watch = Watch(state, timed=True)
-            prefill(trunk, prompts, state, rules)
+            prefill(backbone, prompts, state, rules)
             watch.record(state)
             _read(watch)
             before = state.snapshot()
@@ -151,7 +153,7 @@ def measure(
 
             found, capacity = interleaved(block, trees, repeats, seed), state.cache.capacity
         finally:
-            arena.give_back(state)
+            pool.release(state)
     return [
         Latency(batch, prefix, capacity, tree.num_nodes, tuple(seconds))
         for tree, seconds in zip(trees, found, strict=True)
@@ -185,7 +187,7 @@ def interleaved(
 
 def longest_prefix(model: MedusaModel, trees: Sequence[Tree]) -> int:
     """Return the longest prefix that leaves room in the model's context for the blocks; below 1 if there is none."""
-    return model.trunk.context_limit - (UNCOUNTED + COUNTED) * (1 + max(tree.depth for tree in trees)) - 1
+    return model.backbone.context_limit - (UNCOUNTED + COUNTED) * (1 + max(tree.depth for tree in trees)) - 1
 
 
 def _read(watch: Watch) -> float:
@@ -205,12 +207,12 @@ def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, r
         raise ValueError(f"trees: expected 1 to {KEPT_STEPS} of different sizes, got {sizes}")
     for tree in trees:
         model._check_tree(tree)
-    if model.trunk.peers.size > 1:
-        raise ValueError(f"model: expected one in one process, got one over {model.trunk.peers.size}")
+    if model.backbone.peers.size > 1:
+        raise ValueError(f"model: expected one in one process, got one over {model.backbone.peers.size}")
     most = longest_prefix(model, trees)
     if prefix > most:
         raise ValueError(
-            f"prefix: expected at most {most} (the model's context holds {model.trunk.context_limit} tokens), got "
+            f"prefix: expected at most {most} (the model's context holds {model.backbone.context_limit} tokens), got "
             f"{prefix}"
         )
     model._check_decodable()

@@ -1,4 +1,4 @@
-"""Ladder and Belief: the trees that `tree="auto"` chooses among, and the tokens a step of each is believed to commit.
+"""Trees for `tree="auto"`, and how many tokens a step of each is expected to commit.
 
 Both know acceptance only. What a step costs is in `step_times`, the choice itself in `policy`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from medusa_decoding.trees.tree import Tree
 
 SIZES = (2, 4, 8, 16, 32, 64)
-"""Nodes of the ladder's trees: small devices profit from 3 to 16, large ones from 64."""
+"""Nodes of the tree_set's trees: small devices profit from 3 to 16, large ones from 64."""
 
 # Accuracy of each rank alone, from the cumulative figures of the original project's training logs for vicuna-7b-v1.3.
 VICUNA_7B = [
@@ -24,7 +24,7 @@ VICUNA_7B = [
 ]
 
 
-class Ladder:
+class TreeSet:
     """Plain decoding and the optimal trees of growing size for given heads (Medusa paper, section 2.3.3).
 
     Args:
@@ -63,11 +63,11 @@ def _odds_against(tree: Tree, accuracies: Sequence[Sequence[float]]) -> tuple[fl
     return tuple(odds)
 
 
-class Belief:
+class AcceptanceModel:
     """How many tokens a step of each tree commits, learnt from the steps of this very generation.
 
     The model: a path accepted down to depth d - 1 goes on to depth d with probability c, and log odds(c) is the
-    ladder's (which knows the tree's shape) plus a shift that is the same for all trees: one shift for depth 1,
+    tree_set's (which knows the tree's shape) plus a shift that is the same for all trees: one shift for depth 1,
     another for all deeper ones. So a step of any tree teaches about every tree, and plain steps teach nothing.
 
     The estimator: the posterior mode of each shift under a normal prior, by one Newton step an observed step (a
@@ -77,38 +77,38 @@ class Belief:
         shift     <- shift + sum (s - n p) / precision
 
     so that observations are forgotten exponentially, over `memory` observed steps, and the text may change its
-    character. Where heads are right independently with the ladder's odds times constant factors, it converges to
+    character. Where heads are right independently with the tree_set's odds times constant factors, it converges to
     those factors up to the scatter of `memory` steps; elsewhere (correlated heads, typical acceptance) to what
     commits as many tokens on the trees in use.
 
     A tree of depth 1 says nothing about the deeper heads: while such a tree is used, their shift goes back slowly to
-    the ladder's odds, until a deeper tree is worth a trial.
+    the tree_set's odds, until a deeper tree is worth a trial.
 
     The next generation starts at the shifts of the last one with the prior's precision only: a belief, but a weak one.
     A row's last step may have been cut short by the end of its text; it counts as it came.
 
     Args:
-        ladder: the trees, with the odds that no shift stands for.
+        tree_set: the trees, with the odds that no shift stands for.
         memory: observed steps over which observations are forgotten.
         prior: precision of a shift before anything was observed; 1 is worth four paths at even odds.
 
     Attributes:
-        tokens: expected tokens a step and row for each tree of the ladder, the root's included. Changed in place.
+        tokens: expected tokens a step and row for each tree of the tree_set, the root's included. Changed in place.
     """
 
-    def __init__(self, ladder: Ladder, memory: float = 16.0, prior: float = 2.0) -> None:
+    def __init__(self, tree_set: TreeSet, memory: float = 16.0, prior: float = 2.0) -> None:
         if memory < 1:
             raise ValueError(f"memory: expected at least 1 step, got {memory}")
         if prior <= 0:
             raise ValueError(f"prior: expected a precision above 0, got {prior}")
-        self.ladder = ladder
+        self.tree_set = tree_set
         self.prior = prior
         self._kept = 1.0 - 1.0 / memory
-        self._odds_against = ladder.odds_against
+        self._odds_against = tree_set.odds_against
         self._shifts = [0.0, 0.0]
         self._factors = [1.0, 1.0]  # exp(-shift), what the odds against are multiplied with
         self._precisions = [prior, prior]
-        self.tokens = [1.0] * len(ladder.trees)
+        self.tokens = [1.0] * len(tree_set.trees)
         self._predict()
 
     def begin(self) -> None:
@@ -119,7 +119,7 @@ class Belief:
         """Learn from one step.
 
         Args:
-            index: the tree's place in the ladder.
+            index: the tree's place in the tree_set.
             committed: tokens that each running row committed, the root's included.
         """
         odds_against = self._odds_against[index]
@@ -148,7 +148,7 @@ class Belief:
         self._predict()
 
     def _forget_deeper(self) -> None:
-        """Go back a little towards the ladder's odds, so that a tree too flat to tell is not kept for ever."""
+        """Go back a little towards the tree_set's odds, so that a tree too flat to tell is not kept for ever."""
         self._precisions[1] = self.prior + self._kept * (self._precisions[1] - self.prior)
         self._shifts[1] *= 1.0 - (1.0 - self._kept) / UNSEEN_MEMORY
         self._factors[1] = math.exp(-self._shifts[1])

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from medusa_decoding.decode.adaptive.acceptance import Belief, Ladder
+from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.step_times import TRUSTED, StepTimes
 from medusa_decoding.trees.tree import Tree
 
@@ -124,25 +124,25 @@ class Adaptive:
     was compiled or captured) is booked with what it is believed to take: making steps is no loss, and is not bounded.
 
     Args:
-        ladder: what to choose from.
+        tree_set: what to choose from.
         times: step times of this model on this device.
-        belief: about the ladder's trees.
+        belief: about the tree_set's trees.
 
     Raises:
-        ValueError: a belief about another ladder.
+        ValueError: a belief about another tree_set.
     """
 
     timed = True
 
-    def __init__(self, ladder: Ladder, times: StepTimes, belief: Belief) -> None:
-        if belief.ladder is not ladder:
-            raise ValueError("belief: expected one about the ladder given, got one about another")
-        self.trees = ladder.trees
+    def __init__(self, tree_set: TreeSet, times: StepTimes, belief: AcceptanceModel) -> None:
+        if belief.tree_set is not tree_set:
+            raise ValueError("belief: expected one about the tree_set given, got one about another")
+        self.trees = tree_set.trees
         self.times = times
         self.belief = belief
-        self._nodes = [tree.num_nodes for tree in ladder.trees]
-        self._good = [tokens - 1.0 for tokens in Belief(ladder).tokens]
-        self._index = {id(tree): index for index, tree in enumerate(ladder.trees)}
+        self._nodes = [tree.num_nodes for tree in tree_set.trees]
+        self._good = [tokens - 1.0 for tokens in AcceptanceModel(tree_set).tokens]
+        self._index = {id(tree): index for index, tree in enumerate(tree_set.trees)}
         self._lost = self._start = self._elapsed = self._probes = 0.0
         self._plain: float | None = None
         self._since_plain = 0

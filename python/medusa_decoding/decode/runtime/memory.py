@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import bucket
 
 UNCHECKED = 64 * 2**20
@@ -69,7 +69,7 @@ def size(count: int) -> str:
 
 
 def estimate(
-    trunk: Trunk,
+    backbone: Backbone,
     batch: int,
     prompt: int,
     new_tokens: int,
@@ -83,7 +83,7 @@ def estimate(
     """State what a generation takes once it has written all it may.
 
     Args:
-        trunk: the model.
+        backbone: the model.
         batch: B, sequences.
         prompt: tokens of the longest prompt.
         new_tokens: new tokens a row.
@@ -94,11 +94,11 @@ def estimate(
         own_trees: whether every row has a tree of its own (a dynamic one), and so, on a CPU, a mask.
     """
     rows = prompt + new_tokens + nodes + depth
-    return use_of_rows(trunk, batch, rows, new_tokens, min(chunk, batch * prompt), nodes, logits, own_trees)
+    return use_of_rows(backbone, batch, rows, new_tokens, min(chunk, batch * prompt), nodes, logits, own_trees)
 
 
 def use_of_rows(
-    trunk: Trunk,
+    backbone: Backbone,
     batch: int,
     rows: int,
     budget: int,
@@ -110,7 +110,7 @@ def use_of_rows(
     """State what a generation takes in a cache of at least `rows` rows a sequence.
 
     Args:
-        trunk: the model.
+        backbone: the model.
         batch: B, sequences.
         rows: cache rows a sequence needs.
         budget: new tokens a row may get at most.
@@ -119,9 +119,9 @@ def use_of_rows(
         logits: whether a step makes the logits of all nodes.
         own_trees: whether every row has a tree of its own.
     """
-    capacity, item = bucket(rows), trunk.dtype.itemsize
-    kv = trunk.kv_shape(batch, capacity)
-    rotary = trunk.decoder.rotary_emb
+    capacity, item = bucket(rows), backbone.dtype.itemsize
+    kv = backbone.kv_shape(batch, capacity)
+    rotary = backbone.decoder.rotary_emb
     # One table a row where prompts of different lengths may scale it differently.
     own = batch if "dynamic" in rotary.rope_type and capacity > rotary.original_max_seq_len else 1
     return MemoryUse(
@@ -129,14 +129,16 @@ def use_of_rows(
         rows=capacity,
         cache=torch.Size(kv).numel() * item,
         tables=2 * own * capacity * kv[-1] * item,
-        state=batch * (bucket(budget + 1) * STATE_BYTES + trunk.config.hidden_size * item),
-        activations=max(_pass(trunk, at_once, item), _step(trunk, batch, nodes, capacity, item, logits, own_trees)),
+        state=batch * (bucket(budget + 1) * STATE_BYTES + backbone.config.hidden_size * item),
+        activations=max(
+            _pass(backbone, at_once, item), _step(backbone, batch, nodes, capacity, item, logits, own_trees)
+        ),
     )
 
 
-def _pass(trunk: Trunk, rows: int, item: int) -> int:
+def _pass(backbone: Backbone, rows: int, item: int) -> int:
     """Bytes of the widest place of one layer's pass over `rows` rows: its norms, its attention or its MLP."""
-    config, head_dim = trunk.config, trunk.decoder.layers[0].self_attn.head_dim
+    config, head_dim = backbone.config, backbone.decoder.layers[0].self_attn.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     # Beside everything live the layer's input, the residual stream and its normed copy, and what the rotation reads.
@@ -147,22 +149,22 @@ def _pass(trunk: Trunk, rows: int, item: int) -> int:
     return rows * (beside + max(norm, attention, mlp))
 
 
-def _step(trunk: Trunk, batch: int, nodes: int, capacity: int, item: int, logits: bool, own_trees: bool) -> int:
+def _step(backbone: Backbone, batch: int, nodes: int, capacity: int, item: int, logits: bool, own_trees: bool) -> int:
     """Bytes of the widest place of a step: its pass, or the logits behind it, beside the CPU's mask of the tree."""
-    config, on_cpu = trunk.config, trunk.device.type == "cpu"
+    config, on_cpu = backbone.config, backbone.device.type == "cpu"
     # Logits come with a copy in fp32, and another one to change where they are asked for.
     width = item + 4 * (item < 4) + 4 * logits if logits or on_cpu else 0
-    wide = batch * nodes * trunk.vocab_size * width
+    wide = batch * nodes * backbone.vocab_size * width
     if not on_cpu or nodes == 1:
-        return max(_pass(trunk, batch * nodes, item), wide)
+        return max(_pass(backbone, batch * nodes, item), wide)
     groups = config.num_attention_heads // config.num_key_value_heads
     columns, masks = capacity, 1
     if own_trees:
         # Made anew at each step, of no more columns than are seen; those of a static tree look ahead.
-        windows = [layer.self_attn.window or capacity for layer in trunk.decoder.layers]
+        windows = [layer.self_attn.window or capacity for layer in backbone.decoder.layers]
         columns, masks = min(capacity, max(windows) + nodes), batch
     made, kept = masks * nodes * columns * (1 + item), masks * nodes * columns * groups * item
-    return max(_pass(trunk, batch * nodes, item) + made, wide) + kept
+    return max(_pass(backbone, batch * nodes, item) + made, wide) + kept
 
 
 def available(device: torch.device) -> int | None:

@@ -1,8 +1,8 @@
-"""Arena: lends the tensors a generation runs in, and keeps them for the next generation of the same shape.
+"""StatePool: lends the tensors a generation runs in, and keeps them for the next generation of the same shape.
 
 Captured steps are bound to the addresses of the tensors they were captured over, so the tensors outlive a generation
 wherever steps are captured. What a generation will take is stated, and compared with what there is, before it is
-allocated. The arena knows shapes; it does not know steps.
+allocated. The pool knows shapes; it does not know steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable
 
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import Tables, TreeCache, bucket, reusable_rows
 from medusa_decoding.decode.prefill import PREFILL_CHUNK
 from medusa_decoding.decode.runtime.memory import UNCHECKED, MemoryUse, available, size, use_of_rows
@@ -20,16 +20,16 @@ from medusa_decoding.decode.state import DecodeState
 logger = logging.getLogger(__name__)
 
 
-class Arena:
+class StatePool:
     """Lends `DecodeState`s.
 
     Args:
-        trunk: the model that they are for.
+        backbone: the model that they are for.
         keep: how many states to keep between generations, the most recent ones; 0 allocates each anew.
     """
 
-    def __init__(self, trunk: Trunk, keep: int) -> None:
-        self.trunk = trunk
+    def __init__(self, backbone: Backbone, keep: int) -> None:
+        self.backbone = backbone
         self.keep = keep
         self._idle: list[DecodeState] = []
         # Every state alive, lent ones included: what is captured over them must be dropped with its step.
@@ -70,7 +70,7 @@ class Arena:
         use = self._use(prompt_lengths, final, budget, nodes, logits, own_trees)
         if use.total <= UNCHECKED:
             return start
-        there = available(self.trunk.device)
+        there = available(self.backbone.device)
         if there is None:
             return start
         room = there + sum(state.cache.nbytes for state in (*self._idle, *filter(None, [held])))
@@ -82,7 +82,7 @@ class Arena:
                 budget,
             )
             raise MemoryError(
-                f"{_refusal(use, room, self.trunk)}; of {budget:,} new tokens a row "
+                f"{_refusal(use, room, self.backbone)}; of {budget:,} new tokens a row "
                 f"{f'{most:,} would fit' if most else 'not one would fit behind the prompt'}"
             )
         if bucket(start) == bucket(final):
@@ -91,7 +91,7 @@ class Arena:
         moved = self._use(prompt_lengths, before, budget, nodes, logits, own_trees).lasting
         return start if use.total + moved <= room else final
 
-    def lend(
+    def acquire(
         self,
         prompt_lengths: list[int],
         rows: int,
@@ -114,17 +114,17 @@ class Arena:
             MemoryError: it does not fit on the device, also with all that is kept thrown away. Says what it needs, what
                 there is and how many tokens would fit; raised before anything is allocated.
         """
-        shape = self.trunk.kv_shape(len(prompt_lengths), bucket(rows))
+        shape = self.backbone.kv_shape(len(prompt_lengths), bucket(rows))
         kept = [state for state in self._idle if self._serves(state, shape, bucket(budget + 1))]
         if kept:
-            tables = self.trunk.rope(prompt_lengths, shape[4])
+            tables = self.backbone.rope(prompt_lengths, shape[4])
             for state in kept:
                 if state.cache.cos.shape == tables[0].shape:
                     self._idle.remove(state)
                     self._prepare(state, tables)
                     return state
         self._make_room(lambda n: self._use(prompt_lengths, n, budget, nodes, logits, own_trees), rows)
-        tables = self.trunk.rope(prompt_lengths, shape[4])
+        tables = self.backbone.rope(prompt_lengths, shape[4])
         try:
             cache = TreeCache.allocate(shape=shape, rope=tables)
         except MemoryError:
@@ -147,7 +147,7 @@ class Arena:
         """Turn a state that was held after its generation into one for another that begins with the same text.
 
         Args:
-            state: what `lend` or `enlarge` returned, not given back. Where another one is returned, this one must
+            state: what `acquire` or `enlarge` returned, not given back. Where another one is returned, this one must
                 neither be used any more nor be given back.
             prompt_lengths: tokens of each row's new prompt, which is to begin with what the row had.
             rows: cache rows a sequence needs at least.
@@ -170,34 +170,34 @@ class Arena:
         if len(prompt_lengths) != len(cache.lengths):
             raise ValueError(f"prompt_lengths: expected {len(cache.lengths)} rows, got {len(prompt_lengths)}")
         width = max(state.output.shape[1], bucket(budget + 1))
-        same_model = self._serves(state, self.trunk.kv_shape(len(prompt_lengths), cache.capacity), width=None)
+        same_model = self._serves(state, self.backbone.kv_shape(len(prompt_lengths), cache.capacity), width=None)
         cached = min(cache.lengths.tolist()) if same_model else 0
         if not same_model or rows > cache.capacity:
             try:
-                larger = self.lend(prompt_lengths, rows, budget, nodes, logits, own_trees)
+                larger = self.acquire(prompt_lengths, rows, budget, nodes, logits, own_trees)
             except MemoryError:
-                there = available(self.trunk.device)
+                there = available(self.backbone.device)
                 need = self._use(prompt_lengths, rows, budget, nodes, logits, own_trees).total
                 if there is None or need > there + cache.nbytes:
                     raise
                 logger.info("memory: no room for a larger cache beside the old one, whose text runs again")
                 _release(state)
-                return self.lend(prompt_lengths, rows, budget, nodes, logits, own_trees), 0
+                return self.acquire(prompt_lengths, rows, budget, nodes, logits, own_trees), 0
             if same_model:
                 cached = min(cached, reusable_rows(cache.tables, larger.cache.tables))
                 larger.cache.kv[..., :cached, :].copy_(cache.kv[..., :cached, :])
-            self.give_back(state)
+            self.release(state)
             if state not in self._idle:
                 _release(state)
             return larger, cached
-        tables = self.trunk.rope(prompt_lengths, cache.capacity)
+        tables = self.backbone.rope(prompt_lengths, cache.capacity)
         cached = min(cached, reusable_rows(cache.tables, tables))
         if width > state.output.shape[1]:
             state = self._allocate(cache, budget)
         self._prepare(state, tables)
         return state, cached
 
-    def give_back(self, state: DecodeState) -> None:
+    def release(self, state: DecodeState) -> None:
         """Take a state back that nobody uses any more; an interrupted caller may do so twice."""
         if state not in self._idle:
             self._idle.append(state)
@@ -215,13 +215,13 @@ class Arena:
             state.captured.clear()
 
     def _allocate(self, cache: TreeCache, budget: int) -> DecodeState:
-        state = DecodeState.allocate(cache, self.trunk.config.hidden_size, budget)
+        state = DecodeState.allocate(cache, self.backbone.config.hidden_size, budget)
         self._states.add(state)
         return state
 
     def _serves(self, state: DecodeState, shape: tuple[int, ...], width: int | None) -> bool:
         kv = state.cache.kv
-        same_kind = kv.dtype == self.trunk.dtype and kv.device == self.trunk.device
+        same_kind = kv.dtype == self.backbone.dtype and kv.device == self.backbone.device
         return same_kind and tuple(kv.shape) == shape and width in (None, state.output.shape[1])
 
     def _prepare(self, state: DecodeState, tables: Tables) -> None:
@@ -234,7 +234,7 @@ class Arena:
     def _use(self, lengths: list[int], rows: int, budget: int, nodes: int, logits: bool, own_trees: bool) -> MemoryUse:
         batch = len(lengths)
         at_once = min(batch * max(lengths), max(PREFILL_CHUNK, batch))
-        return use_of_rows(self.trunk, batch, rows, budget, at_once, nodes, logits, own_trees)
+        return use_of_rows(self.backbone, batch, rows, budget, at_once, nodes, logits, own_trees)
 
     def _make_room(self, needs: Callable[[int], MemoryUse], rows: int) -> None:
         """State what will be allocated; throw away what is kept as far as it is in the way."""
@@ -244,15 +244,15 @@ class Arena:
         logger.info("memory: %s", use)
         if use.total <= UNCHECKED:
             return
-        there = available(self.trunk.device)
+        there = available(self.backbone.device)
         if self._idle and there is not None and use.total > there:
             self._idle.clear()
-            there = available(self.trunk.device)
+            there = available(self.backbone.device)
         if there is not None and use.total > there:
             room = there
             most = _most(lambda n: needs(n).total <= room, rows)
             raise MemoryError(
-                f"{_refusal(use, room, self.trunk)}; of {rows:,} tokens a row (prompt, new ones and tree) {most:,} "
+                f"{_refusal(use, room, self.backbone)}; of {rows:,} tokens a row (prompt, new ones and tree) {most:,} "
                 "would fit"
             )
 
@@ -263,8 +263,8 @@ def _release(state: DecodeState) -> None:
     state.cache.release()
 
 
-def _refusal(use: MemoryUse, room: int, trunk: Trunk) -> str:
-    return f"memory: expected at most {size(room)} (free on {trunk.device}), got {use}"
+def _refusal(use: MemoryUse, room: int, backbone: Backbone) -> str:
+    return f"memory: expected at most {size(room)} (free on {backbone.device}), got {use}"
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

@@ -23,11 +23,11 @@ import torch
 from torch import _inductor as inductor
 from torch._C._dynamo.eval_frame import reset_code
 
-from medusa_decoding.backbone.backbone import Trunk
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.fused_layers import obstacle
 from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
-from medusa_decoding.decode.runtime.state_pool import Arena
+from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.decode.selection.processors import Processed
 from medusa_decoding.decode.state import DecodeState, Rules
 from medusa_decoding.decode.verify import Nodes
@@ -67,12 +67,12 @@ def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) 
 
 
 class Steps:
-    """The steps of one model: made at first use a tree and backend, then reused; and the arena they run in."""
+    """The steps of one model: made at first use a tree and backend, then reused; and the pool they run in."""
 
-    def __init__(self, trunk: Trunk, heads: MedusaHeads | None) -> None:
-        self.trunk = trunk
+    def __init__(self, backbone: Backbone, heads: MedusaHeads | None) -> None:
+        self.backbone = backbone
         self.heads = heads
-        self.arena = Arena(trunk, KEPT_STATES)
+        self.pool = StatePool(backbone, KEPT_STATES)
         self._made: dict[tuple[Tree, str, torch.device], Step] = {}
         self._made_for: tuple[object, ...] = ()
         self._why_not_fused: str | None = None
@@ -91,8 +91,8 @@ class Steps:
         Raises:
             ValueError: an unknown backend, or one that the device cannot run.
         """
-        processes = self.trunk.peers.size
-        backend = resolve_backend(backend, self.trunk.device, processes)
+        processes = self.backbone.peers.size
+        backend = resolve_backend(backend, self.backbone.device, processes)
         if processes > 1 and self._why_not_fused is None:
             self._why_not_fused = f"tensor parallel over {processes} processes"
             logger.info("steps: eager, layers module by module (%s)", self._why_not_fused)
@@ -102,7 +102,7 @@ class Steps:
                 self.clear()
                 self._made_for = model
         self._choose_layers(backend)
-        self.arena.keep = KEPT_STATES if backend != "eager" and self.trunk.device.type == "cuda" else 0
+        self.pool.keep = KEPT_STATES if backend != "eager" and self.backbone.device.type == "cuda" else 0
         met: dict[int, tuple[Tree, Step]] = {}  # a tree's hash takes as long as some steps
 
         def step_of(tree: Tree) -> Step:
@@ -113,7 +113,7 @@ class Steps:
         return step_of
 
     def _kept(self, tree: Tree, backend: Backend) -> Step:
-        key = (tree, backend, self.trunk.device)
+        key = (tree, backend, self.backbone.device)
         step = self._made.pop(key, None) or self._make(tree, backend)
         self._made[key] = step
         if len(self._made) > KEPT_STEPS:
@@ -124,23 +124,23 @@ class Steps:
         """Have captured steps run fused layers wherever the model allows it; whether and why not is logged once."""
         why_not = None
         if backend == "graph":
-            why_not = obstacle(self.trunk.decoder)
+            why_not = obstacle(self.backbone.decoder)
             if self._why_not_fused != (why_not or ""):
                 self._why_not_fused = why_not or ""
                 logger.info("layers: %s", f"module by module ({why_not})" if why_not else "fused (plain modules)")
         fuse = backend == "graph" and why_not is None
-        if fuse != self.trunk.fuse:
-            self.trunk.fuse = fuse
+        if fuse != self.backbone.fuse:
+            self.backbone.fuse = fuse
             for key in [key for key in self._made if key[1] == "graph"]:
                 self._drop(key)
 
     def _drop(self, key: tuple[Tree, str, torch.device]) -> None:
-        self.arena.forget(self._made.pop(key))
+        self.pool.forget(self._made.pop(key))
 
     def clear(self) -> None:
         """Free what is kept between generations: caches, compiled and captured steps."""
         self._made.clear()
-        self.arena.clear()
+        self.pool.clear()
 
     def fingerprint(self) -> tuple[object, ...]:
         """Tell states of the model apart that a compiled or captured step would differ by.
@@ -148,7 +148,7 @@ class Steps:
         Weights by address and version (writes through `.data` leave no trace); modules by identity, mode, hooks, and
         which of peft's adapters they apply, how strongly.
         """
-        roots = [self.trunk.causal] + ([self.heads] if self.heads is not None else [])
+        roots = [self.backbone.causal] + ([self.heads] if self.heads is not None else [])
         modules = [module for root in roots for module in root.modules()]
         tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
         return (
@@ -159,10 +159,12 @@ class Steps:
     def _make(self, tree: Tree, backend: Backend) -> Step:
         step: Step
         if tree.num_nodes == 1:
-            step = functools.partial(plain_step, self.trunk, TreeOnDevice.make(Tree([]), self.trunk.device))
+            step = functools.partial(plain_step, self.backbone, TreeOnDevice.make(Tree([]), self.backbone.device))
         else:
-            step = functools.partial(decode_step, self.trunk, self.heads, TreeOnDevice.make(tree, self.trunk.device))
-        on_gpu = self.trunk.device.type == "cuda"
+            step = functools.partial(
+                decode_step, self.backbone, self.heads, TreeOnDevice.make(tree, self.backbone.device)
+            )
+        on_gpu = self.backbone.device.type == "cuda"
         if backend == "compiled":
             step = CompiledStep(step, freeze=not on_gpu)
         return CapturedStep(step, tree.num_nodes) if on_gpu and backend != "eager" else step
@@ -197,10 +199,10 @@ class Captured:
     graphs: tuple[torch.cuda.CUDAGraph, ...]
     rules: Rules
     source: weakref.ref[Rules]
-    pause: Pause | None
+    pause: HostSelection | None
 
 
-class Pause:
+class HostSelection:
     """Takes the place of a choice made on the host: makes the logits that it needs, and then calls `split`.
 
     Args:
@@ -278,7 +280,7 @@ class CapturedStep:
         own_rules, pause = rules.clone(), None
         if rules.choice.on_host:
             # The host's own choice may remember what it is shown, and belongs to one generation: no graph refers to it.
-            pause = Pause(torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device))
+            pause = HostSelection(torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device))
             own_rules = replace(own_rules, choice=pause)
         step = self.step
         if rules.choice.on_host and isinstance(step, CompiledStep):
@@ -314,7 +316,7 @@ class CapturedStep:
         return captured
 
     def _capture_in_two(
-        self, step: Step, state: DecodeState, rules: Rules, pause: Pause, side: torch.cuda.Stream
+        self, step: Step, state: DecodeState, rules: Rules, pause: HostSelection, side: torch.cuda.Stream
     ) -> tuple[torch.cuda.CUDAGraph, ...]:
         """Capture a step up to the host's choice, and from there on."""
         graphs = (torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())

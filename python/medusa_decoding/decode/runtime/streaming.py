@@ -15,7 +15,7 @@ import torch
 from medusa_decoding.decode.runtime.progress import Progress
 
 Follow = Callable[[Progress], list[tuple[int, int]]]
-"""Shown progress, returns (row, new tokens to keep) of each row that has just been ended: a `Follower`."""
+"""Shown progress, returns (row, new tokens to keep) of each row that has just been ended: a `StreamObserver`."""
 Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
 
 
@@ -36,7 +36,7 @@ def extended(text: torch.Tensor, length: int, new: torch.Tensor) -> torch.Tensor
     return text
 
 
-class Follower:
+class StreamObserver:
     """Follows the rows of one generation.
 
     Args:

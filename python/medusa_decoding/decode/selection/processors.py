@@ -1,4 +1,4 @@
-"""Choice through any transformers logits processor, each node seen behind its own prefix.
+"""TokenSelector through any transformers logits processor, each node seen behind its own prefix.
 
 Processors are called as plain decoding would call them: once for each emitted token, in order, with the prompt and
 all tokens before it. Only the nodes that the model's own tokens lead to are visited, so a processor with a memory (a

@@ -3,7 +3,7 @@
 The token behind a node is drawn from the model's processed distribution there, and the child that carries it, if
 there is one, is visited next. Nothing is compared with the heads' probabilities, so no correction is needed: whatever
 the heads guessed, the text has the model's own distribution (the rejection-free special case of speculative sampling
-for guesses that are fixed before the draw; the Medusa paper's section 2.3.1 uses typical acceptance instead).
+for drafts that are fixed before the draw; the Medusa paper's section 2.3.1 uses typical acceptance instead).
 
 Each position of a row has one uniform number of its own, and the draw is the inverse of the distribution function
 there. A position's number does not depend on the tree, so with one seed every tree, plain decoding included, writes

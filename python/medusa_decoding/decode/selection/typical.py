@@ -1,4 +1,4 @@
-"""Typical acceptance (Medusa paper, section 2.3.1): guesses that are likely enough are kept, likeliest or not.
+"""Typical acceptance (Medusa paper, section 2.3.1): drafts that are likely enough are kept, likeliest or not.
 
 Lossy: the text has another distribution than the model's. A guess x is accepted where
 
@@ -29,7 +29,7 @@ class Typical:
     """The paper's acceptance rule, as a choice of next tokens that `accept` follows.
 
     A small epsilon keeps nearly every guess. No setting gives greedy decoding: with epsilon 1 and delta next to 1, a
-    guess is kept whose surprise -log p is below the entropy, that is, below the mean surprise; all guesses of a
+    guess is kept whose surprise -log p is below the entropy, that is, below the mean surprise; all drafts of a
     uniform distribution are.
 
     Args:

@@ -166,9 +166,9 @@ def generate_records(
         OSError: the file could not be written.
         FloatingPointError, MemoryError: as `MedusaModel.generate`.
     """
-    limit = model.trunk.context_limit if length is None else min(length, model.trunk.context_limit)
-    encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments, vocab_size=model.trunk.vocab_size)
-    ends = token_list(model.trunk.causal.generation_config.eos_token_id)
+    limit = model.backbone.context_limit if length is None else min(length, model.backbone.context_limit)
+    encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments, vocab_size=model.backbone.vocab_size)
+    ends = token_list(model.backbone.causal.generation_config.eos_token_id)
     if encoder.end_of_turn is not None and encoder.end_of_turn not in ends:
         ends.append(encoder.end_of_turn)
     config = _decoding(model, settings, ends)
@@ -218,7 +218,7 @@ def _batches(seeds: Iterator[Seed], size: int) -> Iterator[list[Seed]]:
 def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[int]) -> Any:
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.temperature > 0 else {}
     changes: dict[str, Any] = {"do_sample": settings.temperature > 0, "eos_token_id": list(ends), **drawn}
-    config = decoding.merged(model.trunk.causal.generation_config, None, changes)
+    config = decoding.merged(model.backbone.causal.generation_config, None, changes)
     config.max_length = config.max_new_tokens = None  # each row has its own
     config.num_return_sequences = 1
     return config
@@ -233,8 +233,8 @@ def _answers(
     for row, seed in enumerate(seeds):
         ids[row, width - len(seed.prompt) :] = torch.tensor(seed.prompt)
         mask[row, width - len(seed.prompt) :] = 1
-    prompts = split_prompts(ids, mask, model.trunk.vocab_size)
-    limits = decoding.Limits.of(config, [len(prompt) for prompt in prompts], width, model.trunk.context_limit)
+    prompts = split_prompts(ids, mask, model.backbone.vocab_size)
+    limits = decoding.Limits.of(config, [len(prompt) for prompt in prompts], width, model.backbone.context_limit)
     budgets = [min(settings.max_new_tokens, seed.room) for seed in seeds]
     numbers = [_number(settings.seed, seed.number, seed.answered) for seed in seeds]
     request = Request(ids, prompts, config, decoding.Rule(), dataclasses.replace(limits, budgets=budgets), seed=numbers)
@@ -269,7 +269,7 @@ def _settings(
         # Static trees without a copied branch are told by their choices, as before there were others.
         tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
     return given | {
-        "model": fingerprint(model.trunk.causal),
+        "model": fingerprint(model.backbone.causal),
         "heads": None if model.heads is None else fingerprint(model.heads),
         "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
         "tokenizer": encoder.fingerprint,

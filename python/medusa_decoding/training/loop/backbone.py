@@ -23,7 +23,7 @@ NAME = "model.name"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class Backbone:
+class TrainingBackbone:
     """A causal language model, with or without an adapter.
 
     Args:
@@ -39,7 +39,7 @@ class Backbone:
         self.lora = lora
 
     @classmethod
-    def load(cls, config: Config, device: torch.device) -> Backbone:
+    def load(cls, config: Config, device: torch.device) -> TrainingBackbone:
         """Load the model a configuration names, all of it frozen; with an adapter where one is asked for.
 
         Args:

@@ -183,7 +183,7 @@ def _accuracy(facts: CardFacts) -> list[str]:
     ]
     return [
         "## Accuracy",
-        "Percent of held-out tokens among each head's n likeliest candidates. Head k guesses the token k places beyond "
+        "Percent of held-out tokens among each head's n likeliest candidates. Head k drafts the token k places beyond "
         "the model's own next one."
         + ("" if storage == "float" else f" Measured with the projections as they are stored, in {storage}."),
         _table(["", *(f"top-{n}" for n in range(1, ranks + 1)), "tokens"], rows),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.targets import IGNORE, number_segments, target_counts
-from medusa_decoding.training.loop.backbone import Backbone
+from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loss.losses import (
     TOP,
     Loss,
@@ -69,7 +69,7 @@ class Objective(nn.Module):
         joint: whether the backbone (its adapter) is trained now, or the heads alone.
     """
 
-    def __init__(self, backbone: Backbone, heads: MedusaHeads, config: Config) -> None:
+    def __init__(self, backbone: TrainingBackbone, heads: MedusaHeads, config: Config) -> None:
         super().__init__()
         self.heads = heads
         self.model = backbone.module

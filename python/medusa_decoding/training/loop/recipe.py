@@ -35,7 +35,7 @@ from medusa_decoding.training.data.targets import most_frequent_tokens
 from medusa_decoding.training.distill.record_file import asked_of
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
-from medusa_decoding.training.loop.backbone import DTYPES, NAME, Backbone, check_adaptable, load_tokenizer
+from medusa_decoding.training.loop.backbone import DTYPES, NAME, TrainingBackbone, check_adaptable, load_tokenizer
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
 from medusa_decoding.training.loop.schedules import stages
@@ -130,7 +130,7 @@ def _train(config: Config, processes: Processes, resume: bool, every: list[Watch
     stages(config, len(rows.train))  # refuses what does not fit before anything is loaded
     for warning in config.warnings():
         say(warning)
-    backbone = processes.each(lambda: Backbone.load(config, _device(processes)))
+    backbone = processes.each(lambda: TrainingBackbone.load(config, _device(processes)))
     heads = processes.each(lambda: make_heads(config, backbone, tokenizer, rows))
     states = _states(config, backbone, rows, processes)
     # Each process draws its own dropout; what all have in common was drawn before.
@@ -354,7 +354,7 @@ def _check_ids(examples: Sequence[encoding.Example], vocab_size: int | None) -> 
         raise ValueError(f"data: expected token ids below the model's {vocab_size}, got {largest} from its tokenizer")
 
 
-def _states(config: Config, backbone: Backbone, rows: Rows, processes: Processes) -> StateCache | None:
+def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: Processes) -> StateCache | None:
     if config.data.cache_hidden is None:
         return None
     model = config.model
@@ -373,7 +373,7 @@ def _states(config: Config, backbone: Backbone, rows: Rows, processes: Processes
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
-def make_heads(config: Config, backbone: Backbone, tokenizer: Any, rows: Rows) -> MedusaHeads:
+def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, rows: Rows) -> MedusaHeads:
     """Return heads to train, in float32 on the model's device: W1 zero and W2 the lm_head (2.1.1), or those given.
 
     Raises:

@@ -26,7 +26,7 @@ from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.packing import PackedDataset, collate
 from medusa_decoding.training.data.targets import IGNORE
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
-from medusa_decoding.training.loop.backbone import DTYPES, Backbone
+from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone
 from medusa_decoding.training.loop.objective import HIDDEN, Normalisers, Objective
 from medusa_decoding.training.loop.processes import Processes, fill, own, whole
 from medusa_decoding.training.loop.saving import (
@@ -123,7 +123,7 @@ class Trainer:
     """
 
     config: Config
-    backbone: Backbone
+    backbone: TrainingBackbone
     heads: MedusaHeads
     rows: PackedDataset
     held_out: PackedDataset | None

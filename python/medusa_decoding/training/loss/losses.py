@@ -12,7 +12,7 @@ micro-batches or processes a mean of means would depend on how the text was divi
 divided by counts that the caller has added up over all of them (`targets.target_counts`).
 
 A target that a trimmed vocabulary lacks is left out of the loss, counted as `outside`, and a miss in the accuracies.
-Heads whose guesses depend on their parent token (`parent_rank`) learn with the text's own token in its place.
+Heads whose drafts depend on their parent token (`parent_rank`) learn with the text's own token in its place.
 This module does not know models, tokenizers or optimisers.
 """
 
