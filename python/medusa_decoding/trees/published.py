@@ -54,6 +54,6 @@ def _entry(base_model: str | None) -> dict[str, Any] | None:
 
 @functools.cache
 def _published() -> dict[str, Any]:
-    text = resources.files("medusa_decoding.tuning").joinpath("published.json").read_text(encoding="utf-8")
+    text = resources.files("medusa_decoding.trees").joinpath("published.json").read_text(encoding="utf-8")
     content: dict[str, Any] = json.loads(text)
     return content
