@@ -204,7 +204,7 @@ def test_json_has_null_where_there_is_no_step(chat, talk):
     [
         ("/nothing", "/nothing: expected a command, see /help"),
         ("/undo", "/undo: expected an exchange"),
-        ("/retry", "/retry: expected a message without an answer"),
+        ("/retry", "/retry: expected an unanswered message"),
         ("/stats", "/stats: expected an answer before it"),
         ("/save", "/save: expected a file"),
         ("/save no/such/folder/file.json", "No such file or directory"),

@@ -1,7 +1,7 @@
 """The `medusa` command: one file per subcommand.
 
-Bad input ends with exit code 2 and one clear line, Ctrl-C with 130, a reader of the output that has gone with 141. This
-module imports only the standard library, so that an interrupt during the seconds of importing torch is served too.
+Exit codes: 2 after bad input (with one clear line), 130 after Ctrl-C, 141 when nobody reads the output any more. This
+module imports only the standard library, so that Ctrl-C also works during the seconds that importing torch takes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODULES = (
 )  # fmt: skip
 INTERRUPTED = 130
 BROKEN_PIPE = 141
-"""Exit codes of programs that SIGINT and SIGPIPE end, as shells see them."""
+"""Exit codes that shells report for programs ended by SIGINT and SIGPIPE."""
 
 
 def __getattr__(name: str) -> Any:
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def name_of(command: ModuleType) -> str:
-    """Return a command's name: its NAME (for words that Python has taken), or else its module's."""
+    """Return a command's name: its NAME (if the word is taken in Python), else the name of its module."""
     name: str = getattr(command, "NAME", command.__name__.rsplit(".", 1)[-1])
     return name
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare_streams()
         try:
             return _run(argv)
-        finally:  # also after --help: what cannot be written is to be known now, and not when Python ends
+        finally:  # also after --help: report output that cannot be written now, not when Python ends
             sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
@@ -69,14 +69,14 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextlib.contextmanager
 def _ended_by_interrupts() -> Iterator[None]:
-    """End the process on Ctrl-C at once while libraries are imported: some of them catch the exception and go on."""
+    """End the process at once on Ctrl-C during imports: some libraries catch the exception and go on."""
 
     def end(*_: object) -> None:
         os.write(2, b"medusa: interrupted\n")
         os._exit(INTERRUPTED)
 
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
-    if not usual or threading.current_thread() is not threading.main_thread():  # which alone can set handlers
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # background jobs ignore SIGINT
+    if not usual or threading.current_thread() is not threading.main_thread():  # only that thread can set handlers
         yield
         return
     before = signal.signal(signal.SIGINT, end)
@@ -106,16 +106,16 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def _prepare_streams() -> None:
-    """Open streams that the caller closed, and let text pass that the locale's encoding cannot write.
+    """Open streams that the caller closed, and escape text that the locale's encoding cannot write.
 
-    What is piped in is UTF-8 whatever the locale says. Bytes that are not stay in the text, where `check_text` finds
-    them, and do not end the reading.
+    Piped input is UTF-8 whatever the locale says. Bytes that are not UTF-8 do not end the reading: they stay in the
+    text, and `check_text` refuses them.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (stays open)
     if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
-        with contextlib.suppress(io.UnsupportedOperation):  # somebody has read from it before
+        with contextlib.suppress(io.UnsupportedOperation):  # it has been read from already
             sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -123,9 +123,9 @@ def _prepare_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Send what is still buffered nowhere: Python would fail to write it when it ends, and say so at length."""
+    """Discard buffered output: otherwise Python fails to write it at exit and prints a traceback."""
     try:
         sys.stdout.flush()
     except OSError:
-        with contextlib.suppress(OSError, ValueError):  # a stream of a test's has no descriptor
+        with contextlib.suppress(OSError, ValueError):  # a test's stream has no descriptor
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what they stand for: the model, decoding, sampling, a chat template."""
+"""Arguments shared by several commands: model, decoding, sampling and chat template."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOOKUP = "+lookup:"
 
 
 def text(value: str) -> str:
-    """Parse a text, which is UTF-8 whatever the locale says.
+    """Parse text as UTF-8 whatever the locale says.
 
-    Python keeps bytes of a command line that the locale has no characters for as lone surrogates.
+    Python keeps command line bytes that the locale cannot decode as lone surrogates.
     """
     try:
         return value if value.isascii() else os.fsencode(value).decode("utf-8")
@@ -54,7 +54,7 @@ def _whole(text: str, least: int) -> int:
 
 
 def number(words: str, within: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser of numbers that `within` accepts; `words` say which those are."""
+    """Return a parser for numbers that `within` accepts; `words` describe them in errors."""
 
     def parse(text: str) -> float:
         try:
@@ -78,8 +78,7 @@ factor = number("above 0", lambda value: 0 < value < math.inf)
 def tree(text: str) -> Tree | Literal["auto"]:
     """Parse a tree: a JSON file, `chain:4`, `cartesian:7,6`, `root` (plain decoding), `dynamic:16,4` (nodes, depth).
 
-    All with or without `+lookup:8`. A file is read as it is named, also where its name ends like that. `auto` stands
-    for itself.
+    Each may end in `+lookup:8`, unless a file of that whole name exists. `auto` is returned as it is.
     """
     if text == "auto":
         return "auto"
@@ -104,7 +103,7 @@ def _shape(text: str) -> Tree:
         if kind == "dynamic":
             numbers = [int(number) for number in rest.split(",")]
             if len(numbers) not in (2, 3):
-                raise ValueError("expected NODES,DEPTH or NODES,DEPTH,GUESSES")
+                raise ValueError("expected NODES,DEPTH or NODES,DEPTH,DRAFTS")
             return Tree.dynamic(*numbers)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
@@ -120,78 +119,91 @@ def _shape(text: str) -> Tree:
 
 
 def add_model(parser: argparse.ArgumentParser, default: str = "the embedded demo checkpoint") -> None:
-    """Add what names a model and its place."""
+    """Add the arguments that name the model, its dtype and its device."""
     parser.add_argument("--model", metavar="HEADS", help=f"folder or hub id of the heads (default: {default})")
     parser.add_argument(
         "--base-model", metavar="BASE", help="folder or hub id of the base model (default: the one the heads name)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's; float32 on a CPU)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's; float32 on a CPU)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
 
 
 def add_decoding(parser: argparse.ArgumentParser, new_tokens: int) -> None:
-    """Add how decoding runs; `new_tokens` is the default limit."""
+    """Add the arguments of decoding; `new_tokens` is the default limit."""
     parser.add_argument(
-        "--max-new-tokens", type=at_least_one, default=new_tokens, metavar="N", help=f"default: {new_tokens}"
+        "--max-new-tokens",
+        type=at_least_one,
+        default=new_tokens,
+        metavar="N",
+        help=f"new tokens at most (default: {new_tokens})",
     )
     parser.add_argument(
         "--tree",
         type=tree,
         metavar="TREE",
-        help="JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 for the 16 likeliest nodes of "
-        "each step, at most 4 deep (a third number: drafts a head); +lookup:8 behind any of them adds a branch of 8 "
-        "tokens copied from the text; auto: chosen while it runs, by what steps take and give; "
-        "default: the checkpoint's",
+        help="a JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 verifies the 16 likeliest "
+        "nodes of each step, at most 4 deep (a third number: draft tokens per head); +lookup:8 after any of them adds "
+        "a branch of 8 tokens copied from the text; auto picks a tree for each step from measured step times and "
+        "acceptance (default: the checkpoint's)",
     )
     parser.add_argument(
         "--backend",
         choices=BACKENDS,
         default="auto",
-        help="how steps run: eager; compiled by torch.compile first (seconds; needs a C++ compiler on a CPU); graph: "
-        "captured as a CUDA graph; auto: graph on CUDA, else eager (default)",
+        help="how steps run: eager; compiled: through torch.compile (takes seconds; needs a C++ compiler on a CPU); "
+        "graph: as a captured CUDA graph; auto: graph on CUDA, else eager (default)",
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON, one object a line")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON, one object per line")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add how tokens are chosen; `sampling` makes arguments of `generate` of it."""
+    """Add the arguments of token selection, which `sampling` turns into arguments of `generate`."""
     group = parser.add_argument_group(
-        "choosing tokens",
+        "token selection",
         "Greedy unless --temperature is above 0 or --do-sample is given.\n"
-        "When drawing, what is not given comes from the base model's own generation config.",
+        "When sampling, settings that are not given come from the base model's generation config.",
     )
     group.add_argument(
         "--temperature",
         type=temperature,
         metavar="T",
-        help="above 0: draw tokens at this temperature (implies --do-sample); 0: greedy, the default",
+        help="above 0: sample at this temperature (implies --do-sample); 0: greedy, the default",
     )
-    group.add_argument("--do-sample", action="store_true", help="draw tokens from the model's distribution")
-    group.add_argument("--top-p", type=share, metavar="P", help="draw from the likeliest tokens that add up to P")
-    group.add_argument("--top-k", type=at_least_zero, metavar="K", help="draw from the K likeliest tokens; 0 for all")
+    group.add_argument("--do-sample", action="store_true", help="sample tokens from the model's distribution")
     group.add_argument(
-        "--min-p", type=share_or_none, metavar="P", help="draw from tokens at least P times as likely as the likeliest"
+        "--top-p", type=share, metavar="P", help="sample from the likeliest tokens whose probabilities add up to P"
     )
-    group.add_argument("--seed", type=at_least_zero, metavar="N", help="of drawing: the same seed, the same text")
+    group.add_argument("--top-k", type=at_least_zero, metavar="K", help="sample from the K likeliest tokens; 0 for all")
+    group.add_argument(
+        "--min-p",
+        type=share_or_none,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the likeliest",
+    )
+    group.add_argument(
+        "--seed", type=at_least_zero, metavar="N", help="seed of sampling; the same seed gives the same text"
+    )
     group.add_argument(
         "--repetition-penalty",
         type=factor,
         metavar="X",
-        help="above 1: tokens that were there already become unlikelier",
+        help="above 1: makes tokens that are already in the text less likely",
     )
     group.add_argument(
         "--stop",
         type=text,
         action="append",
         metavar="TEXT",
-        help="end behind the token that completes TEXT; may be repeated",
+        help="stop after the token that completes TEXT; may be repeated",
     )
     group.add_argument(
         "--acceptance",
         choices=ACCEPTANCES,
         default="lossless",
         help="lossless: the base model's own text (default); typical: the paper's typical acceptance, which is LOSSY: "
-        "likely drafts are kept though the model alone would write another text",
+        "it keeps draft tokens that are likely enough, even if the model alone would write other ones",
     )
     group.add_argument(
         "--posterior-threshold", type=share, metavar="E", help="epsilon of typical acceptance (default: 0.09)"
@@ -201,77 +213,77 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
-DRAWING = ("top_p", "top_k", "min_p")
-TYPICAL = ("posterior_threshold", "posterior_alpha")
+SAMPLING_ONLY = ("top_p", "top_k", "min_p")
+TYPICAL_ONLY = ("posterior_threshold", "posterior_alpha")
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `MedusaModel.generate` that `add_sampling`'s arguments stand for, stop strings apart.
+    """Turn the arguments of `add_sampling`, except stop strings, into arguments of `MedusaModel.generate`.
 
     Raises:
-        ValueError: arguments that do not go together; it names them.
+        ValueError: arguments contradict each other; the message names them.
     """
-    typical, drawn = args.acceptance == "typical", drawing(args)
+    typical, sampled = args.acceptance == "typical", samples(args)
     if typical and args.do_sample:
-        raise ValueError("--do-sample: expected --acceptance lossless with it, got typical, which draws nothing")
+        raise ValueError("--do-sample: expected --acceptance lossless with it, got typical, which does not sample")
     if args.temperature == 0 and (typical or args.do_sample):
         raise ValueError("--temperature: expected above 0 with --do-sample or --acceptance typical, got 0")
-    for names, met, wanted in (
-        (DRAWING, drawn, "--temperature above 0 or --do-sample"),
-        (TYPICAL, typical, "--acceptance typical"),
+    for names, given_too, wanted in (
+        (SAMPLING_ONLY, sampled, "--temperature above 0 or --do-sample"),
+        (TYPICAL_ONLY, typical, "--acceptance typical"),
     ):
         for name in names:
-            if not met and getattr(args, name) is not None:
+            if not given_too and getattr(args, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')}: expected {wanted} with it, got none")
-    taken = ("acceptance", "repetition_penalty", "seed", *DRAWING, *TYPICAL)
+    taken = ("acceptance", "repetition_penalty", "seed", *SAMPLING_ONLY, *TYPICAL_ONLY)
     given = {name: getattr(args, name) for name in taken}
-    if drawn or typical:
+    if sampled or typical:
         given["temperature"] = args.temperature
-    if drawn:
+    if sampled:
         given["do_sample"] = True
     return {name: value for name, value in given.items() if value is not None}
 
 
-def drawing(args: argparse.Namespace) -> bool:
-    """Return whether tokens are drawn."""
+def samples(args: argparse.Namespace) -> bool:
+    """Return whether tokens are sampled (not greedy, not typical acceptance)."""
     return args.acceptance == "lossless" and (args.do_sample or bool(args.temperature))
 
 
 def add_template(parser: argparse.ArgumentParser) -> None:
-    """Add the choice of a chat template."""
+    """Add the argument that names a chat template."""
     parser.add_argument(
         "--template",
         metavar="FILE",
-        help="a chat template in Jinja, as tokenizers have one, in place of the tokenizer's; vicuna: that of Vicuna "
-        "models, as in training; plain: a simple one for models without (`User: ..`, `Assistant: ..`)",
+        help="a Jinja chat template to use instead of the tokenizer's; vicuna: the template of Vicuna models, as in "
+        "training; plain: a simple one for models without any (`User: ..`, `Assistant: ..`)",
     )
 
 
 def check_device(args: argparse.Namespace) -> None:
-    """Raise `ValueError` where CUDA is asked for and torch sees none."""
+    """Raise `ValueError` if CUDA is requested but not available."""
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected cpu, because torch sees no CUDA device, got {args.device}")
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    """Return the base model's tokenizer, of the revision that the model itself is loaded at.
+    """Load the base model's tokenizer, at the same revision as the model.
 
     Raises:
-        ValueError: no base model known, or none with a tokenizer there.
+        ValueError: the base model is unknown or has no tokenizer.
     """
     base, revision = _base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
     return pretrained.load_tokenizer(base, revision, argument="base model (--base-model names another)")
 
 
 def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:
-    """Load heads and base model.
+    """Load the heads and their base model.
 
     Args:
-        args: of `add_model` and `add_decoding`.
-        placed: where to, for transformers' `from_pretrained`; by default the device asked for.
+        args: the arguments of `add_model` and `add_decoding`.
+        placed: placement arguments for transformers' `from_pretrained`; default: the requested device.
 
     Raises:
-        ValueError: see `MedusaModel.from_pretrained`; no base model known.
+        ValueError: see `MedusaModel.from_pretrained`; also if the base model is unknown.
     """
     placed = placed or {"device_map": None if args.device == "cpu" else args.device}
     dtype = DTYPES[args.dtype] if args.dtype else "auto" if args.device != "cpu" else DTYPES["float32"]

@@ -1,7 +1,4 @@
-"""What a person at the keyboard does, or a pipe in their place: messages line by line, and Ctrl-C.
-
-This module knows neither commands nor models.
-"""
+"""Read messages line by line from a terminal or a pipe, and handle Ctrl-C during a generation."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ LEAVE = "/exit or Ctrl-D leaves"
 
 
 class Breaker:
-    """Ends a generation at its next token when Ctrl-C comes; a second Ctrl-C interrupts at once.
+    """Ends a generation at its next token after Ctrl-C; a second Ctrl-C interrupts at once.
 
-    A context manager that serves SIGINT meanwhile (in the main thread; nothing is changed in others), and a stopping
-    criterion for `generate`.
+    Use it as a context manager, which handles SIGINT (only in the main thread), and as a stopping criterion of
+    `generate`.
 
     Attributes:
-        stopped: whether it has ended the generation.
+        stopped: whether it ended the generation.
     """
 
     def __init__(self) -> None:
@@ -33,13 +30,13 @@ class Breaker:
         self._before: Any = None
 
     def __enter__(self) -> Breaker:
-        """Begin to serve SIGINT."""
+        """Install the SIGINT handler."""
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Give SIGINT back."""
+        """Restore the previous handler."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
@@ -49,16 +46,16 @@ class Breaker:
         self.asked = True
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        """Say whether to end: bool [B]."""
+        """Return whether to stop, bool [B]."""
         self.stopped = self.asked
         return torch.full((len(input_ids),), self.asked)
 
 
 def messages(terminal: bool) -> Iterator[str]:
-    """Read messages until the input ends; at a terminal, ask for them.
+    """Yield messages until the input ends; prompt for them at a terminal.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, when there is no terminal.
+        KeyboardInterrupt: Ctrl-C without a terminal.
     """
     if terminal:
         with contextlib.suppress(ImportError):
@@ -87,14 +84,10 @@ def messages(terminal: bool) -> Iterator[str]:
 
 
 def _line(terminal: bool, prompt: str) -> str:
-    """Return the next line.
-
-    Raises:
-        EOFError: there is none.
-    """
+    """Return the next line; raise `EOFError` at the end."""
     if terminal and sys.stdout.isatty():
         return input(prompt)
-    if terminal:  # what is written goes elsewhere, where a prompt would be in the way
+    if terminal:  # standard output goes elsewhere and must not contain prompts
         print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:

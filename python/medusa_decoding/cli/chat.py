@@ -1,12 +1,12 @@
-"""Talk with a model: its answers as they are written, with a history, and what was said kept in the cache.
+"""Chat with a model: answers are streamed, and the conversation stays in the KV cache.
 
-Each line is a message; a line ending in a backslash goes on with the next. Lines that begin with a slash are commands,
-/help lists them. Ctrl-C ends an answer and keeps what is there of it; Ctrl-D leaves. Messages may also come from a
-pipe: then standard output has the answers (with --json, one JSON line each) and what commands print, and the exit code
-is 2 if a line could not be served.
+Each line is a message; a backslash at its end continues it on the next line. Lines that begin with a slash are
+commands, /help lists them. Ctrl-C stops an answer and keeps it as far as it got; Ctrl-D leaves. Messages may also come
+from a pipe: standard output then has the answers (with --json, one JSON line each) and the output of commands, and the
+exit code is 2 if a line failed.
 
 An answer ends with an EOS token of the model's generation config, or with the special token that the chat template
-puts right behind an answer, if there is one.
+puts directly after an answer.
 
     medusa chat --model HEADS --dtype bfloat16 --device cuda
     medusa chat --model HEADS --system "Answer briefly." --temperature 0.7 --save talk.json
@@ -47,25 +47,23 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    _arguments.add_model(parser, default="none: the embedded demo model continues code and knows no chats")
-    parser.add_argument(
-        "--system", type=_arguments.text, metavar="TEXT", help="the system message, in place of a loaded one"
-    )
-    parser.add_argument("--load", type=Path, metavar="FILE", help="begin with the history in a JSON file")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="keep the history in a JSON file")
+    _arguments.add_model(parser, default="none: the embedded demo model continues code and cannot chat")
+    parser.add_argument("--system", type=_arguments.text, metavar="TEXT", help="system message; replaces a loaded one")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="start with the history in a JSON file")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the history to a JSON file after each answer")
     _arguments.add_template(parser)
     _arguments.add_decoding(parser, new_tokens=NEW_TOKENS)
     _arguments.add_sampling(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, then talk until the input ends."""
+    """Load the model, then chat until the input ends."""
     _arguments.check_device(args)
     _arguments.sampling(args)
     if args.model is None and args.template is None:
         raise ValueError(
-            "--model: expected the heads of a chat model, because the embedded demo model continues code and knows no "
-            "chats, got none (medusa generate --prompt TEXT continues code; --template plain talks to it all the same)"
+            "--model: expected the heads of a chat model, because the embedded demo model continues code and cannot "
+            "chat, got none (medusa generate --prompt TEXT continues code; --template plain chats with it all the same)"
         )
     history = load(args.load) if args.load else []
     if args.system is not None:
@@ -81,10 +79,10 @@ class Chat:
     """A conversation.
 
     Args:
-        model: answers.
-        template: makes prompts of messages.
-        args: the command's; /set changes a copy.
-        history: messages to begin with: an optional system message, then questions and answers in turn.
+        model: writes the answers.
+        template: turns messages into prompts.
+        args: the command's arguments; /set changes a copy.
+        history: messages to start with: an optional system message, then questions and answers in turn.
     """
 
     def __init__(
@@ -98,24 +96,24 @@ class Chat:
         self.failed = self.left = False
         self.eos = template.ends(token_list(model.backbone.causal.generation_config.eos_token_id))
         self.terminal = sys.stdin.isatty()
-        # With --json, standard output has answers alone.
+        # With --json, standard output contains only answers.
         self.out = sys.stderr if args.json else sys.stdout
 
     def talk(self) -> int:
-        """Serve line after line; return the exit code."""
+        """Handle line after line; return the exit code."""
         if self.terminal:
             self._say(f"/help lists commands; {LEAVE}")
         for text in messages(self.terminal):
             saved = self.history
             try:
-                self.serve(text)
+                self.handle(text)
                 if self.args.save is not None and self.history is not saved:
                     self.save(str(self.args.save))
             except KeyboardInterrupt:
                 if not self.terminal:
                     raise
-                self._note("interrupted: the message was dropped, the history is as before (/retry sends it again)")
-            except BrokenPipeError:  # nobody reads the answers any more
+                self._note("interrupted: the message was dropped and the history is unchanged (/retry sends it again)")
+            except BrokenPipeError:  # nobody reads the answers
                 raise
             except (ValueError, OSError, MemoryError, FloatingPointError) as error:
                 self.failed = True
@@ -124,14 +122,14 @@ class Chat:
                 break
         return 2 if self.failed and not self.terminal else 0
 
-    def serve(self, text: str) -> None:
-        """Serve a command or a message.
+    def handle(self, text: str) -> None:
+        """Run a command or answer a message.
 
         Raises:
-            ValueError: an unknown command, or one that cannot be followed; a message that does not fit.
+            ValueError: the command is unknown or cannot be run, or the message does not fit.
             FloatingPointError: the model failed.
             MemoryError: the cache does not fit.
-            OSError: a file that cannot be written.
+            OSError: a file cannot be written.
         """
         if text.startswith("/") and not text.startswith("//"):
             word, *rest = text.split(maxsplit=1)
@@ -142,7 +140,7 @@ class Chat:
             self.answer(text.removeprefix("/") if text.startswith("//") else text)
 
     def answer(self, text: str) -> None:
-        """Answer a message, and only then take both into the history."""
+        """Answer a message, and only then add both to the history."""
         self.unsent = text
         asked = [*self.history, {"role": "user", "content": text}]
         prompt = self.template.encode(asked, self.known)
@@ -151,7 +149,7 @@ class Chat:
         if room < 1:
             raise ValueError(
                 f"context: expected fewer than {limit} tokens, got {len(prompt)} with this message, which was "
-                "not sent (/undo drops the last exchange, /clear all of them, /retry sends it then)"
+                "not sent (drop the last exchange with /undo or all with /clear, then send it again with /retry)"
             )
         with Breaker() as breaker:
             output = self.model.generate(
@@ -179,10 +177,10 @@ class Chat:
         self._report(answer["content"], ended)
 
     def _sampling(self) -> dict[str, Any]:
-        """Return what chooses tokens; each answer of a chat is drawn with a seed of its own."""
+        """Return the sampling arguments; each answer of a chat has its own seed."""
         args = copy.copy(self.args)
-        if not _arguments.drawing(args):  # /set may have made it greedy: what only drawing takes waits for it
-            for name in _arguments.DRAWING:
+        if not _arguments.samples(args):  # /set may have made it greedy, and greedy decoding takes none of these
+            for name in _arguments.SAMPLING_ONLY:
                 setattr(args, name, None)
         given = _arguments.sampling(args)
         if "seed" in given:
@@ -190,7 +188,7 @@ class Chat:
         return given
 
     def _ended(self, new: list[int], room: int, breaker: Breaker) -> str:
-        """Say what ended an answer."""
+        """Return what ended an answer."""
         if new[-1] in self.eos:
             return "eos"
         if breaker.stopped:
@@ -200,25 +198,27 @@ class Chat:
         return "max_new_tokens" if len(new) == self.args.max_new_tokens else "stop"
 
     def _report(self, text: str, ended: str) -> None:
-        """Print an answer as JSON, or what is to be said about its end."""
+        """Print an answer as JSON, or a note if it did not end by itself."""
         if self.args.json:
             metrics, reused = self.answers[-1]
             print(json.dumps({"text": text, "ended": ended, "metrics": _figures.as_json(metrics, reused)}), flush=True)
         elif ended == "interrupted":
             self._note("interrupted: the answer is kept as far as it got")
         elif ended == "context":
-            self._note("context: the answer ends here, the model's context is full (/undo and /clear make room)")
+            self._note(
+                "context: the answer stops here because the model's context is full (/undo and /clear make room)"
+            )
         elif ended == "max_new_tokens":
-            self._note(f"max_new_tokens: the answer ends here, after {self.args.max_new_tokens} (see /set)")
+            self._note(f"max_new_tokens: the answer stops here, after {self.args.max_new_tokens} tokens (see /set)")
 
     def help(self, rest: str) -> None:
         """Print the commands."""
         for word, (_, argument, words) in COMMANDS.items():
             self._say(f"{word + ' ' + argument:18} {words}")
-        self._say("A line ending in a backslash goes on with the next one; //.. sends a message that begins with /.")
+        self._say("A backslash at the end of a line continues it on the next; //.. sends a message that begins with /.")
 
     def stats(self, rest: str) -> None:
-        """Print figures of the last answer and of all."""
+        """Print figures of the last answer and of all answers."""
         if not self.answers:
             raise ValueError("/stats: expected an answer before it, got none so far")
         metrics, reused = self.answers[-1]
@@ -245,19 +245,19 @@ class Chat:
         self.known = []
 
     def retry(self, rest: str) -> None:
-        """Send the message again that got no answer."""
+        """Send the last unanswered message again."""
         if self.unsent is None:
-            raise ValueError("/retry: expected a message without an answer, got none")
+            raise ValueError("/retry: expected an unanswered message, got none")
         self.answer(self.unsent)
 
     def save(self, rest: str) -> None:
-        """Write the history; the file appears whole or not at all."""
+        """Write the history to a file, atomically."""
         if not rest:
             raise ValueError("/save: expected a file, got none")
         write_text(rest, json.dumps({"messages": self.history}, indent=1, ensure_ascii=False) + "\n")
 
     def system(self, rest: str) -> None:
-        """Set the system message, or drop it."""
+        """Set or drop the system message."""
         history = [*([{"role": "system", "content": rest}] if rest else []), *_exchanges(self.history)]
         self.template.render([*history, {"role": "user", "content": "?"}])
         self.history = history
@@ -279,7 +279,7 @@ class Chat:
         self.args = changed
 
     def leave(self, rest: str) -> None:
-        """Let this be the last line."""
+        """Leave after this line."""
         self.left = True
 
     def _say(self, text: str) -> None:
@@ -291,11 +291,11 @@ class Chat:
 
 COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "/help": (Chat.help, "", "this list"),
-    "/stats": (Chat.stats, "", "tokens a step, tokens a second, tokens reused from the cache"),
-    "/history": (Chat.show, "", "what was said"),
+    "/stats": (Chat.stats, "", "tokens per step, tokens per second, tokens reused from the cache"),
+    "/history": (Chat.show, "", "print the history"),
     "/undo": (Chat.undo, "", "drop the last message and its answer"),
     "/clear": (Chat.clear, "", "drop all messages but the system message"),
-    "/retry": (Chat.retry, "", "send the message again that got no answer"),
+    "/retry": (Chat.retry, "", "send the last unanswered message again"),
     "/save": (Chat.save, "FILE", "write the history as JSON, for --load"),
     "/system": (Chat.system, "TEXT", "change the system message; without TEXT, drop it"),
     "/set": (Chat.set, "NAME VALUE", f"change one of {', '.join(SETTINGS)}"),
@@ -304,12 +304,12 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
 
 
 def load(path: Path) -> list[Message]:
-    """Read a history: `{"messages": [{"role": .., "content": ..}, ..]}`, or the bare list.
+    """Read a history: `{"messages": [{"role": .., "content": ..}, ..]}`, or only the list.
 
     Raises:
-        ValueError: something else, or messages that are not questions and answers in turn behind an optional system
-            message.
-        OSError: a file that cannot be read.
+        ValueError: anything else, or messages other than an optional system message, then questions and answers in
+            turn.
+        OSError: the file cannot be read.
     """
     try:
         data = read_json(path)

@@ -1,7 +1,7 @@
 """Show Medusa decoding on the embedded model: a streamed answer, then plain and Medusa decoding side by side.
 
-Each way of decoding writes the same prompts' continuations in one process, in turn, several rounds over: transformers'
-generate, this package's own plain loop, and Medusa. The texts are compared token by token.
+Three methods continue the same prompts in one process, in turn, for several rounds: transformers' generate, this
+package's plain loop, and Medusa. The texts are compared token by token.
 
     medusa demo
     medusa demo --prompt "def read_lines(path):" --tree chain:3 --max-new-tokens 64 --backend compiled
@@ -39,14 +39,14 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--prompt", type=text, help="what to continue (default: three short pieces of code)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
     parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds (default: 3)")
     add_decoding(parser, new_tokens=128)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream an answer, measure, print; exit code 1 if the texts differ in float32."""
-    disable_progress_bar()  # of loading 9 MB
+    """Stream an answer, then measure and print; return 1 if the texts differ in float32."""
+    disable_progress_bar()  # loading takes 9 MB
     tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in ([args.prompt] if args.prompt else PROMPTS)]
     if prompts[0].numel() == 0:
@@ -79,14 +79,14 @@ def parameters(model: MedusaModel) -> int:
 
 
 def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:
-    """Run the three ways of decoding in turn and return what they wrote and took.
+    """Run the three methods in turn; return their speed and whether their texts are identical.
 
     Args:
         model: the model with heads.
-        base: the same base model as transformers loads it, its attention modules its own.
+        base: the same base model as transformers loads it, without swapped attention.
         prompts: int64 [1, T] each.
-        new_tokens: the most a continuation may have.
-        rounds: timed rounds behind one that is not.
+        new_tokens: new tokens per prompt at most.
+        rounds: timed rounds, after one that is not timed.
     """
     accept_lengths: list[int] = []
 
@@ -105,17 +105,19 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
         accept_lengths.extend(output.accept_lengths[0])
         return output.sequences[0, ids.shape[1] :].tolist()
 
-    ways: dict[str, Callable[[torch.Tensor], list[int]]] = {
+    methods: dict[str, Callable[[torch.Tensor], list[int]]] = {
         "transformers": transformers, "plain": plain, "medusa": medusa
     }  # fmt: skip
-    texts = {name: [way(ids) for ids in prompts] for name, way in ways.items()}  # not timed: compiles, warms up
+    texts = {
+        name: [method(ids) for ids in prompts] for name, method in methods.items()
+    }  # not timed: compiles, warms up
     accept_lengths.clear()
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+    rates: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):
         for ids in prompts:
-            for name, way in ways.items():
+            for name, method in methods.items():
                 start = time.perf_counter()
-                tokens = len(way(ids))
+                tokens = len(method(ids))
                 rates[name].append(tokens / (time.perf_counter() - start))
     histogram = Counter(accept_lengths)
     steps = len(accept_lengths)
@@ -132,7 +134,7 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
 
 
 def print_table(result: dict[str, Any]) -> None:
-    """Print the comparison for a person."""
+    """Print the comparison as a table."""
     rates = result["tokens_per_second"]
     names = {
         "transformers": "transformers generate",
@@ -144,12 +146,12 @@ def print_table(result: dict[str, Any]) -> None:
         rate = rates[name]
         print(f"{label:24}{rate:10.0f}{rate / rates['transformers']:12.2f}{rate / rates['plain']:14.2f}")
     if result["tokens_per_step"] is not None:
-        print(f"\ntokens a step: {result['tokens_per_step']:.2f}; accepted drafts a step:")
+        print(f"\ntokens per step: {result['tokens_per_step']:.2f}; accepted draft tokens per step:")
         total = sum(result["accepted_length_histogram"].values())
         for length, count in result["accepted_length_histogram"].items():
             print(f"  {length}  {'#' * round(40 * count / total):40} {count / total:6.1%}")
     same = "identical" if result["identical"] else "DIFFERENT"
     print(
-        f"texts of the three: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
+        f"texts of all three: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
         f"{result['dtype']}, {result['backend']}, {result['threads']} threads, median of {result['rounds']} rounds"
     )

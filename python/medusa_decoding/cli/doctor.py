@@ -1,4 +1,4 @@
-"""Say what is installed, which implementation serves each op and why, and check each op against its reference.
+"""Show what is installed and which implementation serves each op and why, and check each op against its reference.
 
 Exit code 1 if an op fails its check.
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Collect, print, and turn a failed check into the exit code."""
+    """Print the report; return 1 if a check failed."""
     report = examine()
     if args.json:
         print(json.dumps(report))
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Collect versions, devices, native libraries and the ops' checks."""
+    """Collect versions, devices, native libraries and the results of the checks."""
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return {
         "python": platform.python_version(),

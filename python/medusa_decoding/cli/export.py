@@ -5,11 +5,11 @@
     medusa export --model HEADS --out model --format embedded --dtype bfloat16
     medusa export --model HEADS --out v1 --format original-v1 --file safetensors
 
-What is written drafts what the heads guess; their model card, its figures and their tree go along (not the counts of
-heads whose storage changes). Heads that a format cannot hold are refused, in a line that says what can be done.
+The exported heads draft the same tokens. The model card, its figures and the tree are copied too (not the calibration,
+if the storage changes). Heads that a format cannot represent are refused with a line that says what to do.
 
-For vLLM the command that serves the result is printed. vLLM also takes native and original folders, but passes over the
-heads' biases without a word and accepts fewer of their drafts, or none. The formats:
+For vLLM, the command that serves the result is printed. vLLM also loads native and original folders, but silently
+ignores the biases of the heads, so that few or none of their draft tokens are accepted. The formats:
 
 """
 
@@ -35,19 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage",
         choices=("float", "int8", "fp8"),
-        help="of the projections: in 8 bits with a scale a row, or floats again (default: as they are)",
+        help="storage of the projections: 8 bits with one scale per row, or floats (default: unchanged)",
     )
     parser.add_argument(
         "--dtype",
         choices=_arguments.DTYPES,
-        help="of all of the heads that is not in 8 bits (default: the checkpoint's); embedded converts the heads alone "
-        "and copies the base model's files as they are",
+        help="dtype of all head weights that are not in 8 bits (default: the checkpoint's); the embedded format "
+        "converts only the heads and copies the base model's files unchanged",
     )
     parser.add_argument(
         "--base-model",
         metavar="BASE",
-        help="folder or hub id of the base model (default: the one the heads name); its weights are read where the "
-        "format asks for them",
+        help="folder or hub id of the base model (default: the one the heads name); its weights are read if the "
+        "format needs them",
     )
     parser.add_argument(
         "--base-revision", metavar="REV", help="branch, tag or commit of the base model (default: the heads')"
@@ -56,15 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file",
         choices=("pt", "safetensors"),
         default="pt",
-        help="of the original formats: pt, which the project's own code reads (default), or safetensors, which "
-        "text-generation-inference reads (with the base model's tokenizer, where that is a folder)",
+        help="file type of the original formats: pt, which the project's own code reads (default), or safetensors, "
+        "which text-generation-inference reads (with the base model's tokenizer, if that is a folder)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a folder of heads in which nothing else is")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder that contains only heads")
     parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, convert, write, say what was written."""
+    """Read, convert and write the heads; print what was written."""
     done = export(
         args.model,
         args.out,

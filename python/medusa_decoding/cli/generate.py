@@ -1,7 +1,7 @@
 """Continue a prompt with a model and its Medusa heads.
 
-The prompt comes from --prompt, --file or standard input; heads and base model from --model and --base-model (default:
-the embedded demo checkpoint). The text is the base model's own greedy text unless tokens are drawn (--temperature).
+The prompt comes from --prompt, --file or standard input, heads and base model from --model and --base-model (default:
+the embedded demo checkpoint). The text is the base model's own greedy text, unless --temperature asks for sampling.
 
     medusa generate --prompt "def main(" --max-new-tokens 64
     medusa generate --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 7 --tree chain:4+lookup:8 --metrics
@@ -40,37 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel",
         action="store_true",
-        help="shard the base model over the processes that torchrun started (with --device cuda: a GPU each); every "
+        help="shard the base model over the processes that torchrun started (with --device cuda: one GPU each); every "
         "process keeps whole heads, the first one prints",
     )
-    parser.add_argument(
-        "--chat", action="store_true", help="the prompt is a user's message: the chat template wraps it"
-    )
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user message: apply the chat template")
     _arguments.add_template(parser)
     _arguments.add_decoding(parser, new_tokens=256)
     _arguments.add_sampling(parser)
-    parser.add_argument("--metrics", action="store_true", help="also print what steps accepted and how long they took")
+    parser.add_argument("--metrics", action="store_true", help="also print acceptance and times of the steps")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, generate, print the text as it comes, and the figures behind it."""
+    """Load, generate, print the text as it is written, then the figures."""
     if args.tensor_parallel:
-        check_shareable(args)
+        check_tensor_parallel(args)
     if args.template is not None and not args.chat:
         raise ValueError(f"--template: expected --chat with it, got {args.template} alone")
     _arguments.sampling(args)
     text = read_prompt(args)
     _arguments.check_device(args)
     with joined(args.device) if args.tensor_parallel else contextlib.nullcontext(0) as rank:
-        if rank > 0:  # it does what the first process does, and would say the same
+        if rank > 0:  # it would repeat what the first process says
             logging.disable(logging.WARNING)
             disable_progress_bar()
-        generate(args, text, speak=rank == 0)
+        generate(args, text, prints=rank == 0)
     return 0
 
 
-def generate(args: argparse.Namespace, text: str, speak: bool) -> None:
-    """Load the model and continue a text; print if this process is the one to speak."""
+def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
+    """Load the model and continue a text; print if this process is the one that prints."""
     tokenizer = _arguments.load_tokenizer(args)
     template = ChatTemplate(tokenizer, args.template) if args.chat else None
     placed = {"distributed_config": DistributedConfig(tp_plan="auto")} if args.tensor_parallel else {}
@@ -90,13 +88,13 @@ def generate(args: argparse.Namespace, text: str, speak: bool) -> None:
             eos_token_id=ends or None,
             stop_strings=stops,
             tokenizer=tokenizer,
-            streamer=streamer if speak and not args.json else None,
+            streamer=streamer if prints and not args.json else None,
             metrics=args.metrics,
             **_arguments.sampling(args),
         )
         seconds = time.perf_counter() - start
     assert isinstance(output, MedusaOutput)
-    if not speak:
+    if not prints:
         return
     if args.json:
         new = output.sequences[0, ids.shape[1] :]
@@ -104,7 +102,7 @@ def generate(args: argparse.Namespace, text: str, speak: bool) -> None:
         print(json.dumps({"text": written, **figures(output, seconds)}))
         return
     print(
-        f"[{output.new_tokens[0]} tokens in {output.steps} steps, {output.tokens_per_step:.2f} a step, "
+        f"[{output.new_tokens[0]} tokens in {output.steps} steps, {output.tokens_per_step:.2f} per step, "
         f"{seconds:.2f} s with the prefill]",
         file=sys.stderr,
     )
@@ -113,7 +111,7 @@ def generate(args: argparse.Namespace, text: str, speak: bool) -> None:
 
 
 def figures(output: MedusaOutput, seconds: float) -> dict[str, object]:
-    """Return an output's figures as JSON has them."""
+    """Return the figures of an output for JSON."""
     found: dict[str, object] = {
         "new_tokens": output.new_tokens[0],
         "steps": output.steps,
@@ -123,8 +121,8 @@ def figures(output: MedusaOutput, seconds: float) -> dict[str, object]:
     return found if output.metrics is None else found | {"metrics": _figures.as_json(output.metrics)}
 
 
-def check_shareable(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for arguments that several processes cannot follow together."""
+def check_tensor_parallel(args: argparse.Namespace) -> None:
+    """Raise `ValueError` for arguments that do not work with several processes."""
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device != wanted:
         remedy = " (transformers shards over the GPUs it sees; hide them with CUDA_VISIBLE_DEVICES= for the CPU)"
