@@ -1,7 +1,8 @@
 # Everything a developer or CI runs. Each virtual environment is made once; stamps inside it say what is installed.
 #
 #   make demo            .venv, install, run the main job
-#   make test            .venv, editable install, tests         (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
+#   make test            .venv, editable install, the tests without slow ones  (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
+#   make test-all        every test
 #   make test-interpreted  the Triton kernels in Triton's interpreter
 #   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
 #   make lint types      ruff, mypy
@@ -52,7 +53,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo test test-interpreted test-transformers test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo test test-all test-interpreted test-transformers test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -67,6 +68,9 @@ train-demo: $(EDITABLE)
 	$(BIN)/medusa generate --model runs/demo/out/heads --prompt "def read_lines(path):" --max-new-tokens 64
 
 test: $(EDITABLE)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS) $(TESTS)
+
+test-all: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) $(TESTS)
 
 # The kernels in Triton's interpreter, on CPU tensors: every op against its specification, and whole generations.

@@ -96,6 +96,7 @@ def terminal(make_chat, tmp_path):
     terminal.end()
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal):
     terminal.wait_for("> $")
     terminal.press("hello\n")

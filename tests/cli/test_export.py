@@ -80,7 +80,7 @@ def test_the_line_that_starts_vllm_is_printed(capsys, checkpoint, tmp_path):
     argv = ["export", "--model", str(checkpoint / "heads"), "--out", str(tmp_path / "out")]
     assert main([*argv, "--format", "vllm"]) == 0
     assert re.search(
-        r"\nvLLM 0\.28 to 0\.32 \(0\.33 no longer has Medusa\) serves it with:\n    vllm serve .*_tokens\": 3}'\n$",
+        r"\nvLLM 0\.28 to 0\.32 \(0\.33 has no Medusa any more\) serves it with:\n    vllm serve .*_tokens\": 3}'\n$",
         capsys.readouterr().out,
     )
     assert main([*argv, "--format", "native", "--overwrite"]) == 0
@@ -93,7 +93,7 @@ def test_the_formats_are_in_the_help(capsys):
     assert end.value.code == 0
     said = capsys.readouterr().out
     assert re.search(r"original-v2 +the original project's: residual blocks alone, lm_head shared; not for vLLM", said)
-    assert re.search(r"vllm +for vLLM 0\.28 to 0\.32 \(0\.33 no longer has Medusa\)", said)
+    assert re.search(r"vllm +for vLLM 0\.28 to 0\.32 \(0\.33 has no Medusa any more\)", said)
 
 
 def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):

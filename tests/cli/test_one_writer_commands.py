@@ -77,6 +77,7 @@ def test_two_trainings_into_one_folder_one_wins_and_a_killed_one_lets_go(
     assert main([*command, "--check", "--resume"]) == 0
 
 
+@pytest.mark.slow
 def test_distil_holds_the_folder_that_it_will_train_into(recipe: Path, tmp_path: Path) -> None:
     command = ["distill", "--config", str(recipe)]
     for place, inside, arguments in (
@@ -93,6 +94,7 @@ def test_distil_holds_the_folder_that_it_will_train_into(recipe: Path, tmp_path:
     assert not [path for path in tmp_path.glob("out/**/*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_results_that_take_long_to_measure_have_one_writer(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"text": "def f(x):"}) + "\n")

@@ -47,6 +47,7 @@ def test_an_interrupt_during_imports_says_so_in_one_line():
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_job_in_the_background_that_ignores_interrupts_goes_on():
     command = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from medusa_decoding.cli import main; "
     command += "sys.argv[1:] = ['tree', '--help']; sys.exit(main())"
@@ -101,6 +102,7 @@ def test_output_that_cannot_be_written_ends_the_command(monkeypatch, capfd, erro
     assert capfd.readouterr().err == said
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_is_told_nothing():
     """At the process's end Python writes what is still buffered: that fails quietly too."""
     reading, writing = os.pipe()

@@ -189,6 +189,7 @@ def test_failures_are_one_clear_line(checkout: Path, environ: dict[str, str], me
     assert message in line
 
 
+@pytest.mark.slow
 def test_cuda_build_records_its_targets(checkout: Path, setup_script: ModuleType) -> None:
     nvcc, missing = setup_script.find_nvcc(os.environ)
     if nvcc is None:
