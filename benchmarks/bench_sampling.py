@@ -23,10 +23,10 @@ from transformers.generation import logits_process as lp
 
 from benchmarks import gpu, suite
 from medusa_decoding import Tree
-from medusa_decoding.decode.arrange import TreeOnDevice
-from medusa_decoding.decode.selection.processors import Processed
-from medusa_decoding.decode.selection.sampling import Sampled
-from medusa_decoding.decode.state import Rules
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.selection.processors import LogitsProcessors
+from medusa_decoding.decode.selection.sampling import Sampling
+from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.decode.verify import Nodes, TokenSelector
 
 OP = "sampling"
@@ -101,12 +101,12 @@ class Inputs:
 
     nodes: Nodes
     state: State
-    rules: Rules
+    limits: Limits
 
 
 def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
     """Draw logits. The nodes of the chain carry the very tokens that are drawn, so that the whole path is walked."""
-    tree, rows = TreeOnDevice.make(case.tree, run.device), torch.arange(case.batch, device=run.device)
+    tree, rows = TreeTensors.from_tree(case.tree, run.device), torch.arange(case.batch, device=run.device)
     found = []
     for _ in range(sets):
         shape = case.batch, case.tree.num_nodes, case.vocabulary
@@ -117,10 +117,9 @@ def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
             torch.zeros(case.batch, dtype=torch.bool, device=run.device),
             torch.zeros(1, dtype=torch.int64, device=run.device),
         )
-        limits = torch.full((case.batch,), 8, dtype=torch.int32, device=run.device)
-        rules = Rules(torch.zeros(0, dtype=torch.int64, device=run.device), limits, None, 8)
+        limits = Limits([8] * case.batch, [0] * case.batch, [], device=run.device)
         tokens = torch.full((case.batch, case.tree.num_nodes), -1, device=run.device)
-        x = Inputs(Nodes(logits, tokens, tree), state, rules)
+        x = Inputs(Nodes(logits, tokens, tree), state, limits)
         node = 0
         for depth in range(case.tree.depth):
             drawn = chosen(case, run, theirs)(x)[rows, node]
@@ -134,15 +133,15 @@ def ours(case: Case, device: torch.device) -> TokenSelector:
     """Return our choice for a case's settings."""
     processors = SETTINGS[case.settings]()
     if not any(isinstance(processor, lp.RepetitionPenaltyLogitsProcessor) for processor in processors):
-        return Sampled(processors)
+        return Sampling(processors)
     text = torch.arange(LENGTH, device=device)
-    return Processed([text] * case.batch, [processors] * case.batch, [8] * case.batch, [], sample=True)
+    return LogitsProcessors([text] * case.batch, [processors] * case.batch, [8] * case.batch, [], sample=True)
 
 
 def theirs(case: Case, device: torch.device) -> TokenSelector:
     """Return the same choice with transformers' own objects."""
     choice: Any = ours(case, device)
-    for own in [row.processors for row in choice.rows] if isinstance(choice, Processed) else [choice.processors]:
+    for own in [row.processors for row in choice.rows] if isinstance(choice, LogitsProcessors) else [choice.processors]:
         own[:] = SETTINGS[case.settings]()
     return choice  # type: ignore[no-any-return]
 
@@ -155,11 +154,11 @@ def chosen(
     choice = make(case, device)
 
     def call(x: Inputs) -> Tensor:
-        if not isinstance(choice, Processed):
-            return choice(x.nodes, projection, x.state, x.rules)  # type: ignore[arg-type]
+        if not isinstance(choice, LogitsProcessors):
+            return choice(x.nodes, projection, x.state, x.limits)  # type: ignore[arg-type]
         for row in choice.rows:
             row.length = LENGTH  # it remembers what it has drawn
-        return choice(x.nodes, projection, x.state, x.rules)  # type: ignore[arg-type]
+        return choice(x.nodes, projection, x.state, x.limits)  # type: ignore[arg-type]
 
     return call
 

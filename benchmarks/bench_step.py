@@ -25,8 +25,11 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from benchmarks import gpu, harness
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.steps import Backend
-from medusa_decoding.decode.state import DecodeState, Rules
+from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, default_tree
 from medusa_decoding.trees.tree import Tree
@@ -266,21 +269,18 @@ class Runner:
             if not fused:
                 model.backbone.fuse = False
             rows = point.prefix + (REPLAYS + 4) * (tree.depth + 1) + tree.num_nodes
-            state = model._steps.pool.acquire([point.prefix] * point.batch, rows, 1000)
+            state = model._steps.pool.acquire(Sizes([point.prefix] * point.batch, 1000), rows)
             state.cache.kv.normal_()
             state.hidden.normal_()
-            rules = _rules(point.batch, self.device)
+            selector = Greedy()
+            # The EOS token never comes.
+            limits = Limits([1000] * point.batch, [0] * point.batch, [-1], device=self.device)
 
             def reset() -> None:
                 _reset(state, point.prefix)
 
             reset()
-            return timed_steps(lambda: step(state, rules), reset, self.device, self.seconds)
-
-
-def _rules(batch: int, device: torch.device) -> Rules:
-    eos = torch.tensor([-1], dtype=torch.int64, device=device)  # a token that never comes
-    return Rules(eos, torch.full((batch,), 1000, dtype=torch.int32, device=device), None, 1000)
+            return timed_steps(lambda: step(state, selector, limits), reset, self.device, self.seconds)
 
 
 def _reset(state: DecodeState, prefix: int) -> None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa_decoding.backbone.kv_cache import TreeCache
+    from medusa_decoding.generation.output import MedusaOutput
     from medusa_decoding.generation.session import Session
     from medusa_decoding.heads import MedusaHeads
     from medusa_decoding.huggingface.custom_generate import medusa_generate
-    from medusa_decoding.model import MedusaModel, MedusaOutput
+    from medusa_decoding.model import MedusaModel
     from medusa_decoding.trees.tree import Tree
 
 __all__ = ["MedusaHeads", "MedusaModel", "MedusaOutput", "Session", "Tree", "TreeCache", "medusa_generate"]
@@ -22,7 +23,7 @@ __all__ = ["MedusaHeads", "MedusaModel", "MedusaOutput", "Session", "Tree", "Tre
 _MODULES = {
     "MedusaHeads": "heads",
     "MedusaModel": "model",
-    "MedusaOutput": "model",
+    "MedusaOutput": "generation.output",
     "Session": "generation.session",
     "Tree": "trees.tree",
     "TreeCache": "backbone.kv_cache",

@@ -7,38 +7,31 @@ This is the public face: it checks what it is given, then runs the loop. It does
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from medusa_decoding.backbone import bypassed
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.backbone.tensor_parallel import Peers
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads, tuning_file
 from medusa_decoding.checkpoints.base import stated_sizes
-from medusa_decoding.checks import check_streamer, check_truth, index, plain, shown, split_prompts
+from medusa_decoding.checks import shown
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
-from medusa_decoding.decode.adaptive.policy import Adaptive, Fixed, Policy
+from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
-from medusa_decoding.decode.loop import Hooks, Run, run
-from medusa_decoding.decode.runtime.steps import Backend, Steps, resolve_backend
-from medusa_decoding.decode.runtime.streaming import Follow, StreamObserver
-from medusa_decoding.decode.selection.processors import Processed
-from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.verify import TokenSelector
-from medusa_decoding.generation import settings
-from medusa_decoding.generation.metrics import GenerationMetrics
+from medusa_decoding.decode.policy import FixedTree, Policy
+from medusa_decoding.decode.runtime.steps import Backend, Steps
+from medusa_decoding.generation.inputs import ended_on_error
+from medusa_decoding.generation.output import MedusaOutput
+from medusa_decoding.generation.request import Request, check_request
+from medusa_decoding.generation.run import run_request
 from medusa_decoding.generation.session import Session
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.provenance import fingerprint
@@ -48,79 +41,6 @@ from medusa_decoding.tuning.select import CALIBRATION, Accuracies, find_accuraci
 
 DEFAULT_TREE_FILE = "medusa_tree.json"
 logger = logging.getLogger(__name__)
-# What sampling alone looks at, with the value that changes nothing.
-_OF_SAMPLING = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0, "top_h": None,
-}  # fmt: skip
-
-
-@dataclass
-class MedusaOutput(GenerateDecoderOnlyOutput):
-    """What `MedusaModel.generate` returns: transformers' own output of `generate`, with more fields after its own.
-
-    Fields are found by name, by key, and by place among those that are not None (the sequences first). `attentions`,
-    `hidden_states` and `past_key_values` are always None.
-
-    Attributes:
-        sequences: int64 [B, prompt + new]: the prompt as given (padding included), then the new tokens, padded on the
-            right with the pad token; a row ends at its EOS token, as in transformers.
-        scores: with `output_scores`: processed scores fp32 [B, V] of each new token, as in transformers; zeros in rows
-            that had ended.
-        logits: with `output_logits`: the model's logits likewise.
-        accept_lengths: one list a row: accepted tokens below the root, a number a step (prefill is not a step). A last
-            step cut short by EOS, a stopping criterion or the budget counts what was kept.
-        new_tokens: new tokens of each row.
-        metrics: with `metrics=True`.
-    """
-
-    sequences: torch.Tensor  # type: ignore[assignment]  # transformers says LongTensor, and tuples of one
-    scores: tuple[torch.Tensor, ...] | None = None  # type: ignore[assignment]
-    logits: tuple[torch.Tensor, ...] | None = None  # type: ignore[assignment]
-    accept_lengths: list[list[int]] = None  # type: ignore[assignment]  # ModelOutput asks for defaults
-    new_tokens: list[int] = None  # type: ignore[assignment]
-    metrics: GenerationMetrics | None = None
-
-    @property
-    def steps(self) -> int:
-        """Steps summed over the rows, each row's own."""
-        return sum(len(row) for row in self.accept_lengths)
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Committed tokens / steps, the acceleration rate; the prefill's token is not counted. NaN without a step."""
-        committed = sum(sum(row) + len(row) for row in self.accept_lengths)
-        return committed / self.steps if self.steps else float("nan")
-
-
-@dataclass
-class Request:
-    """One call of `generate`, checked.
-
-    Attributes:
-        input_ids: int64 [B, T] as given, rows repeated for `num_return_sequences`.
-        prompts: int64 [T_b] a row, without padding, on the host.
-        config: the generation config in force.
-        rule: how tokens are chosen.
-        limits: how long rows get.
-        criteria: stopping criteria that the host evaluates.
-        streamer: a transformers streamer or None.
-        seed: of sampling; one a row makes its numbers those of a batch of its own; None draws one from torch's
-            generator on the CPU.
-        metrics: whether metrics are wanted.
-        session: holds the cache between calls, or None.
-    """
-
-    input_ids: torch.Tensor
-    prompts: list[torch.Tensor]
-    config: GenerationConfig
-    rule: settings.Rule
-    limits: settings.Limits
-    criteria: Sequence[Any] = ()
-    streamer: Any = None
-    seed: int | Sequence[int] | None = None
-    metrics: bool = False
-    session: Session | None = None
 
 
 class MedusaModel:
@@ -318,72 +238,22 @@ class MedusaModel:
             FloatingPointError: the model's output is not finite; names the step.
             MemoryError: keys and values do not fit.
         """
-        with _ended_on_error(streamer):
+        with ended_on_error(streamer):
             self._check_swapped()
             bypassed.check_methods_before(self.backbone.causal)
-            check_streamer(streamer)
-            check_truth("metrics", metrics)
-            check_truth("return_dict_in_generate", return_dict_in_generate)
-            if not isinstance(session, (Session, type(None))):
-                raise ValueError(f"session: expected a Session or None, got {shown(session)}")
             changes = generation | {
                 "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
-                "top_k": top_k, "stop_strings": stop_strings, "return_dict_in_generate": bool(return_dict_in_generate),
+                "top_k": top_k, "stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate,
             }  # fmt: skip
-            changes = {name: plain(name, value) for name, value in changes.items()}
-            own = self.backbone.causal.generation_config
-            if do_sample is None and getattr(generation_config, "do_sample", None) is None:
-                changes["do_sample"] = False
-            if acceptance == "typical" and temperature is None and generation_config is None:
-                changes["temperature"] = 1.0
-            config = settings.merged(own, generation_config, changes)
-            for name, neutral in _OF_SAMPLING.items():
-                value, lossy = changes.get(name), acceptance == "typical" and name == "temperature"
-                if value is not None and value != neutral and not config.do_sample and not lossy:
-                    raise ValueError(f"{name}: expected {neutral} without do_sample=True, got {value}")
-            request = self._request(
-                input_ids,
-                attention_mask,
-                config,
-                settings.Rule(
-                    acceptance,
-                    plain("posterior_threshold", posterior_threshold),
-                    plain("posterior_alpha", posterior_alpha),
-                    settings.callables("logits_processor", logits_processor),
-                    prefix_allowed_tokens_fn,
-                ),
-                criteria=settings.criteria(
-                    config, settings.callables("stopping_criteria", stopping_criteria), tokenizer
-                ),
-                streamer=streamer,
-                seed=whole_seed(seed),
-                metrics=metrics,
-                session=session,
-            )
+            request = check_request(
+                self.backbone, input_ids, attention_mask, generation_config, changes,
+                acceptance=acceptance, posterior_threshold=posterior_threshold, posterior_alpha=posterior_alpha,
+                logits_processor=logits_processor, prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+                stopping_criteria=stopping_criteria, tokenizer=tokenizer, streamer=streamer, seed=seed,
+                metrics=metrics, session=session,
+            )  # fmt: skip
             output = self.run(request, tree)
         return output if return_dict_in_generate else output.sequences
-
-    def _request(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        config: GenerationConfig,
-        rule: settings.Rule,
-        **wanted: Any,
-    ) -> Request:
-        """Check the prompts and find out how long their continuations may get."""
-        prompts = split_prompts(input_ids, attention_mask, self.backbone.vocab_size)
-        pad = config.pad_token_id
-        ends = input_ids[:, [0, -1]]
-        if attention_mask is None and pad is not None and len(ends) > 1 and bool((ends == pad).any()):
-            logger.warning("attention_mask: none given, so the pad token %d at an end of a row is read as text", pad)
-        count = settings.sampled_rows(config, len(input_ids))
-        prompts = [prompt for prompt in prompts for _ in range(count)]
-        if wanted.get("streamer") is not None and len(prompts) > 1:
-            raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
-        lengths = [len(prompt) for prompt in prompts]
-        limits = settings.Limits.of(config, lengths, input_ids.shape[1], self.backbone.context_limit)
-        return Request(input_ids.repeat_interleave(count, 0), prompts, config, rule, limits, **wanted)
 
     def run(self, request: Request, tree: Tree | Literal["auto"] | None = None) -> MedusaOutput:
         """Decode a checked request, after the generations of this base model that other threads have begun."""
@@ -398,51 +268,19 @@ class MedusaModel:
             steps = Steps(self.backbone, self.heads) if self._under_way else self._steps
             self._under_way += 1
             try:
-                # States outlive this call, so they are not inference tensors, which nothing outside of that mode may
-                # change.
+                # States outlive this call. Inference tensors could not be changed outside of inference mode.
                 with torch.inference_mode(False), torch.no_grad(), self._current_device():
-                    return self._run(request, policy, steps)
+                    return run_request(request, policy, steps, self.backend)
             finally:
                 self._under_way -= 1
                 if isinstance(policy, Adaptive):
                     self._adaptive = policy
 
-    def _run(self, request: Request, policy: Policy, steps: Steps) -> MedusaOutput:
-        backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
-        turns, rule, streamer = self.backbone.turns, request.rule, request.streamer
-        prompts = [prompt.to(self.backbone.device) for prompt in request.prompts]
-        choice = settings.choice(self.backbone.causal, request.config, request.limits, prompts, rule)
-        if isinstance(choice, Processed):
-            for row in choice.rows:
-                row.processors = [turns.without(row.processors)]
-        model = steps.fingerprint() if request.session else None
-        draws = functools.partial(_draws, request, self.backbone.peers)
-        hooks = Hooks(draws, self._follower(request, prompts, choice), request.metrics)
-        step_of = steps.of_generation(backend)
-        rules = self._rules(request.limits, choice)
-        calls_back = any((streamer is not None, request.criteria, rule.processors, rule.prefix_fn))
-        with bypassed.unchanged(self.backbone.causal, self.heads) if calls_back else contextlib.nullcontext():
-            if streamer is not None:
-                with turns.given_up():
-                    streamer.put(request.prompts[0][None])
-            if request.session is not None:
-                hooks.earlier = request.session.take(self.backbone, model, request.prompts)
-            done = run(self.backbone, prompts, rules, policy, step_of, steps.pool, hooks)
-        if streamer is not None:
-            with turns.given_up():
-                streamer.end()
-        output = _collect(done, request, choice)
-        if request.session is not None:
-            request.session.keep(self.backbone, model, done.state, _cached(output, request), done.reused)
-        else:
-            steps.pool.release(done.state)
-        return output
-
     def _policy(self, tree: Tree | Literal["auto"] | None) -> Policy:
         chosen = self.tree if tree is None else tree
         self._check_tree(chosen)
         if isinstance(chosen, Tree):
-            return Fixed(chosen)
+            return FixedTree(chosen)
         # What it learns of step times and heads serves the generations that follow; meanwhile it belongs to this one.
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
@@ -460,29 +298,6 @@ class MedusaModel:
         """Return the tree that was tuned for such prompts; None where the default is another one."""
         tuning = self._tuning_here() if self.tree is self._tuned_tree else None
         return None if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
-
-    def _follower(self, request: Request, prompts: list[torch.Tensor], choice: TokenSelector) -> Follow | None:
-        if not request.criteria and request.streamer is None:
-            return None
-
-        def scores(row: int, count: int) -> tuple[torch.Tensor, ...] | None:
-            if not request.config.output_scores or not isinstance(choice, Processed):
-                return None
-            return tuple(score[None] for score in choice.rows[row].scores[:count])
-
-        observer = StreamObserver(prompts, request.criteria, request.streamer, scores, self.backbone.peers.agree)
-        return self.backbone.turns.without([observer])
-
-    def _rules(self, limits: settings.Limits, choice: TokenSelector) -> Rules:
-        device = self.backbone.device
-        suppressed = any(limits.min_new) and bool(limits.eos)
-        return Rules(
-            torch.tensor(limits.eos, dtype=torch.int64, device=device),
-            torch.tensor(limits.budgets, dtype=torch.int32, device=device),
-            torch.tensor(limits.min_new, dtype=torch.int32, device=device) if suppressed else None,
-            max(limits.budgets),
-            choice,
-        )
 
     def _current_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the model's device the current one, on which streams and captures are made."""
@@ -635,97 +450,6 @@ def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tr
 def _published(heads: MedusaHeads) -> Accuracies:
     """What is assumed of heads that nobody has calibrated."""
     return published(heads.num_heads, heads.num_candidates)
-
-
-@contextlib.contextmanager
-def _ended_on_error(streamer: Any) -> Iterator[None]:
-    """End a streamer where a generation is refused or fails: a thread may be waiting for its end."""
-    try:
-        yield
-    except BaseException:
-        if streamer is not None:
-            with contextlib.suppress(Exception):
-                streamer.end()
-        raise
-
-
-def whole_seed(seed: Any) -> int | None:
-    """Return an optional seed as an int of 64 bits.
-
-    Raises:
-        ValueError: not a whole number, or one of more bits.
-    """
-    if seed is None:
-        return None
-    number = index("seed", seed)
-    if not -(2**63) <= number < 2**64:
-        raise ValueError(f"seed: expected a whole number of up to 64 bits, got {number}")
-    return number % 2**64
-
-
-def _draws(request: Request, peers: Peers) -> torch.Tensor | None:
-    """Return the uniform numbers of each row, fp64 [B, the largest budget], or None where nothing is drawn."""
-    if not request.config.do_sample:
-        return None
-    # torch's own generator on the CPU would keep 32 bits of a seed.
-    seed = request.seed if request.seed is not None else peers.agree(int(torch.randint(2**63 - 1, ())))
-    budgets = request.limits.budgets
-    # A stream a row: neither the batch nor the budget changes a row's numbers.
-    keys = [(seed, row) for row in range(len(budgets))] if isinstance(seed, int) else [(own, 0) for own in seed]
-    streams = [np.random.Generator(np.random.Philox(np.random.SeedSequence(key))) for key in keys]
-    draws = np.empty((len(streams), max(budgets)))
-    for row, stream in zip(draws, streams, strict=True):
-        stream.random(out=row)
-    return torch.from_numpy(draws)
-
-
-def _collect(done: Run, request: Request, choice: TokenSelector) -> MedusaOutput:
-    """Bring a generation's result to where its prompts came from."""
-    state, ids = done.state, request.input_ids
-    counts = state.count.tolist()
-    new = state.output[:, : max(counts)].to(ids.device)
-    kept = torch.arange(new.shape[1], device=new.device) < torch.tensor(counts, device=new.device)[:, None]
-    sequences = torch.cat([ids, new.masked_fill(~kept, request.limits.pad)], dim=1)
-    committed = state.log[:, 1 : int(state.step)].tolist()  # column 0 is the prefill's token
-    accepted = [_accepted(row, count - 1) for row, count in zip(committed, counts, strict=True)]
-    scores = logits = metrics = None
-    if isinstance(choice, Processed):
-        scores = _stacked([row.scores for row in choice.rows], counts) if choice.keep_scores else None
-        logits = _stacked([row.logits for row in choice.rows], counts) if choice.keep_logits else None
-    if request.metrics:
-        prompts = [len(prompt) for prompt in request.prompts]
-        metrics = GenerationMetrics.of(prompts, counts, accepted, done.trees, done.seconds)
-    return MedusaOutput(
-        sequences=sequences, scores=scores, logits=logits, accept_lengths=accepted, new_tokens=counts, metrics=metrics
-    )
-
-
-def _cached(output: MedusaOutput, request: Request) -> list[list[int]]:
-    """Return the tokens of each row whose keys and values are cached: all but the last new one."""
-    width = request.input_ids.shape[1]
-    new = (
-        row[width : width + count - 1].tolist() for row, count in zip(output.sequences, output.new_tokens, strict=True)
-    )
-    return [prompt.tolist() + tokens for prompt, tokens in zip(request.prompts, new, strict=True)]
-
-
-def _accepted(committed: list[int], total: int) -> list[int]:
-    """Accepted tokens below the root in each step of a row that kept `total` tokens of its steps."""
-    accepted = []
-    for tokens in committed:
-        tokens = min(tokens, total)
-        total -= tokens
-        if tokens > 0:
-            accepted.append(tokens - 1)
-    return accepted
-
-
-def _stacked(rows: list[list[torch.Tensor]], counts: list[int]) -> tuple[torch.Tensor, ...]:
-    nothing = torch.zeros_like(rows[0][0])
-    return tuple(
-        torch.stack([row[place] if place < count else nothing for row, count in zip(rows, counts, strict=True)])
-        for place in range(max(counts))
-    )
 
 
 __all__ = ["MedusaModel", "MedusaOutput", "default_tree"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
-from medusa_decoding.decode.adaptive.policy import Policy
+from medusa_decoding.decode.policy import Policy
 
 Heads = Sequence[Sequence[float]]
 GOOD: Heads = VICUNA_7B

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode import loop
-from medusa_decoding.decode.runtime.steps import CapturedStep
-from medusa_decoding.decode.selection.processors import Processed
-from medusa_decoding.decode.selection.sampling import Sampled
-from medusa_decoding.decode.selection.typical import Typical
-from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.verify import Greedy
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.prefill import prefill
+from medusa_decoding.decode.runtime.cuda_graph import CapturedStep
+from medusa_decoding.decode.runtime.memory import Sizes
+from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.decode.selection.processors import LogitsProcessors
+from medusa_decoding.decode.selection.sampling import Sampling
+from medusa_decoding.decode.selection.typical import TypicalAcceptance
 
 
 class Stream:
@@ -82,29 +83,29 @@ def fake_cuda(monkeypatch):
 
 
 def penalised(prompt):
-    return Processed([prompt], [[lp.RepetitionPenaltyLogitsProcessor(1.3)]], [20], [])
+    return LogitsProcessors([prompt], [[lp.RepetitionPenaltyLogitsProcessor(1.3)]], [20], [])
 
 
-CHOICES = {
+SELECTORS = {
     "greedy": lambda prompt: Greedy(),
-    "sampled": lambda prompt: Sampled([lp.TopKLogitsWarper(4), lp.TopPLogitsWarper(0.9)]),
-    "typical": lambda prompt: Typical(),
+    "sampled": lambda prompt: Sampling([lp.TopKLogitsWarper(4), lp.TopPLogitsWarper(0.9)]),
+    "typical": lambda prompt: TypicalAcceptance(),
     "processors": penalised,
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
-def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, choice):
+@pytest.mark.parametrize("make", SELECTORS.values(), ids=SELECTORS)
+def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, make):
     """A library's first call makes handles and workspaces and loads code, which is not to happen in a capture."""
     model, [prompt] = tiny(), prompts(1, [7])
     tree = Tree.cartesian([3, 2])
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
         eager = medusa._steps.get(tree, "eager")
-        rules = Rules(torch.tensor([99]), torch.tensor([20], dtype=torch.int32), None, 20, choice(prompt))
-        state = medusa._steps.pool.acquire([7], 60, 20)
-        loop.prefill(medusa.backbone, [prompt], state, rules)
+        selector, limits = make(prompt), Limits([20], [0], [99])
+        state = medusa._steps.pool.acquire(Sizes([7], 20), 60)
+        prefill(medusa.backbone, [prompt], state, selector, limits)
         with Operations() as operations:
-            assert CapturedStep(eager, tree.num_nodes)(state, rules)
+            assert CapturedStep(eager, tree.num_nodes)(state, selector, limits)
     lm_head = [name for name, shapes, _ in operations.captured if (32, 11) in shapes or (11, 32) in shapes]
     assert lm_head, "the projection to the vocabulary is captured"
     assert operations.captured - operations.before == set()
@@ -121,11 +122,10 @@ def test_the_host_is_asked_once_for_each_step(fake_cuda):
 
     with MedusaModel(model) as medusa, torch.no_grad():
         eager = medusa._steps.get(Tree([]), "eager")
-        choice = Processed([prompt], [[processor]], [20], [])
-        rules = Rules(torch.tensor([99]), torch.tensor([20], dtype=torch.int32), None, 20, choice)
-        state = medusa._steps.pool.acquire([7], 60, 20)
-        loop.prefill(medusa.backbone, [prompt], state, rules)
+        selector, limits = LogitsProcessors([prompt], [[processor]], [20], []), Limits([20], [0], [99])
+        state = medusa._steps.pool.acquire(Sizes([7], 20), 60)
+        prefill(medusa.backbone, [prompt], state, selector, limits)
         step = CapturedStep(eager, 1)
         for _ in range(3):
-            step(state, rules)
+            step(state, selector, limits)
     assert seen == [7, 8, 9, 10]

@@ -14,9 +14,10 @@ from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode import loop
-from medusa_decoding.decode.arrange import TreeOnDevice, arrange
+from medusa_decoding.decode.arrange import arrange
 from medusa_decoding.decode.lookup import Text
 from medusa_decoding.decode.propose import propose
+from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.heads import Children, DraftTokens
 
 NEW = 24
@@ -40,7 +41,7 @@ def guessed(tree, logprobs):
     tokens = torch.arange(logprobs.numel()).view(logprobs.shape)
     state = types.SimpleNamespace(root=torch.full((batch,), -7), check=torch.zeros(batch), text=None)
     best = DraftTokens(logprobs[..., : tree.top_k], tokens[..., : tree.top_k])  # as many as the heads are asked for
-    return arrange(state, best, TreeOnDevice.make(tree, logprobs.device))
+    return arrange(state, best, TreeTensors.from_tree(tree, logprobs.device))
 
 
 def sorted_logprobs(*shape, seed=0, sharpness=2.0):
@@ -115,7 +116,7 @@ def test_heads_that_know_their_parent_are_weighed_behind_it():
     state = types.SimpleNamespace(
         hidden=torch.randn(3, 32, generator=generator), root=torch.tensor([4, 0, 9]), check=torch.zeros(3), text=None
     )
-    shape = TreeOnDevice.make(tree, torch.device("cpu"))
+    shape = TreeTensors.from_tree(tree, torch.device("cpu"))
     with torch.no_grad():
         tokens, found = arrange(state, propose(state, heads, model.lm_head, shape), shape)
         whole = heads.double()(state.hidden.double(), model.lm_head)
@@ -277,7 +278,7 @@ def test_what_is_copied_is_kept_beside_the_surest_guesses():
     state.text.begin([torch.tensor([5, 6, 7, 8])])
     state.output, state.count = torch.tensor([[5, 0, 0, 0]]), torch.tensor([1], dtype=torch.int32)
     drafts = DraftTokens(torch.zeros(1, 3, 1), torch.tensor([[[1], [2], [3]]]))
-    tokens, shape = arrange(state, drafts, TreeOnDevice.make(tree, torch.device("cpu")))
+    tokens, shape = arrange(state, drafts, TreeTensors.from_tree(tree, torch.device("cpu")))
     assert tokens.tolist() == [[5, 1, 6, 7, 8]]
     assert shape.parents.tolist() == [[-1, 0, 0, 2, 3]]
 

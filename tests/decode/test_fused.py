@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.steps import Steps
 from medusa_kernels._registry import interpreted
 
@@ -53,7 +54,7 @@ def test_fused_layers_are_as_near_as_the_modules():
         hidden = {}
         for fuse in (False, True):
             medusa.backbone.fuse = fuse
-            state = medusa._steps.pool.acquire([17], 40, 4)
+            state = medusa._steps.pool.acquire(Sizes([17], 4), 40)
             positions = torch.arange(17, dtype=torch.int32)
             with torch.no_grad():
                 hidden[fuse] = medusa.backbone.forward(ids, DecodeContext(state.cache, positions, None)).double()

@@ -112,7 +112,7 @@ def test_sampling_and_processors_follow_a_copied_branch_that_repeats_a_guess():
 
 
 def test_growing_keeps_the_text(monkeypatch):
-    monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 4)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 4)
     model = tiny(max_position_embeddings=512)
     [row] = prompts(1, [40])
     with MedusaModel(model, tree=Tree([], lookup=5)) as medusa:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,23 +16,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import TreeCache, bucket, reusable_rows
-from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.runtime import memory
-from medusa_decoding.decode.runtime import state_pool as arenas
+from medusa_decoding.decode.runtime import state_pool as pools
+from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
-from medusa_decoding.decode.state import Rules
+from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.decode.tree_tensors import TreeTensors
 
 DYNAMIC = {
     "max_position_embeddings": 16,
     "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
 }
-
-
-def rules_for(batch, new):
-    ends = torch.empty(0, dtype=torch.int64)
-    return Rules(ends, torch.full((batch,), new, dtype=torch.int32), None, new)
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_llama_3_8b_at_128k():
     )  # fmt: skip
     with torch.device("meta"):
         backbone = Backbone(LlamaForCausalLM(config).to(torch.bfloat16))
-    use = memory.estimate(backbone, 1, 130_000, 1000, 64, 2048, depth=4)
+    use = memory.memory_use(backbone, Sizes([130_000], 1000, 64), 131_068)
     rows = 131_072  # the bucket of 131,068
     assert use.rows == rows
     assert use.cache == 16 * 2**30 == 32 * 2 * 8 * rows * 128 * 2
@@ -76,10 +74,10 @@ def test_llama_3_8b_at_128k():
     assert use.total == use.cache + use.tables + use.state + use.activations
     assert str(use).startswith("16.27 GiB: cache 16.00 GiB (1 x 131,072 rows), rotary tables 64.0 MiB, state ")
     assert str(use).endswith("activations 217.0 MiB")
-    with_logits = memory.estimate(backbone, 16, 100, 1000, 64, 2048, depth=4, logits=True)
-    without = memory.estimate(backbone, 16, 100, 1000, 64, 2048, depth=4)
+    with_logits = memory.memory_use(backbone, Sizes([100] * 16, 1000, 64, logits=True), 1168)
+    without = memory.memory_use(backbone, Sizes([100] * 16, 1000, 64), 1168)
     assert with_logits.activations - without.activations > 16 * 64 * 128256 * 4
-    wider = memory.estimate(backbone, 4, 130_000, 1000, 64, 2048, depth=4)
+    wider = memory.memory_use(backbone, Sizes([130_000] * 4, 1000, 64), 131_068)
     assert wider.cache == 4 * use.cache
     assert wider.activations == use.activations
 
@@ -89,8 +87,8 @@ def test_llama_3_8b_at_128k():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_lent_is_what_was_stated(lengths, overrides, dtype):
     backbone = Backbone(tiny(dtype=dtype, **overrides))
-    state = StatePool(backbone, keep=0).acquire(lengths, 300, 70)
-    use = memory.use_of_rows(backbone, len(lengths), 300, 70, 1)
+    state = StatePool(backbone, keep=0).acquire(Sizes(lengths, 70), 300)
+    use = memory.memory_use(backbone, Sizes(lengths, 70), 300)
     assert use.rows == state.cache.capacity
     assert use.cache == state.cache.kv.nbytes
     assert use.tables == state.cache.cos.nbytes + state.cache.sin.nbytes
@@ -130,16 +128,16 @@ def test_activations_are_what_was_stated(overrides, dtype, batch, tree, tmp_path
     model = tiny("mistral", dtype=dtype, **overrides)
     lengths, chunk = [1500] * batch, 600
     with MedusaModel(model, heads_for(model, shared=True), tree) as medusa, torch.no_grad():
-        state = medusa._steps.pool.acquire(lengths, 1600, 8)
-        shape = TreeOnDevice.make(tree, model.device)
-        rows, rules = prompts(batch, lengths), rules_for(batch, 8)
+        state = medusa._steps.pool.acquire(Sizes(lengths, 8), 1600)
+        shape = TreeTensors.from_tree(tree, model.device)
+        rows, limits = prompts(batch, lengths), Limits([8] * batch, [0] * batch, [])
 
         def run():
-            prefill(medusa.backbone, rows, state, rules, chunk=chunk)
-            decode_step(medusa.backbone, medusa.heads, shape, state, rules)
+            prefill(medusa.backbone, rows, state, Greedy(), limits, chunk=chunk)
+            decode_step(medusa.backbone, medusa.heads, shape, state, Greedy(), limits)
 
-        own = tree.keep is not None
-        use = memory.estimate(medusa.backbone, batch, 1500, 8, tree.num_nodes, chunk, depth=tree.depth, own_trees=own)
+        sizes = Sizes.for_trees(lengths, 8, [tree])
+        use = memory.memory_use(medusa.backbone, sizes, 1500 + 8 + sizes.spare, chunk)
         peak = peak_of(run, tmp_path / "trace.json")
     # The prompts side by side are no activations.
     peak -= 1500 * batch * 8
@@ -217,8 +215,8 @@ def room(monkeypatch):
             return self.free(device) if callable(self.free) else self.free
 
     room = Room()
-    monkeypatch.setattr(arenas, "available", room)
-    monkeypatch.setattr(arenas, "UNCHECKED", 0)
+    monkeypatch.setattr(pools, "available", room)
+    monkeypatch.setattr(pools, "UNCHECKED", 0)
     return room
 
 
@@ -241,106 +239,107 @@ def figure(pattern, error):
 def test_memory_is_stated_before_it_is_taken(backbone, monkeypatch, caplog):
     monkeypatch.setattr(TreeCache, "allocate", lambda **_: 1 / 0)
     with caplog.at_level(logging.INFO, "medusa_decoding"), pytest.raises(ZeroDivisionError):
-        StatePool(backbone, keep=0).acquire([5], 5000, 10)
-    assert caplog.messages == [f"memory: {memory.use_of_rows(backbone, 1, 5000, 10, 5)}"]
+        StatePool(backbone, keep=0).acquire(Sizes([5], 10), 5000)
+    assert caplog.messages == [f"memory: {memory.memory_use(backbone, Sizes([5], 10), 5000)}"]
     assert "cache 1.2 MiB (1 x 5,120 rows)" in caplog.text
 
 
 def test_what_does_not_fit_is_refused_with_what_would(backbone, room, nothing_made):
-    use = memory.use_of_rows(backbone, 2, 50_000, 100, 10)
+    use = memory.memory_use(backbone, Sizes([5, 3], 100), 50_000)
     room.free = use.total - 1
     with pytest.raises(MemoryError, match=r"expected at most .* \(free on cpu\), got .* MiB: cache 26.0 MiB") as error:
-        StatePool(backbone, keep=0).acquire([5, 3], 50_000, 100)
-    fits = figure(r"of 50,000 tokens a row .* ([\d,]+) would fit", error)
+        StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 50_000)
+    fits = figure(r"of 50,000 tokens per row .* ([\d,]+) would fit", error)
     assert fits == 49_152, "the largest bucket below that of 50,000"
     room.free = 100_000
     with pytest.raises(MemoryError) as error:
-        StatePool(backbone, keep=0).acquire([5, 3], 50_000, 100)
+        StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 50_000)
     fits = figure(r"([\d,]+) would fit", error)
-    assert memory.use_of_rows(backbone, 2, fits, 100, 10).total <= 100_000
-    assert memory.use_of_rows(backbone, 2, fits + 1, 100, 10).total > 100_000
+    assert memory.memory_use(backbone, Sizes([5, 3], 100), fits).total <= 100_000
+    assert memory.memory_use(backbone, Sizes([5, 3], 100), fits + 1).total > 100_000
     room.free = 10
     with pytest.raises(MemoryError, match="0 would fit"):
-        StatePool(backbone, keep=0).acquire([5, 3], 50_000, 100)
+        StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 50_000)
 
 
 def test_what_just_fits_is_lent(backbone, room):
-    room.free = memory.use_of_rows(backbone, 2, 500, 100, 10).total
-    assert StatePool(backbone, keep=0).acquire([5, 3], 500, 100).cache.capacity == 512
+    room.free = memory.memory_use(backbone, Sizes([5, 3], 100), 500).total
+    assert StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 500).cache.capacity == 512
     room.free = None  # where nobody knows, nothing is refused
-    StatePool(backbone, keep=0).acquire([5, 3], 500, 100)
+    StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 500)
 
 
 def test_small_generations_ask_nobody(backbone, monkeypatch):
-    monkeypatch.setattr(arenas, "available", lambda device: 1 / 0)
+    monkeypatch.setattr(pools, "available", lambda device: 1 / 0)
     pool = StatePool(backbone, keep=0)
-    assert memory.use_of_rows(backbone, 1, 150_000, 10, 5).total < memory.UNCHECKED == 64 * 2**20
-    pool.acquire([5], pool.first_capacity([5], 9000, 10, 100), 10)
+    assert memory.memory_use(backbone, Sizes([5], 10), 150_000).total < memory.UNCHECKED == 64 * 2**20
+    pool.acquire(Sizes([5], 10), pool.first_capacity(Sizes([5], 9000, spare=10), 100))
     with pytest.raises(ZeroDivisionError):
-        pool.acquire([5], 300_000, 10)
+        pool.acquire(Sizes([5], 10), 300_000)
     with pytest.raises(ZeroDivisionError):
-        pool.first_capacity([5], 300_000, 10, 100)
+        pool.first_capacity(Sizes([5], 300_000, spare=10), 100)
 
 
 def test_what_is_kept_is_thrown_away_before_anything_is_refused(backbone, room):
     pool = StatePool(backbone, keep=3)
     room.free = 10**9
-    states = [pool.acquire([5], rows, 10) for rows in (100, 300)]
+    states = [pool.acquire(Sizes([5], 10), rows) for rows in (100, 300)]
     kept = sum(state.cache.nbytes for state in states)
-    need = memory.use_of_rows(backbone, 1, 2000, 10, 5).total
+    need = memory.memory_use(backbone, Sizes([5], 10), 2000).total
     for state in states:
         pool.release(state)
     room.free = lambda device: need - 1 if pool._idle else need
-    assert pool.acquire([5], 2000, 10).cache.capacity == 2048
+    assert pool.acquire(Sizes([5], 10), 2000).cache.capacity == 2048
     assert pool._idle == []
     # What would be thrown away counts as free at the start of a generation too; nothing is thrown away there.
     for state in states:
         pool.release(state)
-    whole = memory.use_of_rows(backbone, 1, 5 + 1985 + 10, 1985, 5).total
+    sizes = Sizes([5], 1985, spare=10)
+    whole = memory.memory_use(backbone, sizes, 5 + 1985 + 10).total
     room.free = whole - kept
-    assert pool.first_capacity([5], 1985, 10, 20) == 2000
+    assert pool.first_capacity(sizes, 20) == 2000
     assert pool._idle == states
     room.free -= 1
     with pytest.raises(MemoryError):
-        pool.first_capacity([5], 1985, 10, 20)
+        pool.first_capacity(sizes, 20)
     # So does what a conversation holds.
     pool.clear()
     room.free = whole - states[1].cache.nbytes
     with pytest.raises(MemoryError):
-        pool.first_capacity([5], 1985, 10, 20)
-    assert pool.first_capacity([5], 1985, 10, 20, held=states[1]) == 2000
+        pool.first_capacity(sizes, 20)
+    assert pool.first_capacity(sizes, 20, held=states[1]) == 2000
 
 
 def test_a_kept_state_of_the_shape_needs_no_room(backbone, room):
     pool = StatePool(backbone, keep=1)
     room.free = 10**9
-    state = pool.acquire([5], 100, 10)
+    state = pool.acquire(Sizes([5], 10), 100)
     pool.release(state)
     room.free = 0
-    assert pool.acquire([7], 110, 10) is state
+    assert pool.acquire(Sizes([7], 10), 110) is state
 
 
 def test_where_a_generation_starts(backbone, room):
     """Small and growing where the last move fits, whole where only the last cache does, refused where neither does."""
-    pool, lengths, budget, spare = StatePool(backbone, keep=0), [40, 3000], 7000, 70
-    whole = memory.use_of_rows(backbone, 2, 3000 + 7000 + 70, budget, 2048)
-    before_last = memory.use_of_rows(backbone, 2, 9216, budget, 2048)
+    pool, sizes = StatePool(backbone, keep=0), Sizes([40, 3000], 7000, spare=70)
+    whole = memory.memory_use(backbone, sizes, 3000 + 7000 + 70)
+    before_last = memory.memory_use(backbone, sizes, 9216)
     assert whole.rows == 10_240
     room.free = whole.total + before_last.lasting
-    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
+    assert pool.first_capacity(sizes, 1024) == 3000 + 1024 + 70
     room.free -= 1
-    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
+    assert pool.first_capacity(sizes, 1024) == 3000 + 7000 + 70
     room.free = whole.total
-    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 7000 + 70
-    assert pool.first_capacity(lengths, 500, spare, 1024) == 3000 + 500 + 70
-    room.free = memory.use_of_rows(backbone, 2, 9216, 6146, 2048).total
-    with pytest.raises(MemoryError, match=r"\(2 x 10,240 rows\).*of 7,000 new tokens a row 6,146 would fit"):
-        pool.first_capacity(lengths, budget, spare, 1024)
-    room.free = memory.use_of_rows(backbone, 2, 3071, 1, 2048).total - 1
-    with pytest.raises(MemoryError, match="of 7,000 new tokens a row not one would fit behind the prompt"):
-        pool.first_capacity(lengths, budget, spare, 1024)
+    assert pool.first_capacity(sizes, 1024) == 3000 + 7000 + 70
+    assert pool.first_capacity(replace(sizes, budget=500), 1024) == 3000 + 500 + 70
+    room.free = memory.memory_use(backbone, replace(sizes, budget=6146), 9216).total
+    with pytest.raises(MemoryError, match=r"\(2 x 10,240 rows\).*of 7,000 new tokens per row 6,146 would fit"):
+        pool.first_capacity(sizes, 1024)
+    room.free = memory.memory_use(backbone, replace(sizes, budget=1), 3071).total - 1
+    with pytest.raises(MemoryError, match="of 7,000 new tokens per row not one would fit after the prompt"):
+        pool.first_capacity(sizes, 1024)
     room.free = None
-    assert pool.first_capacity(lengths, budget, spare, 1024) == 3000 + 1024 + 70
+    assert pool.first_capacity(sizes, 1024) == 3000 + 1024 + 70
 
 
 def test_a_refused_generation_leaves_the_model_usable(room):
@@ -383,9 +382,9 @@ def filled(state, lengths):
 
 def test_a_state_that_is_large_enough_serves_again(backbone):
     pool = StatePool(backbone, keep=1)
-    state = pool.acquire([5, 9], 100, 40)
+    state = pool.acquire(Sizes([5, 9], 40), 100)
     kv = filled(state, [30, 44])
-    again, usable = pool.enlarge(state, [60, 50], 128, 63)
+    again, usable = pool.enlarge(state, Sizes([60, 50], 63), 128)
     assert again is state
     assert usable == 30
     assert torch.equal(state.cache.kv, kv)
@@ -396,9 +395,9 @@ def test_a_state_that_is_large_enough_serves_again(backbone):
 
 def test_a_larger_budget_alone_moves_no_cache(backbone):
     pool = StatePool(backbone, keep=1)
-    state = pool.acquire([5, 9], 400, 40)
+    state = pool.acquire(Sizes([5, 9], 40), 400)
     kv = filled(state, [30, 44])
-    wider, usable = pool.enlarge(state, [60, 50], 384, 300)
+    wider, usable = pool.enlarge(state, Sizes([60, 50], 300), 384)
     assert wider is not state
     assert wider.cache is state.cache
     assert wider.output.shape[1] > 300
@@ -410,9 +409,9 @@ def test_a_larger_budget_alone_moves_no_cache(backbone):
 
 def test_a_larger_cache_takes_over_keys_and_values(backbone):
     pool = StatePool(backbone, keep=1)
-    state = pool.acquire([5, 9], 100, 40)
+    state = pool.acquire(Sizes([5, 9], 40), 100)
     kv = filled(state, [30, 44])
-    larger, usable = pool.enlarge(state, [60, 150], 200, 40)
+    larger, usable = pool.enlarge(state, Sizes([60, 150], 40), 200)
     assert larger.cache.capacity == 256
     assert usable == 30
     assert torch.equal(larger.cache.kv[..., :30, :], kv[..., :30, :])
@@ -426,11 +425,11 @@ def test_a_larger_cache_takes_over_keys_and_values(backbone):
 def test_a_refused_enlargement_leaves_the_state_as_it_was(backbone, room):
     pool = StatePool(backbone, keep=1)
     room.free = 10**9
-    state = pool.acquire([5, 9], 100, 40)
+    state = pool.acquire(Sizes([5, 9], 40), 100)
     kv = filled(state, [30, 44])
-    room.free = memory.use_of_rows(backbone, 2, 200, 40, 2 * 150).total - state.cache.nbytes - 1
+    room.free = memory.memory_use(backbone, Sizes([60, 150], 40), 200).total - state.cache.nbytes - 1
     with pytest.raises(MemoryError):
-        pool.enlarge(state, [60, 150], 200, 40)
+        pool.enlarge(state, Sizes([60, 150], 40), 200)
     assert torch.equal(state.cache.kv, kv)
     assert state.cache.lengths.tolist() == [30, 44]
     assert pool._idle == []
@@ -439,12 +438,12 @@ def test_a_refused_enlargement_leaves_the_state_as_it_was(backbone, room):
 def test_a_larger_cache_may_take_the_place_of_the_old_one(backbone, room):
     pool = StatePool(backbone, keep=1)
     room.free = 10**9
-    state = pool.acquire([5, 9], 100, 40)
+    state = pool.acquire(Sizes([5, 9], 40), 100)
     filled(state, [30, 44])
-    need = memory.use_of_rows(backbone, 2, 200, 40, 2 * 150).total
+    need = memory.memory_use(backbone, Sizes([60, 150], 40), 200).total
     room.free = lambda device: need - held if state.cache.kv.numel() else need
     held = state.cache.nbytes
-    larger, usable = pool.enlarge(state, [60, 150], 200, 40)
+    larger, usable = pool.enlarge(state, Sizes([60, 150], 40), 200)
     assert larger.cache.capacity == 256
     assert usable == 0
     assert state.cache.nbytes == 0
@@ -453,24 +452,24 @@ def test_a_larger_cache_may_take_the_place_of_the_old_one(backbone, room):
 
 def test_what_is_not_kept_is_freed_whoever_holds_it(backbone):
     pool = StatePool(backbone, keep=0)
-    state = pool.acquire([5], 100, 40)
+    state = pool.acquire(Sizes([5], 40), 100)
     filled(state, [30])
-    assert pool.enlarge(state, [60], 200, 40)[1] == 30
+    assert pool.enlarge(state, Sizes([60], 40), 200)[1] == 30
     assert state.cache.nbytes == 0
 
 
 def test_another_batch_is_refused(backbone):
     pool = StatePool(backbone, keep=0)
     with pytest.raises(ValueError, match="prompt_lengths: expected 2 rows, got 3"):
-        pool.enlarge(pool.acquire([5, 9], 100, 40), [5, 9, 3], 100, 40)
+        pool.enlarge(pool.acquire(Sizes([5, 9], 40), 100), Sizes([5, 9, 3], 40), 100)
 
 
 def test_a_model_of_another_dtype_reuses_nothing(backbone):
     pool = StatePool(backbone, keep=0)
-    state = pool.acquire([5], 100, 40)
+    state = pool.acquire(Sizes([5], 40), 100)
     filled(state, [30])
     backbone.causal.double()
-    other, usable = pool.enlarge(state, [40], 100, 40)
+    other, usable = pool.enlarge(state, Sizes([40], 40), 100)
     assert other.cache.kv.dtype == torch.float64
     assert usable == 0
 
@@ -489,9 +488,9 @@ def test_tables_of_dynamic_scaling_follow_the_prompt(first, second, usable):
     """
     backbone = Backbone(tiny(**DYNAMIC))
     pool = StatePool(backbone, keep=0)
-    state = pool.acquire(first, 60, 20)
+    state = pool.acquire(Sizes(first, 20), 60)
     filled(state, [max(12, n) for n in first])
-    again, got = pool.enlarge(state, second, 60, 20)
+    again, got = pool.enlarge(state, Sizes(second, 20), 60)
     exact = backbone.rope(second, state.cache.capacity)
     assert again is state
     assert torch.equal(state.cache.cos, exact[0])
@@ -510,16 +509,16 @@ def test_three_turns_in_one_cache(family, rows):
     [text] = prompts(1, [7])
     reused = []
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
-        pool, shape = medusa._steps.pool, TreeOnDevice.make(tree, model.device)
+        pool, shape = medusa._steps.pool, TreeTensors.from_tree(tree, model.device)
         step = functools.partial(decode_step, medusa.backbone, medusa.heads, shape)
-        state, known = pool.acquire([7], rows[0], new), 0
+        state, known = pool.acquire(Sizes([7], new), rows[0]), 0
         for turn in range(3):
             if turn:
-                state, usable = pool.enlarge(state, [len(text)], rows[turn], new)
+                state, usable = pool.enlarge(state, Sizes([len(text)], new), rows[turn])
                 reused.append(min(usable, known))
-            prefill(medusa.backbone, [text], state, rules_for(1, new), reuse=reused[-1] if turn else 0)
+            prefill(medusa.backbone, [text], state, Greedy(), Limits([new], [0], []), reuse=reused[-1] if turn else 0)
             while not state.finished.all():
-                step(state, rules_for(1, new))
+                step(state, Greedy(), Limits([new], [0], []))
             answer = state.output[0, :new].clone()
             assert answer.tolist() == transformers_greedy(make(), text, new)
             known = len(text) + new

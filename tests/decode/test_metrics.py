@@ -14,7 +14,7 @@ from medusa_decoding.generation.metrics import GenerationMetrics
 def of(accepted, trees, seconds=None, prompt=(5,), new=None):
     """Metrics of a generation whose prefill gave each row one token."""
     new = new or [1 + sum(row) + len(row) for row in accepted]
-    return GenerationMetrics.of(list(prompt), new, accepted, trees, seconds or [0.5] + [0.25] * len(trees))
+    return GenerationMetrics.from_steps(list(prompt), new, accepted, trees, seconds or [0.5] + [0.25] * len(trees))
 
 
 def test_one_row_with_one_tree():

@@ -12,11 +12,11 @@ from transformers.generation.streamers import BaseStreamer
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.backbone.kv_cache import bucket
-from medusa_decoding.decode.adaptive.policy import Fixed
+from medusa_decoding.decode.policy import FixedTree
 from medusa_decoding.model import default_tree
 
 heads_module = importlib.import_module("medusa_decoding.heads")
-verify_module = importlib.import_module("medusa_decoding.decode.verify")
+greedy_module = importlib.import_module("medusa_decoding.decode.selection.greedy")
 
 
 @pytest.fixture
@@ -158,12 +158,12 @@ def test_autocast_is_refused(no_work):
 
 def test_heads_see_one_row_and_no_logits_of_the_prompt_are_made(medusa, monkeypatch):
     heads_rows, verified = [], []
-    topk, verify = heads_module.heads_topk, verify_module.tree_verify
+    topk, verify = heads_module.heads_topk, greedy_module.tree_verify
     monkeypatch.setattr(
         heads_module, "heads_topk", lambda hidden, *a, **k: heads_rows.append(hidden.shape) or topk(hidden, *a, **k)
     )
     monkeypatch.setattr(
-        verify_module, "tree_verify", lambda hidden, *a, **k: verified.append(hidden.shape) or verify(hidden, *a, **k)
+        greedy_module, "tree_verify", lambda hidden, *a, **k: verified.append(hidden.shape) or verify(hidden, *a, **k)
     )
     ids, mask = padded(prompts(2, [20, 31]))
     output = medusa.generate(ids, mask, max_new_tokens=12)
@@ -323,7 +323,7 @@ def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
     assert output.steps < 3 * 19
 
 
-class Told(Fixed):
+class Told(FixedTree):
     """One tree always; remembers what it is told of the clock."""
 
     timed = True
@@ -382,7 +382,7 @@ def test_graphs_need_cuda(medusa):
 
 @pytest.mark.parametrize("tree", [Tree([]), Tree.cartesian([4, 3, 2])], ids=["plain", "tree"])
 def test_the_cache_grows_with_the_text(medusa, monkeypatch, tree):
-    monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 4)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 4)
     model = tiny(max_position_embeddings=512)
     rows = prompts(3, [30, 50, 2])
     expected = [transformers_greedy(model, row, 200) for row in rows]

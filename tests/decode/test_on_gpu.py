@@ -8,11 +8,13 @@ from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transforme
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode import loop
-from medusa_decoding.decode.selection.sampling import Sampled
-from medusa_decoding.decode.selection.typical import Typical
-from medusa_decoding.decode.state import Rules
-from medusa_decoding.decode.verify import Greedy
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.prefill import prefill
+from medusa_decoding.decode.runtime import runner
+from medusa_decoding.decode.runtime.memory import Sizes
+from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.decode.selection.sampling import Sampling
+from medusa_decoding.decode.selection.typical import TypicalAcceptance
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,10 +31,9 @@ def on_gpu(family="llama", **overrides):
     return model.cuda(), heads.cuda()
 
 
-def rules_of(budget, eos, choice=None):
-    """Rules of a single row on the GPU."""
-    tensors = torch.tensor(eos, dtype=torch.int64).cuda(), torch.tensor([budget], dtype=torch.int32).cuda()
-    return Rules(*tensors, None, budget, choice or Greedy())
+def limits_of(eos):
+    """Limits of a single row on the GPU."""
+    return Limits([200], [0], eos, device="cuda")
 
 
 def batch(rows):
@@ -60,12 +61,12 @@ def test_equals_transformers(family, tree, backend):
 def state_after(medusa, tree, backend, steps, prompt):
     """The tensors of a generation after some steps, driven by hand."""
     step = medusa._steps.get(tree, backend)
-    rules = rules_of(200, [])
-    state = medusa._steps.pool.acquire([len(prompt)], 400, 200)
+    selector, limits = Greedy(), limits_of([])
+    state = medusa._steps.pool.acquire(Sizes([len(prompt)], 200), 400)
     with torch.no_grad():
-        loop.prefill(medusa.backbone, [prompt], state, rules)
+        prefill(medusa.backbone, [prompt], state, selector, limits)
         for _ in range(steps):
-            step(state, rules)
+            step(state, selector, limits)
     rows = int(state.cache.lengths[0])
     return {
         "kv": state.cache.kv[..., :rows, :].clone(),
@@ -89,7 +90,7 @@ def test_replay_is_bit_equal_to_the_same_step_run_eagerly(tree, dtype):
 
 
 def test_growing_past_a_bucket_keeps_the_text(monkeypatch):
-    monkeypatch.setattr(loop, "HEADROOM", 8)
+    monkeypatch.setattr(runner, "HEADROOM", 8)
     model, heads = on_gpu(max_position_embeddings=512)
     rows = [row.cuda() for row in prompts(2, [30, 50])]
     expected = [transformers_greedy(model, row, 300) for row in rows]
@@ -105,7 +106,7 @@ def test_growing_past_a_bucket_keeps_the_text(monkeypatch):
     assert capacities == sorted(set(capacities))
 
 
-def test_graphs_are_reused_and_follow_new_rules():
+def test_graphs_are_reused_and_follow_new_limits():
     model, heads = on_gpu()
     rows = [row.cuda() for row in prompts(4, [5, 9, 2, 7])]
     with MedusaModel(model, heads, Tree.cartesian([4, 2])) as medusa:
@@ -208,16 +209,16 @@ def test_a_captured_step_neither_allocates_nor_synchronises():
     [prompt] = [row.cuda() for row in prompts(1, [9])]
     with MedusaModel(model, heads, NODES_64) as medusa, torch.no_grad():
         step = medusa._steps.get(NODES_64, "graph")
-        rules = rules_of(200, [VOCAB])
-        state = medusa._steps.pool.acquire([9], 400, 200)
-        loop.prefill(medusa.backbone, [prompt], state, rules)
-        step(state, rules)
+        selector, limits = Greedy(), limits_of([VOCAB])
+        state = medusa._steps.pool.acquire(Sizes([9], 200), 400)
+        prefill(medusa.backbone, [prompt], state, selector, limits)
+        step(state, selector, limits)
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=kinds) as profile:
             for _ in range(10):
-                step(state, rules)
+                step(state, selector, limits)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         calls = [event.key for event in profile.key_averages() if event.key.startswith(("cuda", "cu", "aten::"))]
         assert "cudaGraphLaunch" in calls
@@ -232,27 +233,27 @@ def test_a_captured_step_neither_allocates_nor_synchronises():
 
 WARPERS = [lp.TemperatureLogitsWarper(0.8), lp.TopKLogitsWarper(6), lp.TopPLogitsWarper(0.9), lp.MinPLogitsWarper(0.01)]
 WARPERS += [lp.TypicalLogitsWarper(0.9), lp.EpsilonLogitsWarper(1e-4), lp.LogitNormalization()]
-CHOICES = {
+SELECTORS = {
     "greedy": Greedy(),
-    "sampled": Sampled(WARPERS),
-    "typical": Typical(),
-    "typical hot": Typical(temperature=2.0),
+    "sampled": Sampling(WARPERS),
+    "typical": TypicalAcceptance(),
+    "typical hot": TypicalAcceptance(temperature=2.0),
 }
 
 
-@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
-def test_no_host_reads_within_an_eager_step(choice):
+@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+def test_no_host_reads_within_an_eager_step(selector):
     model, heads = on_gpu()
     [prompt] = [row.cuda() for row in prompts(1, [9])]
     with MedusaModel(model, heads, NODES_64) as medusa, torch.no_grad():
         step = medusa._steps.get(NODES_64, "eager")
-        rules = rules_of(200, [VOCAB], choice)
-        state = medusa._steps.pool.acquire([9], 400, 200)
-        loop.prefill(medusa.backbone, [prompt], state, rules)
-        step(state, rules)
+        limits = limits_of([VOCAB])
+        state = medusa._steps.pool.acquire(Sizes([9], 200), 400)
+        prefill(medusa.backbone, [prompt], state, selector, limits)
+        step(state, selector, limits)
         try:
             torch.cuda.set_sync_debug_mode("error")
-            step(state, rules)
+            step(state, selector, limits)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert int(state.step) == 3
@@ -405,7 +406,7 @@ def test_logits_that_are_not_finite_are_named():
 
 def test_a_step_in_two_graphs_is_captured_again_behind_growth(monkeypatch):
     """Growth drops the graphs that were bound to the text: nothing of their pool is left then."""
-    monkeypatch.setattr(loop, "HEADROOM", 4)
+    monkeypatch.setattr(runner, "HEADROOM", 4)
     model, heads = on_gpu(max_position_embeddings=512)
     [row] = [row.cuda() for row in prompts(1, [20])]
     with MedusaModel(model, heads, Tree.chain(2).with_lookup(5)) as medusa:

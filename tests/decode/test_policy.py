@@ -13,8 +13,9 @@ from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulati
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
-from medusa_decoding.decode.adaptive.policy import Adaptive, Fixed
+from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
+from medusa_decoding.decode.policy import FixedTree
 
 
 def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None) -> Adaptive:
@@ -334,7 +335,7 @@ def test_a_belief_about_another_ladder_is_refused():
 
 def test_a_fixed_tree_stays():
     tree = Tree.chain(3)
-    policy = Fixed(tree)
+    policy = FixedTree(tree)
     policy.begin(1.0, batch=2, rows=64)
     policy.grown(128)
     policy.observe(tree, None, [1, 1])

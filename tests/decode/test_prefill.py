@@ -11,10 +11,12 @@ from transformers import DynamicCache
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import attention_swap
 from medusa_decoding.backbone.attention_swap import DecodeContext
-from medusa_decoding.decode.arrange import TreeOnDevice
+from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
-from medusa_decoding.decode.state import Rules
+from medusa_decoding.decode.runtime.memory import Sizes
+from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_kernels import ancestor_words, tree_attention
 
 NEW = 12
@@ -53,14 +55,13 @@ def way(request, monkeypatch):
         monkeypatch.setattr(attention_swap, "_shifted_mask", attention_swap._chains)
 
 
-def rules_for(batch, new=NEW):
-    ends = torch.empty(0, dtype=torch.int64)
-    return Rules(ends, torch.full((batch,), new, dtype=torch.int32), None, new)
+def greedy(batch, new=NEW):
+    return Greedy(), Limits([new] * batch, [0] * batch, [])
 
 
 def acquire(medusa, lengths, rows=64, new=NEW):
     """A state whose cache holds nothing but NaN: what is read without having been written shows."""
-    state = medusa._steps.pool.acquire(lengths, rows, new)
+    state = medusa._steps.pool.acquire(Sizes(lengths, new), rows)
     state.cache.kv.fill_(torch.nan)
     return state
 
@@ -107,7 +108,7 @@ def test_chunks_leave_what_one_pass_leaves(family, overrides, way):
     with MedusaModel(make()) as medusa, torch.no_grad():
         for width in WIDTHS:
             state = acquire(medusa, LENGTHS)
-            prefill(medusa.backbone, rows, state, rules_for(len(rows)), chunk=width * len(rows))
+            prefill(medusa.backbone, rows, state, *greedy(len(rows)), chunk=width * len(rows))
             assert state.cache.lengths.tolist() == LENGTHS
             assert state.cache.kv[..., max(LENGTHS) :, :].isnan().all()
             agrees(state)
@@ -143,7 +144,7 @@ def test_rows_share_a_chunk(monkeypatch, chunk, passes):
             return forward(tokens, context)
 
         monkeypatch.setattr(medusa.backbone, "forward", recorded)
-        prefill(medusa.backbone, rows, acquire(medusa, [7, 2, 6]), rules_for(3), chunk=chunk)
+        prefill(medusa.backbone, rows, acquire(medusa, [7, 2, 6]), *greedy(3), chunk=chunk)
     assert seen == passes
 
 
@@ -157,12 +158,12 @@ def test_only_what_is_new_runs(name, reuse, way, monkeypatch):
     with MedusaModel(make()) as medusa, torch.no_grad():
         forward = medusa.backbone.forward
         state = acquire(medusa, lengths)
-        prefill(medusa.backbone, [row[:reuse] for row in rows], state, rules_for(3))
+        prefill(medusa.backbone, [row[:reuse] for row in rows], state, *greedy(3))
         before = state.cache.kv[..., :reuse, :].clone()
         state.cache.kv[..., reuse:, :] = torch.nan
         state.clear()
         monkeypatch.setattr(medusa.backbone, "forward", lambda t, c: seen.append(t.clone()) or forward(t, c))
-        prefill(medusa.backbone, rows, state, rules_for(3), reuse=reuse, chunk=15)
+        prefill(medusa.backbone, rows, state, *greedy(3), reuse=reuse, chunk=15)
     assert torch.cat(seen, 1).tolist() == padded(rows, "right")[0][:, reuse:].tolist()
     assert torch.equal(state.cache.kv[..., :reuse, :], before)
     agreement(make, rows)(state)
@@ -175,13 +176,12 @@ def test_a_second_turn_continues_in_the_cache(family, way):
     rows, tree = prompts(3, [9, 4, 12]), Tree.cartesian([4, 3, 2])
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
         state = acquire(medusa, [9, 4, 12], rows=90)
-        step = functools.partial(decode_step, medusa.backbone, medusa.heads, TreeOnDevice.make(tree, model.device))
+        step = functools.partial(decode_step, medusa.backbone, medusa.heads, TreeTensors.from_tree(tree, model.device))
 
         def text(state, rows, **kwargs):
-            rules = rules_for(3)
-            prefill(medusa.backbone, rows, state, rules, **kwargs)
+            prefill(medusa.backbone, rows, state, *greedy(3), **kwargs)
             while not state.finished.all():
-                step(state, rules)
+                step(state, *greedy(3))
             return state.output[:, :NEW].clone()
 
         turns = [text(state, rows)]
@@ -201,9 +201,9 @@ def test_reuse_leaves_a_token_of_every_row(reuse):
     with MedusaModel(tiny()) as medusa, torch.no_grad():
         state = acquire(medusa, [4, 9])
         with pytest.raises(ValueError, match=rf"reuse: expected 0 to 3 .*, got {reuse}"):
-            prefill(medusa.backbone, prompts(2, [4, 9]), state, rules_for(2), reuse=reuse)
+            prefill(medusa.backbone, prompts(2, [4, 9]), state, *greedy(2), reuse=reuse)
         with pytest.raises(ValueError, match="chunk: expected at least 1, got 0"):
-            prefill(medusa.backbone, prompts(2, [4, 9]), state, rules_for(2), chunk=0)
+            prefill(medusa.backbone, prompts(2, [4, 9]), state, *greedy(2), chunk=0)
     assert state.cache.kv.isnan().all()
     assert int(state.step) == 0
 
@@ -267,9 +267,9 @@ def test_nothing_grows_with_the_square_of_the_prompt(size):
     model = tiny("mistral", num_hidden_layers=1, max_position_embeddings=2 * length, sliding_window=size)
     [row] = prompts(1, [length])
     with MedusaModel(model) as medusa, torch.no_grad():
-        state = medusa._steps.pool.acquire([length], length + 10, 4)
+        state = medusa._steps.pool.acquire(Sizes([length], 4), length + 10)
         with Largest() as largest:
-            prefill(medusa.backbone, [row], state, rules_for(1, 4))
+            prefill(medusa.backbone, [row], state, *greedy(1, 4))
         assert largest.elements < 100 * 2048, largest.shape  # 48 is the widest layer
         assert largest.elements >= 48 * 2048, "the pass itself was not seen"
         # The last position sees what it should: the same as one pass of that token over the cache.
@@ -318,7 +318,7 @@ def test_chunks_on_a_gpu(family, overrides, dtype):
     make = functools.partial(tiny, family, dtype=dtype, **shape, **overrides)
     rows = prompts(2, lengths)
     with MedusaModel(make().cuda()) as medusa, torch.no_grad():
-        state = medusa._steps.pool.acquire(lengths, 1400, NEW)
-        rules = Rules(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in vars(rules_for(2)).values()))
-        prefill(medusa.backbone, [row.cuda() for row in rows], state, rules, chunk=2 * 520)
+        state = medusa._steps.pool.acquire(Sizes(lengths, NEW), 1400)
+        limits = Limits([NEW] * 2, [0] * 2, [], device="cuda")
+        prefill(medusa.backbone, [row.cuda() for row in rows], state, Greedy(), limits, chunk=2 * 520)
     agreement(make, rows, dtype)(state)

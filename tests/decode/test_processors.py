@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, SynthIDTextWatermark
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode.selection.processors import Processed
+from medusa_decoding.decode.selection.processors import LogitsProcessors
 
 NEW = 24
 TREES = {
@@ -361,8 +361,8 @@ def test_the_host_follows_only_where_it_must(monkeypatch, kwargs, host):
     """What looks at scores alone stays on the device; either way the tree is the same as plain decoding."""
     model = tiny()
     [row] = prompts(1, [9])
-    walks, walk = [], Processed.walk
-    monkeypatch.setattr(Processed, "walk", lambda self, *args: walks.append(1) or walk(self, *args))
+    walks, walk = [], LogitsProcessors.walk
+    monkeypatch.setattr(LogitsProcessors, "walk", lambda self, *args: walks.append(1) or walk(self, *args))
     with MedusaModel(model, heads_for(model), TREES["siblings"]) as medusa:
         texts = [
             medusa.generate(row[None], max_new_tokens=20, do_sample=True, seed=1, tree=tree, **kwargs).sequences

@@ -31,7 +31,7 @@ from transformers import TextIteratorStreamer, TextStreamer
 import medusa_decoding
 from medusa_decoding import MedusaModel, Session, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
-from medusa_decoding.decode import loop
+from medusa_decoding.decode.runtime.runner import Runner
 from medusa_decoding.decode.runtime.state_pool import StatePool
 
 TREE = Tree.cartesian([3, 2])
@@ -59,7 +59,7 @@ def medusa():
 
 @pytest.fixture
 def kept_states(monkeypatch):
-    """Arenas keep states between generations, as they do where steps are captured."""
+    """Pools keep states between generations, as they do where steps are captured."""
     monkeypatch.setattr(StatePool, "keep", property(lambda self: 2, lambda self, value: None), raising=False)
 
 
@@ -358,8 +358,10 @@ class InterruptAt:
 
 def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
     """Each line is interrupted once, where it first runs: a cache grows, and a session goes on in it."""
-    files = [f"decode/{name}.py" for name in ("loop", "pool", "state", "watch", "follow")] + ["session.py", "turns.py"]
-    monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 1)
+    runtime = [f"decode/runtime/{name}.py" for name in ("runner", "state_pool", "progress", "streaming")]
+    files = ["decode/loop.py", "decode/state.py", *runtime, "generation/run.py", "generation/session.py"]
+    files.append("backbone/turns.py")
+    monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 1)
     model = tiny(num_hidden_layers=1, max_position_embeddings=256)
     [row] = prompts(1, [55])
     expected = transformers_greedy(model, row, 12)
@@ -376,8 +378,9 @@ def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
         with InterruptAt(files) as lines:
             assert write_twice() == expected + expected[:3]
         assert {Path(name).name for name, _ in lines.first} == {Path(name).name for name in files}
-        code, first = inspect.getsourcelines(loop._grown)
-        assert (str(PACKAGE / "decode/loop.py"), first + len(code) - 1) in lines.first, "the cache has to grow"
+        code, first = inspect.getsourcelines(Runner.make_room)
+        [release] = [number for number, line in enumerate(code, first) if "release" in line]
+        assert (str(PACKAGE / "decode/runtime/runner.py"), release) in lines.first, "the cache has to grow"
         for place, number in lines.first.items():
             with InterruptAt(files, number), pytest.raises(KeyboardInterrupt):
                 write_twice()
@@ -678,7 +681,7 @@ def held():
     return pages, sys.getallocatedblocks(), sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
 
-def kinds_of_generation(model):
+def kinds_prepare(model):
     """Settings, and errors that they make, one after the other and with all prompt lengths and trees in turn."""
     stops = {"stopping_criteria": [lambda ids, scores: ids.shape[1] > 9]}
     kinds = [
@@ -720,7 +723,7 @@ def test_ten_thousand_generations_in_constant_memory():
     gc.collect()
     gc.freeze()  # what other tests and libraries hold is not looked through again and again
     with MedusaModel(model, heads_for(model, num_heads=2)) as medusa:
-        for number, (error, settings) in zip(range(10_000), kinds_of_generation(model), strict=False):
+        for number, (error, settings) in zip(range(10_000), kinds_prepare(model), strict=False):
             if number == 1000:
                 before = held()
             with pytest.raises(error) if error else contextlib.nullcontext():

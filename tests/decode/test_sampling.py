@@ -7,7 +7,6 @@ passes or fails for good.
 
 import functools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +19,11 @@ from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.tensor_parallel import Peers
-from medusa_decoding.decode.arrange import TreeOnDevice
-from medusa_decoding.decode.selection.sampling import Sampled, draw, follow
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.selection.sampling import Sampling, draw, follow
+from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.decode.verify import allowed_logits
-from medusa_decoding.model import _draws
+from medusa_decoding.generation.request import Request
 
 TREES = {
     "plain": Tree([]),
@@ -166,9 +166,9 @@ def test_rows_of_a_batch_are_independent(small):
         assert fits(counted(pairs, 4), margin[:, None] * margin[None, :])
 
 
-def by_greedy_agreement(self, nodes, lm_head, state, rules):
+def by_greedy_agreement(self, nodes, lm_head, state, limits):
     """Wrong on purpose: a guess is kept where it is the likeliest token; a token is drawn where none is."""
-    logits = allowed_logits(nodes, lm_head, state, rules)
+    logits = allowed_logits(nodes, lm_head, state, limits)
     rows = torch.arange(len(logits))
 
     def choose(depth, node):
@@ -182,13 +182,13 @@ def by_greedy_agreement(self, nodes, lm_head, state, rules):
     return follow(nodes.tokens, nodes.shape, choose)
 
 
-def by_a_draw_for_each_guess(self, nodes, lm_head, state, rules):
+def by_a_draw_for_each_guess(self, nodes, lm_head, state, limits):
     """Wrong on purpose, as the original project's nucleus rule is: every guess gets a draw of its own at its parent.
 
     The longest path of drafts that equal their draws is kept, and behind its end a token is drawn afresh. Siblings
     each get a chance, and so do the tokens of drafts that have just been refused.
     """
-    logits = allowed_logits(nodes, lm_head, state, rules).float()
+    logits = allowed_logits(nodes, lm_head, state, limits).float()
     for processor in self.processors:
         logits = processor(None, logits.flatten(0, 1)).view_as(logits)
     batch, count = nodes.tokens.shape
@@ -217,7 +217,7 @@ def by_a_draw_for_each_guess(self, nodes, lm_head, state, rules):
 def test_wrong_rules_are_found_out(small, monkeypatch, wrong, tree):
     """The power of the checks above: with as many rows they refuse rules that draw from other distributions."""
     exact = joint(model_of(4), PROMPT, 3, **SETTINGS["hot"])
-    monkeypatch.setattr(Sampled, "__call__", wrong)
+    monkeypatch.setattr(Sampling, "__call__", wrong)
     texts, output = sampled(small, PROMPT, 3, tree=TREES[tree], seed=7, **SETTINGS["hot"])
     assert sum(map(sum, output.accept_lengths)) > 0
     assert not fits(counted(texts, 4), exact)
@@ -339,15 +339,12 @@ def test_several_sequences_a_prompt_have_transformers_shape_and_order():
 
 
 def request(rows, budget, seed):
-    return SimpleNamespace(
-        config=GenerationConfig(do_sample=True),
-        limits=SimpleNamespace(budgets=[budget] * rows),
-        seed=seed,
-    )
+    limits = Limits([budget] * rows, [0] * rows, [])
+    return Request(None, [], GenerationConfig(do_sample=True), limits, seed=seed)
 
 
 def test_numbers_are_uniform_and_independent():
-    draws = _draws(request(300, 40, seed=1), Peers()).numpy()
+    draws = request(300, 40, seed=1).uniform_numbers(Peers()).numpy()
     assert draws.dtype == np.float64
     assert draws.min() >= 0.0
     assert draws.max() < 1.0
@@ -367,7 +364,7 @@ def test_numbers_are_uniform_and_independent():
     ):
         assert fits(counted(pairs, 4), even)
     assert len(np.unique(draws)) == draws.size
-    longer = _draws(request(3, 90, seed=1), Peers()).numpy()
+    longer = request(3, 90, seed=1).uniform_numbers(Peers()).numpy()
     assert np.array_equal(longer[:, :40], draws[:3])
 
 
@@ -436,7 +433,7 @@ def test_sums_that_rounding_lets_fall_or_rise():
 
 def test_following_a_tree_with_copied_tokens():
     """Node 4 carries the token of node 1: both are visited, and lead on to different children."""
-    shape = TreeOnDevice.make(Tree([[0], [1], [0, 0]], lookup=2), torch.device("cpu"))
+    shape = TreeTensors.from_tree(Tree([[0], [1], [0, 0]], lookup=2), torch.device("cpu"))
     assert shape.parents.tolist() == [-1, 0, 0, 1, 0, 4]
     tokens = torch.tensor([[9, 5, 6, 7, 5, 8], [9, 5, 6, 7, 5, 7], [9, 1, 2, 3, 4, 5]])
     wanted = torch.tensor([[5, 8, 3], [5, 7, 2], [0, 1, 1]])

@@ -114,7 +114,7 @@ def test_an_answer_cut_within_a_path_goes_on_rightly(ending):
 
 
 def test_growing_and_longer_budgets_keep_what_is_held(monkeypatch):
-    monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 8)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 8)
     model = tiny(max_position_embeddings=1024)
     [text] = prompts(1, [50])
     session = Session()
@@ -203,7 +203,7 @@ def test_a_cleared_session_holds_no_cache():
 
 def test_a_short_turn_behind_one_with_a_long_budget_can_grow(monkeypatch):
     """The state of the first has room for more new tokens than the second asks for, and keeps it."""
-    monkeypatch.setattr("medusa_decoding.decode.loop.HEADROOM", 8)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 8)
     model = tiny(max_position_embeddings=2048)
     [prompt] = prompts(1, [50])
     session = Session()

@@ -9,8 +9,10 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode import loop
+from medusa_decoding.decode.runtime import runner
+from medusa_decoding.decode.runtime import state_pool as pools
 from medusa_decoding.decode.runtime import steps as steps_module
+from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
 
 
@@ -23,33 +25,33 @@ def medusa():
 
 def test_kept_states_are_found_by_shape_and_cleared(medusa):
     pool = StatePool(medusa.backbone, keep=2)
-    small, large = pool.acquire([5], 60, 10), pool.acquire([5], 200, 10)
-    wide = pool.acquire([5], 60, 500)
+    small, large = pool.acquire(Sizes([5], 10), 60), pool.acquire(Sizes([5], 10), 200)
+    wide = pool.acquire(Sizes([5], 500), 60)
     assert wide is not small
     for state in (small, large):
         state.count.fill_(7)
         state.captured["step", "key"] = "graph"
         pool.release(state)
-    assert pool.acquire([9], 250, 10) is large
+    assert pool.acquire(Sizes([9], 10), 250) is large
     assert int(large.count) == 0
     pool.release(large)
-    assert pool.acquire([9], 250, 10) is large
+    assert pool.acquire(Sizes([9], 10), 250) is large
     pool.release(large)
     pool.forget("step")
     assert small.captured == large.captured == {}
     pool.release(wide)  # two are kept: the most recent ones
-    assert pool.acquire([5], 60, 10) is not small
-    assert pool.acquire([5], 60, 500) is wide
+    assert pool.acquire(Sizes([5], 10), 60) is not small
+    assert pool.acquire(Sizes([5], 500), 60) is wide
 
 
 def test_graphs_over_lent_states_are_dropped_with_their_step(medusa):
     """A session holds its state between calls; a step that is dropped meanwhile must free its graphs there too."""
     pool = StatePool(medusa.backbone, keep=2)
-    state = pool.acquire([5], 60, 10)
+    state = pool.acquire(Sizes([5], 10), 60)
     state.captured |= {("dropped", "key"): "graph", ("kept", "key"): "graph"}
     pool.forget("dropped")
     assert state.captured == {("kept", "key"): "graph"}
-    wider, _ = pool.enlarge(state, [5], 60, 500)
+    wider, _ = pool.enlarge(state, Sizes([5], 500), 60)
     assert wider is not state
     wider.captured |= {("dropped", "key"): "graph", ("kept", "key"): "graph"}
     pool.forget("dropped")
@@ -58,17 +60,17 @@ def test_graphs_over_lent_states_are_dropped_with_their_step(medusa):
     assert wider.captured == {}
 
 
-def test_the_arena_keeps_no_lent_state_alive(medusa):
+def test_the_pool_keeps_no_lent_state_alive(medusa):
     pool = StatePool(medusa.backbone, keep=2)
-    state = weakref.ref(pool.acquire([5], 60, 10))
+    state = weakref.ref(pool.acquire(Sizes([5], 10), 60))
     gc.collect()
     assert state() is None
 
 
 def test_what_is_kept_makes_room(medusa, monkeypatch):
     pool = StatePool(medusa.backbone, keep=2)
-    pool.release(pool.acquire([5], 60, 10))
-    allocate = steps_module.StatePool.acquire.__globals__["TreeCache"].allocate
+    pool.release(pool.acquire(Sizes([5], 10), 60))
+    allocate = pools.TreeCache.allocate
     idle = []
 
     def full_once(shape, rope):
@@ -78,11 +80,11 @@ def test_what_is_kept_makes_room(medusa, monkeypatch):
         return allocate(shape, rope)
 
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", full_once)
-    assert pool.acquire([5], 200, 10).cache.capacity == 256
+    assert pool.acquire(Sizes([5], 10), 200).cache.capacity == 256
     assert idle == [1, 0]
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        pool.acquire([5], 999, 10)
+        pool.acquire(Sizes([5], 10), 999)
 
 
 class Broken:
@@ -167,7 +169,7 @@ def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length,
     """Also with progress read one step late, as on a GPU."""
     model = tiny(max_position_embeddings=256)
     tree = Tree.optimal([[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1], [0.2, 0.1]], 64)
-    watch = loop.Watch
+    watch = runner.Watch
 
     class Late(watch):
         def __init__(self, state, **wanted):
@@ -180,7 +182,7 @@ def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length,
             self._records.append((tensors, 0.0))
             self.pending += 1
 
-    monkeypatch.setattr(loop, "Watch", Late)
+    monkeypatch.setattr(runner, "Watch", Late)
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.bucket", lambda rows: rows)
     [row] = prompts(1, [length])
     lent = []

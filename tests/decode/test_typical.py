@@ -17,9 +17,9 @@ from torch import nn
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.cli import main
-from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.selection import typical
-from medusa_decoding.decode.selection.typical import Typical
+from medusa_decoding.decode.selection.typical import TypicalAcceptance
+from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.decode.verify import Nodes
 from medusa_kernels import reference
 
@@ -277,17 +277,17 @@ def test_it_is_never_the_default_and_called_lossy(capsys):
 )
 def test_values_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
-        Typical(**settings)
+        TypicalAcceptance(**settings)
 
 
-def accepted_path(choice, tree, tokens, weight, hidden):
+def accepted_path(selector, tree, tokens, weight, hidden):
     """What one step commits: the accepted tokens and the one behind them."""
-    shape = TreeOnDevice.make(tree, torch.device("cpu"))
+    shape = TreeTensors.from_tree(tree, torch.device("cpu"))
     head = nn.Linear(*weight.T.shape, bias=False)
     with torch.no_grad():
         head.weight.copy_(weight)
         state = SimpleNamespace(count=torch.ones(1, dtype=torch.int32), check=torch.zeros(1))
-        next_tokens = choice(Nodes(hidden, tokens, shape), head, state, SimpleNamespace(min_new=None))
+        next_tokens = selector(Nodes(hidden, tokens, shape), head, state, SimpleNamespace(min_new_tensor=None))
     committed = {
         "lengths": torch.ones(1, dtype=torch.int32), "root": torch.zeros(1, dtype=torch.int64),
         "state_hidden": torch.zeros(1, hidden.shape[-1]), "output": torch.zeros(1, 16, dtype=torch.int64),
@@ -309,7 +309,7 @@ def test_the_likeliest_token_passes_whatever_rounding_says(temperature):
         weight[0, 0] = -1e-4  # token 1 is the first of the likeliest
         tokens = torch.tensor([[2, 1, 1]])
         committed = accepted_path(
-            Typical(1.0, 1.0 - 1e-12, temperature), Tree.chain(2), tokens, weight, torch.ones(1, 3, 4)
+            TypicalAcceptance(1.0, 1.0 - 1e-12, temperature), Tree.chain(2), tokens, weight, torch.ones(1, 3, 4)
         )
         assert committed == [1, 1, 1], vocab
 
@@ -330,4 +330,4 @@ def test_a_copied_token_beside_the_same_guess_leads_nowhere_else():
     for below_guess, below_copy, expected in ((2, 0, [1, 2, 1]), (0, 0, [1, 2]), (0, 2, [1, 2, 0]), (3, 2, [1, 2, 0])):
         tokens = torch.tensor([[3, 1, below_guess, 1, below_copy]])
         # Node n's hidden state is the n-th unit vector, its logits the n-th column of the weight.
-        assert accepted_path(Typical(), tree, tokens, probabilities.log().T, torch.eye(5)[None]) == expected
+        assert accepted_path(TypicalAcceptance(), tree, tokens, probabilities.log().T, torch.eye(5)[None]) == expected

@@ -14,8 +14,9 @@ from oracles import new_tokens
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
-from medusa_decoding.decode.arrange import TreeOnDevice, arrange
+from medusa_decoding.decode.arrange import arrange
 from medusa_decoding.decode.propose import propose
+from medusa_decoding.decode.tree_tensors import TreeTensors
 
 MAP = torch.tensor([9, 0, 4, 2, 7, 10, 1, 5])
 TREES = {
@@ -122,7 +123,7 @@ def walked(heads, lm_head, hidden, root, tree):
 
 def arranged(heads, lm_head, hidden, root, tree):
     state = types.SimpleNamespace(hidden=hidden, root=root, text=None)
-    shape = TreeOnDevice.make(tree, hidden.device)
+    shape = TreeTensors.from_tree(tree, hidden.device)
     return arrange(state, propose(state, heads, lm_head, shape), shape)[0]
 
 
@@ -181,7 +182,7 @@ def test_forward_adds_the_term_where_parents_are_given():
 def test_guessing_reads_nothing_on_the_host(name):
     model = tiny()
     heads = variant(model, **VARIANTS[name])
-    shape = TreeOnDevice.make(TREES["uneven"], model.device)
+    shape = TreeTensors.from_tree(TREES["uneven"], model.device)
     # Tensors without values: what asks for one, or for a size that depends on one, is an error.
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         root = torch.zeros(3, dtype=torch.int64)

@@ -85,7 +85,7 @@ def test_generate_refuses_settings_by_name(model, name):
 def test_tokens_beyond_memory_are_refused_before_anything_is_allocated(model, extra):
     with bounded(MemoryError, seconds=2, memory=32 * MIB) as said:
         model.generate(IDS, max_new_tokens=2**31 - 1, **extra)
-    assert "of 2,147,483,647 new tokens a row" in said[0]
+    assert "of 2,147,483,647 new tokens per row" in said[0]
 
 
 def test_rows_beyond_reason_are_refused_before_they_are_made(model):

@@ -23,24 +23,24 @@ def model():
 def steps(model, monkeypatch):
     """Every step that runs: (nodes, committed tokens of each row before it, whether a row had ended, cache rows)."""
     seen = []
-    own = model._steps.of_generation
+    own = model._steps.prepare
 
-    def of_generation(backend):
+    def prepare(backend):
         step_of = own(backend)
 
         def spied(tree):
             step = step_of(tree)
 
-            def spy(state, rules):
+            def spy(state, *how):
                 ended = bool(state.finished.any())
                 seen.append((tree.num_nodes, state.cache.lengths.tolist(), ended, state.cache.capacity))
-                return step(state, rules)
+                return step(state, *how)
 
             return spy
 
         return spied
 
-    monkeypatch.setattr(model._steps, "of_generation", of_generation)
+    monkeypatch.setattr(model._steps, "prepare", prepare)
     return seen
 
 

@@ -1,15 +1,16 @@
 """Accept: the longest path whose tokens the model itself would have chosen (Medusa paper, section 2.3.1, greedy).
 
-What a row carries to its next step is settled here too. Acceptance knows tokens and the tree; it does not know models,
-and of caches only how long they are.
+It also updates what a row carries to its next step. Acceptance knows tokens and the tree, and the lengths of caches; it
+does not know models.
 """
 
 from __future__ import annotations
 
 import torch
 
-from medusa_decoding.decode.arrange import Shape
-from medusa_decoding.decode.state import DecodeState, Rules
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.decode.tree_tensors import TreeShape
 from medusa_kernels import tree_accept
 
 
@@ -17,30 +18,31 @@ def accept(
     tokens: torch.Tensor,
     next_tokens: torch.Tensor,
     hidden: torch.Tensor,
-    shape: Shape,
+    shape: TreeShape,
     state: DecodeState,
-    rules: Rules,
+    limits: Limits,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find each row's longest path on which every node's token is the model's choice at its parent, and commit it.
+    """Find and commit each row's longest path whose tokens are the model's own next token at their parents.
 
     Args:
         tokens: int64 [B, N], the nodes' tokens; the root is always right.
         next_tokens: int64 [B, N], the model's own next token at every node.
         hidden: [B, N, H], the nodes' final hidden states.
         shape: the tree's.
-        state: changed in place: all of it but keys and values.
-        rules: when rows end.
+        state: changed in place, except keys and values.
+        limits: when rows end.
 
     Returns:
         path: int32 [B, depth + 1], the accepted nodes from the root on, padded with the last one.
-        kept: int32 [B], accepted nodes below the root; -1 for a row that had ended.
-        lengths: int32 [B], cached tokens before the step.
+        accept_lens: int32 [B], accepted nodes below the root; -1 for a row that had ended.
+        cache_lens: int32 [B], cached tokens before the step.
     """
-    found = tree_accept(
-        tokens, next_tokens, hidden, shape.depths, shape.paths, rules.eos, rules.max_new, state.step,
+    accepted = tree_accept(
+        tokens, next_tokens, hidden, shape.depths, shape.paths, limits.eos_tensor,
+        limits.budgets_tensor, state.step,
         lengths=state.cache.lengths, root=state.root, state_hidden=state.hidden, output=state.output,
         count=state.count, finished=state.finished, log=state.log,
     )  # fmt: skip
-    # Not in the op, where every row reads it.
+    # Not in the op, because every row of it reads the step.
     state.step += 1
-    return found
+    return accepted

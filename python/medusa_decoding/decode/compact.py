@@ -1,4 +1,4 @@
-"""Compact: accepted cache rows moved in place behind the prefix, in every layer."""
+"""Compact: move accepted cache rows in place to the end of the prefix, in every layer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from medusa_decoding.backbone.kv_cache import TreeCache
 from medusa_kernels import kv_compact
 
 
-def compact(cache: TreeCache, path: torch.Tensor, kept: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Keep the rows of the accepted path: path int32 [B, P], kept int32 [B], lengths int32 [B] before the step.
+def compact(cache: TreeCache, path: torch.Tensor, accept_lens: torch.Tensor, cache_lens: torch.Tensor) -> None:
+    """Keep the cache rows of the accepted path.
 
-    A row that had ended (kept -1) keeps its length, so that the further passes it is carried through overwrite one
-    place.
+    A row that had ended keeps its length, so the further passes it takes part in overwrite the same cache rows.
+
+    Args:
+        cache: changed in place.
+        path: int32 [B, P], the accepted nodes.
+        accept_lens: int32 [B], accepted nodes below the root; -1 for a row that had ended.
+        cache_lens: int32 [B], cached tokens before the step.
     """
-    kv_compact(cache.kv, lengths, path, kept)
+    kv_compact(cache.kv, cache_lens, path, accept_lens)

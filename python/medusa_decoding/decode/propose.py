@@ -1,21 +1,21 @@
-"""Propose: the heads' best drafts at the last accepted token (Medusa paper, section 2.1.1)."""
+"""Propose: the heads' top draft tokens at the last accepted token (Medusa paper, section 2.1.1)."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from medusa_decoding.decode.arrange import TreeOnDevice
 from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.heads import Children, DraftTokens, MedusaHeads
 
 
 def propose(
-    state: DecodeState, heads: MedusaHeads | None, lm_head: nn.Module, tree: TreeOnDevice
+    state: DecodeState, heads: MedusaHeads | None, lm_head: nn.Module, tree: TreeTensors
 ) -> DraftTokens | Children | None:
-    """Run the heads on one row a sequence, never on the tree's nodes: tokens [B, K, top_k], best first.
+    """Run the heads on one hidden state per sequence, never on the tree's nodes: tokens [B, K, top_k], best first.
 
-    Heads whose drafts depend on their parent tell what is best behind each of their candidates. None where the tree
-    asks for no drafts.
+    Heads whose drafts depend on their parent return the best tokens after each of their candidates. Returns None if the
+    tree has no draft tokens.
     """
     if not tree.tree.choices:
         return None

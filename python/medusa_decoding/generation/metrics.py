@@ -49,7 +49,7 @@ class GenerationMetrics:
         return self.new_tokens / seconds if seconds else float("nan")
 
     @classmethod
-    def of(
+    def from_steps(
         cls,
         prompts: Sequence[int],
         new: Sequence[int],

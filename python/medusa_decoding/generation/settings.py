@@ -1,8 +1,7 @@
-"""What a caller asks of `generate`, in transformers' terms, made into what the loop goes by.
+"""Settings in transformers' terms: a generation config, read and checked.
 
-A generation config and keyword arguments become budgets, end tokens, logits processors and stopping criteria, the
-last two made by transformers itself. What cannot work here is refused by name before any work. This module knows
-transformers' generation API; it does not know models' forward passes, trees or caches.
+A config and keyword arguments become limits and stopping criteria. What cannot work here is refused by name before any
+work. This module knows transformers' generation API; it does not know forward passes, trees or caches.
 """
 
 from __future__ import annotations
@@ -11,27 +10,22 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, MaxTimeCriteria, StopStringCriteria
-from transformers.generation import logits_process as lp
 
-from medusa_decoding.checks import MAX_ROWS, check_truth, shown, token_list, whole
-from medusa_decoding.decode.selection.processors import Processed, Processor
-from medusa_decoding.decode.selection.sampling import CONTEXT_FREE, Sampled
-from medusa_decoding.decode.selection.typical import Typical
-from medusa_decoding.decode.verify import Greedy, TokenSelector
+from medusa_decoding.checks import check_truth, shown, token_list, whole
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.generation.inputs import MAX_ROWS
 
 DEFAULT_NEW_TOKENS = 256
-ACCEPTANCES = ("lossless", "typical")
 logger = logging.getLogger(__name__)
 
-# Generation config fields that ask for something this decoding cannot do: the value that asks for nothing (next to
-# None), and why another one is refused. docs/generate.md lists them for users.
+# Generation config fields that request something unsupported: the neutral value (next to None), and why other values
+# are refused. docs/generate.md lists them for users.
 _CANNOT: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, "Medusa decoding follows one sequence a row: no beam search"),
+    "num_beams": (1, "Medusa decoding follows one sequence per row: no beam search"),
     "num_beam_groups": (1, "no beam search"),
     "diversity_penalty": (0.0, "no beam search"),
     "constraints": (None, "no beam search"),
@@ -57,11 +51,10 @@ _IGNORED = (
 )  # fmt: skip
 # Values of cache_implementation that promise less memory, or change the text.
 _OTHER_CACHES = ("offloaded", "quantized")
-_MINIMUM = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
 
 
-def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[str, Any]) -> GenerationConfig:
-    """Return the generation config in force: changes over the one given over the model's own.
+def merge_configs(own: GenerationConfig, given: GenerationConfig | None, changes: dict[str, Any]) -> GenerationConfig:
+    """Return the generation config in force: keyword arguments override the given config, which overrides the model's.
 
     Args:
         own: the model's generation config.
@@ -69,7 +62,7 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
         changes: keyword arguments; None leaves a field as it is.
 
     Raises:
-        ValueError: an unknown argument, or a field that asks for what cannot be done; it names the field.
+        ValueError: an unknown argument, or a field that requests something unsupported; names the field.
     """
     if not isinstance(given, (GenerationConfig, type(None))):
         raise ValueError(f"generation_config: expected a GenerationConfig or None, got {type(given).__name__}")
@@ -87,7 +80,7 @@ def merged(own: GenerationConfig, given: GenerationConfig | None, changes: dict[
     for name, value in changes.items():
         setattr(config, name, value)
     if config.max_length == 20 and "max_length" not in changes and (given is None or given.max_length is None):
-        # Old checkpoints state transformers' own default, which stands for "not set"; a caller means it.
+        # Old checkpoints have transformers' own default, which means "not set" there; a caller means it.
         config.max_length = None
     for name in ("do_sample", "output_scores", "output_logits"):
         check_truth(name, getattr(config, name))
@@ -120,7 +113,7 @@ def check_cache(name: str, kind: Any) -> None:
 
 
 def _check_sampling(config: GenerationConfig) -> None:
-    """Raise `ValueError` for values that sampling cannot have; what is not asked for is not looked at."""
+    """Raise `ValueError` for impossible values of sampling; without `do_sample` they are not checked."""
     if not config.do_sample:
         return
     bounds: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -142,7 +135,7 @@ def _check_sampling(config: GenerationConfig) -> None:
 
 
 def _check_forced(config: GenerationConfig) -> None:
-    """Raise `ValueError` for tokens forced and suppressed at once, as transformers does: none would be left."""
+    """Raise `ValueError` for tokens forced and suppressed at once, as transformers does: no token would remain."""
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         value = getattr(config, name)
         forced = set(token_list(value, name))
@@ -150,7 +143,7 @@ def _check_forced(config: GenerationConfig) -> None:
             raise ValueError(f"suppress_tokens: expected one of {name} = {sorted(forced)} left out, got all of them")
 
 
-def callables(name: str, given: Sequence[Any] | None) -> list[Any]:
+def check_callables(name: str, given: Sequence[Any] | None) -> list[Any]:
     """Return an optional list of callables.
 
     Raises:
@@ -165,183 +158,52 @@ def callables(name: str, given: Sequence[Any] | None) -> list[Any]:
     return listed
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How long rows get.
-
-    Attributes:
-        budgets: new tokens a row may get.
-        min_new: new tokens before which a row does not end at an EOS token.
-        eos: tokens that end a row.
-        pad: fills rows that ended early.
-    """
-
-    budgets: list[int]
-    min_new: list[int]
-    eos: list[int]
-    pad: int
-
-    @classmethod
-    def of(cls, config: GenerationConfig, lengths: Sequence[int], width: int, context: int) -> Limits:
-        """Read a generation config.
-
-        Args:
-            config: the one in force.
-            lengths: tokens of each prompt.
-            width: of the padded batch, which `max_length` counts.
-            context: positions the model is declared for.
-
-        Raises:
-            ValueError: a length that cannot be, or a prompt that leaves no room.
-        """
-        longest = max(lengths)
-        if longest >= context:
-            raise ValueError(f"input_ids: expected fewer than {context} tokens (the model's context), got {longest}")
-        new = whole("max_new_tokens", config.max_new_tokens)
-        max_length = whole("max_length", config.max_length)
-        if new is None and max_length is not None:
-            new = max_length - width
-            if new < 1:
-                raise ValueError(f"input_ids: expected fewer than max_length = {max_length} tokens, got {width}")
-        if new is None:
-            budgets = [min(DEFAULT_NEW_TOKENS, context - length) for length in lengths]
-        elif new < 1:
-            raise ValueError(f"max_new_tokens: expected at least 1, got {new}")
-        else:
-            budgets = [new] * len(lengths)
-            if longest + new > context:
-                logger.warning(
-                    "max_new_tokens: %d prompt and %d new tokens go past the model's context of %d",
-                    longest,
-                    new,
-                    context,
-                )
-        eos = token_list(config.eos_token_id)
-        pad = whole("pad_token_id", config.pad_token_id)
-        return cls(budgets, cls._minimum(config, lengths, budgets), eos, eos[0] if pad is None and eos else pad or 0)
-
-    @staticmethod
-    def _minimum(config: GenerationConfig, lengths: Sequence[int], budgets: list[int]) -> list[int]:
-        new = whole("min_new_tokens", config.min_new_tokens) or 0
-        if not 0 <= new <= max(budgets):
-            raise ValueError(f"min_new_tokens: expected 0 to {max(budgets)} (max_new_tokens), got {new}")
-        # Where both are given, transformers obeys this one alone.
-        in_all = 0 if config.min_new_tokens is not None else whole("min_length", config.min_length) or 0
-        return [max(new, in_all - length) for length in lengths]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How the next token is chosen, as the caller says it.
-
-    Attributes:
-        acceptance: "lossless" or "typical".
-        threshold: epsilon of typical acceptance.
-        alpha: delta of typical acceptance.
-        processors: the caller's own logits processors.
-        prefix_fn: (row, tokens so far) to the tokens allowed next, or None.
-    """
-
-    acceptance: str = "lossless"
-    threshold: float = 0.09
-    alpha: float = 0.3
-    processors: Sequence[Processor] = ()
-    prefix_fn: Callable[[int, torch.Tensor], list[int]] | None = None
-
-
-def choice(
-    causal: Any, config: GenerationConfig, limits: Limits, prompts: Sequence[torch.Tensor], rule: Rule
-) -> TokenSelector:
-    """Return how tokens are chosen.
+def limits_from_config(config: GenerationConfig, lengths: Sequence[int], width: int, context: int) -> Limits:
+    """Return the limits that a generation config sets.
 
     Args:
-        causal: transformers' model, which makes the processors.
-        config: in force.
-        limits: of the rows.
-        prompts: int64 [T_b] a row, on the model's device.
-        rule: what the caller says besides.
+        config: the one in force.
+        lengths: tokens of each prompt.
+        width: of the padded batch, which `max_length` counts.
+        context: positions that the model declares.
 
     Raises:
-        ValueError: settings that do not go together.
+        ValueError: an impossible length, or a prompt that leaves no room.
     """
-    if rule.acceptance not in ACCEPTANCES:
-        raise ValueError(f"acceptance: expected 'lossless' or 'typical', got {shown(rule.acceptance)}")
-    for name in ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"):
-        for token in token_list(getattr(config, name), name):
-            if not 0 <= token < causal.config.vocab_size:
-                raise ValueError(f"{name}: expected tokens in [0, {causal.config.vocab_size}), got {token}")
-    if rule.acceptance == "lossless" and (rule.threshold, rule.alpha) != (Rule.threshold, Rule.alpha):
-        raise ValueError(
-            f"posterior_threshold, posterior_alpha: expected {Rule.threshold} and {Rule.alpha} with "
-            f"acceptance='lossless', which does not use them, got {rule.threshold} and {rule.alpha}"
-        )
-    sample = bool(config.do_sample)
-    keep = bool(config.output_scores), bool(config.output_logits)
-    if rule.prefix_fn is not None and not callable(rule.prefix_fn):
-        raise ValueError(f"prefix_allowed_tokens_fn: expected a callable or None, got {shown(rule.prefix_fn)}")
-    try:
-        own = [_processors(causal, config, prompt, row, limits, rule) for row, prompt in enumerate(prompts)]
-    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        # transformers checks few of the values that it makes processors of.
-        raise ValueError(
-            f"generation_config: expected values that logits processors can be made of, got {type(error).__name__}: "
-            f"{error}"
-        ) from error
-    # The minimum of the limits is kept by the rules; one that the caller has made is a processor like any other.
-    callers = {id(processor) for processor in rule.processors}
-    listed = [processor for processor in own[0] if type(processor) not in _MINIMUM or id(processor) in callers]
-    if listed and type(listed[0]) is lp.InfNanRemoveLogitsProcessor:
-        # It sees the model's own logits, which it leaves as they are: logits that are not finite are an error.
-        del listed[0]
-    if rule.acceptance == "typical":
-        if sample:
-            raise ValueError("do_sample: expected False with acceptance='typical', which draws nothing, got True")
-        if listed or any(keep):
-            asked = type(listed[0]).__name__ if listed else "output_scores or output_logits"
-            raise ValueError(f"acceptance: expected 'lossless' with {asked}, got 'typical'")
-        temperature = 1.0 if config.temperature is None else config.temperature
-        return Typical(rule.threshold, rule.alpha, temperature)
-    if any(keep) or not all(type(processor) in CONTEXT_FREE for processor in listed):
-        return Processed(prompts, own, limits.budgets, limits.eos, sample, keep_scores=keep[0], keep_logits=keep[1])
-    return Sampled(listed, sample) if sample or listed else Greedy()
+    longest = max(lengths)
+    if longest >= context:
+        raise ValueError(f"input_ids: expected fewer than {context} tokens (the model's context), got {longest}")
+    new = whole("max_new_tokens", config.max_new_tokens)
+    max_length = whole("max_length", config.max_length)
+    if new is None and max_length is not None:
+        new = max_length - width
+        if new < 1:
+            raise ValueError(f"input_ids: expected fewer than max_length = {max_length} tokens, got {width}")
+    if new is None:
+        budgets = [min(DEFAULT_NEW_TOKENS, context - length) for length in lengths]
+    elif new < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {new}")
+    else:
+        budgets = [new] * len(lengths)
+        if longest + new > context:
+            logger.warning(
+                "max_new_tokens: %d prompt and %d new tokens go past the model's context of %d", longest, new, context
+            )
+    min_new = whole("min_new_tokens", config.min_new_tokens) or 0
+    if not 0 <= min_new <= max(budgets):
+        raise ValueError(f"min_new_tokens: expected 0 to {max(budgets)} (max_new_tokens), got {min_new}")
+    # If both are given, transformers obeys min_new_tokens alone.
+    min_length = 0 if config.min_new_tokens is not None else whole("min_length", config.min_length) or 0
+    eos, pad = token_list(config.eos_token_id), whole("pad_token_id", config.pad_token_id)
+    pad = eos[0] if pad is None and eos else pad or 0
+    return Limits(budgets, [max(min_new, min_length - length) for length in lengths], eos, pad)
 
 
-def _processors(
-    causal: Any, config: GenerationConfig, prompt: torch.Tensor, row: int, limits: Limits, rule: Rule
-) -> list[Processor]:
-    """Have transformers make one row's processors, as for a batch of that row alone."""
-    config = copy.copy(config)
-    device = prompt.device
-    config.max_new_tokens = None
-    config.max_length = len(prompt) + limits.budgets[row]
-    config.min_length, config.min_new_tokens = None, limits.min_new[row]
-    config.num_beams = 1
-    eos = torch.tensor(limits.eos, dtype=torch.int64, device=device) if limits.eos else None
-    # transformers' own `generate` sets this field before it makes processors.
-    config._eos_token_tensor = eos
-    prefix_fn = rule.prefix_fn
-    try:
-        return causal._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=len(prompt),
-            encoder_input_ids=prompt[None],
-            # A row is alone in its calls, and number 0 there.
-            prefix_allowed_tokens_fn=None if prefix_fn is None else lambda _, text: prefix_fn(row, text),
-            logits_processor=lp.LogitsProcessorList(rule.processors),
-            device=device,
-            model_kwargs={},
-        )
-    except (TypeError, LookupError) as error:  # a model's generation config comes from strangers
-        raise ValueError(
-            f"generation_config: expected settings that transformers accepts, got others ({error})"
-        ) from error
-
-
-def criteria(config: GenerationConfig, given: Sequence[Any], tokenizer: Any) -> list[Any]:
+def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer: Any) -> list[Any]:
     """Return the stopping criteria that the host evaluates: the caller's own, a time limit, stop strings.
 
     Raises:
-        ValueError: stop strings without a tokenizer, or a time that is none.
+        ValueError: stop strings without a tokenizer, or an impossible time.
     """
     found = list(given)
     if config.max_time is not None:
@@ -362,7 +224,7 @@ def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteri
     return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
 
 
-def sampled_rows(config: GenerationConfig, prompts: int = 1) -> int:
+def rows_per_prompt(config: GenerationConfig, prompts: int = 1) -> int:
     """Return how many rows each prompt is expanded to.
 
     Args:
@@ -370,7 +232,7 @@ def sampled_rows(config: GenerationConfig, prompts: int = 1) -> int:
         prompts: how many prompts there are.
 
     Raises:
-        ValueError: a count below 1, several rows that greedy decoding would make equal, or too many rows in all.
+        ValueError: a count below 1, several rows without sampling (all equal), or too many rows in all.
     """
     asked = whole("num_return_sequences", config.num_return_sequences)
     count = 1 if asked is None else asked
@@ -383,6 +245,3 @@ def sampled_rows(config: GenerationConfig, prompts: int = 1) -> int:
             f"num_return_sequences: expected at most {MAX_ROWS:,} rows in all, got {prompts:,} prompts times {count:,}"
         )
     return count
-
-
-__all__ = ["Limits", "Rule", "choice", "criteria", "merged", "sampled_rows"]

@@ -23,12 +23,15 @@ from transformers import Cache, EosTokenCriteria, GenerationConfig, MaxLengthCri
 from transformers.generation import logits_process as lp
 from transformers.generation import utils as generation_utils
 
-from medusa_decoding.checks import split_prompts, token_list, whole
+from medusa_decoding.checks import token_list, whole
+from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.generation import settings
+from medusa_decoding.generation.inputs import split_prompts, whole_seed
+from medusa_decoding.generation.output import MedusaOutput
+from medusa_decoding.generation.request import Request
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.huggingface.model_cache import borrow_model
-from medusa_decoding.model import MedusaOutput, Request, whole_seed
 from medusa_decoding.trees.tree import Tree
 
 
@@ -118,9 +121,13 @@ def medusa_generate(
             input_ids,
             prompts,
             config,
-            settings.Rule(acceptance, posterior_threshold, posterior_alpha, own, prefix_fn),
             limits,
-            criteria=settings.criteria(config, criteria, given.tokenizer),
+            acceptance,
+            posterior_threshold,
+            posterior_alpha,
+            own,
+            prefix_fn,
+            criteria=settings.stopping_criteria(config, criteria, given.tokenizer),
             streamer=streamer,
             seed=whole_seed(seed),
             metrics=metrics,
@@ -241,8 +248,8 @@ def _checked(config: GenerationConfig, given: _Lost, stop_strings: bool) -> Gene
             "tokenizer: expected the model's tokenizer with stop_strings, got None; or give "
             "stopping_criteria=[StopStringCriteria(tokenizer, strings)]"
         )
-    copied = settings.merged(config, config, {})
-    settings.sampled_rows(copied)
+    copied = settings.merge_configs(config, config, {})
+    settings.rows_per_prompt(copied)
     return copied
 
 
@@ -332,9 +339,7 @@ def _check_positions(positions: Any, input_ids: torch.Tensor, mask: torch.Tensor
         raise ValueError(f"{source}: expected each row's positions from 0 on, got others")
 
 
-def _limits(
-    config: GenerationConfig, criteria: Sequence[Any], width: int, rows: int
-) -> tuple[settings.Limits, list[Any]]:
+def _limits(config: GenerationConfig, criteria: Sequence[Any], width: int, rows: int) -> tuple[Limits, list[Any]]:
     """Make rules of the criteria that are known to be such, and return the others, which the host evaluates.
 
     Args:
@@ -368,7 +373,7 @@ def _limits(
     budget = max(longest - width, 1)
     minimum = max(whole("min_new_tokens", config.min_new_tokens) or 0, (config.min_length or 0) - width, 0)
     pad = token_list(getattr(config, "_pad_token_tensor", None))
-    return settings.Limits([budget] * rows, [minimum] * rows, eos, pad[0] if pad else 0), others
+    return Limits([budget] * rows, [minimum] * rows, eos, pad[0] if pad else 0), others
 
 
 def _callers_processors(

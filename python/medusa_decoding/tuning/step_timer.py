@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from medusa_decoding.decode.loop import HEADROOM
+from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.prefill import prefill
+from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.progress import Watch
+from medusa_decoding.decode.runtime.runner import HEADROOM
 from medusa_decoding.decode.runtime.steps import KEPT_STEPS, resolve_backend
-from medusa_decoding.decode.state import Rules
+from medusa_decoding.decode.selection.greedy import Greedy
 from medusa_decoding.trees.tree import Tree
 
 if TYPE_CHECKING:
@@ -119,21 +121,15 @@ def measure(
     ]
     turn = backbone.turns.generation(backbone.device)
     with turn, torch.inference_mode(False), torch.no_grad(), model._current_device():
-        step_of = model._steps.of_generation(backend)
-        pool, nodes = model._steps.pool, max(tree.num_nodes for tree in trees)
-        spare = max(tree.num_nodes + tree.depth for tree in trees)
-        rows = pool.first_capacity([prefix] * batch, NEW_TOKENS, spare, HEADROOM, nodes)
-        state = pool.acquire([prefix] * batch, rows, NEW_TOKENS, nodes)
+        step_of, pool = model._steps.prepare(backend), model._steps.pool
+        sizes = Sizes.for_trees([prefix] * batch, NEW_TOKENS, trees)
+        state = pool.acquire(sizes, pool.first_capacity(sizes, HEADROOM))
         try:
-            # No token ends a row, and no block gets as far as the budget.
-            rules = Rules(
-                torch.zeros(0, dtype=torch.int64, device=backbone.device),
-                torch.full((batch,), NEW_TOKENS, dtype=torch.int32, device=backbone.device),
-                None,
-                NEW_TOKENS,
-            )
+            # No token ends a row, and no block reaches the budget.
+            limits = Limits([NEW_TOKENS] * batch, [0] * batch, [], device=backbone.device)
+            selector = Greedy()
             watch = Watch(state, timed=True)
-            prefill(backbone, prompts, state, rules)
+            prefill(backbone, prompts, state, selector, limits)
             watch.record(state)
             _read(watch)
             before = state.snapshot()
@@ -142,7 +138,7 @@ def measure(
                 state.restore(before)
                 step, seconds = step_of(tree), []
                 for _ in range(UNCOUNTED + COUNTED):
-                    step(state, rules)
+                    step(state, selector, limits)
                     watch.record(state)
                     if watch.pending > watch.late:
                         seconds.append(_read(watch))

@@ -7,78 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.step_times import TRUSTED, StepTimes
 from medusa_decoding.trees.tree import Tree
-
-
-class Policy(Protocol):
-    """What the loop asks before and tells behind each step.
-
-    Attributes:
-        trees: every tree it may choose; spare cache rows are sized by the largest.
-        timed: whether it wants to be told what steps took.
-    """
-
-    trees: tuple[Tree, ...]
-    timed: bool
-
-    def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
-        """Start a generation: behind its prefill, before its first step.
-
-        Args:
-            prefill_seconds: time the prefill took; 0 where nobody measured it.
-            batch: rows of the batch.
-            rows: rows of the cache (its bucket).
-        """
-        ...
-
-    def grown(self, rows: int) -> None:
-        """Go on in a cache of `rows` rows."""
-        ...
-
-    def choose(self) -> Tree:
-        """Return the tree of the next step."""
-        ...
-
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
-        """Learn from a step, in the order the steps were chosen, each behind its own end (on a GPU one step late).
-
-        Args:
-            tree: what `choose` returned for it.
-            seconds: the step's duration; None where it says nothing (the step was compiled or captured in this call).
-            committed: tokens committed by each row that had not ended before the step, the root's included.
-        """
-        ...
-
-
-class Fixed:
-    """One tree always.
-
-    Args:
-        tree: the tree.
-    """
-
-    timed = False
-
-    def __init__(self, tree: Tree) -> None:
-        self.trees: tuple[Tree, ...] = (tree,)
-
-    def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
-        """Do nothing."""
-
-    def grown(self, rows: int) -> None:
-        """Do nothing."""
-
-    def choose(self) -> Tree:
-        """Return the tree."""
-        return self.trees[0]
-
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
-        """Do nothing."""
-
 
 LOSS_SHARE = 0.02
 """Share of a generation's time that steps with trees may lose against plain decoding."""

@@ -1,8 +1,8 @@
-"""Watch: how the host follows a generation without making the device wait.
+"""Progress: how the host follows a generation without making the device wait.
 
-On a GPU, what the host wants to know is copied to pinned memory behind each step, and read one step late: while the
-host looks at step n, step n + 1 is already running. A row that has ended commits nothing any more, so a step too many
-changes nothing. On a CPU there is nothing to wait for, and nothing is late.
+On a GPU, what the host needs is copied to pinned memory after each step and read one step late: while the host reads
+step n, step n + 1 is already running. A row that has ended commits nothing, so an extra step changes nothing. On a CPU
+nothing is late.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from medusa_decoding.decode.state import DecodeState
 
 @dataclass(frozen=True)
 class Progress:
-    """What a generation had reached behind some step.
+    """What a generation has reached after some step.
 
     Attributes:
-        counts: tokens emitted so far, a number a row.
-        finished: whether each row had ended.
-        broken: whether the model's output was not finite, a word a row.
-        output: int64 [B, ..] tokens on the host, `counts[b]` of row b; None unless asked for.
-        seconds: since the record before, or since the watch was made; None unless asked for.
+        counts: tokens emitted so far, per row.
+        finished: whether each row has ended.
+        broken: per row, whether the model's output is not finite.
+        output: int64 [B, ..] tokens on the host, `counts[b]` of row b; None unless requested.
+        seconds: since the previous record, or since the watch was made; None unless requested.
     """
 
     counts: list[int]
@@ -44,8 +44,8 @@ class Watch:
 
     Args:
         state: any state of the generation (for shapes and device).
-        tokens: whether the tokens themselves are wanted (a streamer, stopping criteria).
-        timed: whether durations are wanted.
+        tokens: whether the tokens themselves are needed (by a streamer or stopping criteria).
+        timed: whether durations are needed.
     """
 
     def __init__(self, state: DecodeState, tokens: bool = False, timed: bool = False) -> None:
@@ -72,7 +72,7 @@ class Watch:
         return event
 
     def record(self, state: DecodeState) -> None:
-        """Have the state of now copied, behind the work already launched."""
+        """Have the current state copied after the work already launched."""
         tensors = self._tensors(state)
         if self.late:
             slot = self._slots[self._recorded % len(self._slots)]

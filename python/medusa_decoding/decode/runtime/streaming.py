@@ -1,8 +1,7 @@
-"""Follow: a generation's tokens told to stopping criteria and a streamer, one by one and in order.
+"""Streaming: show a generation's tokens to stopping criteria and a streamer, one by one and in order.
 
-A step commits several tokens at once, and transformers' criteria and streamers expect one: each is shown every
-prefix, as in plain decoding, and a row ends behind the very token that a criterion stops at, also within an accepted
-path.
+A step commits several tokens at once, and transformers' criteria and streamers expect one. Each is shown every prefix,
+as in plain decoding, and a row ends after the token at which a criterion stops, also within an accepted path.
 """
 
 from __future__ import annotations
@@ -13,38 +12,22 @@ from typing import Any
 import torch
 
 from medusa_decoding.decode.runtime.progress import Progress
+from medusa_decoding.decode.text import append_tokens
 
-Follow = Callable[[Progress], list[tuple[int, int]]]
-"""Shown progress, returns (row, new tokens to keep) of each row that has just been ended: a `StreamObserver`."""
+Observer = Callable[[Progress], list[tuple[int, int]]]
+"""Is shown progress; returns (row, new tokens to keep) of each row that it ends. See `StreamObserver`."""
 Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
 
 
-def extended(text: torch.Tensor, length: int, new: torch.Tensor) -> torch.Tensor:
-    """Return a text whose first `length` tokens are followed by new ones.
-
-    Room beyond them is made in proportion to the text: few texts get as long as they may.
-
-    Args:
-        text: int64 [at least length]; changed in place if it has room for the new tokens.
-        length: tokens so far.
-        new: int64 [n].
-    """
-    end = length + len(new)
-    if end > len(text):
-        text = torch.cat([text, text.new_zeros(max(end, 2 * len(text)) - len(text))])
-    text[length:end] = new
-    return text
-
-
 class StreamObserver:
-    """Follows the rows of one generation.
+    """Shows new tokens to criteria and a streamer.
 
     Args:
-        prompts: int64 [T_b] a row, on the device on which criteria shall see them.
-        criteria: called with (int64 [1, length], scores) behind each new token of each row, as transformers calls them.
+        prompts: int64 [T_b] per row, on the device on which criteria expect them.
+        criteria: called with (int64 [1, length], scores) after each new token of each row, as transformers calls them.
         streamer: a transformers streamer, given new tokens one by one (batch of 1), or None.
-        scores: (row, count) to what criteria are given as scores: a tuple of [1, V] for each new token, or None.
-        agree: makes several processes end a row at the same token, though criteria may look at the clock.
+        scores: (row, count) to the scores that criteria get: a tuple of [1, V] for each new token, or None.
+        agree: makes several processes end a row at the same token, although criteria may look at the clock.
     """
 
     def __init__(
@@ -80,16 +63,16 @@ class StreamObserver:
         return cuts
 
     def _stop(self, row: int, first: int, new: torch.Tensor) -> int | None:
-        """Return how many new tokens of a row a criterion leaves, or None where none stops."""
+        """Return after how many new tokens a criterion ends a row, or None if none does."""
         if not self.criteria:
             return None
         stop = self.agree(self._stop_here(row, first, new))
         return stop if stop >= 0 else None
 
     def _stop_here(self, row: int, first: int, new: torch.Tensor) -> int:
-        """Return the same as this process sees it; -1 where no criterion stops."""
+        """Return the same for this process alone; -1 if no criterion stops."""
         prompt = self._lengths[row]
-        text = self._texts[row] = extended(self._texts[row], prompt + first, new)
+        text = self._texts[row] = append_tokens(self._texts[row], prompt + first, new)
         for count in range(first + 1, first + len(new) + 1):
             prefix, scores = text[None, : prompt + count], self.scores(row, count)
             # Every criterion is asked, as in transformers: one of them may count.

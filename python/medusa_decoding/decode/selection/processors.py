@@ -1,14 +1,14 @@
-"""TokenSelector through any transformers logits processor, each node seen behind its own prefix.
+"""Token selection through any transformers logits processors, with each node's own prefix.
 
-Processors are called as plain decoding would call them: once for each emitted token, in order, with the prompt and
-all tokens before it. Only the nodes that the model's own tokens lead to are visited, so a processor with a memory (a
-grammar) sees one growing text and nothing that is thrown away. The price is that the host follows the path.
+Processors are called as plain decoding would call them: once for each emitted token, in order, with the prompt and all
+tokens before it. Only nodes on the path of the model's own tokens are visited, so a processor with a memory (a grammar)
+sees one growing text and no discarded drafts. The price is that the host follows the path.
 
-Rows are processed one by one, without the padding that a batch puts before shorter prompts: a row's text is the one it
-would have alone. A processor object of the caller's serves all rows, so one with a memory is for a batch of 1.
+Rows are processed one by one, without the padding that a batch puts before shorter prompts, so a row's text does not
+depend on the batch. All rows share the caller's processor objects, so one with a memory needs a batch of 1.
 
-Stopping criteria are asked behind the step (see `follow`): where one cuts within an accepted path, processors have been
-called for the rest of that path too.
+Stopping criteria run after the step (see `runtime.streaming`). If one ends a row within an accepted path, processors
+have been called for the rest of that path too.
 """
 
 from __future__ import annotations
@@ -16,27 +16,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from medusa_decoding.decode.runtime.streaming import extended
+from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.selection.sampling import draw, without_sorting
+from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.decode.text import append_tokens
 from medusa_decoding.decode.verify import Nodes
-
-if TYPE_CHECKING:
-    from medusa_decoding.decode.state import DecodeState, Rules
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
 class Row:
-    """One sequence and what shapes it.
+    """One sequence and its processors.
 
     Attributes:
-        text: int64 [length so far, room], prompt and tokens so far in front.
+        text: int64 [at least length], prompt and tokens so far.
         prompt: tokens of the prompt.
         length: tokens so far.
         processors: called in order with (int64 [1, length], scores fp32 [1, V]).
@@ -54,21 +52,22 @@ class Row:
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
-class Processed:
-    """Follows the path of each row on the host, through the row's own processors.
+class LogitsProcessors:
+    """Follows each row's path on the host, through the row's own processors.
 
     Args:
-        prompts: int64 [T_b] a row, on the model's device.
-        processors: a sequence of processors a row.
-        budgets: new tokens a row may get.
+        prompts: int64 [T_b] per row, on the model's device.
+        processors: a sequence of processors per row.
+        budgets: new tokens that each row may get.
         eos: tokens that end a row.
-        sample: draw from the processed distribution; False takes its likeliest token.
+        sample: draw from the processed distribution; False takes its argmax.
         keep_logits: keep the model's logits of every emitted token.
         keep_scores: keep the processed scores of every emitted token.
     """
 
     key = "processed"
     on_host = True
+    makes_logits = True
 
     def __init__(
         self,
@@ -88,29 +87,29 @@ class Processed:
         self.sample = sample
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
 
-    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
-        """Return the token behind every visited node, [B, N]; 0 behind the others, which no path reaches."""
-        return self.walk(lm_head(nodes.hidden), nodes.tokens, nodes.shape, state)
+    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
+        """Return the token after every visited node, [B, N]; 0 after the others, which no path reaches."""
+        return self.walk(lm_head(nodes.hidden), nodes, state)
 
-    def walk(self, logits: torch.Tensor, tokens: torch.Tensor, shape: Any, state: DecodeState) -> torch.Tensor:
-        """Follow every row that has not ended: logits [B, N, V], tokens int64 [B, N] -> next tokens int64 [B, N]."""
+    def walk(self, logits: torch.Tensor, nodes: Nodes, state: DecodeState) -> torch.Tensor:
+        """Follow every row that has not ended: logits [B, N, V] -> next tokens int64 [B, N]."""
         state.check.copy_(logits.amax((1, 2)))
-        chosen = torch.zeros_like(tokens, device="cpu")
-        tokens, finished = tokens.cpu(), state.finished.tolist()
+        tokens, finished = nodes.tokens.cpu(), state.finished.tolist()
+        next_tokens = torch.zeros_like(tokens)
         self._refuse_broken(state, finished)
-        trees = shape.children()
+        trees = nodes.shape.children()
         for index, row in enumerate(self.rows):
             children = trees[index % len(trees)]
             visited = [] if finished[index] else [0]
             while visited and not self._ended(row):
                 token = self._next(row, logits[index, visited[0]], state.draws[index])
-                chosen[index, visited] = token
+                next_tokens[index, visited] = token
                 below = [child for node in visited for child in children[node]]
                 visited = [child for child in below if int(tokens[index, child]) == token]
-        return chosen.to(logits.device)
+        return next_tokens.to(logits.device)
 
     def _refuse_broken(self, state: DecodeState, finished: list[bool]) -> None:
-        """Raise what the loop would raise behind this step: processors shall not see logits that are not finite."""
+        """Raise what the loop would raise after this step: processors must not see logits that are not finite."""
         for index, (value, ended) in enumerate(zip(state.check.tolist(), finished, strict=True)):
             if not math.isfinite(value) and not ended:
                 raise FloatingPointError(
@@ -141,6 +140,6 @@ class Processed:
                 f"logits_processor: expected scores to draw from at new token {place + 1}, got NaN, infinity or no "
                 "token allowed"
             )
-        row.text = extended(row.text, row.length, row.text.new_tensor([token]))
+        row.text = append_tokens(row.text, row.length, row.text.new_tensor([token]))
         row.length += 1
         return token

@@ -1,32 +1,32 @@
-"""Lossless sampling on a tree: the model's own draw is followed down the tree.
+"""Lossless sampling on a tree: the model's own draws are followed down the tree.
 
-The token behind a node is drawn from the model's processed distribution there, and the child that carries it, if
-there is one, is visited next. Nothing is compared with the heads' probabilities, so no correction is needed: whatever
-the heads guessed, the text has the model's own distribution (the rejection-free special case of speculative sampling
-for drafts that are fixed before the draw; the Medusa paper's section 2.3.1 uses typical acceptance instead).
+The token after a node is drawn from the model's processed distribution there, and the child with that token, if any, is
+visited next. The heads' probabilities are not used, so nothing needs correcting: whatever the heads draft, the text has
+the model's own distribution. (This is speculative sampling without rejections, for drafts that are fixed before the
+draw. The Medusa paper's section 2.3.1 uses typical acceptance instead.)
 
-Each position of a row has one uniform number of its own, and the draw is the inverse of the distribution function
-there. A position's number does not depend on the tree, so with one seed every tree, plain decoding included, writes
-the same text (up to rounding). This module does not know where distributions and numbers come from.
+Each position of a row has its own uniform number, and the draw inverts the distribution function there. A position's
+number does not depend on the tree, so with one seed every tree, plain decoding included, writes the same text (up to
+rounding). This module does not know where distributions and numbers come from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.generation import logits_process as lp
 
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.decode.tree_tensors import TreeShape
 from medusa_decoding.decode.verify import Nodes, allowed_logits
 
-if TYPE_CHECKING:
-    from medusa_decoding.decode.state import DecodeState, Rules
-
-# Processors of transformers that look at the scores alone and read nothing on the host: they run on the device, within
-# a captured step. All others are given each node's own prefix (`processed`).
+# transformers' processors that need only the scores and read nothing on the host: they run on the device, within a
+# captured step. All others get each node's own prefix (see `processors`).
 CONTEXT_FREE = (
     lp.TemperatureLogitsWarper,
     lp.TopKLogitsWarper,
@@ -41,21 +41,21 @@ CONTEXT_FREE = (
 class Nucleus(lp.TopPLogitsWarper):
     """transformers' top-p without sorting the vocabulary on a CPU, where sorting 128,256 scores takes tens of ms.
 
-    It keeps the same tokens: of equally probable ones at the edge those with the highest ids, as after a stable sort.
-    Only a token within rounding of the edge may differ, because sums are exact here. On CUDA the scores are sorted:
-    a radix sort takes less time there than the launches of this selection.
+    It keeps the same tokens: of equally probable ones at the edge, those with the highest ids, as a stable sort does.
+    Only a token within rounding of the edge may differ, because sums are exact here. On CUDA the scores are sorted,
+    which takes less time there than the launches of this selection.
     """
 
     def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
         """Return fp32 scores [R, V], those outside of the nucleus -inf."""
         if scores.is_cuda or scores.dtype != torch.float32:  # a processor of the caller's may return others
             return super().__call__(input_ids, scores)
-        # NaN, which the step reports by `check`, must not become an index.
+        # NaN, which `check` reports, must not become an index.
         probabilities = scores.softmax(-1).nan_to_num()
         # As integers their sum is exact in any order; it is below 2^63, and fp32 holds each product exactly.
         mass = (probabilities * 2.0**62).long()
         limit = mass.sum(-1, keepdim=True).sub(1).clamp(max=int((1 - self.top_p) * 2.0**62))  # the likeliest stays
-        # The bits of numbers that are not negative are in the numbers' order: the edge is found by 15 bits at a time.
+        # The bits of non-negative numbers are in the order of the numbers: the edge is found 15 bits at a time.
         bits = probabilities.view(torch.int32)
         high = bits >> 15
         edge, below = _bucket(high, mass, limit)
@@ -95,56 +95,57 @@ def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         throughout). Sums are taken in fp64.
     """
     probabilities = scores.softmax(-1)
-    # Where sums are taken in parallel, rounding may let them rise at a token of probability 0, or fall: such a token is
-    # left out, and the largest sum stands for the whole.
+    # Rounding of parallel sums may let them rise at a token of probability 0, or fall. Such tokens are left out, and
+    # the largest sum is taken for the whole.
     cumulative = torch.where(probabilities > 0, probabilities.cumsum(-1, dtype=torch.float64), 0.0)
     return (cumulative > uniform[:, None] * cumulative.amax(-1, keepdim=True)).int().argmax(-1)
 
 
-def follow(tokens: torch.Tensor, shape: Any, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Walk down the tree with the model's own tokens, every row at once and without a word to the host.
+def follow(tokens: torch.Tensor, shape: TreeShape, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Walk down the tree along the model's own tokens, all rows at once and on the device.
 
     Args:
         tokens: int64 [B, N], the nodes' tokens.
-        shape: the tree's (`arrange.Shape`).
-        choose: (depth, node int64 [B]) -> the model's token int64 [B] behind these nodes. Nodes that carry the same
-            token behind the same prefix are asked for once.
+        shape: the tree's.
+        choose: (depth, node int64 [B]) -> the model's token int64 [B] after these nodes. Nodes with the same
+            token after the same prefix are asked for once.
 
     Returns:
-        int64 [B, N]: the token behind every node visited, 0 behind the others, which no path reaches.
+        int64 [B, N]: the token after every visited node, 0 after the others, which no path reaches.
     """
     batch, nodes = tokens.shape
     next_tokens = torch.zeros_like(tokens)
     visited = (shape.depths == 0).expand(batch, nodes)
     for depth in range(shape.depth + 1):
-        # The first visited node; in rows that have left the tree any node, whose token is then written nowhere.
+        # The first visited node; in rows that have left the tree any node, whose token is not used.
         token = choose(depth, visited.int().argmax(1))
         next_tokens = torch.where(visited, token[:, None], next_tokens)
         visited = shape.at_parents(visited) & (tokens == token[:, None]) & (shape.depths == depth + 1)
     return next_tokens
 
 
-class Sampled:
-    """Draws from the distribution that context-free processors leave, on the device.
+class Sampling:
+    """Draws on the device from the distribution that context-free processors leave.
 
     Args:
         processors: instances of `CONTEXT_FREE`, in order.
-        sample: False takes the likeliest token of the processed scores.
+        sample: False takes the argmax of the processed scores.
     """
 
     on_host = False
+    makes_logits = True
 
     def __init__(self, processors: Sequence[Any], sample: bool = True) -> None:
         self.processors = [without_sorting(processor) for processor in processors]
         self.sample = sample
         self.key: Hashable = ("sampled", sample, *(_settings(processor) for processor in self.processors))
 
-    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
-        """Return the drawn token behind every visited node, [B, N].
+    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
+        """Return the drawn token after every visited node, [B, N].
 
-        `state.check` is set: not finite where the model's output or the scores to draw from are not.
+        `state.check` is set: not finite if the model's output or the scores to draw from are not.
         """
-        logits = allowed_logits(nodes, lm_head, state, rules)
+        logits = allowed_logits(nodes, lm_head, state, limits)
         rows = torch.arange(len(logits), device=logits.device)
 
         def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
@@ -153,7 +154,7 @@ class Sampled:
                 scores = processor(None, scores)
             if not self.sample:
                 return scores.argmax(-1)
-            # Nothing can be drawn from infinity (a tiny temperature), or where no token is left: 0 times it is NaN.
+            # Nothing can be drawn from infinity (a tiny temperature), or if no token is left: 0 times it is NaN.
             state.check.add_(0.0 * scores.amax(-1))
             return draw(scores, state.uniform(depth))
 

@@ -1,41 +1,38 @@
-"""Typical acceptance (Medusa paper, section 2.3.1): drafts that are likely enough are kept, likeliest or not.
+"""Typical acceptance (Medusa paper, section 2.3.1): draft tokens that are likely enough are accepted.
 
-Lossy: the text has another distribution than the model's. A guess x is accepted where
+Lossy: the text does not have the model's distribution. A draft token x is accepted if
 
     p(x | prefix) > min(epsilon, delta * exp(-H(p( . | prefix))))
 
-p being the model's distribution at the guess's parent (at a temperature) and H its entropy in nats. The root is
-greedy, so that a step emits at least one token; the longest accepted path is kept, among equals the one of the
-highest likelihood.
+where p is the model's distribution at the draft's parent (at a temperature) and H its entropy in nats. The root is
+greedy, so that a step emits at least one token. The longest accepted path is kept; among equally long ones, the one of
+the highest likelihood.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import Nodes, allowed_logits
 from medusa_decoding.heads import plain_weight
 from medusa_kernels import tree_verify
 from medusa_kernels.reference import verify_stats
 
-if TYPE_CHECKING:
-    from medusa_decoding.decode.state import DecodeState, Rules
 
+class TypicalAcceptance:
+    """The paper's typical acceptance, expressed as next tokens that `accept` follows.
 
-class Typical:
-    """The paper's acceptance rule, as a choice of next tokens that `accept` follows.
-
-    A small epsilon keeps nearly every guess. No setting gives greedy decoding: with epsilon 1 and delta next to 1, a
-    guess is kept whose surprise -log p is below the entropy, that is, below the mean surprise; all drafts of a
-    uniform distribution are.
+    A small epsilon accepts nearly every draft. No setting gives greedy decoding: with epsilon 1 and delta close to 1, a
+    draft is accepted if its surprise -log p is below the entropy, that is, below the mean surprise; every draft of a
+    uniform distribution is.
 
     Args:
         threshold: epsilon, above 0 and at most 1.
-        alpha: delta, above 0 and below 1. (Below 1 the likeliest token is always accepted, as its probability is at
-            least exp(-H).)
+        alpha: delta, above 0 and below 1. (Below 1 the argmax is always accepted, as its probability is at least
+            exp(-H).)
         temperature: of p; above 0.
 
     Raises:
@@ -43,6 +40,7 @@ class Typical:
     """
 
     on_host = False
+    makes_logits = True
 
     def __init__(self, threshold: float = 0.09, alpha: float = 0.3, temperature: float = 1.0) -> None:
         if not isinstance(threshold, (int, float)) or not 0.0 < threshold <= 1.0:
@@ -54,12 +52,12 @@ class Typical:
         self.threshold, self.alpha, self.temperature = threshold, alpha, temperature
         self.key = ("typical", threshold, alpha, temperature)
 
-    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules) -> torch.Tensor:
-        """Return [B, N]: along the accepted path its own tokens, behind its last node the likeliest."""
-        best, entropy, logprobs = self._statistics(nodes, lm_head, state, rules)
+    def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
+        """Return [B, N]: along the accepted path its own tokens, then the argmax after its last node."""
+        best, entropy, logprobs = self._statistics(nodes, lm_head, state, limits)
         shape = nodes.shape
         likely = shape.at_parents((self.alpha * torch.exp(-entropy)).clamp(max=self.threshold))
-        # The likeliest token passes by definition; with alpha next to 1, rounding must not undo that.
+        # The argmax passes by definition; with alpha close to 1, rounding must not undo that.
         greedy = nodes.tokens == shape.at_parents(best)
         accepted = (torch.exp(logprobs) > likely) | greedy | (shape.depths == 0)
         whole_path = shape.along_paths(accepted).all(-1)
@@ -73,16 +71,16 @@ class Typical:
         return _lead_to(end, path, nodes.tokens, best, shape.depths == depth[:, None])
 
     def _statistics(
-        self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, rules: Rules
+        self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Likeliest token and entropy at every node, and the log-probability of its own token at its parent."""
+        """Return argmax and entropy at every node, and the log-probability of its own token at its parent."""
         weight, parents = plain_weight(lm_head), nodes.shape.parents
-        if weight is not None and rules.min_new is None and self.temperature == 1.0:
+        if weight is not None and limits.min_new_tensor is None and self.temperature == 1.0:
             best, logsumexp, entropy, logprobs = tree_verify(nodes.hidden, weight, nodes.tokens, parents)
             torch.sum(logsumexp, 1, out=state.check)
             return best, entropy, logprobs
-        logits = allowed_logits(nodes, lm_head, state, rules).float() / self.temperature
-        # Tokens that may not be chosen have no share in the entropy (0 * log 0 is 0).
+        logits = allowed_logits(nodes, lm_head, state, limits).float() / self.temperature
+        # Suppressed tokens have no share in the entropy (0 * log 0 is 0).
         finite = logits.clamp(min=torch.finfo(torch.float32).min)
         _, entropy, logprobs = verify_stats(finite, nodes.tokens, parents)
         return logits.argmax(-1), entropy, logprobs
@@ -91,12 +89,10 @@ class Typical:
 def _lead_to(
     end: torch.Tensor, path: torch.Tensor, tokens: torch.Tensor, best: torch.Tensor, as_deep: torch.Tensor
 ) -> torch.Tensor:
-    """Next tokens that make `accept` take exactly this path: end int64 [B], path int64 [B, P] padded with end.
+    """Return next tokens that make `accept` take exactly this path: end int64 [B], path int64 [B, P] padded with end.
 
-    as_deep bool [B, N] says which nodes have the end's depth.
-
-    Siblings may carry one token (a copied branch beside a guess). Nothing leads on from those beside the path; beside
-    its end they are as good as the end itself.
+    as_deep bool [B, N] says which nodes have the end's depth. Siblings may have the same token (a copied and a drafted
+    one). Nodes next to the path get no next token; nodes next to its end get the same one as the end.
     """
     next_tokens = torch.where(as_deep, best, -1)
     next_tokens.scatter_(1, path[:, :-1], tokens.gather(1, path[:, 1:]))

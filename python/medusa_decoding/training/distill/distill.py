@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from medusa_decoding.checks import split_prompts, token_list
+from medusa_decoding.checks import token_list
 from medusa_decoding.files import only_writer
 from medusa_decoding.generation import settings as decoding
-from medusa_decoding.model import MedusaModel, Request
+from medusa_decoding.generation.inputs import split_prompts
+from medusa_decoding.generation.request import Request
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
@@ -218,7 +220,7 @@ def _batches(seeds: Iterator[Seed], size: int) -> Iterator[list[Seed]]:
 def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[int]) -> Any:
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.temperature > 0 else {}
     changes: dict[str, Any] = {"do_sample": settings.temperature > 0, "eos_token_id": list(ends), **drawn}
-    config = decoding.merged(model.backbone.causal.generation_config, None, changes)
+    config = decoding.merge_configs(model.backbone.causal.generation_config, None, changes)
     config.max_length = config.max_new_tokens = None  # each row has its own
     config.num_return_sequences = 1
     return config
@@ -234,10 +236,11 @@ def _answers(
         ids[row, width - len(seed.prompt) :] = torch.tensor(seed.prompt)
         mask[row, width - len(seed.prompt) :] = 1
     prompts = split_prompts(ids, mask, model.backbone.vocab_size)
-    limits = decoding.Limits.of(config, [len(prompt) for prompt in prompts], width, model.backbone.context_limit)
+    lengths = [len(prompt) for prompt in prompts]
+    limits = decoding.limits_from_config(config, lengths, width, model.backbone.context_limit)
     budgets = [min(settings.max_new_tokens, seed.room) for seed in seeds]
     numbers = [_number(settings.seed, seed.number, seed.answered) for seed in seeds]
-    request = Request(ids, prompts, config, decoding.Rule(), dataclasses.replace(limits, budgets=budgets), seed=numbers)
+    request = Request(ids, prompts, config, dataclasses.replace(limits, budgets=budgets), seed=numbers)
     start = time.perf_counter()
     output = model.run(request)
     new = [row[width : width + count].tolist() for row, count in zip(output.sequences, output.new_tokens, strict=True)]

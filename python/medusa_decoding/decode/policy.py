@@ -1,0 +1,70 @@
+"""Policy: which tree the next step verifies. No text depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from medusa_decoding.trees.tree import Tree
+
+
+class Policy(Protocol):
+    """Chooses the tree of each step, and is told what the step took and committed.
+
+    Attributes:
+        trees: every tree it may choose; spare cache rows are sized by the largest.
+        timed: whether it needs durations.
+    """
+
+    trees: tuple[Tree, ...]
+    timed: bool
+
+    def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
+        """Start a generation, after its prefill and before its first step.
+
+        Args:
+            prefill_seconds: duration of the prefill; 0 if it was not measured.
+            batch: rows of the batch.
+            rows: rows of the cache (its bucket).
+        """
+        ...
+
+    def grown(self, rows: int) -> None:
+        """Continue in a cache of `rows` rows."""
+        ...
+
+    def choose(self) -> Tree:
+        """Return the tree of the next step."""
+        ...
+
+    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
+        """Learn from a finished step. Steps are reported in the order they were chosen, on a GPU one step late.
+
+        Args:
+            tree: what `choose` returned for it.
+            seconds: the step's duration; None if it says nothing (the step was compiled or captured in this call).
+            committed: tokens committed by each row that had not ended before the step, the root's included.
+        """
+        ...
+
+
+class FixedTree:
+    """Always the same tree."""
+
+    timed = False
+
+    def __init__(self, tree: Tree) -> None:
+        self.trees: tuple[Tree, ...] = (tree,)
+
+    def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
+        """Do nothing."""
+
+    def grown(self, rows: int) -> None:
+        """Do nothing."""
+
+    def choose(self) -> Tree:
+        """Return the tree."""
+        return self.trees[0]
+
+    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
+        """Do nothing."""

@@ -1,0 +1,162 @@
+"""Runner: one generation's state, steps and progress; implements `loop.Runtime`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.loop import StepResult
+from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.runtime.memory import Sizes
+from medusa_decoding.decode.runtime.progress import Progress, Watch
+from medusa_decoding.decode.runtime.steps import Backend, Steps
+from medusa_decoding.decode.runtime.streaming import Observer
+from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.decode.verify import TokenSelector
+from medusa_decoding.trees.tree import Tree
+
+HEADROOM = 1024
+"""Cache rows beyond the prompt that a generation starts with, and that each growth adds at least."""
+
+
+class Runner:
+    """Runs one generation.
+
+    Args:
+        steps: of the model.
+        backend: how steps run.
+        prompts: one int64 [T_b] per row.
+        selector: how tokens are picked.
+        limits: when rows end.
+        policy: what its trees and durations need.
+        take_earlier: returns the state of a generation whose text the prompts begin with, if any, and how many tokens
+            they share; called once.
+        draw: returns the uniform numbers of sampling, fp64 [B, largest budget], or None; called once there is memory.
+        observer: is shown each token, and may end rows.
+        timed: measure the prefill and each step, also if the policy does not need it.
+
+    Attributes:
+        state: the current state. Its user releases it to the pool.
+        reused: tokens of each prompt that were in the cache before.
+        trees: the tree of each step launched (on a GPU one step more than was needed).
+        seconds: of the prefill and of each step read back, if measured.
+        ended: whether every row is known to have ended.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        backend: Backend,
+        prompts: list[torch.Tensor],
+        selector: TokenSelector,
+        limits: Limits,
+        policy: Policy,
+        *,
+        take_earlier: Callable[[], tuple[DecodeState | None, int]] = lambda: (None, 0),
+        draw: Callable[[], torch.Tensor | None] = lambda: None,
+        observer: Observer | None = None,
+        timed: bool = False,
+    ) -> None:
+        self.step = steps.prepare(backend)
+        self.pool, self.prompts, self.policy = steps.pool, prompts, policy
+        self.sizes = Sizes.for_trees(
+            [len(prompt) for prompt in prompts], limits.max_budget, policy.trees, selector.makes_logits
+        )
+        self.state: DecodeState | None = None
+        self.reused = 0
+        self.trees: list[Tree] = []
+        self.seconds: list[float] = []
+        self.ended = False
+        self._agree = steps.backbone.peers.agree
+        self._take_earlier, self._draw, self._observer = take_earlier, draw, observer
+        self._timed = timed or policy.timed
+        self._unread: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
+        self._counts, self._finished = [0] * len(prompts), [False] * len(prompts)
+        self._cut: dict[int, int] = {}  # rows that the observer has ended, with the tokens they keep
+        self._reads = 0
+
+    def begin(self) -> tuple[DecodeState, int]:
+        """Return a cleared state, and how many tokens of every prompt are in its cache already.
+
+        Raises:
+            MemoryError: the generation does not fit.
+        """
+        earlier, common = self._take_earlier()
+        rows = self.pool.first_capacity(self.sizes, HEADROOM, held=earlier)
+        if earlier is None:
+            self.state = self.pool.acquire(self.sizes, rows)
+        else:
+            self.state, cached = self.pool.enlarge(earlier, self.sizes, rows)
+            self.reused = min(common, cached)
+        if any(tree.lookup for tree in self.policy.trees):
+            self.state.hold_text(self.prompts)
+        draws = self._draw()
+        if draws is not None:
+            self.state.draws[:, : draws.shape[1]].copy_(draws)
+        self._watch = Watch(self.state, tokens=self._observer is not None, timed=self._timed)
+        return self.state, self.reused
+
+    def make_room(self) -> DecodeState:
+        """Return the state with room for one more step: the same one, or its continuation in a larger cache."""
+        assert self.state is not None
+        lengths, budget, spare = self.sizes.prompt_lengths, self.sizes.budget, self.sizes.spare
+        # Tokens that a row may have got in what is not read yet: a whole path per step, one in the prefill.
+        ahead = sum(tree.depth + 1 for tree, _ in self._unread) + (self._reads == 0)
+        reached = max(length + min(count + ahead, budget) for length, count in zip(lengths, self._counts, strict=True))
+        if reached + spare > self.state.cache.capacity:
+            rows = min(reached + HEADROOM, max(lengths) + budget) + spare
+            # A session's state may have room for more tokens than this call needs; the larger one takes over all of it.
+            sizes = replace(self.sizes, budget=max(budget, self.state.output.shape[1] - 1))
+            larger = self.pool.acquire(sizes, rows)
+            larger.continue_from(self.state)
+            smaller, self.state = self.state, larger
+            self.pool.release(smaller)
+        return self.state
+
+    def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
+        """Record what was just launched and return the steps whose results have become known; see `loop.Runtime`."""
+        assert self.state is not None
+        self._watch.record(self.state)
+        if tree is not None:
+            self.trees.append(tree)
+            self._unread.append((tree, made))
+        results = []
+        while not self.ended and self._watch.pending > (0 if wait else self._watch.late):
+            progress = self._watch.read()
+            self._refuse_broken(progress)
+            before, running = self._counts, [not finished for finished in self._finished]
+            self._counts = [self._cut.get(row, count) for row, count in enumerate(progress.counts)]
+            self._finished = [row in self._cut or finished for row, finished in enumerate(progress.finished)]
+            seconds = progress.seconds
+            if seconds is not None:
+                # Processes that share the model choose the same trees only if they see the same durations.
+                seconds = self._agree(seconds) if self.policy.timed else seconds
+                self.seconds.append(seconds)
+            if self._reads > 0:
+                committed = [now - was for now, was, run in zip(self._counts, before, running, strict=True) if run]
+                tree, made = self._unread.popleft()
+                results.append(StepResult(tree, None if made else seconds, committed))
+            self._reads += 1
+            for row, count in self._observer(progress) if self._observer else ():
+                self.state.cut(row, count)
+                self._cut[row] = self._counts[row] = count
+                self._finished[row] = True
+            self.ended = all(self._finished)
+        return results
+
+    def release(self) -> None:
+        """Give the state back to the pool: the next generation can use it, whatever stopped this one."""
+        if self.state is not None:
+            self.pool.release(self.state)
+
+    def _refuse_broken(self, progress: Progress) -> None:
+        for row, (broken, finished) in enumerate(zip(progress.broken, self._finished, strict=True)):
+            if broken and not finished:
+                raise FloatingPointError(
+                    f"model: expected finite logits, got NaN or infinity at step {self._reads} (0 is the prefill) in "
+                    f"row {row}"
+                )

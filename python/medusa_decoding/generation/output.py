@@ -1,0 +1,102 @@
+"""MedusaOutput: the result of `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from medusa_decoding.decode.selection.processors import LogitsProcessors
+from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.decode.verify import TokenSelector
+from medusa_decoding.generation.metrics import GenerationMetrics
+from medusa_decoding.generation.request import Request
+from medusa_decoding.trees.tree import Tree
+
+
+@dataclass
+class MedusaOutput(GenerateDecoderOnlyOutput):
+    """The result of `MedusaModel.generate`: transformers' own output of `generate` with more fields after its own.
+
+    Fields are found by name, by key, and by place among those that are not None (the sequences first). `attentions`,
+    `hidden_states` and `past_key_values` are always None.
+
+    Attributes:
+        sequences: int64 [B, prompt + new]: the prompt as given (padding included), then the new tokens, padded on the
+            right with the pad token; a row ends at its EOS token, as in transformers.
+        scores: with `output_scores`: processed scores fp32 [B, V] of each new token, as in transformers; zeros in rows
+            that had ended.
+        logits: with `output_logits`: the model's logits likewise.
+        accept_lengths: one list per row: accepted tokens below the root, a number per step (prefill is not a step). A
+            last step cut short by EOS, a stopping criterion or the budget counts the tokens that remain.
+        new_tokens: number of new tokens per row.
+        metrics: with `metrics=True`.
+    """
+
+    sequences: torch.Tensor  # type: ignore[assignment]  # transformers says LongTensor, and tuples of one
+    scores: tuple[torch.Tensor, ...] | None = None  # type: ignore[assignment]
+    logits: tuple[torch.Tensor, ...] | None = None  # type: ignore[assignment]
+    accept_lengths: list[list[int]] = None  # type: ignore[assignment]  # ModelOutput asks for defaults
+    new_tokens: list[int] = None  # type: ignore[assignment]
+    metrics: GenerationMetrics | None = None
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, summed over the rows."""
+        return sum(len(row) for row in self.accept_lengths)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Committed tokens per step, the acceleration rate; the prefill's token is not counted. NaN without a step."""
+        committed = sum(sum(row) + len(row) for row in self.accept_lengths)
+        return committed / self.steps if self.steps else float("nan")
+
+
+def collect_output(
+    state: DecodeState, request: Request, selector: TokenSelector, trees: list[Tree], seconds: list[float]
+) -> MedusaOutput:
+    """Make the output of a finished generation, on the device of its prompts.
+
+    Args:
+        state: its last state.
+        request: the call.
+        selector: picked the tokens, and may have kept scores and logits.
+        trees: the tree of each step.
+        seconds: of the prefill and of each step, if measured.
+    """
+    ids, counts = request.input_ids, state.count.tolist()
+    new = state.output[:, : max(counts)].to(ids.device)
+    emitted = torch.arange(new.shape[1], device=new.device) < torch.tensor(counts, device=new.device)[:, None]
+    sequences = torch.cat([ids, new.masked_fill(~emitted, request.limits.pad)], dim=1)
+    committed = state.log[:, 1 : int(state.step)].tolist()  # column 0 is the prefill's token
+    accepted = [_accepted(row, count - 1) for row, count in zip(committed, counts, strict=True)]
+    scores = logits = metrics = None
+    if isinstance(selector, LogitsProcessors):
+        scores = _stacked([row.scores for row in selector.rows], counts) if selector.keep_scores else None
+        logits = _stacked([row.logits for row in selector.rows], counts) if selector.keep_logits else None
+    if request.metrics:
+        prompts = [len(prompt) for prompt in request.prompts]
+        metrics = GenerationMetrics.from_steps(prompts, counts, accepted, trees, seconds)
+    return MedusaOutput(
+        sequences=sequences, scores=scores, logits=logits, accept_lengths=accepted, new_tokens=counts, metrics=metrics
+    )
+
+
+def _accepted(committed: list[int], total: int) -> list[int]:
+    """Return the accepted tokens below the root of each step of a row that kept `total` tokens of its steps."""
+    accepted = []
+    for tokens in committed:
+        tokens = min(tokens, total)
+        total -= tokens
+        if tokens > 0:
+            accepted.append(tokens - 1)
+    return accepted
+
+
+def _stacked(rows: list[list[torch.Tensor]], counts: list[int]) -> tuple[torch.Tensor, ...]:
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(
+        torch.stack([row[place] if place < count else nothing for row, count in zip(rows, counts, strict=True)])
+        for place in range(max(counts))
+    )
