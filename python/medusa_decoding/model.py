@@ -1,7 +1,7 @@
-"""MedusaModel: a base model and its heads, generating.
+"""MedusaModel: a base model with its heads, the public face of the package.
 
-This is the public face: it checks what it is given, then runs the loop. It does not know checkpoint formats (see
-`checkpoints`), how settings become rules (see `settings`) or how a step is made (see `decode`).
+It does not know checkpoint formats (see `checkpoints`), how a call is checked and run (see `generation`) or how a step
+works (see `decode`).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class MedusaModel:
     """A Llama-family model with Medusa heads.
 
     Any number of threads may call `generate` of one MedusaModel, or of several with one base model: their generations
-    run one after the other, each with the text that it would have alone. Streamers, stopping criteria and logits
-    processors may generate with the model themselves. Weights, adapters and modes are not to be changed while another
+    run one after the other, and each gets the text that it would get alone. Streamers, stopping criteria and logits
+    processors may generate with the model themselves. Weights, adapters and modes must not be changed while another
     thread generates.
 
     Args:
         base: a causal language model as loaded by transformers (quantised or LoRA-wrapped is fine). Its attention
-            modules are swapped until `undo` (or the end of a `with` block); its own forward and `generate` keep
-            working meanwhile.
+            modules are swapped until `undo` (or the end of a `with` block); meanwhile its own forward and `generate`
+            keep working.
         heads: its heads; None for plain decoding only.
         tree: what `generate` verifies by default, a Tree or "auto"; None for the 64-node tree of `default_tree`.
         backend: how steps run. "eager"; "compiled": through torch.compile, at the first use of each tree; "graph":
@@ -62,8 +62,8 @@ class MedusaModel:
             "eager". Captured steps keep their caches between generations, see `free`.
 
     Raises:
-        ValueError: an unsupported model, heads of another size, or a tree the heads cannot fill. The base model is left
-            as it was.
+        ValueError: an unsupported model, heads of another size, or a tree the heads cannot fill. The base model is
+            unchanged then.
     """
 
     def __init__(
@@ -111,21 +111,21 @@ class MedusaModel:
             base_model: folder or hub id; overrides the checkpoint's `base_model_name_or_path`.
             dtype: of the base model; "auto" keeps the checkpoint's. The heads follow the base model.
             device_map: passed to transformers.
-            tree: as in the constructor. By default what `medusa tune` has stored beside the heads: in each generation
-                the tree chosen for the nearest batch and prefix length. It holds for the device, model, heads, dtype
-                and backend that it was measured with; elsewhere a warning says what has changed, and the default is the
+            tree: as in the constructor. By default what `medusa tune` has stored next to the heads: for each generation
+                the tree of the nearest batch and prefix length. It is used only with the device, model, heads, dtype
+                and backend that it was measured with; otherwise a warning says what has changed, and the default is the
                 checkpoint's `medusa_tree.json` if it has one. "auto" starts from the step times stored there, under the
-                same conditions, and from the accuracies that stand beside the heads.
+                same conditions, and from the accuracies stored next to the heads.
             backend: as in the constructor.
             **hf_kwargs: passed to `AutoModelForCausalLM.from_pretrained`. Remote code is never run.
 
         Raises:
-            ValueError: an unreadable checkpoint, or one that does not fit the base model; it names what is wrong.
+            ValueError: an unreadable checkpoint, or one that does not fit the base model; names what is wrong.
         """
         if hf_kwargs.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
-        # The base model's sizes are checked before the heads take memory; and heads that share lm_head do not say V.
-        # A hub is not asked twice: only folders are looked into here unless a base model is given.
+        # The base model's sizes are checked before the heads take memory; heads that share lm_head do not state V.
+        # To ask a hub only once, just folders are read here unless a base model is given.
         named, sizes = base_model, {}
         if named is None and isinstance(heads, (str, Path)) and os.path.isdir(os.path.expanduser(heads)):
             found = find_base_model(heads)
@@ -197,21 +197,21 @@ class MedusaModel:
         config; only `do_sample` is never taken from the latter, so that greedy decoding is the default.
 
         Args:
-            input_ids: int64 [B, T] prompts, left- or right-padded where lengths differ.
+            input_ids: int64 [B, T] prompts, left- or right-padded if lengths differ.
             attention_mask: [B, T], 1 for tokens and 0 for padding; None if nothing is padded.
-            max_new_tokens: new tokens a row, at least 1; obeyed as transformers does, even past the declared context.
-                None without one in the configs either: 256, or what the context leaves.
-            tree: verified each step; `Tree([])` decodes plainly; "auto" chooses anew before each step, among plain
+            max_new_tokens: new tokens per row, at least 1; obeyed as in transformers, even past the declared context.
+                If neither given nor in a config: 256, or what the context leaves.
+            tree: verified in each step; `Tree([])` decodes plainly; "auto" picks a tree for each step, among plain
                 decoding and trees of several sizes, from measured step times and the acceptance seen so far. None for
-                the model's own.
-            acceptance: "lossless": the model's own next token is found or drawn at every node, and the child that
-                carries it is followed. "typical": the paper's typical acceptance (section 2.3.1), which keeps drafts
-                that are likely enough; LOSSY, the text is not the model's own.
-            do_sample: draw from the model's processed distribution instead of taking the likeliest token.
+                the model's default.
+            acceptance: "lossless": the model's own next token is computed at every node, and the child that has it is
+                followed. "typical": the paper's typical acceptance (section 2.3.1), which accepts draft tokens that
+                are likely enough; LOSSY, the text is not the model's own.
+            do_sample: draw from the model's processed distribution instead of taking the argmax.
             temperature: of sampling, or of typical acceptance.
             top_p: nucleus of sampling.
-            top_k: likeliest tokens to sample from; 0 for all, also where nothing says otherwise (transformers' own
-                `generate` takes 50 then).
+            top_k: how many of the likeliest tokens to sample from; 0, the default, for all (the default of
+                transformers' own `generate` is 50).
             posterior_threshold: epsilon of typical acceptance.
             posterior_alpha: delta of typical acceptance.
             streamer: a transformers streamer (batch of 1), given the prompt, then each new token in order.
@@ -219,12 +219,12 @@ class MedusaModel:
             logits_processor: transformers processors, called once for each emitted token of each row in order, with
                 (int64 [1, length], fp32 [1, V]): the node's own path, without padding.
             prefix_allowed_tokens_fn: (row, int64 [length]) to the tokens allowed next.
-            stop_strings: a row ends behind the token with which one of these appears; needs `tokenizer`.
+            stop_strings: a row ends after the token that completes one of these; needs `tokenizer`.
             tokenizer: the model's.
             seed: of sampling; None draws one from torch's CPU generator, which `torch.manual_seed` sets. A row's
                 numbers depend on the seed and its index only, so all trees write the same text.
             return_dict_in_generate: False returns only the sequences.
-            metrics: keep counts and times, see `MedusaOutput.metrics`.
+            metrics: measure counts and times, see `MedusaOutput.metrics`.
             session: keeps this call's cache for the next one, which then prefills only what is new; see `Session`.
             generation_config: transformers' settings.
             **generation: fields of a GenerationConfig, as in transformers' generate (`repetition_penalty`,
@@ -232,9 +232,9 @@ class MedusaModel:
 
         Raises:
             ValueError: bad arguments; a prompt that leaves no room in the context; something that cannot work here
-                (beam search, say); a base model whose text depends on what decoding passes by (overridden forwards,
-                hooks, attention functions, dropout in training mode, autocast); heads and base model of different
-                dtypes. Raised before any work.
+                (such as beam search); a base model whose text depends on code that decoding does not run (overridden
+                forwards, hooks, attention functions, dropout in training mode, autocast); heads and base model of
+                different dtypes. Raised before any work.
             FloatingPointError: the model's output is not finite; names the step.
             MemoryError: keys and values do not fit.
         """
@@ -256,7 +256,7 @@ class MedusaModel:
         return output if return_dict_in_generate else output.sequences
 
     def run(self, request: Request, tree: Tree | Literal["auto"] | None = None) -> MedusaOutput:
-        """Decode a checked request, after the generations of this base model that other threads have begun."""
+        """Generate for a checked request, after earlier generations of this base model in other threads."""
         self._check_swapped()
         with self.backbone.turns.generation(self.backbone.device):
             self._check_decodable()
@@ -264,7 +264,7 @@ class MedusaModel:
                 # Each process would have to find the same rows in its own memory.
                 raise ValueError(f"session: expected a model in one process, got one over {self.backbone.peers.size}")
             policy = self._policy(self._tuned_for(request.prompts) if tree is None else tree)
-            # A generation within another's callback has steps of its own: graphs of one step share memory.
+            # A generation within another's callback needs separate steps: graphs of one step share memory.
             steps = Steps(self.backbone, self.heads) if self._under_way else self._steps
             self._under_way += 1
             try:
@@ -281,7 +281,7 @@ class MedusaModel:
         self._check_tree(chosen)
         if isinstance(chosen, Tree):
             return FixedTree(chosen)
-        # What it learns of step times and heads serves the generations that follow; meanwhile it belongs to this one.
+        # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
             tree_set = TreeSet((self._accuracies or _published(self.heads)).by_rank if self.heads is not None else [])
@@ -300,7 +300,7 @@ class MedusaModel:
         return None if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
 
     def _current_device(self) -> contextlib.AbstractContextManager[object]:
-        """Make the model's device the current one, on which streams and captures are made."""
+        """Make the model's device the current one, for streams and captures."""
         device = self.backbone.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -310,21 +310,21 @@ class MedusaModel:
         return self._heads
 
     def free(self) -> None:
-        """Free what is kept between generations (caches, compiled and captured steps, step times learnt meanwhile).
+        """Free what is kept between generations: caches, compiled and captured steps, learned step times.
 
-        All of it is made again on use.
+        It is made again when needed.
         """
         with self.backbone.turns.generation():
             self._steps.clear()
             self._adaptive = None
 
     def suspend(self) -> None:
-        """Give the base model its own attention modules back until `resume`; nothing else that is kept is freed.
+        """Restore the base model's own attention modules until `resume`; caches and steps are kept.
 
         Meanwhile this object refers to the base model weakly, to its layers strongly.
 
         Raises:
-            ValueError: called during a generation of this object, by what that calls; nothing has changed then.
+            ValueError: called by a callback of this object's own generation; nothing has changed then.
         """
         with self._between_generations("suspend"):
             if self.backbone.swap.active:
@@ -336,7 +336,7 @@ class MedusaModel:
         """Swap the attention modules again after `suspend`.
 
         Raises:
-            ValueError: the base model is gone, or a layer has got an attention that is not supported.
+            ValueError: the base model was deleted, or a layer has an unsupported attention now.
         """
         with self.backbone.turns.generation():
             if self._suspended is None:
@@ -349,12 +349,12 @@ class MedusaModel:
             self._suspended = None
 
     def undo(self) -> None:
-        """Give the base model its own attention modules back; this object cannot generate any more.
+        """Restore the base model's own attention modules; this object cannot generate any more.
 
         Waits for a generation in another thread.
 
         Raises:
-            ValueError: called during a generation of this object, by what that calls; nothing has changed then.
+            ValueError: called by a callback of this object's own generation; nothing has changed then.
         """
         with self._between_generations("undo"):
             self._steps.clear()
@@ -371,7 +371,7 @@ class MedusaModel:
             yield
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as what it was made from: a copy swaps the modules of its own copy of the base model."""
+        """Copy and pickle by constructor arguments: a copy swaps the modules of its own copy of the base model."""
         return type(self), (self.base, self.heads, self.tree, self.backend), {"_accuracies": self._accuracies}
 
     def __enter__(self) -> MedusaModel:
@@ -379,7 +379,7 @@ class MedusaModel:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Undo the swap; what ends the block with an error is raised even if the swap cannot be undone now."""
+        """Undo the swap; an error that ends the block is raised even if the swap cannot be undone now."""
         try:
             self.undo()
         except ValueError as refusal:
@@ -394,7 +394,7 @@ class MedusaModel:
         self.backbone.swap.check(self.backbone.decoder.layers)
 
     def _check_decodable(self) -> None:
-        """Raise `ValueError` unless base model and heads still are what can be decoded."""
+        """Raise `ValueError` unless base model and heads can still be decoded."""
         self._check_swapped()
         self.backbone.check(self.base)
         if self.heads is not None:
@@ -427,11 +427,11 @@ class MedusaModel:
 
 
 def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tree:
-    """The tree used when neither caller nor checkpoint names one.
+    """Return the tree used when neither caller nor checkpoint names one.
 
-    64 nodes (or all there are), searched for published accuracies: those of the base model's own heads where the
-    paper's authors have published some (Vicuna 7B, 13B, 33B), else those of Vicuna-7B's, a shape that suits heads whose
-    accuracy falls off with depth. A calibrated tree is better; this one never needs calibration.
+    64 nodes (or all there are), optimal for published accuracies: those of the base model's own heads if the paper's
+    authors have published them (Vicuna 7B, 13B, 33B), else those of Vicuna-7B's, which suit heads whose accuracy falls
+    with depth. A calibrated tree is better; this one needs no calibration.
 
     Args:
         heads: None for plain decoding.

@@ -20,10 +20,10 @@ ALMOST_CERTAIN = -1e-30
 def arrange(
     state: DecodeState, drafts: DraftTokens | Children | None, tree: TreeTensors
 ) -> tuple[torch.Tensor, TreeShape]:
-    """Lay tokens out in node order: the root, the heads' drafts, what is copied from the text.
+    """Put tokens in node order: the root, the heads' drafts, and tokens copied from the text.
 
     Returns:
-        tokens int64 [B, N] and the shape they have: the tree's, or this step's own.
+        tokens int64 [B, N] and their shape: the tree's, or for a dynamic tree this step's.
     """
     dynamic = tree.tree.keep is not None
     tokens = [state.root[:, None]]
@@ -35,32 +35,32 @@ def arrange(
         tokens.append(drafts.tokens.flatten(1)[:, tree.slots])
         logprobs = [drafts.logprobs.flatten(1)[:, tree.slots]] if dynamic else []
     if tree.tree.lookup:
-        assert state.text is not None, "the loop gives a state its text where a tree copies from it"
+        assert state.text is not None, "states get their text if a tree copies from it"
         tokens.append(look_up(state.text, state.output, state.count, tree.tree.lookup))
-    laid_out = torch.cat(tokens, dim=1)
+    candidates = torch.cat(tokens, dim=1)
     if not dynamic:
-        return laid_out, tree
-    # The root is certain, and so is what is copied: always kept, since no guess quite is.
-    certain = state.check.new_zeros(len(laid_out), 1)
+        return candidates, tree
+    # Root and copied tokens are always selected: they count as certain, which no draft quite is.
+    certain = state.check.new_zeros(len(candidates), 1)
     copied = certain.expand(-1, tree.tree.lookup)
     if tree.tree.lookup:
         logprobs = [probable.clamp(max=ALMOST_CERTAIN) for probable in logprobs]
-    kept, parents, depths, ancestors, paths = tree_select(
-        laid_out, torch.cat([certain, *logprobs, copied], dim=1), tree.depths, tree.paths, tree.tree.num_nodes
+    selected, parents, depths, ancestors, paths = tree_select(
+        candidates, torch.cat([certain, *logprobs, copied], dim=1), tree.depths, tree.paths, tree.tree.num_nodes
     )
-    return kept, TreeShape(parents, depths, ancestors, paths, tree.depth)
+    return selected, TreeShape(parents, depths, ancestors, paths, tree.depth)
 
 
 def _depth_by_depth(
     drafts: Children, tree: TreeTensors, weighed: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the tokens of each depth, [B, n]: the child of rank r is the r-th best behind its parent's candidate.
+    """Return the tokens of each depth, [B, n]: the child of rank r is the r-th best after its parent's candidate.
 
-    If weighed, the log-probabilities that they have there as well, fp32 [B, n].
+    If weighed, also return their log-probabilities there, fp32 [B, n].
     """
     tokens, logprobs, order = [], [], drafts.order.flatten(2)
     probable = drafts.of_children().flatten(2) if weighed else None
-    places = torch.zeros_like(drafts.tokens[:, 0, :1])  # the root, whose row is the first (they are all equal)
+    places = torch.zeros_like(drafts.tokens[:, 0, :1])  # the root's row is the first (all are equal)
     for depth, (parents, ranks) in enumerate(tree.levels):
         slots = places[:, parents] * tree.top_k + ranks
         places = order[:, depth].gather(1, slots)

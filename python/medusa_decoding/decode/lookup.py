@@ -1,9 +1,9 @@
-"""Look up: drafts copied from the text itself, for tree nodes that are to spare.
+"""Look up: draft tokens copied from the text itself, for spare tree nodes.
 
-Where text repeats (code being edited, a document being summarised), what followed the last tokens when they stood
-there before is a good guess at what follows now. No training, no second model; verification is as for any other
-guess, so the text does not change. (The idea is transformers' prompt lookup decoding; here it is one branch of the
-tree beside the heads' drafts, found on the device within the step.)
+If text repeats (code being edited, a document being summarised), the tokens that followed an earlier occurrence of the
+last tokens are good drafts. They need no training and no second model, and are verified like all drafts, so the text
+does not change. (The idea is transformers' prompt lookup decoding; here it is one branch of the tree next to the heads'
+drafts, found on the device within the step.)
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 
 LONGEST_MATCH = 4
-"""How many tokens at the end of the text are compared."""
+"""The most tokens at the end of the text that are compared."""
 
 
 @dataclass(eq=False)
 class Text:
-    """Prompts and new tokens of a batch, where a captured step finds them.
+    """Prompts and new tokens of a batch, at addresses that a captured step can read.
 
     Attributes:
-        tokens: int64 [B, S], a row's prompt in front, its new tokens behind as far as they have been copied.
+        tokens: int64 [B, S], a row's prompt, then its new tokens as far as they have been copied.
         places: int64 [B, W], the column of each new token.
         prompts: int64 [B], tokens of each prompt.
     """
@@ -32,7 +32,7 @@ class Text:
 
     @classmethod
     def allocate(cls, batch: int, width: int, output: int, device: torch.device) -> Text:
-        """Make room for rows of `width` tokens, of which `output` are new ones."""
+        """Allocate rows of `width` tokens, `output` of them new ones."""
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -40,21 +40,21 @@ class Text:
         return cls(zeros(batch, width), zeros(batch, output), zeros(batch))
 
     def begin(self, prompts: list[torch.Tensor]) -> None:
-        """Take over the prompts, int64 [T_b] each."""
+        """Store the prompts, int64 [T_b] each."""
         self.tokens.zero_()
         for row, prompt in enumerate(prompts):
             self.tokens[row, : len(prompt)] = prompt
         self.prompts.copy_(torch.tensor([len(prompt) for prompt in prompts]))
         columns = self.prompts[:, None] + torch.arange(self.places.shape[1], device=self.places.device)
-        # What does not fit is thrown away, and not kept by the columns of what does.
+        # Tokens that do not fit go to the last column.
         self.places.copy_(columns.clamp(max=self.tokens.shape[1] - 1))
 
 
 def look_up(text: Text, output: torch.Tensor, count: torch.Tensor, length: int) -> torch.Tensor:
-    """Return what followed the text's end where it stood before.
+    """Return what followed an earlier occurrence of the text's end.
 
-    The longest match of up to `LONGEST_MATCH` tokens counts, the latest among equals. What is copied past the text's
-    end goes on with the copy itself, as in text that repeats.
+    The longest match of up to `LONGEST_MATCH` tokens counts, the latest among equally long ones. A copy that reaches
+    the text's end continues with itself, as in text that repeats.
 
     Args:
         text: of the batch; brought up to date.
@@ -63,7 +63,7 @@ def look_up(text: Text, output: torch.Tensor, count: torch.Tensor, length: int) 
         length: how many tokens to copy.
 
     Returns:
-        int64 [B, length]; any tokens of the text where nothing matches.
+        int64 [B, length]; any tokens of the text if nothing matches.
     """
     tokens = text.tokens.scatter_(1, text.places, output)
     end = (text.prompts + count - 1)[:, None]

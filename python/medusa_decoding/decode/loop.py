@@ -78,15 +78,12 @@ class Runtime(Protocol):
 
     def begin(self) -> tuple[DecodeState, int]:
         """Return a cleared state, and how many tokens of every prompt are in its cache already."""
-        ...
 
     def make_room(self) -> DecodeState:
         """Return the state with room for one more step: the same one, or its continuation in a larger cache."""
-        ...
 
     def step(self, tree: Tree) -> Step:
         """Return the step for a tree."""
-        ...
 
     def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
         """Record what was just launched and return the steps whose results have become known.
@@ -99,7 +96,6 @@ class Runtime(Protocol):
         Raises:
             FloatingPointError: the model's output was not finite.
         """
-        ...
 
 
 def decode_loop(

@@ -27,11 +27,9 @@ class Policy(Protocol):
             batch: rows of the batch.
             rows: rows of the cache (its bucket).
         """
-        ...
 
     def grown(self, rows: int) -> None:
         """Continue in a cache of `rows` rows."""
-        ...
 
     def choose(self) -> Tree:
         """Return the tree of the next step."""
@@ -45,26 +43,16 @@ class Policy(Protocol):
             seconds: the step's duration; None if it says nothing (the step was compiled or captured in this call).
             committed: tokens committed by each row that had not ended before the step, the root's included.
         """
-        ...
 
 
-class FixedTree:
+class FixedTree(Policy):
     """Always the same tree."""
 
     timed = False
 
     def __init__(self, tree: Tree) -> None:
-        self.trees: tuple[Tree, ...] = (tree,)
-
-    def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
-        """Do nothing."""
-
-    def grown(self, rows: int) -> None:
-        """Do nothing."""
+        self.trees = (tree,)
 
     def choose(self) -> Tree:
         """Return the tree."""
         return self.trees[0]
-
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
-        """Do nothing."""

@@ -1,4 +1,4 @@
-"""What one generation did, in numbers: kept only where asked for, made from what the loop records anyway."""
+"""Figures of one generation, computed on request from what the loop records anyway."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class GenerationMetrics:
 
     Attributes:
         prompt_tokens: tokens of all prompts.
-        new_tokens: tokens emitted in all rows, the prefill's included.
-        steps: steps summed over the rows, each row's own (the prefill is not a step).
-        accepted_histogram: accepted tokens below the root to the number of steps that accepted so many.
-        depth_acceptance: of the steps whose tree may reach depth d + 1 (a dynamic one need not), the share that
-            accepted a path of at least that length; entry d.
-        tree_nodes: nodes of the tree to the number of steps with it.
-        prefill_seconds: the prompts' pass.
-        decode_seconds: all steps.
-        step_seconds: each step, in order.
+        new_tokens: tokens emitted in all rows, including the prefill's.
+        steps: number of steps, summed over the rows (the prefill is not a step).
+        accepted_histogram: number of steps by accepted tokens below the root.
+        depth_acceptance: entry d is the share of steps that accepted a path of length d + 1 or more, among those whose
+            tree may be that deep (a dynamic one need not be).
+        tree_nodes: number of steps by nodes of their tree.
+        prefill_seconds: duration of the prefill.
+        decode_seconds: duration of all steps.
+        step_seconds: duration of each step, in order.
     """
 
     prompt_tokens: int
@@ -38,13 +38,13 @@ class GenerationMetrics:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens committed a step; NaN without a step."""
+        """Committed tokens per step; NaN without a step."""
         committed = sum((accepted + 1) * count for accepted, count in self.accepted_histogram.items())
         return committed / self.steps if self.steps else float("nan")
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens over the time of prefill and steps; NaN where nothing took time."""
+        """New tokens per second of prefill and steps; NaN if nothing took time."""
         seconds = self.prefill_seconds + self.decode_seconds
         return self.new_tokens / seconds if seconds else float("nan")
 
@@ -62,7 +62,7 @@ class GenerationMetrics:
         Args:
             prompts: tokens of each prompt.
             new: new tokens of each row.
-            accepted: tokens accepted below the root, a list a row, a number a step.
+            accepted: accepted tokens below the root: a list per row, a number per step.
             trees: the tree of each step.
             seconds: of the prefill and of each step.
         """

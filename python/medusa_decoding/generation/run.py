@@ -15,7 +15,6 @@ from medusa_decoding.decode.runtime.runner import Runner
 from medusa_decoding.decode.runtime.steps import Backend, Steps
 from medusa_decoding.decode.runtime.streaming import Observer, StreamObserver
 from medusa_decoding.decode.selection.processors import LogitsProcessors
-from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.generation.output import MedusaOutput, collect_output
 from medusa_decoding.generation.request import Request
@@ -35,7 +34,7 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
     weights = steps.fingerprint() if session is not None else None
     runner = Runner(
         steps, backend, prompts, selector, limits, policy,
-        take_earlier=functools.partial(_take_earlier, request, steps, weights),
+        take_earlier=lambda: session.take(backbone, weights, request.prompts) if session is not None else (None, 0),
         draw=functools.partial(request.uniform_numbers, backbone.peers),
         observer=_observer(request, prompts, selector, steps),
         timed=request.metrics,
@@ -59,12 +58,6 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
     else:
         steps.pool.release(state)
     return output
-
-
-def _take_earlier(request: Request, steps: Steps, weights: object) -> tuple[DecodeState | None, int]:
-    if request.session is None:
-        return None, 0
-    return request.session.take(steps.backbone, weights, request.prompts)
 
 
 def _observer(request: Request, prompts: list[torch.Tensor], selector: TokenSelector, steps: Steps) -> Observer | None:

@@ -80,11 +80,7 @@ class Runner:
         self._reads = 0
 
     def begin(self) -> tuple[DecodeState, int]:
-        """Return a cleared state, and how many tokens of every prompt are in its cache already.
-
-        Raises:
-            MemoryError: the generation does not fit.
-        """
+        """See `loop.Runtime`. Raises `MemoryError` if the generation does not fit."""
         earlier, common = self._take_earlier()
         rows = self.pool.first_capacity(self.sizes, HEADROOM, held=earlier)
         if earlier is None:
@@ -101,7 +97,7 @@ class Runner:
         return self.state, self.reused
 
     def make_room(self) -> DecodeState:
-        """Return the state with room for one more step: the same one, or its continuation in a larger cache."""
+        """See `loop.Runtime`. The cache grows before it could overflow, though results are read late."""
         assert self.state is not None
         lengths, budget, spare = self.sizes.prompt_lengths, self.sizes.budget, self.sizes.spare
         # Tokens that a row may have got in what is not read yet: a whole path per step, one in the prefill.
@@ -118,7 +114,7 @@ class Runner:
         return self.state
 
     def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
-        """Record what was just launched and return the steps whose results have become known; see `loop.Runtime`."""
+        """See `loop.Runtime`."""
         assert self.state is not None
         self._watch.record(self.state)
         if tree is not None:
