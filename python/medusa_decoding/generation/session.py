@@ -6,9 +6,10 @@ and the new prompt are prefilled. A session knows tokens and holds a state; it d
 
 from __future__ import annotations
 
-import os
+import operator
 import weakref
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,7 +73,7 @@ class Session:
             return None, 0
         # The last token of a prompt always runs: its prediction is needed.
         pairs = zip(texts, prompts, strict=True)
-        common = min(min(len(os.path.commonprefix([text, prompt.tolist()])), len(prompt) - 1) for text, prompt in pairs)
+        common = min(min(_common(text, prompt.tolist()), len(prompt) - 1) for text, prompt in pairs)
         return (state, common) if common else (None, 0)
 
     def keep(
@@ -81,3 +82,8 @@ class Session:
         """Keep a generation's state for the next call, with its texts as far as they are cached."""
         self._state, self._texts, self._weights, self._backbone = state, texts, weights, weakref.ref(backbone)
         self.reused = reused
+
+
+def _common(text: list[int], prompt: list[int]) -> int:
+    """Return the length of the common prefix."""
+    return sum(takewhile(bool, map(operator.eq, text, prompt)))

@@ -59,7 +59,7 @@ def merge_configs(own: GenerationConfig, given: GenerationConfig | None, changes
     Args:
         own: the model's generation config.
         given: the caller's, or None.
-        changes: keyword arguments; None leaves a field as it is.
+        changes: keyword arguments; None leaves a field unchanged.
 
     Raises:
         ValueError: an unknown argument, or a field that requests something unsupported; names the field.
