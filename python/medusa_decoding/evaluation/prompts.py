@@ -18,7 +18,7 @@ from typing import Any
 from medusa_decoding.checks import check_text, shown
 from medusa_decoding.files import MAX_TEXT
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data.records import BadRecordError, _raw_records, _turn
+from medusa_decoding.training.data.records import BadRecordError, parse_turn, raw_records
 
 TURNS = 2
 KEYS = ("turns", "conversations", "messages", "prompt", "question", "text")
@@ -72,7 +72,7 @@ def read_prompts(
         _prompt(raw, where, name, turns)
         for path in paths
         for name in [Path(path).name.split(".")[0]]
-        for where, raw in _raw_records(SourceConfig(str(path)))
+        for where, raw in raw_records(SourceConfig(str(path)))
     ]
     if not found:
         raise ValueError(f"prompts: expected at least one in {', '.join(map(str, paths))}, got none")
@@ -131,7 +131,7 @@ def _conversation(listed: Any, key: str, where: str) -> tuple[str | None, list[s
     if not isinstance(listed, list):
         raise ValueError(f"prompts: expected a list of turns as {key} of {where}, got {type(listed).__name__}")
     try:
-        spoken = [_turn(turn, number, *_ROLES[key]) for number, turn in enumerate(listed, start=1)]
+        spoken = [parse_turn(turn, number, *_ROLES[key]) for number, turn in enumerate(listed, start=1)]
     except BadRecordError as error:
         raise ValueError(f"prompts: expected a role and a text in each turn of {where}, got: {error}") from error
     system = next((turn["content"] for turn in spoken if turn["role"] == "system"), None)

@@ -154,7 +154,7 @@ def read_records(
     """
     count = 0
     for source in sources:
-        for where, raw in _raw_records(source):
+        for where, raw in raw_records(source):
             if limit is not None and count >= limit:
                 return
             report.read += 1
@@ -211,7 +211,7 @@ def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[
     turns = raw.get(key)
     if not isinstance(turns, list) or not turns:
         raise BadRecordError(f"{key} is not a list of turns")
-    messages = [_turn(turn, number, role_key, content_key) for number, turn in enumerate(turns, start=1)]
+    messages = [parse_turn(turn, number, role_key, content_key) for number, turn in enumerate(turns, start=1)]
     return Record(tuple(_trimmed(messages, system, notes, seeds)), None, where)
 
 
@@ -231,7 +231,7 @@ def _exact(raw: Mapping[str, Any], where: str) -> Record:
     if turns is not None and not isinstance(turns, list):
         raise BadRecordError("messages is not a list of turns")
     # A model's answer may be empty.
-    messages = [_turn(turn, number, "role", "content", True) for number, turn in enumerate(turns or (), start=1)]
+    messages = [parse_turn(turn, number, "role", "content", True) for number, turn in enumerate(turns or (), start=1)]
     text = None if messages else _text(raw.get("text"), "text")
     if messages and "user" not in [message["role"] for message in messages]:
         raise BadRecordError("no user turn")
@@ -253,7 +253,19 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
     return found if found.dtype.kind == "i" else None
 
 
-def _turn(turn: Any, number: int, role_key: str, content_key: str, may_be_empty: bool = False) -> dict[str, str]:
+def parse_turn(turn: Any, number: int, role_key: str, content_key: str, may_be_empty: bool = False) -> dict[str, str]:
+    """Return a turn's role and content.
+
+    Args:
+        turn: as the record has it.
+        number: of the turn, for messages.
+        role_key: of its role.
+        content_key: of its content, a text or a list of texts.
+        may_be_empty: whether the content may be.
+
+    Raises:
+        BadRecordError: it has no known role, or no content.
+    """
     if not isinstance(turn, Mapping):
         raise BadRecordError(f"turn {number} has no named fields")
     name = turn.get(role_key)
@@ -298,7 +310,13 @@ def _trimmed(
     return head + messages[first:last]
 
 
-def _raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+def raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+    """Yield where each record of a source is, and the record as it was parsed (a `BadRecordError` if it cannot be).
+
+    Raises:
+        ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
+        ModuleNotFoundError: a parquet file or a hub name without the `datasets` library.
+    """
     path = Path(source.path).expanduser()
     if path.is_file():
         yield from _read_file(path)
