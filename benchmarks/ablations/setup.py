@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from medusa_decoding.chat.conversation import AsItStands, conversation_of
+from medusa_decoding.chat.template import PromptEncoder, prompt_encoder
 from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli.tune import encoded
@@ -236,7 +236,7 @@ def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) 
     else:
         read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1)
         eos = token_list(model.backbone.causal.generation_config.eos_token_id)
-        chat, as_it_stands = conversation_of(tokenizer, args.template, eos), AsItStands(tokenizer, eos)
+        chat, as_it_stands = prompt_encoder(tokenizer, args.template, eos), PromptEncoder(tokenizer, eos)
         found = [torch.tensor([encoded(one, as_it_stands if one.is_text else chat)]) for one in read]
         fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.backbone.context_limit]
         left_out = len(found) - len(fits)

@@ -358,7 +358,7 @@ def test_a_tokenizer_without_a_template_is_named(make_chat, talk):
     code, out, err = talk(chat, ["hello"])
     assert (code, out) == (2, "")
     assert re.search(
-        r"--template: expected a Jinja file or plain, because the tokenizer of \S*base has no", notes(err)[-1]
+        r"template: expected vicuna, plain or a Jinja file, because the tokenizer of \S*base has no", notes(err)[-1]
     )
 
 

@@ -7,8 +7,7 @@ import pytest
 import toy
 from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
 
-from medusa_decoding.chat.conversation import conversation_of
-from medusa_decoding.chat.template import ChatTemplate
+from medusa_decoding.chat.template import ChatTemplate, prompt_encoder
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
 from medusa_decoding.training.data.records import BadRecordError, Record, Report
@@ -126,7 +125,7 @@ def test_training_distillation_and_decoding_make_the_same_prompts(kind, name, sy
     (example,) = encoder.encode(record(messages))
     for end in (len(messages) - 3, len(messages) - 1):
         prompt = ChatTemplate(tokenizer, asked).encode(messages[:end])
-        assert prompt == conversation_of(tokenizer, asked, []).encode(messages[:end])
+        assert prompt == prompt_encoder(tokenizer, asked, []).encode(messages[:end])
         assert prompt == encoder.prompt(messages[:end])[1]
         assert prompt == example.ids[: len(prompt)].tolist()
         assert example.learnt[len(prompt)]
@@ -148,7 +147,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_the_remedy():
     # One turn is consistent; of several the first is rendered another way once it is not the last.
     (example,) = ChatEncoder(tokenizer).encode(record(SINGLE))
     assert tokenizer.decode(example.ids[example.learnt]) == "<think>\n\n</think>\n\nI am fine, thank you.<|im_end|>"
-    with pytest.raises(ValueError, match=r"turn 2 of chat.jsonl:7 .*'<think>.* stood; use turns='each'"):
+    with pytest.raises(ValueError, match=r"turn 2 of chat.jsonl:7 .*instead of '<think>.*; use turns='each'"):
         ChatEncoder(tokenizer).encode(record(SEVERAL, "chat.jsonl:7"))
     examples = ChatEncoder(tokenizer, turns="each").encode(record(SEVERAL))
     assert len(examples) == 3
@@ -212,8 +211,8 @@ def test_a_text_is_learnt_whole_and_ended(kind):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "template: expected 'vicuna', 'plain' or a file .* got 'auto'"),
-        ({"template": "chatml"}, "template: expected 'auto', 'vicuna', 'plain' or a file, got 'chatml'"),
+        ({}, "template: expected vicuna, plain or a Jinja file, because the tokenizer of .* has no template, got none"),
+        ({"template": "chatml"}, "template: expected vicuna, plain or a Jinja file, got chatml"),
         ({"template": "vicuna", "turns": "all"}, "turns: expected 'joint' or 'each', got 'all'"),
     ],
 )

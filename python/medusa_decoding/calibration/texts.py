@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.chat.conversation import AsItStands, Conversation, Message, conversation_of
+from medusa_decoding.chat.template import ChatTemplate, Message, PromptEncoder, prompt_encoder
 from medusa_decoding.checks import token_list
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.prompts import Prompt
@@ -94,8 +94,8 @@ class Writer:
     def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
         self._eos = token_list(model.backbone.causal.generation_config.eos_token_id)
         self.model, self._settings = model, settings
-        self._chat = conversation_of(tokenizer, settings.template, self._eos)
-        self._as_it_stands = AsItStands(tokenizer, self._eos)
+        self._chat = prompt_encoder(tokenizer, settings.template, self._eos)
+        self._as_it_stands = PromptEncoder(tokenizer, self._eos)
 
     def described(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return all that decides the texts and the heads' ranks in them, as JSON has it."""
@@ -122,7 +122,7 @@ class Writer:
                 "temperature": settings.temperature,
                 **(drawn if settings.temperature else {}),
                 "generation": _hash([own.to_json_string(ignore_metadata=True), ends, stops], 8),
-                "template": "none" if isinstance(self._chat, AsItStands) else "chat",
+                "template": "chat" if isinstance(self._chat, ChatTemplate) else "none",
                 "rendered": self._rendered(),
                 "dtype": str(model.backbone.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -165,7 +165,7 @@ class Writer:
         except ValueError as error:  # a template for single questions, say
             return _hash([self._chat.encode(SHOWN[:1]), str(error)], 8)
 
-    def _conversation(self, prompt: Prompt) -> Conversation:
+    def _conversation(self, prompt: Prompt) -> PromptEncoder:
         return self._as_it_stands if prompt.is_text else self._chat
 
     def _ids(self, prompt: Prompt, messages: Sequence[Message], known: Sequence[int]) -> list[int]:
@@ -173,7 +173,7 @@ class Writer:
         return ids[: self._settings.prompt_tokens] if prompt.is_text else ids
 
     def _answer(
-        self, ids: list[int], new_tokens: int, chat: Conversation, tree: Tree, place: tuple[int, int]
+        self, ids: list[int], new_tokens: int, chat: PromptEncoder, tree: Tree, place: tuple[int, int]
     ) -> Written:
         ends, stops = chat.ends(self._eos), chat.stop_strings(None)
         more: dict[str, Any] = {"eos_token_id": ends} if ends else {}

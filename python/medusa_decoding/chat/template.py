@@ -1,104 +1,115 @@
-"""A chat's messages made into a prompt: text by the chat template, then tokens; and an answer's text made of tokens.
+"""Encode chat messages as prompt tokens, and decode the tokens of answers.
 
-A model's answer, once it stands in the history, may be tokenised in another way than the model wrote it, and then the
-cache of the generation before would be of no use from there on. Where the tokens the model wrote spell the very text
-that the template asks for, they are put in place of the tokenizer's. This module knows tokenizers; it does not know
-models or caches.
+Every part of the package encodes prompts here: the command line, evaluation, calibration and training. Training adds
+which tokens are learnt (`training.data.encoding`).
+
+A tokenizer may divide an answer in the history otherwise than the model wrote it. The KV cache of the previous turn
+would then be useless from that token on. So the model's own tokens are kept as long as they spell the text that the
+template asks for (`splice`). This module knows tokenizers; it does not know models or caches.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
-from medusa_decoding.chat.rendering import render
+from medusa_decoding.chat import rendering
 from medusa_decoding.checks import check_text
 from medusa_decoding.files import read_text
-from medusa_decoding.training.data.encoding import template_text
 
 Message = dict[str, Any]
 
-PLAIN = """\
+# Vicuna's format (v1.1 and later): a system message, then turns "USER: ..." and "ASSISTANT: ...</s>". The model was
+# trained with this system message; a conversation's own one replaces it. The start token is left to the tokenizer, as
+# Vicuna's own users do: some tokenizers divide a text differently after a start token that is written out.
+_VICUNA = """\
+{%- if messages[0].role != 'system' -%}
+{{- 'A chat between a curious user and an artificial intelligence assistant. ' -}}
+{{- "The assistant gives helpful, detailed, and polite answers to the user's questions. " -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}
+{%- if not loop.first -%}{{ raise_exception('a system message comes first') }}{%- endif -%}
+{{- message.content + ' ' -}}
+{%- else -%}
+{%- set turn = loop.index0 - (1 if messages[0].role == 'system' else 0) -%}
+{%- if (message.role == 'user') != (turn % 2 == 0) -%}{{ raise_exception('turns take turns') }}{%- endif -%}
+{%- if message.role == 'user' -%}
+{{- 'USER: ' + message.content + ' ASSISTANT:' -}}
+{%- else -%}
+{%- generation -%}{{- ' ' + message.content + eos_token -}}{%- endgeneration -%}
+{%- endif -%}
+{%- endif -%}
+{%- endfor -%}"""
+# For models that have learnt no chat format: answers end where the model goes on with the user's next turn.
+_PLAIN = """\
 {% for message in messages %}
 {{ message['role'] | capitalize }}: {{ message['content'] | trim }}
 
 {% endfor %}
 {% if add_generation_prompt %}Assistant:{% endif %}"""
 PLAIN_STOP = "\nUser:"
+# To train a model that has no chat format: one content per line, answers closed by the end token.
+_PLAIN_TRAINING = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
+{%- else -%}{{- message.content + '\\n' -}}{%- endif -%}
+{%- endfor -%}"""
+BUILT_IN = {"vicuna": _VICUNA, "plain": _PLAIN}
+BUILT_IN_TRAINING = {"vicuna": _VICUNA, "plain": _PLAIN_TRAINING}
+
 ANCHOR = 8
-"""Common tokens in front that two token lists are decoded with: decoders treat a text's first token apart."""
+"""Common leading tokens that two token lists are decoded with: decoders treat a text's first token differently."""
+_PROBE = "8fe31b"
+"""An answer that occurs in no template and has no white space to lose."""
 
 
-class ChatTemplate:
-    """A tokenizer's chat template, or the one to use in its place.
+class PromptEncoder:
+    """Encodes messages without a template: the first turn is the text, and each further turn a new line.
 
     Args:
         tokenizer: of the base model.
-        asked: a file with a Jinja template, "vicuna" (as in training), "plain", or None for the tokenizer's own.
+        eos: the model's tokens that end a text; one at the end of an answer is removed before the text goes on.
 
     Attributes:
-        stop: the string with which an answer ends, and which is no part of it; None where a token ends it.
-        end_of_turn: the special token that the template puts behind an answer, or None where this is not certain: it
-            must be the very next token, and one of the tokenizer's special ones. Models are taught to end with it,
-            though not all generation configs name it.
-
-    Raises:
-        ValueError: no template, or one that does not render a question.
-        OSError: a file that cannot be read.
+        stop: the string that ends an answer and is not part of it; None if a token ends it.
     """
 
-    def __init__(self, tokenizer: Any, asked: str | None = None) -> None:
-        self.tokenizer, self._plain = tokenizer, asked == "plain"
-        self._built_in = self._plain or asked == "vicuna"
-        self.stop = PLAIN_STOP if self._plain else None
-        if asked is None and not tokenizer.chat_template:
-            raise ValueError(
-                f"--template: expected a Jinja file or plain, because the tokenizer of {tokenizer.name_or_path} has no "
-                "chat template (vicuna for Vicuna models), got none"
-            )
-        self._text = tokenizer.get_chat_template() if asked is None else _text(tokenizer, asked)
-        self.render([{"role": "user", "content": "?"}])
-        self.end_of_turn = self._end_of_turn()
+    stop: str | None = None
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt's text, up to where the answer begins.
+    def __init__(self, tokenizer: Any, eos: Collection[int] = ()) -> None:
+        self.tokenizer, self._eos = tokenizer, frozenset(eos)
 
-        Raises:
-            ValueError: the template refuses the messages.
-        """
-        return self._render(messages, True)
-
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        for message in plain:
-            check_text("message", message["content"])
-        special = self.tokenizer.special_tokens_map
-        try:
-            return render(self._text, plain, add_generation_prompt=add_generation_prompt, **special)[0]
-        except TemplateError as error:
-            raise ValueError(
-                f"chat template: expected one that takes these messages, got {_one_line(error)}"
-            ) from error
+    @property
+    def end_of_turn(self) -> int | None:
+        """The special token that ends an answer in addition to the model's own, or None."""
+        return None
 
     def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
-        """Return the prompt's tokens.
+        """Return the tokens of a prompt.
 
         Args:
             messages: `role` and `content` each.
-            known: the tokens of the prompt before and its answer; they are used as far as they spell the same text.
+            known: the tokens of the previous prompt and its answer.
 
         Raises:
             ValueError: the template refuses the messages.
         """
-        return splice(self.tokenizer, list(known), self._tokens(self.render(messages)))
+        if not known:
+            return open_tokens(self.tokenizer, "\n".join(message["content"] for message in messages))
+        written = list(known[:-1] if known[-1] in self._eos else known)
+        return written + open_tokens(self.tokenizer, "\n" + messages[-1]["content"], special=False)
 
     def answer(self, tokens: Sequence[int]) -> str:
-        """Return the text of an answer's tokens, special ones and what ends it left out."""
+        """Return the text of an answer's tokens, without special tokens and without the string that ends it."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text if self.stop is None else text.split(self.stop, 1)[0]
 
@@ -114,126 +125,232 @@ class ChatTemplate:
         """Return a streamer that prints an answer."""
         return AnswerStreamer(self.tokenizer, self.stop)
 
-    def _tokens(self, text: str) -> list[int]:
-        # A chat template writes special tokens itself; a built-in one leaves them to the tokenizer.
-        return self.tokenizer(text, add_special_tokens=self._built_in)["input_ids"]
 
-    def _end_of_turn(self) -> int | None:
-        said = "8fe31b"  # stands nowhere in a template, and has no space to lose
-        try:
-            text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], False)
-        except ValueError:
-            return None
-        behind = text.split(said)[1:]
-        tokens = self.tokenizer(behind[0], add_special_tokens=False)["input_ids"] if len(behind) == 1 else []
-        return tokens[0] if tokens and not self._plain and self._special(tokens[0]) else None
-
-    def _special(self, token: int) -> bool:
-        # Some are only said to be special where they were added, some only by their role (EOS, say).
-        added = self.tokenizer.added_tokens_decoder.get(token)
-        return token in self.tokenizer.all_special_ids or (added is not None and added.special)
-
-
-class AnswerStreamer(TextStreamer):
-    """Prints an answer word by word, as transformers' streamer does, without the string that ends it.
+class ChatTemplate(PromptEncoder):
+    """Encodes messages by a chat template.
 
     Args:
         tokenizer: of the base model.
-        stop: the string from which on nothing is printed, or None.
+        name: one of `built_in`, a file with a Jinja template, or None for the tokenizer's own template.
+        built_in: templates by name.
+        variables: further variables of the template.
+        check: render a question at once, so that an unusable template fails before a model is loaded.
+
+    Attributes:
+        text: the template in Jinja.
+        variables: all variables of the template, the tokenizer's special tokens among them.
+        special: the tokenizer's special tokens.
+        stop: see `PromptEncoder`; only the built-in "plain" template has one.
+
+    Raises:
+        ValueError: no template, or one that does not render a question; a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        name: str | None = None,
+        *,
+        built_in: Mapping[str, str] = BUILT_IN,
+        variables: Mapping[str, Any] | None = None,
+        check: bool = True,
+    ) -> None:
+        super().__init__(tokenizer)
+        self.text = _template_text(tokenizer, name, built_in)
+        self.variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(variables or {})}
+        # A built-in template leaves the start token to the tokenizer; any other one writes it itself.
+        self._adds_special = name in built_in
+        self.stop = PLAIN_STOP if self.text is _PLAIN else None
+        # Some tokens are special only by their role (EOS), some only where they were added.
+        added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self.special = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token.strip())
+        if check:
+            self.render([{"role": "user", "content": "?"}])
+
+    def render_spans(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of messages and where its `{% generation %}` blocks are; see `rendering.render`."""
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        return rendering.render(self.text, plain, add_generation_prompt=add_generation_prompt, **self.variables)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return the text of a prompt, up to where the answer begins.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        for message in messages:
+            check_text("message", message["content"])
+        try:
+            return self.render_spans(messages, True)[0]
+        except TemplateError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"chat template: expected one that takes these messages, got {reason}") from error
+
+    def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
+        """Return the tokens of a prompt; `known` tokens are kept as long as they spell the same text."""
+        return splice(self.tokenizer, list(known), self.prompt_tokens(self.render(messages)))
+
+    def tokens(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of rendered texts."""
+        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=self._adds_special, verbose=False)[
+            "input_ids"
+        ]
+        return found
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a rendered prompt."""
+        return open_tokens(self.tokenizer, text, special=self._adds_special)
+
+    @functools.cached_property
+    def after_answer(self) -> str:
+        """The text that the template puts after an answer; empty if that is not certain."""
+        try:
+            text, _ = self.render_spans([{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}])
+        except (TemplateError, ValueError):
+            return ""
+        parts = text.split(_PROBE)
+        return parts[1] if len(parts) == 2 else ""
+
+    @functools.cached_property
+    def end_of_turn(self) -> int | None:
+        """The special token right after an answer; models learn to end with it, even if no generation config says so.
+
+        None if something else follows, such as white space, which may be part of the answer or of what ends it.
+        """
+        return self.leading_token(self.after_answer, self.special)
+
+    def leading_token(self, text: str, tokens: tuple[str, ...]) -> int | None:
+        """Return the id of a text's first token if the text begins with one of some tokens, else None."""
+        return open_tokens(self.tokenizer, text, special=False)[0] if text.startswith(tokens) else None
+
+
+def prompt_encoder(tokenizer: Any, template: str | None, eos: Collection[int]) -> PromptEncoder:
+    """Return what encodes a model's prompts.
+
+    Args:
+        tokenizer: of the base model.
+        template: a file with a Jinja template, "vicuna", "plain", or None for the tokenizer's own template; a tokenizer
+            without one encodes plain text.
+        eos: the model's tokens that end a text.
+
+    Raises:
+        ValueError: as `ChatTemplate`.
+    """
+    if template is None and not tokenizer.chat_template:
+        return PromptEncoder(tokenizer, eos)
+    return ChatTemplate(tokenizer, template)
+
+
+def open_tokens(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    """Return the tokens of a text that goes on: without the end token that some tokenizers add to every text."""
+    ids = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    end = tokenizer.eos_token
+    added = special and end is not None and ids[-1:] == [tokenizer.eos_token_id] and not text.rstrip().endswith(end)
+    return ids[:-1] if added else ids
+
+
+def _template_text(tokenizer: Any, name: str | None, built_in: Mapping[str, str]) -> str:
+    expected = f"template: expected {', '.join(built_in)} or a Jinja file"
+    if name is None:
+        if not tokenizer.chat_template:
+            raise ValueError(f"{expected}, because the tokenizer of {tokenizer.name_or_path} has no template, got none")
+        own: str = tokenizer.get_chat_template()
+        return own
+    if name in built_in:
+        if "eos_token" in built_in[name] and tokenizer.eos_token is None:
+            raise ValueError(f"template: expected a tokenizer with an end token for {name!r}, got one without")
+        return built_in[name]
+    try:
+        return read_text(Path(name).expanduser())
+    except ValueError as error:
+        raise ValueError(f"template: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{expected}, got {name} ({error.strerror})") from error
+
+
+class AnswerStreamer(TextStreamer):
+    """Prints an answer word by word like transformers' streamer, without the string that ends it.
+
+    Args:
+        tokenizer: of the base model.
+        stop: nothing is printed from this string on; None prints everything.
     """
 
     def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.stop, self._held, self._ended = stop or "", "", False
+        self.stop, self._pending, self._ended = stop or "", "", False
         self._begun = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then token by token."""
+        """Take the prompt, then each token."""
         self._begun = True
         super().put(value)
 
     def end(self) -> None:
-        """Print what is left and a line's end; nothing where generation was refused before it began."""
+        """Print the rest and a line break; nothing if generation was refused before it began."""
         if self._begun:
             super().end()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print what cannot be the beginning of the string that ends the answer."""
-        self._held = "" if self._ended else self._held + text
-        if self.stop and self.stop in self._held:
-            self._ended, shown = True, self._held.index(self.stop)
+        """Print all text that cannot be the beginning of the stop string."""
+        self._pending = "" if self._ended else self._pending + text
+        if self.stop and self.stop in self._pending:
+            self._ended, length = True, self._pending.index(self.stop)
         else:
-            shown = len(self._held) - (0 if stream_end else self._possible())
-        super().on_finalized_text(self._held[:shown], stream_end)
-        self._held = self._held[shown:]
+            length = len(self._pending) - (0 if stream_end else self._possible_stop())
+        super().on_finalized_text(self._pending[:length], stream_end)
+        self._pending = self._pending[length:]
 
-    def _possible(self) -> int:
-        """Length of the longest end of what is held that begins the string that ends the answer."""
-        return max((n for n in range(1, len(self.stop)) if self._held.endswith(self.stop[:n])), default=0)
+    def _possible_stop(self) -> int:
+        """Return the length of the longest end of the pending text that begins the stop string."""
+        return max((n for n in range(1, len(self.stop)) if self._pending.endswith(self.stop[:n])), default=0)
 
 
 def splice(tokenizer: Any, known: list[int], fresh: list[int]) -> list[int]:
-    """Return a prompt's tokens, as many in front as known if they spell the same text.
+    """Return a prompt's tokens that begin with as many known tokens as spell the same text.
 
     Args:
         tokenizer: decodes.
-        known: the prompt before and the model's answer, as it wrote it.
+        known: the previous prompt and the model's answer, as it wrote it.
         fresh: the new prompt as the tokenizer divides it.
 
     Returns:
-        `known[:n]` for the largest n possible, and behind it the rest of `fresh`; decoded, it is the text of `fresh`.
+        `known[:n]` for the largest possible n, then the rest of `fresh`. Decoded, it is the text of `fresh`.
     """
-    same = _common(known, fresh)
+    same = common_length(known, fresh)
     start = max(0, same - ANCHOR)
 
     def text(tokens: list[int], end: int | None = None, begin: int = start) -> str:
         return tokenizer.decode(tokens[begin:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    # Without a common token in front, texts cannot be compared: decoders treat the first token apart.
+    # Texts cannot be compared without a common leading token: decoders treat the first token differently.
     if 0 < same < min(len(known), len(fresh)):
         whole = text(fresh, begin=0)
-        shared = text(fresh)[: _common(text(known), text(fresh))]
+        shared = text(fresh)[: common_length(text(known), text(fresh))]
         ends, places = range(same + 1, len(known) + 1), range(same + 1, len(fresh) + 1)
         most = bisect.bisect_right(ends, _size(shared), key=lambda end: _size(text(known, end)))
         for end in reversed(ends[:most]):
             wanted = text(known, end)
             first = bisect.bisect_left(places, _size(wanted), key=lambda place: _size(text(fresh, place)))
-            for place in places[first : first + 4]:  # of a character of 4 bytes, up to 3 may all be shown alike
+            for place in places[first : first + 4]:  # up to 3 bytes of a 4-byte character may all look alike
                 if text(fresh, place) == wanted and text(known[:end] + fresh[place:], begin=0) == whole:
                     return known[:end] + fresh[place:]
     return fresh
 
 
 def _size(text: str) -> int:
-    """Bytes of a text; it never gets smaller with more tokens.
+    """Return a text's size in bytes, which never shrinks when tokens are added.
 
-    Its characters may get fewer: bytes of characters that are not complete are shown by a mark each.
+    The number of characters may shrink: each byte of an incomplete character is decoded as one mark.
     """
     return len(text.encode()) - 2 * text.count("\ufffd")
 
 
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common beginning."""
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many first entries two lists, or two texts, have in common."""
+    if one == other[: len(one)]:
+        return len(one)
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _text(tokenizer: Any, asked: str) -> str:
-    if asked == "plain":
-        return PLAIN
-    return template_text(tokenizer, asked) if asked == "vicuna" else _read(asked)
-
-
-def _read(path: str) -> str:
-    try:
-        return read_text(path)
-    except ValueError as error:
-        raise ValueError(f"--template: {error}") from error
-    except OSError as error:
-        raise ValueError(
-            f"--template: expected vicuna, plain or a readable file, got {path} ({error.strerror})"
-        ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return next((place for place, (a, b) in pairs if a != b), len(other))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from medusa_decoding.chat.conversation import AsItStands, Conversation, conversation_of
+from medusa_decoding.chat.template import PromptEncoder, prompt_encoder
 from medusa_decoding.checkpoints.tuning_file import Tuning
 from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
@@ -34,7 +34,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     """
     tokenizer = _arguments.load_tokenizer(args)
     eos = token_list(model.backbone.causal.generation_config.eos_token_id)
-    chat, as_it_stands = conversation_of(tokenizer, None, eos), AsItStands(tokenizer, eos)
+    chat, as_it_stands = prompt_encoder(tokenizer, None, eos), PromptEncoder(tokenizer, eos)
     new_tokens, rounds = args.max_new_tokens or 128, args.rounds or 3
     asked = [encoded(prompt, as_it_stands if prompt.is_text else chat) for prompt in prompts]
     asked = [ids for ids in asked if len(ids) + new_tokens <= model.backbone.context_limit]
@@ -71,7 +71,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     print(json.dumps(figures) if args.json else as_text(amounts, cases, found, expected, verdict))
 
 
-def encoded(prompt: Prompt, conversation: Conversation) -> list[int]:
+def encoded(prompt: Prompt, conversation: PromptEncoder) -> list[int]:
     """Return the tokens of a prompt's first turn."""
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     ids = conversation.encode([*messages, {"role": "user", "content": prompt.turns[0]}])

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from medusa_decoding.chat.conversation import AsItStands, Conversation, Message, conversation_of
+from medusa_decoding.chat.template import ChatTemplate, Message, PromptEncoder, prompt_encoder
 from medusa_decoding.checks import token_list
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.own_text import own_text_accuracy
@@ -81,8 +81,8 @@ def evaluate(
     eos = token_list(model.backbone.causal.generation_config.eos_token_id)
     run = _Run(
         model,
-        conversation_of(tokenizer, template, eos),
-        AsItStands(tokenizer, eos),
+        prompt_encoder(tokenizer, template, eos),
+        PromptEncoder(tokenizer, eos),
         _Settings(max_new_tokens, tree, rounds, transformers, prompt_tokens, stop_strings, eos, generation),
     )
     turns = sum(len(prompt.turns) for prompt in prompts)
@@ -146,7 +146,9 @@ class _Run:
         left_out: turns without room in the context.
     """
 
-    def __init__(self, model: MedusaModel, chat: Conversation, as_it_stands: Conversation, settings: _Settings) -> None:
+    def __init__(
+        self, model: MedusaModel, chat: PromptEncoder, as_it_stands: PromptEncoder, settings: _Settings
+    ) -> None:
         self.model, self._chat, self._as_it_stands, self._settings = model, chat, as_it_stands, settings
         self.measured: list[Measured] = []
         self.left_out: list[dict[str, Any]] = []
@@ -194,10 +196,10 @@ class _Run:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "backend": self._backend,
             "threads": torch.get_num_threads(),
-            "template": "none" if isinstance(self._chat, AsItStands) else "chat",
+            "template": "chat" if isinstance(self._chat, ChatTemplate) else "none",
         } | settings.generation
 
-    def _asked(self, ids: list[int], chat: Conversation) -> _Asked:
+    def _asked(self, ids: list[int], chat: PromptEncoder) -> _Asked:
         settings = self._settings
         room = self.model.backbone.context_limit - len(ids)
         common: dict[str, Any] = {"max_new_tokens": min(settings.max_new_tokens, room)}

@@ -15,6 +15,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from medusa_decoding.chat.template import open_tokens
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import BadRecordError, Record
@@ -52,12 +53,12 @@ class Seed:
         self.number, self.record = number, record
         self.ended: str | None = None
         self._encoder, self._length = encoder, length
-        self._joint = encoder.settings["turns"] == "joint" or record.text is not None
+        self._joint = encoder.turns == "joint" or record.text is not None
         self._spans: list[tuple[int, int]] = []
         self._cut = 0
         self._lines: list[dict[str, Any]] = []
         if record.text is not None:
-            self.turns, self.prompt = 1, encoder.opening(record.text, settings.prompt_tokens)
+            self.turns, self.prompt = 1, open_tokens(encoder.tokenizer, record.text)[: settings.prompt_tokens]
             if not self.prompt:
                 raise BadRecordError("a text without tokens")
             source: Any = record.text
@@ -97,10 +98,10 @@ class Seed:
         self._spans.append(span)
         self._cut += not closed
         if self.record.text is not None:
-            content = {"text": self._encoder.spelt(ids), "prompt": self._encoder.spelt(ids[: span[0]])}
+            content = {"text": self._spell(ids), "prompt": self._spell(ids[: span[0]])}
             self._lines = [self._line(content, ids, self._spans)]
             return
-        said = self._encoder.spelt(answer[:-1] if closed else answer)
+        said = self._spell(answer[:-1] if closed else answer)
         self._messages.append({"role": "assistant", "content": said})
         content_so_far = {"messages": list(self._messages)}
         if self._joint:
@@ -130,7 +131,7 @@ class Seed:
     def _ask(self, question: dict[str, str], said: str, ids: list[int], closed: bool) -> None:
         messages = [*self._messages, question]
         if self._joint:
-            text, behind = self._encoder.following(self._text, said, messages)
+            text, behind = self._following(said, messages)
             if closed and behind[0] != ids[-1]:
                 raise BadRecordError("an answer ended with another token than the one the chat template puts there")
             prompt = ids + behind[1 if closed else 0 :]
@@ -140,11 +141,46 @@ class Seed:
             raise BadRecordError(f"a further prompt leaves no room within {self._length} tokens")
         self._text, self.prompt, self._messages = text, prompt, messages
 
+    def _following(self, answer: str, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+        """Return the text of a further prompt, and the tokens that it has after the previous answer.
+
+        The further prompt's tokens are those of the previous prompt, those of the answer as the model wrote them, and
+        the ones returned, which begin with the answer's end token. This holds if the template keeps the earlier text
+        and the answer (except white space around it), and goes on with a special token: no tokenizer joins text across
+        one.
+
+        Args:
+            answer: the answer's text without the end token.
+            messages: all messages so far, with that answer and a further user turn at the end.
+
+        Raises:
+            BadRecordError: it does not hold, or the template refuses the messages.
+        """
+        text, whole = self._encoder.prompt(messages)
+        if not text.startswith(self._text):
+            raise BadRecordError("the chat template renders earlier turns otherwise once others follow")
+        rest, answer = text[len(self._text) :].lstrip(), answer.strip()
+        if not rest.startswith(answer):
+            raise BadRecordError("the chat template does not keep an earlier answer as it was written")
+        after = rest[len(answer) :].lstrip()
+        if not after.startswith(self._encoder.closing):
+            raise BadRecordError("the chat template does not close an earlier answer with a special token")
+        ids = open_tokens(self._encoder.tokenizer, after, special=False)
+        if whole[-len(ids) :] != ids:
+            raise BadRecordError("what the chat template puts after an answer has other tokens when it is alone")
+        return text, ids
+
+    def _spell(self, ids: Sequence[int]) -> str:
+        text: Any = self._encoder.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def _check_template(self) -> None:
         for said in _PROBES:
             messages = [*self._messages, {"role": "assistant", "content": said}, self._questions[0]]
             try:
-                self._encoder.following(self._text, said, messages)
+                self._following(said, messages)
             except BadRecordError as error:
                 raise ValueError(
                     f"template: expected one that keeps earlier answers as they are ({self.record.where} has several "
