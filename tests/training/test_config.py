@@ -114,7 +114,7 @@ def test_every_setting_is_written_and_described():
     assert all(meaning for _, _, _, meaning, _ in described.values())
     # Everything that has a default says where that comes from.
     assert [key for key, _, default, _, source in described.values() if default != "required" and not source] == []
-    meaning = "peak, of the backbone; self-distillation: 1e-4"
+    meaning = "peak rate of the backbone; self-distillation: 1e-4"
     key = "optimisation.learning_rate"
     assert described[key] == (key, "a number", "0.0005", meaning, "B.3; B.4")
     assert "| heads.num_heads | a whole number | 5 | K | B.2; 2.2.3 |\n" in table()

@@ -291,7 +291,7 @@ def _settings(config: Config) -> list[str]:
 
 def _defaults(config: Config) -> Config:
     """Return the method's own settings for the same model, data and folder."""
-    stated = config_schema.plain(config)
+    stated = dataclasses.asdict(config)
     return Config.of(
         {
             "method": config.method,
