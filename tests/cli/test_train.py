@@ -94,7 +94,7 @@ def test_every_setting_is_listed_with_its_source(capsys):
 @pytest.mark.parametrize("check", [[], ["--check"]], ids=["train", "check"])
 def test_bad_input_is_one_line_and_exit_code_2(recipe, tmp_path, capsys, monkeypatch, arguments, message, check):
     """With --check as well, and before a model is loaded."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(
         "medusa_decoding.training.loop.backbone.TrainingBackbone.load", lambda *given: pytest.fail("loaded")
     )
