@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(capsys, place, trained, m
     monkeypatch.setattr(distill, "_answers", interrupted)
     assert place.run() == 130
     err = capsys.readouterr().err
-    assert f"what was generated is in {place.file}; --resume goes on from there" in err
+    assert f"what was generated is in {place.file}; --resume continues from there" in err
     assert len(lines(place.file)) == 2
     before = place.file.read_bytes()
     monkeypatch.setattr(distill, "_answers", answers)
@@ -158,7 +158,7 @@ def test_what_is_finished_is_not_generated_again(capsys, place, trained, monkeyp
     ],
 )
 def test_bad_input_is_one_line_and_code_2(capsys, place, trained, changes, words, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert place.run(**changes) == 2
     (first, *_) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("medusa: ")]
     assert re.search(words, first)

@@ -4,11 +4,10 @@
     medusa distill --config recipes/llama-3-8b.yaml --only-data --limit 100
     medusa distill --config recipes/llama-3-8b.yaml --resume
 
-The configuration is that of `medusa train`; its data are the seeds, its section `generation` says how the model answers
-them. The model generates with heads where generation.heads or heads.initial names some: the same text, faster where
-batches are small. Records are in OUTPUT/generated; a run that was stopped, while it generated or while it trained, goes
-on with --resume. With method self-distillation the model's adapter is trained towards the model itself; with medusa-1
-the heads alone.
+The configuration is that of `medusa train`. Its data are the seeds, and its section `generation` says how the model
+answers them. If generation.heads or heads.initial names heads, the model generates with them: the same text, faster
+with small batches. Records are in OUTPUT/generated. --resume continues a stopped run, during generation or training.
+Method self-distillation trains the model's adapter towards the model itself; medusa-1 trains only the heads.
 """
 
 from __future__ import annotations
@@ -23,14 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from medusa_decoding.checkpoints import read_heads
-from medusa_decoding.cli import train as training
+from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.cli._arguments import at_least_one
+from medusa_decoding.cli.train import add_config, read_config, train
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
 from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
 from medusa_decoding.training.data.records import Report, read_records
+from medusa_decoding.training.distill import distill
 from medusa_decoding.training.distill.record_file import finished
 from medusa_decoding.trees.tree import Tree
 
@@ -39,16 +41,16 @@ FILE = Path("generated") / "records.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    training.add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="go on where a run of the same settings was stopped")
-    parser.add_argument("--only-data", action="store_true", help="generate the records, and do not train")
-    parser.add_argument("--limit", type=at_least_one, metavar="N", help="use the first N seeds (over data.limit)")
-    parser.add_argument("--json", action="store_true", help="print what came of it as JSON, and no progress")
+    add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="continue a stopped run of the same settings")
+    parser.add_argument("--only-data", action="store_true", help="generate the records and do not train")
+    parser.add_argument("--limit", type=at_least_one, metavar="N", help="use the first N seeds (overrides data.limit)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate, then train."""
-    config = training.read_config(args)
+    config = read_config(args)
     if args.limit is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, limit=args.limit))
     if args.only_data:
@@ -62,29 +64,34 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, config, processes)
 
 
-def _run(args: argparse.Namespace, config: Config, trained_by: Any = None) -> int:
+def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int:
+    """Generate, then train in `processes` if there are any."""
     file = Path(config.output.folder) / FILE
     asked = _asked(config)
     figures = finished(file, asked) if args.resume else None
-    if figures is None and trained_by is not None:
-        from medusa_decoding.training.loop.recipe import check
-
-        check(on_own_data(config, file), trained_by, args.resume)
     if figures is None:
+        if processes is not None:
+            from medusa_decoding.training.loop.recipe import check
+
+            check(on_own_data(config, file), processes, args.resume)
         with only_writer("output.folder", file):
             figures = _generate(args, config, file, asked)
     elif not args.json:
         print(f"{figures['records']} records are in {file}, all that were asked for", file=sys.stderr)
     summary: dict[str, Any] = {"records": str(file), "generation": figures}
-    if trained_by is not None:
-        summary["training"] = _train(args, on_own_data(config, file))
+    if processes is not None:
+        try:
+            summary["training"] = train(on_own_data(config, file), args.resume, quiet=args.json)
+        except KeyboardInterrupt:
+            print("medusa: --resume continues from the last checkpoint", file=sys.stderr)
+            raise
     if args.json:
         print(json.dumps(summary))
     return 0
 
 
 def on_own_data(config: Config, file: Path) -> Config:
-    """Return a configuration that trains on generated records in place of the seeds."""
+    """Return a configuration that trains on generated records instead of the seeds."""
     data = dataclasses.replace(config.data, train=(SourceConfig(str(file)),), limit=None)
     return dataclasses.replace(config, data=data)
 
@@ -119,7 +126,6 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
             "processes: expected one to generate (run it with --only-data first, then all of them with --resume), got "
             f"{os.environ['WORLD_SIZE']}"
         )
-    from medusa_decoding.training.distill.distill import generate_records
     from medusa_decoding.training.loop.backbone import load_tokenizer
 
     data, found = config.data, Report()
@@ -128,30 +134,28 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
     if not args.json:
         print(f"{len(seeds)} seeds; {found}", *config.warnings(distills=True), sep="\n", file=sys.stderr)
     tokenizer = load_tokenizer(config.model)
-    bar = _Bar(len(seeds), quiet=args.json)
     model = load(config)
     try:
-        report = generate_records(
-            model,
-            tokenizer,
-            seeds,
-            config.generation,
-            file,
-            template=data.template,
-            turns=data.turns,
-            arguments=data.template_arguments,
-            # What training would cut off is not generated.
-            length=None if data.overlong == "split" else data.length,
-            resume=args.resume,
-            asked=asked,
-            progress=bar,
-        )
+        with tqdm(total=len(seeds), unit="seed", disable=args.json) as bar:
+            report = distill.generate_records(
+                model,
+                tokenizer,
+                seeds,
+                config.generation,
+                file,
+                template=data.template,
+                turns=data.turns,
+                arguments=data.template_arguments,
+                # What training would cut off is not generated.
+                length=None if data.overlong == "split" else data.length,
+                resume=args.resume,
+                asked=asked,
+                progress=lambda report: _show(bar, report),
+            )
     except KeyboardInterrupt:
-        bar.close()
-        print(f"medusa: what was generated is in {file}; --resume goes on from there", file=sys.stderr)
+        print(f"medusa: what was generated is in {file}; --resume continues from there", file=sys.stderr)
         raise
     finally:
-        bar.close()
         model.undo()
         del model
         gc.collect()
@@ -165,7 +169,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
 
 
 def load(config: Config) -> MedusaModel:
-    """Load the model as it will be trained, without an adapter, and the heads to generate with, if any.
+    """Load the model that will be trained, without an adapter, and the heads to generate with, if any.
 
     Raises:
         ValueError: no such model or heads, or heads of another model.
@@ -182,8 +186,9 @@ def load(config: Config) -> MedusaModel:
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = config.generation.heads or config.heads.initial
-    # Heads are looked at first: the model takes longer.
-    checkpoint = None if name is None else read_heads(name, vocab_size=_vocab_size(config))
+    checkpoint = None
+    if name is not None:  # before the model, which takes longer to load
+        checkpoint = read_heads(name, vocab_size=stated_vocab_size(config.model.name, config.model.revision))
     base = TrainingBackbone.load(plain, device).causal
     if checkpoint is None:
         return MedusaModel(base)
@@ -193,57 +198,8 @@ def load(config: Config) -> MedusaModel:
     return MedusaModel(base, checkpoint.heads.place(norm.device, norm.dtype), tree)
 
 
-def _vocab_size(config: Config) -> int | None:
-    from medusa_decoding.checkpoints.base import stated_vocab_size
-
-    return stated_vocab_size(config.model.name, config.model.revision)
-
-
-def _train(args: argparse.Namespace, config: Config) -> dict[str, Any]:
-    from medusa_decoding.training.loop.recipe import train
-
-    bar = None if args.json else training.Bar()
-    try:
-        result = train(
-            config,
-            resume=args.resume,
-            watchers=[] if bar is None else [bar],
-            announce=lambda words: None if args.json else print(words, file=sys.stderr),
-        )
-    except KeyboardInterrupt:
-        print("medusa: --resume goes on from the last checkpoint", file=sys.stderr)
-        raise
-    finally:
-        if bar is not None:
-            bar.close()
-    return training.summary(result)
-
-
-class _Bar:
-    """A progress bar over seeds."""
-
-    def __init__(self, seeds: int, quiet: bool) -> None:
-        self._seeds, self._quiet = seeds, quiet
-        self._bar: Any = None
-
-    def __call__(self, report: Any) -> None:
-        """Show a report so far."""
-        if self._quiet:
-            return
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=self._seeds, unit="seed", file=sys.stderr)
-        done = report.answered + report.left_out.total()
-        self._bar.update(max(0, done - self._bar.n))
-        a_step = "" if report.tokens_per_step is None else f", {report.tokens_per_step:.2f} a step"
-        self._bar.set_postfix_str(f"{report.tokens_per_second:.0f} tokens/s{a_step}")
-
-    def close(self) -> None:
-        """Leave the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-
-__all__ = ["add_arguments", "load", "on_own_data", "run"]
+def _show(bar: tqdm[Any], report: distill.GenerationReport) -> None:
+    """Show a report on a progress bar over seeds."""
+    bar.update(max(0, report.answered + report.left_out.total() - bar.n))
+    per_step = "" if report.tokens_per_step is None else f", {report.tokens_per_step:.2f} per step"
+    bar.set_postfix_str(f"{report.tokens_per_second:.0f} tokens/s{per_step}")

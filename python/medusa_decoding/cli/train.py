@@ -1,12 +1,12 @@
-"""Train heads, and with Medusa-2 the model too, as a YAML file says; see `--settings` for all there is to say.
+"""Train heads, and with Medusa-2 also the model, from a YAML file; `--settings` lists all settings.
 
     medusa train --config recipes/vicuna-7b.yaml
     medusa train --config recipes/demo-cpu.yaml --set optimisation.epochs=1 --set output.folder=trial
     medusa train --config recipes/vicuna-7b.yaml --resume
     accelerate launch --multi_gpu --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
 
-A run that was stopped goes on from its last checkpoint with --resume. At the end the output folder holds `heads` with a
-model card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter where there is one.
+With --resume a stopped run continues from its last checkpoint. At the end the output folder holds `heads` with a model
+card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter if there is one.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from medusa_decoding.training.config import Config, table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the output folder")
-    parser.add_argument("--check", action="store_true", help="read settings and data, say what would run, and stop")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
+    parser.add_argument("--check", action="store_true", help="read settings and data, print what would run, and stop")
     parser.add_argument("--settings", action="store_true", help="print every setting with its default, and stop")
-    parser.add_argument("--json", action="store_true", help="print what came of it as JSON, and no progress")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add what names a configuration."""
+    """Declare the arguments that name a configuration."""
     parser.add_argument("--config", metavar="FILE", help="settings, in YAML")
     parser.add_argument(
         "--set",
@@ -42,7 +42,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a setting over the file's, the value in YAML, say optimisation.epochs=1; may be repeated",
+        help="override a setting of the file; VALUE is YAML, for example optimisation.epochs=1; may be repeated",
     )
 
 
@@ -50,7 +50,7 @@ def read_config(args: argparse.Namespace) -> Config:
     """Return the configuration that `add_config`'s arguments name.
 
     Raises:
-        ValueError: no file, or settings that do not fit; it names them.
+        ValueError: no file, or bad settings, which it names.
     """
     if args.config is None:
         raise ValueError("--config: expected a YAML file, got none")
@@ -79,26 +79,26 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     if args.check:
         return _check(config, args.resume)
-    from medusa_decoding.training.loop.recipe import train
-
-    bar = None if args.json else Bar()
-    try:
-        result = train(
-            config,
-            resume=args.resume,
-            watchers=[] if bar is None else [bar],
-            announce=(lambda words: None) if args.json else _say,
-        )
-    finally:
-        if bar is not None:
-            bar.close()
+    result = train(config, args.resume, quiet=args.json)
     if args.json:
-        print(json.dumps(summary(result)))
+        print(json.dumps(result))
     return 0
 
 
-def summary(result: Any) -> dict[str, Any]:
-    """Return what came of a run as plain values."""
+def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
+    """Train with a progress bar unless `quiet`; return the result as plain values."""
+    from medusa_decoding.training.loop import recipe
+
+    bar = ProgressBar()
+    try:
+        result = recipe.train(
+            config,
+            resume=resume,
+            watchers=[] if quiet else [bar],
+            announce=(lambda words: None) if quiet else _say,
+        )
+    finally:
+        bar.close()
     measured = None if result.measured is None else result.measured.to_json()
     return {
         "heads": str(result.heads),
@@ -129,7 +129,7 @@ def _check(config: Config, resume: bool) -> int:
 
 
 def _processes(config: Config) -> Any:
-    """Return the processes that a run is checked for: one also where weights are to be divided over several."""
+    """Return the processes that a run is checked for. One process may check weights that will be sharded."""
     from medusa_decoding.training.loop.processes import Processes
 
     if config.optimisation.sharding == "full" and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -141,8 +141,8 @@ def _say(words: str) -> None:
     print(words, file=sys.stderr)
 
 
-class Bar:
-    """A progress bar that follows a run's log."""
+class ProgressBar:
+    """Shows a run's log as a progress bar."""
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -163,7 +163,7 @@ class Bar:
         self._bar.set_postfix_str(f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}")
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Leave the bar on the screen."""
         if self._bar is not None:
             self._bar.close()
 
