@@ -18,7 +18,7 @@ from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data import records
 from medusa_decoding.training.data.records import Report, read_records
-from medusa_decoding.training.distill.record_file import GeneratedFile, finished
+from medusa_decoding.training.distill.record_file import RecordFile, finished
 
 SOUND = json.dumps(toy.sharegpt("Hello?", "Hello.")).encode()
 DEEP = 900
@@ -232,23 +232,23 @@ KNOWN: dict[str, Any] = {"seed": SEED, "cut": 0, "ended": None, "learnt": [[0, 2
 )
 def test_a_hostile_line_of_generated_records_is_refused_by_its_number(tmp_path: Path, line: bytes) -> None:
     file = tmp_path / "records.jsonl"
-    written = GeneratedFile(file, {"a": 1}, resume=False)
+    written = RecordFile(file, {"a": 1}, resume=False)
     written.append([KNOWN])
-    assert GeneratedFile(file, {"a": 1}, resume=True).there() == [KNOWN]
+    assert RecordFile(file, {"a": 1}, resume=True).earlier == [KNOWN]
     with file.open("ab") as lines:
         lines.write(line + b"\n")
     before = file.read_bytes()
     with bounded(ValueError, seconds=2, memory=32 * MIB) as said:
-        GeneratedFile(file, {"a": 1}, resume=True)
+        RecordFile(file, {"a": 1}, resume=True)
     assert f"{file}:2: expected a generated record, got another line" in said[0]
     assert file.read_bytes() == before
 
 
 def test_damaged_files_beside_generated_records_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    GeneratedFile(file, {"a": 1}, resume=False).append([KNOWN])
+    RecordFile(file, {"a": 1}, resume=False).append([KNOWN])
     for name, read_again in (
-        ("settings", lambda: GeneratedFile(file, {"a": 1}, resume=True)),
+        ("settings", lambda: RecordFile(file, {"a": 1}, resume=True)),
         ("finished", lambda: finished(file, {})),
     ):
         beside = tmp_path / f"records.jsonl.{name}"

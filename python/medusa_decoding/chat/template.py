@@ -68,7 +68,7 @@ BUILT_IN_TRAINING = {"vicuna": _VICUNA, "plain": _PLAIN_TRAINING}
 
 ANCHOR = 8
 """Common leading tokens that two token lists are decoded with: decoders treat a text's first token differently."""
-_PROBE = "8fe31b"
+PROBE = "8fe31b"
 """An answer that occurs in no template and has no white space to lose."""
 
 
@@ -207,10 +207,10 @@ class ChatTemplate(PromptEncoder):
     def after_answer(self) -> str:
         """The text that the template puts after an answer; empty if that is not certain."""
         try:
-            text, _ = self.render_spans([{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}])
+            text, _ = self.render_spans([{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}])
         except (TemplateError, ValueError):
             return ""
-        parts = text.split(_PROBE)
+        parts = text.split(PROBE)
         return parts[1] if len(parts) == 2 else ""
 
     @functools.cached_property

@@ -1,12 +1,12 @@
-"""Data that the model writes itself, from seed prompts (Medusa paper, section 2.3.2).
+"""Have a model write its own training data from seed prompts (Medusa paper, section 2.3.2).
 
-The model answers a seed's user turns through its own heads, which change how fast it writes and not what. Answers are
-drawn with numbers of their own: those of seed s and turn t depend on the setting `seed`, s and t alone, so neither the
-batch nor where a stopped run goes on changes a record. Batches are fixed by the seeds and settings: a run that goes on
-repeats the batch that was under way, and so the file is the same to the byte (what is rounded depends on a batch's
-other rows, which in 16 bits can decide a token). This module does not know how records are learnt from.
+The model answers the user turns of each seed with its own heads, which change the speed but not the text. The random
+numbers of an answer depend only on the setting `seed`, the seed's number and the turn. So neither the batch nor an
+interruption changes a record. Batches depend only on seeds and settings: a continued run repeats the batch that was
+under way, and the file is the same to the byte. (Rounding depends on the other rows of a batch, and in 16 bits it can
+decide a token.) This module does not know how records are learnt from.
 
-Heads do not always pay: they trade computation for steps, and a large batch has none to spare on a CPU.
+Heads are not always faster: they trade computation for steps, and a large batch on a CPU has no computation to spare.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from medusa_decoding.provenance import fingerprint
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import BadRecordError, Record
-from medusa_decoding.training.distill.record_file import GeneratedFile
+from medusa_decoding.training.distill.record_file import RecordFile
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.trees.tree import Tree
 
 WINDOW = 32
-"""Batches' worth of seeds that are looked at together, to find prompts of similar length."""
+"""How many batches of seeds are sorted at a time, so that a batch has prompts of similar length."""
 _EXAMPLES = 20
 
 
 @dataclass
 class GenerationReport:
-    """What has been generated.
+    """Counts of what has been generated.
 
     Attributes:
         seeds: seeds read.
-        left_out: seeds that no record came of, by reason.
+        left_out: seeds without a record, by reason.
         examples: the first of these as (where, reason).
         answered: seeds whose records are all in the file.
-        records: in the file.
-        before: how many of these a run before had written.
-        answers: in the records.
-        cut: answers that `max_new_tokens` or the length cut off, which have no end token.
-        ended: records of seeds of which not all turns were answered, by reason.
-        tokens: learnt ones in the records, all of them written by the model.
+        records: records in the file.
+        before: how many of these earlier runs wrote.
+        answers: answers in the records.
+        cut: answers without an end token, cut off by `max_new_tokens` or the length.
+        ended: records of seeds with unanswered turns, by reason.
+        tokens: learnt tokens in the records, all written by the model.
         new_tokens: tokens that this run wrote.
-        steps: decode steps of this run, each row's own.
-        seconds: that this run spent generating.
+        steps: decode steps of this run, counted per row.
+        seconds: time that this run spent generating.
     """
 
     seeds: int = 0
@@ -80,12 +80,12 @@ class GenerationReport:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens a step of this run, those of prefills not counted; None without a step."""
+        """Tokens per step of this run without those of prefills; None if there was no step."""
         return self._stepped / self.steps if self.steps else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second of this run; None if it wrote none."""
+        """Tokens per second of this run; None if it wrote none."""
         return self.new_tokens / self.seconds if self.new_tokens else None
 
     def as_json(self) -> dict[str, Any]:
@@ -97,9 +97,9 @@ class GenerationReport:
         earlier = f", {self.before} of them written before" if self.before else ""
         lines = [f"{self.records} records of {self.seeds} seeds{earlier}: {self.answers} answers, {self.tokens} tokens"]
         if self.new_tokens:
-            a_step = f"{self.tokens_per_step:.2f} tokens a step, " if self.steps else ""
+            per_step = f"{self.tokens_per_step:.2f} tokens per step, " if self.steps else ""
             lines.append(
-                f"{self.new_tokens} tokens in {self.seconds:.1f} s: {a_step}{self.tokens_per_second:.1f} tokens/s"
+                f"{self.new_tokens} tokens in {self.seconds:.1f} s: {per_step}{self.tokens_per_second:.1f} tokens/s"
             )
         if self.cut:
             lines.append(f"{self.cut} answers cut off (no end token)")
@@ -108,7 +108,7 @@ class GenerationReport:
         return "\n".join(lines + [f"  {where}: {reason}" for where, reason in self.examples])
 
     def reject(self, where: str, reason: str) -> None:
-        """Count a seed that is left out."""
+        """Count a seed without a record."""
         self.left_out[reason] += 1
         if len(self.examples) < _EXAMPLES:
             self.examples.append((where, reason))
@@ -139,32 +139,31 @@ def generate_records(
     asked: Any = None,
     progress: Callable[[GenerationReport], None] | None = None,
 ) -> GenerationReport:
-    """Have a model answer the user turns of seeds, and write a record an answered seed.
+    """Have a model answer the user turns of seeds, and write one record per answered seed.
 
-    What is drawn from is the model's distribution at the temperature and top_p of the settings; other settings are
-    those of the model's own generation config. An answer ends at one of that config's end tokens or at the template's.
+    Tokens are drawn from the model's distribution at the temperature and top_p of the settings. Other settings are
+    those of the model's own generation config. An answer ends with one of that config's end tokens or the template's.
 
     Args:
         model: with or without heads.
         tokenizer: of the model.
         seeds: conversations, whose answers are dropped, and texts, whose first tokens are continued.
-        settings: how.
-        out: the file to append to, see `generated`.
+        settings: of the generation.
+        out: the file to append to, see `record_file`.
         template: see `ChatEncoder`.
-        turns: "joint" for one record a seed; "each" for one an answer, of prompts that are rendered anew.
+        turns: "joint" for one record per seed; "each" for one record per answer, with prompts that are rendered anew.
         arguments: further variables of the template.
-        length: tokens of a record at most; None for the model's context.
-        resume: go on where a stopped run left off.
-        asked: kept with the report, for `generated.finished`.
+        length: most tokens of a record; None for the model's context.
+        resume: continue a stopped run.
+        asked: kept with the report, for `record_file.finished`.
         progress: called with the report so far after each batch of answers.
 
     Returns:
-        What came of it; also kept beside the file.
+        The final report, which is also written next to the file.
 
     Raises:
-        ValueError: no template, or one that does not keep earlier answers where seeds have several turns; records
-            that are there of other settings, another model, other heads or other seeds; a file that another process
-            writes.
+        ValueError: no template, or seeds of several turns with a template that does not keep earlier answers; existing
+            records of other settings, another model, other heads or other seeds; a file that another process writes.
         OSError: the file could not be written.
         FloatingPointError, MemoryError: as `MedusaModel.generate`.
     """
@@ -175,12 +174,12 @@ def generate_records(
         ends.append(encoder.end_of_turn)
     config = _decoding(model, settings, ends)
     with only_writer("out", out):
-        file = GeneratedFile(out, _settings(model, encoder, settings, limit, config), resume)
+        file = RecordFile(out, _settings(model, encoder, settings, limit, config), resume)
         report = GenerationReport()
-        for written in file.there():
+        for written in file.earlier:
             report.add(written)
         report.before = report.records
-        for batch in _batches(_sound(seeds, encoder, settings, limit, report), settings.batch_size):
+        for batch in _batches(_encoded(seeds, encoder, settings, limit, report), settings.batch_size):
             if all([file.has(seed.number, seed.digest) for seed in batch]):
                 continue
             while live := [seed for seed in batch if seed.prompt]:
@@ -197,7 +196,7 @@ def generate_records(
         return report
 
 
-def _sound(
+def _encoded(
     seeds: Iterable[Record], encoder: ChatEncoder, settings: GenerationConfig, limit: int, report: GenerationReport
 ) -> Iterator[Seed]:
     for number, record in enumerate(seeds):
@@ -239,7 +238,7 @@ def _answers(
     lengths = [len(prompt) for prompt in prompts]
     limits = decoding.limits_from_config(config, lengths, width, model.backbone.context_limit)
     budgets = [min(settings.max_new_tokens, seed.room) for seed in seeds]
-    numbers = [_number(settings.seed, seed.number, seed.answered) for seed in seeds]
+    numbers = [_answer_seed(settings.seed, seed.number, seed.answered) for seed in seeds]
     request = Request(ids, prompts, config, dataclasses.replace(limits, budgets=budgets), seed=numbers)
     start = time.perf_counter()
     output = model.run(request)
@@ -251,7 +250,7 @@ def _answers(
     return new
 
 
-def _number(seed: int, record: int, turn: int) -> int:
+def _answer_seed(seed: int, record: int, turn: int) -> int:
     """Return the 64-bit seed of one answer."""
     digest = hashlib.blake2b(f"{seed} {record} {turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
@@ -260,7 +259,7 @@ def _number(seed: int, record: int, turn: int) -> int:
 def _settings(
     model: MedusaModel, encoder: ChatEncoder, settings: GenerationConfig, limit: int, config: Any
 ) -> dict[str, Any]:
-    """Return all that decides what is written, as JSON has it."""
+    """Return everything that decides what is written, as JSON."""
     given = {f"generation.{name}": value for name, value in dataclasses.asdict(settings).items() if name != "heads"}
     stated = {
         name: value
@@ -269,7 +268,7 @@ def _settings(
     }
     tree: Any = model.tree
     if isinstance(tree, Tree):
-        # Static trees without a copied branch are told by their choices, as before there were others.
+        # Static trees without a copied branch are identified by their choices alone, as in older files.
         tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
     return given | {
         "model": fingerprint(model.backbone.causal),

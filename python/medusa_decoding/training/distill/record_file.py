@@ -1,9 +1,9 @@
-"""The file that generated records are appended to, in a way that a stopped run can go on from.
+"""Append generated records to a file, so that a stopped run can continue.
 
-`records.jsonl` has a record a line; `records.jsonl.settings` beside it says what they were made with, and records of
-other settings are never added; `records.jsonl.finished` is there once all are written. Records are appended and
-brought to the disk a block at a time; a last line that a kill has left half written is cut off when the run goes on.
-This module knows lines and files; it does not know models or seeds.
+`records.jsonl` has one record per line. `records.jsonl.settings` next to it says what they were made with; records of
+other settings are never added. `records.jsonl.finished` exists once all records are written. Records are flushed to
+disk one block at a time. If a kill left a half-written last line, the continued run removes it. This module knows lines
+and files; it does not know models or seeds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,85 +19,79 @@ from typing import Any
 from medusa_decoding.files import parse_json, read_json_object, write_json
 
 
-class GeneratedFile:
-    """Records that are being written.
+class RecordFile:
+    """A file of generated records.
 
     Args:
         path: of the records; its folder is made.
-        settings: what they are made with, as JSON has it.
-        resume: go on where a stopped run left off; without one, begin.
+        settings: what they are made with, as JSON.
+        resume: continue the file of a stopped run; otherwise there must be none.
 
     Attributes:
         path: as given.
+        earlier: the records of earlier runs without their tokens.
 
     Raises:
-        ValueError: records that are there and shall not be gone on with; other settings than theirs; a damaged file.
+        ValueError: there are records and `resume` is not set; their settings differ; a damaged file.
         OSError: a folder that cannot be written to.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
         self.path = path
-        stated = _beside(path, "settings")
+        stated = _companion(path, "settings")
         if not resume and (path.exists() or stated.exists()):
             raise ValueError(
                 f"output: expected no generated records in {path}, or to go on with them (--resume), got some"
             )
         if path.exists() and not stated.exists():
-            raise ValueError(f"output: expected {stated} beside {path}, which says what it was made with, got none")
+            raise ValueError(f"output: expected {stated} next to {path}, which says what it was made with, got none")
         if stated.exists():
             _check_same(stated, json.loads(json.dumps(settings)))
-        self._parts: dict[int, set[int]] = {}
-        self._complete: set[int] = set()
-        self._digests: dict[int, str] = {}
-        self._there = list(self._read()) if path.exists() else []
+        # By the numbers of seeds: digest and number of parts, and the parts in the file.
+        self._seeds: dict[int, tuple[str, int]] = {}
+        self._written: defaultdict[int, set[int]] = defaultdict(set)
+        self.earlier = list(self._read()) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         if not stated.exists():
             write_json(stated, settings)
-        _beside(path, "finished").unlink(missing_ok=True)
-
-    def there(self) -> list[dict[str, Any]]:
-        """Return what is known of the records that a run before has written, without their tokens."""
-        return self._there
+        _companion(path, "finished").unlink(missing_ok=True)
 
     def has(self, number: int, digest: str) -> bool:
-        """Return whether all records of a seed are there.
+        """Return whether all records of a seed are in the file.
 
         Raises:
-            ValueError: they are of another seed that had this number.
+            ValueError: they belong to another seed that had this number.
         """
-        if self._digests.get(number, digest) != digest:
+        known, parts = self._seeds.get(number, (digest, 0))
+        if known != digest:
             raise ValueError(
                 f"data.train: expected the seeds that {self.path} was begun with, got another one in place {number + 1}"
             )
-        return number in self._complete
+        return 0 < parts == len(self._written[number])
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Write those records that are not there yet, as one block, and return them.
+        """Write those records that are not in the file yet as one block, and return them.
 
         Raises:
-            OSError: it could not be written.
+            OSError: they could not be written.
         """
-        new = [record for record in records if record["seed"]["part"] not in self._parts.get(_number(record), ())]
+        new = [record for record in records if record["seed"]["part"] not in self._written[record["seed"]["number"]]]
         block = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in new).encode("utf-8", "replace")
         with self.path.open("ab") as file:
             file.write(block)
             file.flush()
             os.fsync(file.fileno())
         for record in new:
-            self._note(record)
+            self._note(record["seed"])
         return new
 
     def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
-        """Say that all is written, with a report and what was asked for."""
-        write_json(_beside(self.path, "finished"), {"asked": asked, "report": report})
+        """Mark the file as complete, with a report and what was asked for."""
+        write_json(_companion(self.path, "finished"), {"asked": asked, "report": report})
 
-    def _note(self, record: Mapping[str, Any]) -> None:
-        seed, number = record["seed"], _number(record)
-        self._digests[number] = seed["digest"]
-        parts = self._parts.setdefault(number, set())
-        parts.add(seed["part"])
-        if len(parts) == seed["parts"]:
-            self._complete.add(number)
+    def _note(self, seed: Mapping[str, Any]) -> None:
+        self._seeds[seed["number"]] = seed["digest"], seed["parts"]
+        self._written[seed["number"]].add(seed["part"])
 
     def _read(self) -> Iterator[dict[str, Any]]:
         with self.path.open("rb+") as file:
@@ -108,18 +103,18 @@ class GeneratedFile:
                 end += len(line)
                 where = f"{self.path}:{place}"
                 try:
-                    known = _known(parse_json(line, where))
+                    known = _without_tokens(parse_json(line, where))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
                         f"{where}: expected a generated record, got another line ({error!s:.200}); remove this line "
                         "and those after it to go on from there"
                     ) from error
-                self._note(known)
+                self._note(known["seed"])
                 yield known
 
 
-def _known(record: Any) -> dict[str, Any]:
-    """Return what a run that goes on needs to know of a record."""
+def _without_tokens(record: Any) -> dict[str, Any]:
+    """Return what a continued run needs to know of a record."""
     known = {key: record[key] for key in ("seed", "cut", "ended", "learnt")}
     seed, learnt = known["seed"], known["learnt"]
     counts = [*(seed[name] for name in ("number", "part", "parts")), known["cut"], *itertools.chain(*learnt)]
@@ -133,12 +128,12 @@ def _known(record: Any) -> dict[str, Any]:
 
 
 def finished(path: Path, asked: Any) -> dict[str, Any] | None:
-    """Return the report of the run that finished a file, if the very same was asked for; else None.
+    """Return the report of the run that finished a file, or None if something else was asked for.
 
     Raises:
-        ValueError: a damaged report; it is named.
+        ValueError: a damaged report, which it names.
     """
-    marker = _beside(path, "finished")
+    marker = _companion(path, "finished")
     if not (marker.is_file() and path.is_file()):
         return None
     found = read_json_object(marker)
@@ -146,11 +141,6 @@ def finished(path: Path, asked: Any) -> dict[str, Any] | None:
     if not isinstance(report, dict) or not isinstance(report.get("records"), int):
         raise ValueError(f"{marker}: expected the report of a finished run, got another file; remove it to go on")
     return report if found.get("asked") == json.loads(json.dumps(asked)) else None
-
-
-def _number(record: Mapping[str, Any]) -> int:
-    number: int = record["seed"]["number"]
-    return number
 
 
 def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
@@ -165,16 +155,16 @@ def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 def asked_of(path: Path) -> dict[str, Any] | None:
-    """Return the settings that a finished file of records was asked for with; None where nothing beside it says so.
+    """Return what a finished file of records was asked for with, or None if nothing next to it says so.
 
-    What lies beside data of one's own may be anything, and is no reason to refuse that.
+    Files next to a user's own data may be anything, and are no reason to refuse the data.
     """
     try:
-        asked = read_json_object(_beside(path, "finished")).get("asked") if path.is_file() else None
+        asked = read_json_object(_companion(path, "finished")).get("asked") if path.is_file() else None
     except (OSError, ValueError):
         return None
     return asked if isinstance(asked, dict) and {"model", "generation", "data"} <= asked.keys() else None
 
 
-def _beside(path: Path, what: str) -> Path:
+def _companion(path: Path, what: str) -> Path:
     return path.with_name(f"{path.name}.{what}")

@@ -1,10 +1,10 @@
 """Seeds whose user turns a model answers, one after the other (Medusa paper, section 2.3.2).
 
-A seed's own answers are dropped; the model's stay in the conversation, token by token as it wrote them. With
-`turns="joint"` all answers of a seed are one record: a prompt is the one before, its answer, and what the template puts
-behind it. That is what the model would be given again only if the template keeps earlier answers as they were, which
-is checked at each turn. With `turns="each"` every prompt is rendered anew from the answers' text, as it is served, and
-every answer is a record of its own. A text's first tokens are a prompt, and its continuation is the only answer. This
+A seed's own answers are dropped. The model's answers stay in the conversation with the tokens that it wrote. With
+`turns="joint"` all answers of a seed are one record: each prompt is the previous one, its answer, and what the template
+puts after it. A served model sees the same prompt only if the template keeps earlier answers as they were, which is
+checked at each turn. With `turns="each"` every prompt is rendered anew from the text of the answers, as in serving, and
+every answer is one record. The first tokens of a text are a prompt, and its continuation is the only answer. This
 module knows conversations and tokens; it does not know models or files.
 """
 
@@ -15,36 +15,35 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from medusa_decoding.chat.template import open_tokens
+from medusa_decoding.chat.template import PROBE, open_tokens
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import BadRecordError, Record
 
-_SAID = "8fe31b"
-# An answer, and one with a block of thought, which some templates take out once turns follow.
-_PROBES = (_SAID, f"<think>\n{_SAID}\n</think>\n\n{_SAID}")
+# An answer, and one with a block of thought, which some templates remove once turns follow.
+_PROBES = (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}")
 
 
 class Seed:
     """A seed record that is being answered.
 
     Args:
-        number: of the seed among all, from 0.
+        number: of the seed, from 0.
         record: a conversation with a user turn, or a text.
         encoder: renders and tokenizes; its `turns` decides how.
         settings: how many turns, how long a text's prompt.
-        length: positions that a record has at most.
+        length: most tokens of a record.
 
     Attributes:
         number, record: as given.
-        digest: a hash of what of the record matters.
+        digest: a hash of the parts of the record that matter.
         turns: user turns that will be answered.
-        prompt: tokens to answer next; empty once all is said.
+        prompt: tokens to answer next; empty at the end.
         ended: why not all turns were answered, or None.
 
     Raises:
         BadRecordError: the template refuses it, or its prompt leaves no room for an answer.
-        ValueError: a template that does not keep earlier answers, where there are several turns and `turns="joint"`.
+        ValueError: several turns, `turns="joint"`, and a template that does not keep earlier answers.
     """
 
     def __init__(
@@ -77,19 +76,19 @@ class Seed:
 
     @property
     def room(self) -> int:
-        """Tokens that the next answer may have within the length."""
+        """How many tokens the next answer may have."""
         return self._length - len(self.prompt)
 
     @property
     def answered(self) -> int:
-        """Turns that have been answered."""
+        """How many turns have been answered."""
         return len(self._spans)
 
     def take(self, answer: Sequence[int], ends: Collection[int]) -> None:
-        """Take the answer to the prompt: the next prompt follows, or nothing.
+        """Add the answer to the prompt, and make the next prompt if there is one.
 
         Args:
-            answer: its tokens, the end token among them if it has one.
+            answer: its tokens, with the end token if it has one.
             ends: token ids that end an answer.
         """
         ids = [*self.prompt, *answer]
@@ -101,8 +100,8 @@ class Seed:
             content = {"text": self._spell(ids), "prompt": self._spell(ids[: span[0]])}
             self._lines = [self._line(content, ids, self._spans)]
             return
-        said = self._spell(answer[:-1] if closed else answer)
-        self._messages.append({"role": "assistant", "content": said})
+        answer_text = self._spell(answer[:-1] if closed else answer)
+        self._messages.append({"role": "assistant", "content": answer_text})
         content_so_far = {"messages": list(self._messages)}
         if self._joint:
             self._lines = [self._line(content_so_far, ids, self._spans)]
@@ -111,12 +110,12 @@ class Seed:
             self._cut = 0
         if self._questions:
             try:
-                self._ask(self._questions.pop(0), said, ids, closed)
+                self._ask(self._questions.pop(0), answer_text, ids, closed)
             except BadRecordError as error:
                 self.ended, self.prompt = str(error), []
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the records that came of it, in the form that `data.read_records` takes."""
+        """Return the seed's records in the form that `read_records` takes."""
         source = {"number": self.number, "digest": self.digest, "where": self.record.where}
         of = len(self._lines)
         return [
@@ -128,13 +127,13 @@ class Seed:
         tokens = {"learnt": [list(span) for span in spans], "input_ids": ids}
         return {"cut": self._cut, **content, "tokenizer": self._encoder.fingerprint, **tokens}
 
-    def _ask(self, question: dict[str, str], said: str, ids: list[int], closed: bool) -> None:
+    def _ask(self, question: dict[str, str], answer_text: str, ids: list[int], closed: bool) -> None:
         messages = [*self._messages, question]
         if self._joint:
-            text, behind = self._following(said, messages)
-            if closed and behind[0] != ids[-1]:
+            text, after = self._following(answer_text, messages)
+            if closed and after[0] != ids[-1]:
                 raise BadRecordError("an answer ended with another token than the one the chat template puts there")
-            prompt = ids + behind[1 if closed else 0 :]
+            prompt = ids + after[1 if closed else 0 :]
         else:
             text, prompt = self._encoder.prompt(messages)
         if len(prompt) >= self._length:
@@ -177,10 +176,10 @@ class Seed:
         return text
 
     def _check_template(self) -> None:
-        for said in _PROBES:
-            messages = [*self._messages, {"role": "assistant", "content": said}, self._questions[0]]
+        for probe in _PROBES:
+            messages = [*self._messages, {"role": "assistant", "content": probe}, self._questions[0]]
             try:
-                self._following(said, messages)
+                self._following(probe, messages)
             except BadRecordError as error:
                 raise ValueError(
                     f"template: expected one that keeps earlier answers as they are ({self.record.where} has several "
