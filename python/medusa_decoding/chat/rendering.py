@@ -1,9 +1,9 @@
 """Render chat templates within bounds of time and size.
 
-A chat template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's
-internals, but not from running without end or from filling memory. Here every loop round, call and filter looks at the
-clock, and whatever makes text or lists longer looks at their length. What the sandbox offers beside that (names,
-filters, `{% generation %}` blocks) is transformers' own. This module does not know tokenizers.
+A chat template is a program that comes with a checkpoint. jinja2's sandbox protects files and Python's internals, but
+not from endless loops or from filling memory. Here every loop iteration, call and filter checks the clock, and every
+operation that makes text or lists longer checks their length. Otherwise the sandbox is that of transformers (names,
+filters, `{% generation %}` blocks). This module does not know tokenizers.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 SECONDS = 5.0
 """CPU time that one rendering may take."""
 CHARACTERS = 2**24
-"""Length of a rendered text, and of every text made on the way to it."""
+"""Longest rendered text, and longest intermediate text."""
 ENTRIES = 10**5
-"""Length of every list made on the way, and the largest number that a call or a filter may be given."""
+"""Longest intermediate list, and largest number that a call or a filter accepts."""
 BITS = 2**12
-"""Size of every whole number made on the way."""
+"""Largest size of intermediate whole numbers."""
 
 
 class _LimitError(Exception):
-    """The template went beyond a bound; says which, in words."""
+    """The template exceeded a bound; says which."""
 
 
 def render(template: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> tuple[str, list[tuple[int, int]]]:
     """Render messages by a chat template.
 
     Args:
-        template: in Jinja, with the names that transformers gives to chat templates.
+        template: in Jinja, with the names that transformers offers to chat templates.
         messages: `role` and `content` each.
-        **variables: further ones of the template, `add_generation_prompt` among them.
+        **variables: further variables of the template, such as `add_generation_prompt`.
 
     Returns:
-        The text, and where the template's `{% generation %}` blocks lie in it: pairs of start and end.
+        The text, and where the template's `{% generation %}` blocks are in it: pairs of start and end.
 
     Raises:
         jinja2.TemplateError: the template refuses these messages, or fails on them.
-        ValueError: it is no Jinja template, takes too long, makes too much text, or text that has no UTF-8.
+        ValueError: it is no Jinja template, takes too long, makes too much text, or text that UTF-8 cannot encode.
     """
     if not isinstance(template, str):
         raise ValueError(f"chat template: expected text in Jinja, got {type(template).__name__}")
     spans: list[tuple[int, int]] = []
     pieces: list[str] = []
     names = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
-    with _LOCK:  # the environment keeps the clock and the spans of one rendering
+    with _LOCK:  # the environment holds the clock and the spans of one rendering
         _CLOCK.start()
         try:
             compiled = _compiled(template)
@@ -70,7 +70,7 @@ def render(template: Any, messages: Sequence[Mapping[str, Any]], **variables: An
             raise ValueError(f"chat template: expected Jinja, got {error.message} (line {error.lineno})") from error
         except jinja2.TemplateError:
             raise
-        except Exception as error:  # a template runs whatever it says: anything may come of it
+        except Exception as error:  # a template is a program and may raise anything
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
     text = "".join(pieces)
     try:
@@ -81,7 +81,7 @@ def render(template: Any, messages: Sequence[Mapping[str, Any]], **variables: An
 
 
 class _Clock:
-    """How much longer a rendering may run, and how much text it has put out so far."""
+    """Bounds the time of a rendering and the text that it writes."""
 
     def start(self) -> None:
         self._end, self._written = time.thread_time() + SECONDS, 0
@@ -91,7 +91,7 @@ class _Clock:
             raise _LimitError(f"renders within {SECONDS:g} seconds, got one that did not")
 
     def write(self, value: Any) -> str:
-        """Count what an expression puts out, into the rendered text or a variable."""
+        """Count the output of an expression, to the rendered text or to a variable."""
         text = str(value)
         self._written += len(text)
         _check_length(self._written, 2 * CHARACTERS)
@@ -99,7 +99,7 @@ class _Clock:
 
 
 class _Ticking(NodeTransformer):
-    """Has every loop round and every call of a macro look at the clock, and every `~` at the length."""
+    """Makes every loop iteration and macro call check the clock, and every `~` the length."""
 
     def visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> Any:
         node = super().visit(node, *arguments, **named)
@@ -109,7 +109,7 @@ class _Ticking(NodeTransformer):
 
 
 def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
-    # An attribute of the environment, which no name in a template can hide.
+    # No name in a template can hide an attribute of the environment.
     attribute = nodes.EnvironmentAttribute(name, lineno=line)
     return nodes.Call(attribute, arguments, [], None, None, lineno=line)
 
@@ -123,8 +123,8 @@ def _compiled(template: str) -> Any:
 @functools.cache
 def _environment() -> Any:
     """Return transformers' environment for chat templates, with bounds."""
-    # The one of an empty template: transformers makes an environment for each, and would compile, and so compute, what
-    # is constant in another one.
+    # That of an empty template: transformers makes one environment per template, and compiling a template already
+    # computes its constants.
     environment: Any = _compile_jinja_template("").environment
     environment.tick, environment.concatenated = _CLOCK.tick, _concatenated
     environment.intercepted_binops = frozenset(_OPERATORS)
@@ -145,7 +145,7 @@ def _environment() -> Any:
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of what it is applied to
+    place = 1 if hasattr(function, "jinja_pass_arg") else 0  # of the value that it filters
 
     @functools.wraps(function)
     def bounded(*arguments: Any, **named: Any) -> Any:
@@ -156,7 +156,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _check_call(name: str, target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Check a method or filter of `target`, before it runs."""
+    """Check a call of a method or filter of `target` before it runs."""
     _CLOCK.tick()
     for argument in (*arguments, *named.values()):
         if isinstance(argument, int) and abs(argument) > ENTRIES:

@@ -1,10 +1,10 @@
-"""Examples laid into rows of one length, several a row, none of which sees another.
+"""Pack examples into rows of one length, several per row, none of which sees another.
 
-Positions restart at 0 with each conversation. In transformers that alone keeps conversations apart under SDPA, eager
-and flex attention (the mask is made block-diagonal), provided there is neither an attention mask nor a cache: with the
-cache that models use by default nothing is detected, and conversations see each other. Under flash-attn the same holds
-for one row only; with several it needs the cumulative lengths, which `collate` then adds. Labels are the learnt tokens
-in place; the losses shift them, and stop at the end of a conversation (`targets.number_segments`).
+Positions restart at 0 with each conversation. With SDPA, eager and flex attention this is enough for transformers to
+keep conversations apart (it makes the mask block-diagonal), if there is neither an attention mask nor a cache. With the
+cache that models use by default it detects nothing, and conversations see each other. With flash-attn this works for
+one row only; several rows need the cumulative lengths that `collate` adds. Labels are the learnt tokens in place. The
+losses shift them, and stop at the end of a conversation (`targets.number_segments`).
 This module knows rows; it does not know where examples come from.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,10 @@ def fit(examples: Iterable[Example], length: int, report: Report, overlong: str 
 
     Args:
         examples: of any length.
-        length: tokens a row.
-        report: where is noted what was cut or dropped.
-        overlong: what becomes of longer conversations: their first `length` tokens are kept ("truncate"), they are left
-            out ("drop"), or they are cut into pieces that do not see each other ("split"). Texts are always split.
+        length: tokens per row.
+        report: notes what was cut or dropped.
+        overlong: what happens to longer conversations: "truncate" keeps their first `length` tokens, "drop" leaves them
+            out, and "split" cuts them into pieces that do not see each other. Texts are always split.
 
     Raises:
         ValueError: another `overlong`, or a length below 2.
@@ -48,8 +49,9 @@ def fit(examples: Iterable[Example], length: int, report: Report, overlong: str 
         if len(example.ids) > length:
             way = "split" if example.is_text else overlong
             report.notes[f"longer than {length} tokens: {way}"] += 1
-            count = {"truncate": 1, "drop": 0, "split": -(-len(example.ids) // length)}[way]
-            pieces = [_piece(example, start * length, length) for start in range(count)]
+            end = {"truncate": 1, "drop": 0, "split": len(example.ids)}[way]
+            parts = [slice(start, start + length) for start in range(0, end, length)]
+            pieces = [replace(example, ids=example.ids[part], learnt=example.learnt[part]) for part in parts]
         for piece in pieces:
             # The first token of a row is no position's target.
             if piece.learnt[1:].any():
@@ -58,21 +60,16 @@ def fit(examples: Iterable[Example], length: int, report: Report, overlong: str 
                 report.notes["nothing to learn"] += 1
 
 
-def _piece(example: Example, start: int, length: int) -> Example:
-    part = slice(start, start + length)
-    return Example(example.ids[part], example.learnt[part], example.where, example.is_text)
-
-
 class PackedDataset(Dataset[dict[str, Tensor]]):
     """Rows of `length` tokens. The same examples give the same rows; shuffle them with a sampler.
 
-    Examples are laid longest first, each into the row with the least room that holds it.
+    The longest example goes first, each into the row with the least room that is large enough.
 
     Args:
         examples: of at most `length` tokens.
-        length: tokens a row.
-        pad_token_id: fills the ends of rows; any id, as it is neither seen nor learnt.
-        pack: several examples a row; else one.
+        length: tokens per row.
+        pad_token_id: fills the ends of rows; any id, because it is neither seen nor learnt.
+        pack: several examples per row; otherwise one.
 
     Attributes:
         rows: the examples of each row, by number.
@@ -103,7 +100,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             end = start + len(example.ids)
             ids[start:end] = example.ids
             labels[start:end] = np.where(example.learnt, example.ids, IGNORE)
-            # Nothing predicts a first token; IGNORE there also stops transformers' own shifted loss at the border.
+            # Nothing predicts a first token. IGNORE also stops transformers' own shifted loss between conversations.
             labels[start] = IGNORE
             positions[start:end] = np.arange(end - start)
             start = end
@@ -113,14 +110,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def fill(self) -> float:
-        """Share of the rows' tokens that are examples'."""
+        """Share of the rows' tokens that belong to examples."""
         return sum(len(example.ids) for example in self._examples) / (len(self.rows) * self._length)
 
 
 def _fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
     rows: list[list[int]] = []
     left: list[int] = []  # the different amounts of room left, ascending
-    waiting: dict[int, list[int]] = {}  # rows by room left, the oldest first
+    waiting: dict[int, list[int]] = {}  # rows by the room left in them, the oldest first
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         place = bisect.bisect_left(left, lengths[number])
         if place == len(left):
@@ -142,7 +139,7 @@ def _fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[str, Any]:
-    """Stack rows, and add what the attention needs to keep conversations apart.
+    """Stack rows, and add the lengths with which flash-attn keeps conversations apart.
 
     Args:
         rows: of a `PackedDataset`, on the CPU.
@@ -150,7 +147,7 @@ def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[
 
     Returns:
         `input_ids`, `labels`, `position_ids`: int64 [B, length]. For flash-attn also `cu_seq_lens_q`, `cu_seq_lens_k`
-        (int32 [conversations + 1], over the rows laid end to end) and `max_length_q`, `max_length_k` (ints).
+        (int32 [conversations + 1], over the concatenated rows) and `max_length_q`, `max_length_k` (ints).
     """
     batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     if "flash" in attention:
@@ -162,5 +159,5 @@ def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a batch goes to the model: everything but labels, and no cache (which would let rows mix)."""
+    """Return the model's part of a batch: all but the labels, and no cache, with which conversations would mix."""
     return {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}

@@ -1,12 +1,12 @@
-"""Conversations and texts read from files and from the hub, checked record by record, and split for measuring.
+"""Read conversations and texts from files and from the hub, check each record, and split off held-out ones.
 
 Records are ShareGPT's (`conversations`, turns of `from` and `value`), messages (`messages`, of `role` and `content`) or
-plain (`text`). Those that a model wrote carry their exact tokens besides (`input_ids`, the spans `learnt` of them, the
-`tokenizer`'s fingerprint): their text, tokenised again, would be another sequence. Files are .jsonl, .json (a list, or
-a record a line), .txt (a text a file), all of them also as .gz, and .parquet; a folder stands for all such files in it,
-in the order of their names. What is wrong with a record is noted with its line and reason, and the record left out;
-more than a given share of those is an error. Parquet files and hub names go through the `datasets` library. This module
-does not know tokenizers or templates.
+plain (`text`). Records that a model wrote also have their exact tokens (`input_ids`, the spans `learnt` of them, the
+`tokenizer`'s fingerprint), because their text might be tokenised differently. Files are .jsonl, .json (a list, or one
+record per line), .txt (one text per file), all of them also as .gz, and .parquet. A folder means all such files in it
+in the order of their names. A bad record is left out and noted with its line and the reason; too large a share of bad
+records is an error. Parquet files and hub names are read with the `datasets` library. This module does not know
+tokenizers or templates.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".txt", ".t
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EXAMPLES = 20
 MAX_LINE, MAX_WHOLE, MAX_RATIO = 64 * 2**20, 4 * 2**30, 100
-"""Most bytes of a record's line, and of a list or text; how many times its own size a compressed file may become."""
+"""Most bytes of one line, and of a whole list or text; how many times its size a compressed file may expand to."""
 
 
 class BadRecordError(ValueError):
-    """What is wrong with a record; it is left out."""
+    """A record that is left out; says what is wrong with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +47,9 @@ class Tokens:
 
     Attributes:
         ids: int32 [T] token ids.
-        learnt: spans (start, end) of them in order, the tokens that losses are about.
-        tokenizer: fingerprint of the tokenizer (see `chat.fingerprint`).
-        prompt: what a text began with before a model continued it, or None.
+        learnt: ordered spans (start, end) of the tokens that the losses train on.
+        tokenizer: fingerprint of the tokenizer (see `encoding.fingerprint`).
+        prompt: the beginning of a text that a model continued, or None.
     """
 
     ids: np.ndarray
@@ -63,11 +63,11 @@ class Record:
     """A conversation or a text.
 
     Attributes:
-        messages: turns as `{"role": ..., "content": ...}`, the last one an assistant's (or, of seeds, a user's); empty
-            for a text.
+        messages: turns as `{"role": ..., "content": ...}`. The last one is an assistant's; seeds may end with a user's.
+            Empty for a text.
         text: a plain text, or None.
-        where: its file and line, or another place that a reader finds it by.
-        tokens: what is learnt from in place of messages and text, which are for readers then; or None.
+        where: its file and line, or another way to find it.
+        tokens: exact tokens to learn from, or None. With them, messages and text are only for people.
     """
 
     messages: tuple[Mapping[str, str], ...]
@@ -77,7 +77,7 @@ class Record:
 
     @property
     def prompt(self) -> str:
-        """What the record is an answer to: the first user turn; of a text, what was continued, or all of it."""
+        """The first user turn; for a text, the beginning that was continued, or all of it."""
         if self.tokens is not None and self.tokens.prompt is not None:
             return self.tokens.prompt
         if self.text is not None:
@@ -87,13 +87,13 @@ class Record:
 
 @dataclass
 class Report:
-    """What came of the records.
+    """Counts of the records that were read.
 
     Attributes:
-        read: how many there were.
-        bad: how many were left out because something is wrong with them, by reason.
+        read: number of all records.
+        bad: number of bad records, which were left out, by reason.
         examples: the first of these as (where, reason).
-        notes: other things worth knowing, by what they are.
+        notes: number of other events worth knowing, by description.
     """
 
     read: int = 0
@@ -111,7 +111,7 @@ class Report:
         """Raise if too many records were bad, or there were none.
 
         Raises:
-            ValueError: with the counts, the reasons and the first bad records.
+            ValueError: gives the counts, the reasons and the first bad records.
         """
         bad = self.bad.total()
         if self.read == 0:
@@ -136,17 +136,17 @@ def read_records(
     limit: int | None = None,
     seeds: bool = False,
 ) -> Iterator[Record]:
-    """Yield the sound records of all sources, in order.
+    """Yield the good records of all sources, in order.
 
-    Assistant turns before the first user turn and turns after the last assistant turn are left off: the former answer
-    nothing, the latter teach nothing. Seeds, whose user turns a model will answer, need no assistant turn.
+    Assistant turns before the first user turn are dropped, because they answer nothing, and turns after the last
+    assistant turn, because they teach nothing. Seeds need no assistant turn, as a model will answer their user turns.
 
     Args:
         sources: what to read.
-        report: where bad records are noted; `Report.check` is the caller's to call once all are read.
+        report: notes bad records; the caller calls `Report.check` once all are read.
         system: a system message for conversations that have none.
-        limit: stop after so many sound records.
-        seeds: keep all turns from the first user turn on, and take conversations without an answer.
+        limit: stop after this many good records.
+        seeds: keep all turns from the first user turn on, and accept conversations without an answer.
 
     Raises:
         ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
@@ -168,22 +168,19 @@ def read_records(
 
 
 def prompt_key(prompt: str) -> str:
-    """Return what prompts that count as the same share: white space and case make no difference."""
+    """Return a prompt without differences in white space and case; equal keys count as the same prompt."""
     return " ".join(prompt.split()).casefold()
 
 
 def held_out(prompt: str, share: float, seed: int = 0) -> bool:
-    """Decide by its hash alone whether a prompt is held out: the same prompt is always on the same side.
-
-    Prompts that differ in white space or case only count as the same.
-    """
+    """Decide by its hash alone whether a prompt is held out, so that the same prompt is always on the same side."""
     text = f"{seed}\0{prompt_key(prompt)}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def split_records(records: Iterable[Record], share: float, seed: int = 0) -> tuple[list[Record], list[Record]]:
-    """Divide records into those to train on and those held out, by `held_out` of their prompts."""
+    """Split records into those to train on and those held out, by `held_out` of their prompts."""
     if not 0 <= share < 1:
         raise ValueError(f"share: expected a number from 0 to below 1, got {share}")
     sides: tuple[list[Record], list[Record]] = ([], [])
@@ -197,16 +194,15 @@ def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[
         raise raw
     if not isinstance(raw, Mapping):
         raise BadRecordError(f"expected a record with named fields, got {type(raw).__name__}")
-    if form == "auto" and raw.get("input_ids") is not None:
-        return _exact(raw, where)
     if form == "auto":
+        if raw.get("input_ids") is not None:
+            return _exact(raw, where)
         keys = [*((key, name) for name, (key, _, _) in _LISTS.items()), ("text", "text")]
         form = next((name for key, name in keys if raw.get(key) is not None), "")
         if not form:
             raise BadRecordError("none of the keys conversations, messages, text")
     if form == "text":
-        text = _text(raw.get("text"), "text")
-        return Record((), text, where)
+        return Record((), _text(raw.get("text"), "text"), where)
     key, role_key, content_key = _LISTS[form]
     turns = raw.get(key)
     if not isinstance(turns, list) or not turns:
@@ -216,11 +212,10 @@ def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[
 
 
 def _exact(raw: Mapping[str, Any], where: str) -> Record:
-    ids, spans = _whole_numbers(raw["input_ids"]), _whole_numbers(raw.get("learnt"))
+    ids = _whole_numbers(raw["input_ids"])
     if ids is None or ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= 2**31:
         raise BadRecordError("input_ids is not a list of token ids")
-    if raw.get("learnt") == []:
-        spans = np.zeros((0, 2), dtype=np.int64)
+    spans = np.zeros((0, 2), dtype=np.int64) if raw.get("learnt") == [] else _whole_numbers(raw.get("learnt"))
     if spans is None or spans.ndim != 2 or spans.shape[1] != 2:
         raise BadRecordError("learnt is not a list of spans [start, end] in order")
     if len(spans) and (spans.min() < 0 or spans.max() > len(ids)):  # first: differences of larger ones overflow
@@ -230,25 +225,21 @@ def _exact(raw: Mapping[str, Any], where: str) -> Record:
     turns = raw.get("messages")
     if turns is not None and not isinstance(turns, list):
         raise BadRecordError("messages is not a list of turns")
-    # A model's answer may be empty.
+    # A model may have answered with nothing.
     messages = [parse_turn(turn, number, "role", "content", True) for number, turn in enumerate(turns or (), start=1)]
     text = None if messages else _text(raw.get("text"), "text")
     if messages and "user" not in [message["role"] for message in messages]:
         raise BadRecordError("no user turn")
     prompt = None if raw.get("prompt") is None else _text(raw["prompt"], "prompt")
     learnt = tuple((start, end) for start, end in spans.tolist())
-    return Record(
-        tuple(messages),
-        text,
-        where,
-        Tokens(ids.astype(np.int32), learnt, _text(raw.get("tokenizer"), "tokenizer"), prompt),
-    )
+    tokens = Tokens(ids.astype(np.int32), learnt, _text(raw.get("tokenizer"), "tokenizer"), prompt)
+    return Record(tuple(messages), text, where, tokens)
 
 
 def _whole_numbers(value: Any) -> np.ndarray | None:
     try:
         found = np.asarray(value)
-    except (TypeError, ValueError, OverflowError):  # lists of several lengths
+    except (TypeError, ValueError, OverflowError):  # lists of different lengths
         return None
     return found if found.dtype.kind == "i" else None
 
@@ -372,7 +363,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             line = lines.readline(MAX_LINE + 1)
             if not line:
                 return
-            room -= max(len(line), 64)  # empty lines take time as well
+            room -= max(len(line), 64)  # empty lines take time, too
             if len(line) > MAX_LINE or room < 0:
                 raise _too_large(f"{path}:{number}", f"lines of at most {MAX_LINE:,} bytes")
             if line.strip():
@@ -380,7 +371,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _most_bytes(path: Path) -> float:
-    """Return how many bytes may be read from a file: a compressed one could go on without end."""
+    """Return how many bytes may be read from a file: a compressed one could expand without end."""
     return max(MAX_LINE, MAX_RATIO * path.stat().st_size) if path.suffix == ".gz" else math.inf
 
 
@@ -397,7 +388,7 @@ def _read_whole(path: Path) -> bytes:
 
 def _too_large(where: object, words: str) -> ValueError:
     return ValueError(
-        f"data: expected {words} (and at most {MAX_RATIO} times a .gz file's own size) in {where}, got more; divide it "
+        f"data: expected {words} (and at most {MAX_RATIO} times a .gz file's own size) in {where}, got more; split it "
         "into several records or files"
     )
 
@@ -434,7 +425,7 @@ def _datasets(reason: str) -> Any:
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     datasets = _datasets(str(path))
-    # Streamed, so that no copy goes to the library's own cache.
+    # Streamed, so that the library caches no copy.
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for number, row in enumerate(rows, start=1):

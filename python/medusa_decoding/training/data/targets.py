@@ -1,10 +1,10 @@
-"""What each head should predict where: labels that lie some places later, within one conversation.
+"""Find the target tokens of each head: labels a few positions later within one conversation.
 
-Head k (0-based) predicts the token k + 2 places after its input position, k + 1 beyond the model's own next token
-(Medusa paper, section 2.2.1). A position has a target where that token is labelled (part of an assistant turn) and lies
-in the same conversation. With a trimmed vocabulary (`most_frequent_tokens`) a target that no candidate stands for is
-left out and counted. The token before a target is its parent, on which a head's guess may depend. This module knows
-token ids and conversations; it does not know models or losses.
+Head k (0-based) predicts the token k + 2 places after its input position, k + 1 after the model's own next token
+(Medusa paper, section 2.2.1). A position has a target if that token has a label (is part of an assistant turn) and is
+in the same conversation. Targets that a trimmed vocabulary (`most_frequent_tokens`) lacks are left out and counted. The
+token before a target is its parent, which a head's prediction may depend on. This module knows token ids and
+conversations; it does not know models or losses.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Targets:
     """What each head should predict at each position.
 
     Attributes:
-        index: int64 [K, T], the row of the projection (the token id, or its place in `token_map`); IGNORE where none.
+        index: int64 [K, T], the row of the projection (the token id, or its place in `token_map`); IGNORE for none.
         outside: int64 [K], labelled targets that a trimmed vocabulary lacks.
-        parents: int64 [K, T], the token before each target, any id where there is no target; None where no guess
+        parents: int64 [K, T], the token before each target, any id if there is no target; None if no prediction
             depends on it.
     """
 
@@ -45,7 +45,7 @@ class Targets:
 def number_segments(position_ids: Tensor) -> Tensor:
     """Number the conversations of a packed batch: int64 [B, T] positions that restart at 0 -> int64 [B * T].
 
-    Every row's first position starts one, too, so that no two rows share a number.
+    The first position of every row also starts one, so that no two rows share a number.
     """
     starts = position_ids == 0
     starts[:, 0] = True
@@ -55,16 +55,16 @@ def number_segments(position_ids: Tensor) -> Tensor:
 def shifted_labels(
     labels: Tensor, offsets: Sequence[int], *, segments: Tensor | None = None, token_map: Tensor | None = None
 ) -> Tensor:
-    """Return the label that lies `offset` places later, for each offset: int64 [T] -> int64 [len(offsets), T].
+    """Return the label `offset` positions later, for each offset: int64 [T] -> int64 [len(offsets), T].
 
     Args:
-        labels: int64 [T], the token id at each position, or IGNORE where nothing is to be learnt.
+        labels: int64 [T], the token id at each position, or IGNORE if it is not learnt.
         offsets: 1 is the language model's own target, k + 2 that of head k.
-        segments: int64 [T], the conversation of each position; None where all positions are one conversation.
-        token_map: int64 [V'], made into places in it; a label that it lacks becomes -1.
+        segments: int64 [T], the conversation of each position; None if all positions are one conversation.
+        token_map: int64 [V'], turns labels into places in it; a label that it lacks becomes -1.
 
     Returns:
-        IGNORE where the place has no label, is beyond the end, or belongs to another conversation.
+        The labels; IGNORE if the position has none, is beyond the end, or belongs to another conversation.
 
     Raises:
         ValueError: wrong shapes or dtypes, an offset below 1.
@@ -88,13 +88,13 @@ def shifted_labels(
 def head_targets(
     labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None, tokens: Tensor | None = None
 ) -> Targets:
-    """Return the targets of all heads, k + 2 places later for head k, and their parents, k + 1 places later.
+    """Return the targets of all heads, k + 2 positions later for head k, and their parents, k + 1 positions later.
 
     Args:
         labels: int64 [T], see `shifted_labels`.
-        heads: how many they are, and their token_map.
+        heads: give the number of heads and the token_map.
         segments: int64 [T], see `shifted_labels`.
-        tokens: int64 [T], the text's token ids, labelled or not; without it there are no parents.
+        tokens: int64 [T], the token ids of the text, labelled or not; without them there are no parents.
 
     Raises:
         ValueError: as `shifted_labels`; tokens of another shape or dtype, or outside the vocabulary.
@@ -104,13 +104,13 @@ def head_targets(
     if tokens is not None:
         check_vector("tokens", tokens, len(labels))
         check_ids("tokens", tokens, heads.vocab_size)
-        # A target that lies in the same conversation has its parent there, too.
+        # The parent of a target is in the same conversation.
         parents = shifted_labels(tokens, range(1, heads.num_heads + 1)).clamp(min=0)
     return Targets(found.masked_fill(found == -1, IGNORE), (found == -1).sum(1), parents)
 
 
 def target_counts(labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None) -> Tensor:
-    """Return how many positions each head's loss is a mean over, int64 [K]: add these up for `normaliser`."""
+    """Return the number of positions in each head's mean loss, int64 [K]; add them up for `normaliser`."""
     return head_targets(labels, heads, segments).counts
 
 
@@ -141,9 +141,9 @@ def most_frequent_tokens(counts: Mapping[int, int], size: int, always: Iterable[
     """Return a trimmed vocabulary, the `token_map` of heads: the tokens seen most often, the most frequent first.
 
     Args:
-        counts: how often each token id was seen, 0 for one that is missing. Among equals the lower id goes first.
-        size: V', how many tokens, at most V.
-        always: ids that are among them however rare they are, such as end-of-text and other special tokens.
+        counts: how often each token id was seen, 0 if it is missing. Of equal counts the lower id comes first.
+        size: V', the number of tokens, at most V.
+        always: ids that are always included, such as end-of-text and other special tokens.
 
     Returns:
         int64 [size].
@@ -165,7 +165,7 @@ def most_frequent_tokens(counts: Mapping[int, int], size: int, always: Iterable[
     def place(token: int) -> tuple[int, int]:
         return -counts.get(token, 0), token
 
-    # Where fewer tokens were seen than wanted, the lowest ids fill up.
+    # If fewer tokens were seen than wanted, the lowest ids fill the rest.
     others = sorted((counts.keys() | range(size)) - kept, key=place)
     return torch.tensor(sorted(kept.union(others[: size - len(kept)]), key=place), dtype=torch.int64)
 
