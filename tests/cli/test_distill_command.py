@@ -86,12 +86,11 @@ def test_the_model_s_own_answers_are_written(capsys, place, heads):
     assert figures["tokens_per_step"] == 1.0 if not heads else figures["tokens_per_step"] > 1.0
 
 
-@pytest.mark.parametrize("method", ["self-distillation", "medusa-1"])
-def test_training_is_handed_the_generated_records(capsys, place, trained, method):
-    assert place.run("--json", method=method, data={"system": None, "limit": 4}) == 0
+def test_training_is_handed_the_generated_records(capsys, place, trained):
+    assert place.run("--json", method="medusa-1", data={"system": None, "limit": 4}) == 0
     ((config, options),) = trained
     assert [source.path for source in config.data.train] == [str(place.file)]
-    assert (config.method, config.data.limit, config.data.held_out_share) == (method, None, 0.2)
+    assert (config.method, config.data.limit, config.data.held_out_share) == ("medusa-1", None, 0.2)
     assert options["resume"] is False
     out = json.loads(capsys.readouterr().out)
     assert out["training"]["steps"] == 7
@@ -125,7 +124,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(capsys, place, trained, m
     before = place.file.read_bytes()
     monkeypatch.setattr(distill, "_answers", answers)
     assert place.run() == 2
-    assert "to go on with them (--resume)" in capsys.readouterr().err
+    assert "continue with them (--resume)" in capsys.readouterr().err
     assert place.file.read_bytes() == before
     assert trained == []
     assert place.run("--resume") == 0

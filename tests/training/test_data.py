@@ -172,8 +172,8 @@ def test_turns_that_teach_nothing_are_left_off_and_noted(tmp_path):
     (found,) = read(write_lines(tmp_path / "a.jsonl", record), report)
     assert [turn["content"] for turn in found.messages] == ["system", "human", "assistant"]
     assert dict(report.notes) == {
-        "assistant turns before the first user turn left off": 1,
-        "turns after the last assistant turn left off": 1,
+        "assistant turns before the first user turn dropped": 1,
+        "turns after the last assistant turn dropped": 1,
     }
 
 

@@ -19,6 +19,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from tqdm import tqdm
+
 from medusa_decoding.cli._arguments import text
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config, table
@@ -145,12 +147,10 @@ class ProgressBar:
     """Shows a run's log as a progress bar."""
 
     def __init__(self) -> None:
-        self._bar: Any = None
+        self._bar: tqdm[Any] | None = None
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Show a line of the log."""
-        from tqdm import tqdm
-
         if "of" not in line:
             _say(
                 f"step {line['step']}, held out: model {line['model_loss']:.3f} nats, top-1 {line['model_top1']:.3f}; "

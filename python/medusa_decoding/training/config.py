@@ -262,12 +262,15 @@ class Config:
         Raises:
             ValueError: as the class, and for unknown and missing keys.
         """
-        merged = dict(values) if isinstance(values, Mapping) else values
-        for name, defaults in _preset(values).items():
-            given = merged.get(name, {})
-            if isinstance(given, Mapping):
-                merged[name] = defaults | dict(given)
-        return config_schema.build(cls, merged)
+        if isinstance(values, Mapping):
+            method, heads = values.get("method"), values.get("heads")
+            preset = PRESETS.get(method, {}) if isinstance(method, str) else {}
+            if isinstance(heads, Mapping) and heads.get("initial") is not None:  # trained heads need no first stage
+                preset = preset | {"optimisation": preset.get("optimisation", {}) | {"heads_first_epochs": 0.0}}
+            given = {name: values.get(name, {}) for name in preset}
+            sections = {name: {**preset[name], **part} for name, part in given.items() if isinstance(part, Mapping)}
+            values = {**values, **sections}
+        return config_schema.build(cls, values)
 
     @classmethod
     def read(cls, path: str | Path) -> Config:
@@ -296,26 +299,19 @@ class Config:
         Args:
             distills: whether the model also writes the data (`medusa distill`).
         """
-        quantised = self.model.quantization
-        if quantised == "none":
+        if self.model.quantization == "none":
             return []
         found = []
         if distills:
-            found.append(
-                f"model.quantization: {quantised} makes the quantised model write the answers; set none unless the "
-                "model is served quantised in the same way"
-            )
+            found.append("model write the answers; set none unless the model is served quantised in the same way")
         if self.method == "self-distillation":
-            found.append(
-                f"model.quantization: {quantised} makes the quantised model the teacher "
-                "(the paper advises against it, section 2.3.2)"
-            )
+            found.append("model the teacher (the paper advises against it, section 2.3.2)")
         else:
             found.append(
-                f"model.quantization: {quantised} makes heads learn from the quantised model's states (the paper's "
-                "setting, B.3); they predict best for a model that is served quantised in the same way, or set none"
+                "model's states the input of the heads (the paper's setting, B.3); they predict best for a model that "
+                "is served quantised in the same way, or set none"
             )
-        return found
+        return [f"model.quantization: {self.model.quantization} makes the quantised {words}" for words in found]
 
     def _exclusions(self) -> Iterator[tuple[str, str]]:
         """Yield the key and what is expected there, for each setting that others exclude."""
@@ -353,17 +349,6 @@ class Config:
             yield "optimisation.batch_size", f"a multiple of optimisation.micro_batch_size {rates.micro_batch_size}"
         if rates.max_steps is not None and rates.warmup_steps >= rates.max_steps:
             yield "optimisation.warmup_steps", f"fewer than optimisation.max_steps {rates.max_steps}"
-
-
-def _preset(values: Any) -> dict[str, dict[str, Any]]:
-    # Wrong values are refused later, by `build`.
-    sections = values if isinstance(values, Mapping) else {}
-    method, heads = sections.get("method"), sections.get("heads")
-    preset = dict(PRESETS[method]) if isinstance(method, str) and method in PRESETS else {}
-    if isinstance(heads, Mapping) and heads.get("initial") is not None:
-        # Trained heads need no first stage.
-        preset["optimisation"] = preset.get("optimisation", {}) | {"heads_first_epochs": 0.0}
-    return preset
 
 
 def table() -> str:

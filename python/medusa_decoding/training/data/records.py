@@ -293,9 +293,9 @@ def _trimmed(
     last = len(roles) if seeds else len(roles) - roles[::-1].index("assistant")
     head = [message for message in messages[:first] if message["role"] == "system"]
     if len(head) < first:
-        notes["assistant turns before the first user turn left off"] += 1
+        notes["assistant turns before the first user turn dropped"] += 1
     if last < len(roles):
-        notes["turns after the last assistant turn left off"] += 1
+        notes["turns after the last assistant turn dropped"] += 1
     if system is not None and "system" not in roles[:last]:
         head = [{"role": "system", "content": system}]
     return head + messages[first:last]

@@ -41,7 +41,7 @@ class RecordFile:
         stated = _companion(path, "settings")
         if not resume and (path.exists() or stated.exists()):
             raise ValueError(
-                f"output: expected no generated records in {path}, or to go on with them (--resume), got some"
+                f"output: expected no generated records in {path}, got some; continue with them (--resume)"
             )
         if path.exists() and not stated.exists():
             raise ValueError(f"output: expected {stated} next to {path}, which says what it was made with, got none")
@@ -107,7 +107,7 @@ class RecordFile:
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
                         f"{where}: expected a generated record, got another line ({error!s:.200}); remove this line "
-                        "and those after it to go on from there"
+                        "and those after it to continue from there"
                     ) from error
                 self._note(known["seed"])
                 yield known
@@ -139,7 +139,7 @@ def finished(path: Path, asked: Any) -> dict[str, Any] | None:
     found = read_json_object(marker)
     report = found.get("report")
     if not isinstance(report, dict) or not isinstance(report.get("records"), int):
-        raise ValueError(f"{marker}: expected the report of a finished run, got another file; remove it to go on")
+        raise ValueError(f"{marker}: expected the report of a finished run, got another file; remove it to continue")
     return report if found.get("asked") == json.loads(json.dumps(asked)) else None
 
 
