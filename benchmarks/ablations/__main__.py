@@ -64,7 +64,7 @@ def _ablation(args: argparse.Namespace, given: Sequence[str]) -> int:
     one, folder = module(args.name), setup.folder(args)
     path = folder / f"{args.name}.json"
     folder.mkdir(parents=True, exist_ok=True)
-    tuning_paths.check_place("--out", path)  # and what cannot be written to
+    tuning_paths.check_writable("--out", path)  # and what cannot be written to
     described, figures = one.run(args)
     record = writing.record(args.name, described, figures, given)
     print(one.as_text(record))

@@ -14,13 +14,12 @@ import torch
 
 from benchmarks.ablations import measuring, setup, writing
 from medusa_decoding.checkpoints import _folder
+from medusa_decoding.checkpoints.accuracies import find_accuracies
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import evaluate, read_prompts
-from medusa_decoding.evaluation.own_text import RANKS
 from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning.select import find_accuracies
 
 NAME = "figure-3b"
 PAPER = {
@@ -67,7 +66,7 @@ def best_tree(args: argparse.Namespace, model: MedusaModel) -> Tree:
     """
     folder = _folder(_arguments._heads(args), None)
     heads = setup.heads_of(model)
-    found = find_accuracies(folder, heads.num_heads, min(RANKS, heads.num_candidates))
+    found = find_accuracies(folder, heads)
     if found is None:
         raise ValueError(f"--nodes: expected calibration.json or measured.json in {folder.name}, got neither")
     return Tree.optimal(found.by_rank, args.nodes)

@@ -21,8 +21,8 @@ from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation.own_text import RANKS
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning.select import best, candidates, trees_of
-from medusa_decoding.tuning.step_timer import measure as step_times
+from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, timed_trees
+from medusa_decoding.tuning.step_timer import time_steps
 
 NAME = "table-3"
 CHAIN, DENSE, OPTIMISED, TUNED, DYNAMIC = "chain", "dense tree", "optimised tree", "tuned tree", "dynamic tree"
@@ -70,9 +70,9 @@ def tuned_tree(bench: setup.Bench, model: MedusaModel, accuracies: Sequence[Sequ
     """Return the tree with the most expected tokens a second here, and what it was chosen among."""
     sizes = [size for size in TUNED_SIZES if size <= setup.most_nodes(accuracies)]
     prefix = int(statistics.median(one.ids.shape[1] for one in bench.asked)) + bench.new_tokens // 2
-    times = step_times(model, trees_of(accuracies, sizes), prefix=prefix)
-    weighed = candidates(accuracies, {one.nodes: one.typical for one in times})
-    return best(weighed).tree, [
+    trees = best_trees(accuracies, sizes)
+    weighed = timed_trees(trees, expected_tokens(trees, accuracies), time_steps(model, trees, prefix=prefix))
+    return fastest(weighed).tree, [
         {
             "nodes": one.tree.num_nodes,
             "milliseconds": round(1e3 * one.seconds, 4),

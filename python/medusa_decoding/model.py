@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 from medusa_decoding.backbone import bypassed
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads, tuning_file
+from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
 from medusa_decoding.checkpoints.base import stated_sizes
 from medusa_decoding.checks import shown
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
@@ -34,10 +35,8 @@ from medusa_decoding.generation.request import Request, check_request
 from medusa_decoding.generation.run import run_request
 from medusa_decoding.generation.session import Session
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.provenance import fingerprint
 from medusa_decoding.trees.published import published_tree
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning.select import CALIBRATION, Accuracies, find_accuracies, published
 
 DEFAULT_TREE_FILE = "medusa_tree.json"
 logger = logging.getLogger(__name__)
@@ -146,18 +145,12 @@ class MedusaModel:
         """Take over what was measured before: step times and trees chosen by them, and how often heads are right."""
         assert self.heads is not None
         try:
-            self._accuracies = find_accuracies(
-                folder,
-                self.heads.num_heads,
-                min(MAX_TOP_K, self.heads.num_candidates),
-                fingerprint(self.heads) if (folder / CALIBRATION).is_file() else None,
-                str(self.backbone.dtype).removeprefix("torch."),
-            )
+            self._accuracies = find_accuracies(folder, self.heads)
         except (ValueError, OSError) as error:
             logger.warning("accuracies refused, published ones of other heads serve: %s", error)
         # Who asks for a tree of their own need not be told that another one is refused.
         level = logging.INFO if isinstance(asked, Tree) else logging.WARNING
-        self._tuning = tuning_file.recall(folder / tuning_file.FILE, self, level)
+        self._tuning = tuning_file.recall(folder, self.backbone, self.heads, self.backend, level)
         if self._tuning is not None and asked is None:
             self.tree = self._tuned_tree = self._tuning.cases[0].tree
 
@@ -284,7 +277,9 @@ class MedusaModel:
         # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
-            tree_set = TreeSet((self._accuracies or _published(self.heads)).by_rank if self.heads is not None else [])
+            tree_set = TreeSet(
+                (self._accuracies or default_accuracies(self.heads)).by_rank if self.heads is not None else []
+            )
             tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
             adaptive = Adaptive(tree_set, times, AcceptanceModel(tree_set))
@@ -292,7 +287,8 @@ class MedusaModel:
 
     def _tuning_here(self) -> tuning_file.Tuning | None:
         """Return what `medusa tune` has found, as long as the model runs where that was."""
-        return self._tuning if self._tuning is not None and self._tuning.place.still_holds(self) else None
+        tuning = self._tuning
+        return tuning if tuning is not None and tuning.conditions.still_hold(self.backbone, self.backend) else None
 
     def _tuned_for(self, prompts: Sequence[torch.Tensor]) -> Tree | None:
         """Return the tree that was tuned for such prompts; None where the default is another one."""
@@ -442,14 +438,8 @@ def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tr
     own = published_tree(base_model)
     if own is not None and own.depth <= heads.num_heads and own.top_k <= heads.num_candidates:
         return own
-    accuracies = _published(heads).by_rank
-    possible = sum(len(accuracies[0]) ** depth for depth in range(len(accuracies) + 1))
-    return Tree.optimal(accuracies, min(64, possible))
-
-
-def _published(heads: MedusaHeads) -> Accuracies:
-    """What is assumed of heads that nobody has calibrated."""
-    return published(heads.num_heads, heads.num_candidates)
+    accuracies = default_accuracies(heads)
+    return Tree.optimal(accuracies.by_rank, min(64, accuracies.most_nodes))
 
 
 __all__ = ["MedusaModel", "MedusaOutput", "default_tree"]

@@ -11,7 +11,7 @@ import torch
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import read_heads, tuning_paths, write_heads
-from medusa_decoding.checkpoints.tuning_file import Place
+from medusa_decoding.checkpoints.tuning_file import Conditions
 from medusa_decoding.cli import main
 from medusa_decoding.cli import tune as command
 from medusa_decoding.demo import CHECKPOINT
@@ -115,7 +115,7 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
     argv = ["--nodes", "3,9", "--prefix", "20,40", "--repeats", "1", "--calibration", calibration, "--json"]
     code, out, [line] = tune(*argv)
     assert code == 0
-    assert line.startswith("medusa: the calibration has 2 texts; trees that fit so few")
+    assert line.startswith("medusa: the calibration has 2 texts; a tree searched on so few")
     assert searched == [3, 9]  # once, for both prefixes
     figures = json.loads(out)
     assert (figures["weighed"], figures["accuracies"]["source"]) == ("walked", "calibration.json")
@@ -126,7 +126,7 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
     shutil.copy(calibration, folder / "calibration.json")
     code, out, _ = tune("--nodes", "3,9", "--prefix", "20", "--repeats", "1")
     assert code == 0
-    assert "expected tokens a step: walked along the texts that the trees were searched on" in out
+    assert "expected tokens per step: along the texts that the trees were searched on" in out
     assert "calibration: calibration.json, greedy texts" in out
     assert "not checked" not in out
     assert json.loads((folder / "tuning.json").read_text())["weighed"] == "walked"
@@ -157,7 +157,7 @@ def test_a_calibration_of_others_is_refused_or_said_to_be_unchecked(tune, calibr
     code, out, _ = tune(*QUICK, "--calibration", calibration)
     assert code == 0
     assert f"calibration: {calibration}, texts drawn at temperature 0.7" in out
-    assert "not checked to be of these heads and this base model: it says nothing of them in float32" in out
+    assert "not checked to be of these heads and this base model: it has no fingerprints in float32" in out
 
 
 def test_check_compares_with_the_calibration_that_was_used(tune, folder, calibration):
@@ -204,7 +204,8 @@ def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, tmp_p
     assert tune(*QUICK)[0] == 0
     own = folder / "tuning.json"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
-        cached = tuning_paths.cache_of(folder) / tuning_paths.cached_name(Place.of(model).here)
+        conditions = Conditions.current(model.backbone, model.heads, model.backend)
+    cached = tuning_paths.cache_folder(folder) / tuning_paths.cache_name(conditions.runtime)
     cached.parent.mkdir(parents=True)
     shutil.copy(own, cached)
     own.write_text(own.read_text().replace("float32", "float16"))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from limits import MIB, bounded
 
 from medusa_decoding import Tree
+from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli import _arguments, chat, train
 from medusa_decoding.cli.tree import find_shares
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.roofline.acceleration import read_accuracies
 from medusa_decoding.roofline.devices import read_device
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
 
 import pytest
+import torch
 from simulation import BETTER, CPU, GPU, USELESS, commit
 
-from medusa_decoding import Tree
-from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
-from medusa_decoding.trees.calibration import NONE, Calibration
-from medusa_decoding.tuning.select import (
+from medusa_decoding import MedusaHeads, Tree
+from medusa_decoding.checkpoints.accuracies import (
     CALIBRATION,
     MEASURED,
     PUBLISHED,
-    Source,
-    best,
-    candidates,
+    CalibrationSource,
+    default_accuracies,
     find_accuracies,
-    published,
-    read_texts,
-    trees_of,
+    load_texts,
 )
+from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
+from medusa_decoding.provenance import fingerprint
+from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, timed_trees
 from medusa_decoding.tuning.step_timer import Latency
 from medusa_decoding.tuning.sweep import Swept, Written, judge, sweep
 
 HEADS = [[0.6, 0.2], [0.5, 0.1]]
+
+
+def heads_of(num_heads, num_candidates):
+    return MedusaHeads(4, num_candidates, num_heads)
+
+
+def weighed(accuracies, seconds, texts=None):
+    """The best trees of the sizes in `seconds`, with these durations."""
+    trees = best_trees(accuracies, sorted(seconds), texts)
+    measured = [Latency(1, 128, 512, tree.num_nodes, (seconds[tree.num_nodes],)) for tree in trees]
+    return timed_trees(trees, expected_tokens(trees, accuracies, texts), measured)
+
+
 # By hand: the best trees add paths in the order (0) 0.6, (0, 0) 0.3, (1) 0.2, (1, 0) 0.1, (0, 1) 0.06, (1, 1) 0.02.
 TOKENS = {1: 1.0, 2: 1.6, 3: 1.9, 4: 2.1, 5: 2.2, 7: 2.28}
 
@@ -43,27 +57,27 @@ TOKENS = {1: 1.0, 2: 1.6, 3: 1.9, 4: 2.1, 5: 2.2, 7: 2.28}
     ],
 )
 def test_known_optima(seconds, chosen):
-    found = candidates(HEADS, seconds)
+    found = weighed(HEADS, seconds)
     assert [one.tokens for one in found] == pytest.approx([TOKENS[nodes] for nodes in seconds])
-    assert best(found).tree.num_nodes == chosen
-    assert best(found).rate == pytest.approx(TOKENS[chosen] / seconds[chosen])
+    assert fastest(found).tree.num_nodes == chosen
+    assert fastest(found).rate == pytest.approx(TOKENS[chosen] / seconds[chosen])
 
 
 def test_the_best_tree_of_a_size():
-    assert trees_of(HEADS, [1, 4]) == [Tree([]), Tree([[0], [0, 0], [1]])]
+    assert best_trees(HEADS, [1, 4]) == [Tree([]), Tree([[0], [0, 0], [1]])]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
 def test_durations_must_be_above_zero(seconds):
     with pytest.raises(ValueError, match="seconds: expected above 0 for 2 nodes"):
-        candidates(HEADS, {1: 1.0, 2: seconds})
+        weighed(HEADS, {1: 1.0, 2: seconds})
 
 
 def test_sizes_that_the_heads_cannot_fill_are_refused():
     with pytest.raises(ValueError, match="num_nodes: expected at most 7"):
-        candidates(HEADS, {1: 1.0, 8: 1.0})
-    with pytest.raises(ValueError, match="candidates: expected at least one"):
-        best([])
+        weighed(HEADS, {1: 1.0, 8: 1.0})
+    with pytest.raises(ValueError, match="trees: expected at least one"):
+        fastest([])
 
 
 def test_texts_are_walked_where_there_are_any():
@@ -71,15 +85,15 @@ def test_texts_are_walked_where_there_are_any():
     right, wrong = (0, NONE), (NONE, 0)
     texts = Calibration.of(2, 2, [((right, wrong) * 9 + (right, (NONE, NONE)),)])
     accuracies = texts.accuracies
-    plain, chain, fork = candidates(accuracies, {1: 1.0, 2: 1.5, 3: 2.5}, texts)
+    plain, chain, fork = weighed(accuracies, {1: 1.0, 2: 1.5, 3: 2.5}, texts)
     # Steps start at every second position only, where the guess is right: one accepted by each.
     assert (plain.tokens, chain.tokens) == pytest.approx((1.0, 2.0))
     assert chain.tree == Tree([[0]])
     assert fork.tokens == pytest.approx(2.0)
-    assert [one.tokens for one in candidates(accuracies, {2: 1.5})] == pytest.approx([1 + 10 / 19])
-    assert best(candidates(accuracies, {1: 1.0, 2: 1.6}, texts)).tree.num_nodes == 2
-    assert best(candidates(accuracies, {1: 1.0, 2: 1.6})).tree.num_nodes == 1
-    assert trees_of(accuracies, [1, 2], texts) == [Tree([]), Tree([[0]])]
+    assert [one.tokens for one in weighed(accuracies, {2: 1.5})] == pytest.approx([1 + 10 / 19])
+    assert fastest(weighed(accuracies, {1: 1.0, 2: 1.6}, texts)).tree.num_nodes == 2
+    assert fastest(weighed(accuracies, {1: 1.0, 2: 1.6})).tree.num_nodes == 1
+    assert best_trees(accuracies, [1, 2], texts) == [Tree([]), Tree([[0]])]
 
 
 # Sources
@@ -90,71 +104,76 @@ def counts(hits, total, **more):
 
 
 def test_a_calibration_comes_before_the_trainers_figures(tmp_path):
-    assert find_accuracies(tmp_path, 2, 9) is None
+    assert find_accuracies(tmp_path, heads_of(2, 9)) is None
     (tmp_path / MEASURED).write_text(counts([[50, 60], [10, 30]], [100, 50]))
-    found = find_accuracies(tmp_path, 2, 9)
+    found = find_accuracies(tmp_path, heads_of(2, 9))
     assert found.source == MEASURED
     assert found.by_rank == [pytest.approx([0.5, 0.1]), pytest.approx([0.2, 0.4])]
     (tmp_path / CALIBRATION).write_text(json.dumps({"hits": [[7], [3]], "total": [10, 10]}))
-    found = find_accuracies(tmp_path, 2, 9)
+    found = find_accuracies(tmp_path, heads_of(2, 9))
     assert (found.source, found.by_rank) == (CALIBRATION, [[0.7], [0.3]])
     assert found.most_nodes == 3
 
 
 def test_ranks_that_heads_cannot_be_asked_for_are_left_out(tmp_path):
     (tmp_path / MEASURED).write_text(counts([[5, 6, 7]], [10]))
-    assert find_accuracies(tmp_path, 1, 2).by_rank == [pytest.approx([0.5, 0.1])]
-    assert published(3, 2).by_rank == [row[:2] for row in VICUNA_7B[:3]]
-    assert published(9, 2).source == PUBLISHED
-    assert published(2, 3).most_nodes == 1 + 3 + 9
+    assert find_accuracies(tmp_path, heads_of(1, 2)).by_rank == [pytest.approx([0.5, 0.1])]
+    assert default_accuracies(heads_of(3, 2)).by_rank == [row[:2] for row in VICUNA_7B[:3]]
+    assert default_accuracies(heads_of(9, 2)).source == PUBLISHED
+    assert default_accuracies(heads_of(2, 3)).most_nodes == 1 + 3 + 9
 
 
 def test_files_of_other_heads_or_damaged_ones_are_named(tmp_path):
-    made = {"heads": "abc", "settings": {"dtype": "float32"}}
+    heads, others = heads_of(2, 9), heads_of(2, 8)
+    made = {"heads": fingerprint(heads), "settings": {"dtype": "float32"}}
     (tmp_path / CALIBRATION).write_text(counts([[5], [6]], [10, 10], made=made))
-    assert find_accuracies(tmp_path, 2, 9, "abc", "float32").source == CALIBRATION
-    assert find_accuracies(tmp_path, 2, 9, "other", "bfloat16").source == CALIBRATION  # nothing to compare with
+    assert find_accuracies(tmp_path, heads).source == CALIBRATION
+    assert find_accuracies(tmp_path, others.to(torch.bfloat16)).source == CALIBRATION  # nothing to compare with
     with pytest.raises(ValueError, match=r"calibration.json: expected a calibration of these heads, got one of others"):
-        find_accuracies(tmp_path, 2, 9, "other", "float32")
+        find_accuracies(tmp_path, others.float())
     with pytest.raises(ValueError, match=r"calibration.json: expected accuracies of 3 heads, got 2"):
-        find_accuracies(tmp_path, 3, 9)
+        find_accuracies(tmp_path, heads_of(3, 9))
     for text in ("{", counts([[5]], [0]), counts([[11]], [10]), "[]"):
         (tmp_path / CALIBRATION).write_text(text)
         with pytest.raises(ValueError, match=r"calibration.json: expected"):
-            find_accuracies(tmp_path, 1, 9)
+            find_accuracies(tmp_path, heads_of(1, 9))
 
 
 def test_texts_are_read_where_they_were_kept(tmp_path):
     kept = Calibration.of(2, 3, [[((0, 1), (0, 0), (2, NONE))]])
     kept.save(tmp_path / CALIBRATION)
-    assert read_texts(tmp_path / CALIBRATION, 3) == kept
+    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) == kept
     with pytest.raises(ValueError, match=r"calibration.json: expected at most 2 ranks, as these heads have, got 3"):
-        read_texts(tmp_path / CALIBRATION, 2)
+        load_texts(tmp_path / CALIBRATION, heads_of(2, 2))
     # A file that says nothing of its format is read as one without texts.
     values = kept.to_json()
     (tmp_path / CALIBRATION).write_text(json.dumps({name: values[name] for name in values if name != "format"}))
-    assert read_texts(tmp_path / CALIBRATION, 3) is None
+    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) is None
     Calibration(2, 3, kept.paths).save(tmp_path / CALIBRATION)
-    assert read_texts(tmp_path / CALIBRATION, 3) is None
+    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) is None
     (tmp_path / CALIBRATION).write_text(counts([[5, 6]], [10]))
-    assert read_texts(tmp_path / CALIBRATION, 3) is None
+    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) is None
 
 
 def test_texts_of_another_base_model_are_refused(tmp_path):
-    made = {"heads": "abc", "base_model": "own", "settings": {"dtype": "float32", "temperature": 0.5}}
+    heads = heads_of(2, 9)
+    made = {"heads": fingerprint(heads), "base_model": "own", "settings": {"dtype": "float32", "temperature": 0.5}}
     file = tmp_path / CALIBRATION
     file.write_text(counts([[5], [6]], [10, 10], made=made))
-    assert find_accuracies(tmp_path, 2, 9, "abc", "float32", "own").source == CALIBRATION
+    assert find_accuracies(tmp_path, heads, "own").source == CALIBRATION
     with pytest.raises(ValueError, match=r"calibration.json: expected texts of this base model, got those of another"):
-        find_accuracies(tmp_path, 2, 9, "abc", "float32", "other")
+        find_accuracies(tmp_path, heads, "other")
     # In another dtype fingerprints tell nothing: taken, and said to be unchecked.
-    assert find_accuracies(tmp_path, 2, 9, "abc", "bfloat16", "other").source == CALIBRATION
-    assert [Source.of(file, tmp_path, dtype).checked for dtype in ("float32", "bfloat16")] == [True, False]
-    found = Source.of(file, tmp_path, "float32")
+    assert find_accuracies(tmp_path, copy.deepcopy(heads).to(torch.bfloat16), "other").source == CALIBRATION
+    assert [CalibrationSource.from_file(file, tmp_path, dtype).checked for dtype in ("float32", "bfloat16")] == [
+        True,
+        False,
+    ]
+    found = CalibrationSource.from_file(file, tmp_path, "float32")
     assert (found.path, found.temperature) == (CALIBRATION, 0.5)
-    assert Source.of(file, tmp_path / "elsewhere", "float32").path == str(file.resolve())
+    assert CalibrationSource.from_file(file, tmp_path / "elsewhere", "float32").path == str(file.resolve())
     file.write_text(counts([[5], [6]], [10, 10]))
-    other = Source.of(file, tmp_path, "float32")
+    other = CalibrationSource.from_file(file, tmp_path, "float32")
     assert (other.temperature, other.checked) == (None, False)
     assert other.hash != found.hash
 
@@ -194,7 +213,8 @@ def test_the_pick_is_within_three_percent_of_the_best_of_all(times, heads, seed)
         Latency(1, 128, 512, nodes, tuple(disturbed(seconds, draws) for _ in range(60)))
         for nodes, seconds in times.items()
     ]
-    pick = best(candidates(accuracies, {one.nodes: one.typical for one in measured}))
+    trees = best_trees(accuracies, [one.nodes for one in measured])
+    pick = fastest(timed_trees(trees, expected_tokens(trees, accuracies), measured))
 
     def write(text, tree):
         tokens = steps = 0
@@ -203,7 +223,7 @@ def test_the_pick_is_within_three_percent_of_the_best_of_all(times, heads, seed)
             steps += 1
         return Written(tokens, steps, steps * times[tree.num_nodes])
 
-    found = sweep(write, trees_of(accuracies, sorted(times)), texts=10, rounds=1)
+    found = sweep(write, trees, texts=10, rounds=1)
     verdict = judge(pick.tree, found)
     assert 0.0 <= verdict.behind <= 0.03
     slowest = min(found, key=lambda one: one.rate)

@@ -7,7 +7,7 @@ import torch
 from models import heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.tuning.step_timer import COUNTED, UNCOUNTED, Latency, interleaved, longest_prefix, measure
+from medusa_decoding.tuning.step_timer import COUNTED, UNCOUNTED, Latency, interleaved, longest_prefix, time_steps
 
 TREES = [Tree([]), Tree.chain(2), Tree.cartesian([2, 2])]
 
@@ -47,7 +47,7 @@ def steps(model, monkeypatch):
 @pytest.mark.parametrize(("batch", "prefix"), [(1, 1), (1, 17), (3, 40)])
 def test_blocks_of_real_steps_begin_at_the_prefix(model, steps, batch, prefix):
     blocks = []
-    found = measure(model, TREES, batch=batch, prefix=prefix, repeats=2, on_block=lambda: blocks.append(len(steps)))
+    found = time_steps(model, TREES, batch=batch, prefix=prefix, repeats=2, on_block=lambda: blocks.append(len(steps)))
     block = UNCOUNTED + COUNTED
     assert blocks == [block * number for number in range(1, 3 * len(TREES) + 1)]
     assert [one.nodes for one in found] == [1, 3, 7]
@@ -67,7 +67,7 @@ def test_blocks_of_real_steps_begin_at_the_prefix(model, steps, batch, prefix):
 
 
 def test_the_model_is_as_it_was(model):
-    measure(model, TREES, prefix=30, repeats=1)
+    time_steps(model, TREES, prefix=30, repeats=1)
     [row] = prompts(1, [9])
     got = model.generate(row[None], max_new_tokens=20).sequences[0, 9:].tolist()
     assert got == transformers_greedy(model.base, row, 20)
@@ -118,13 +118,13 @@ def test_typical_duration_between_two_speeds_and_without_outliers():
 )
 def test_refused_before_any_work(model, steps, trees, settings, words):
     with pytest.raises(ValueError, match=words):
-        measure(model, trees, **settings)
+        time_steps(model, trees, **settings)
     assert steps == []
 
 
 def test_the_longest_prefix_is_taken(model, steps):
     assert longest_prefix(model, TREES) == 115
-    measure(model, TREES, prefix=115, repeats=1)
+    time_steps(model, TREES, prefix=115, repeats=1)
     assert max(max(lengths) for _, lengths, *_ in steps) + 3 <= 128
 
 
@@ -132,4 +132,4 @@ def test_output_that_is_not_finite_is_an_error(model):
     with torch.no_grad():
         model.backbone.causal.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="finite"):
-        measure(model, TREES, prefix=5, repeats=1)
+        time_steps(model, TREES, prefix=5, repeats=1)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_decoding.roofline.acceleration import PaperAcceleration, TreeAcceleration, read_accuracies
+from medusa_decoding.checkpoints.accuracies import read_accuracies
+from medusa_decoding.roofline.acceleration import PaperAcceleration, TreeAcceleration
 from medusa_decoding.roofline.devices import DEVICES, Device
 from medusa_decoding.roofline.operators import step_operators, total_seconds
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape

@@ -15,11 +15,11 @@ from models import heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import read_heads, tuning_file, tuning_paths, write_heads
-from medusa_decoding.checkpoints.tuning_file import Place, Tuning, load_for
+from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
+from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning, load_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.provenance import fingerprint
-from medusa_decoding.tuning.cases import Case
-from medusa_decoding.tuning.select import Accuracies, Source, best, candidates
+from medusa_decoding.tuning.select import best_trees, expected_tokens, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import Latency
 
 ACCURACIES = Accuracies("calibration.json", [[0.6, 0.2], [0.5, 0.1]])
@@ -32,10 +32,18 @@ def made_up(model, cases=((1, 8, SHORT), (1, 64, LONG), (4, 8, BATCH))):
     measured, chosen = [], []
     for batch, prefix, times in cases:
         here = [Latency(batch, prefix, prefix + 300, nodes, (seconds,) * 5) for nodes, seconds in times.items()]
-        weighed = candidates(ACCURACIES.by_rank, times)
-        chosen.append(Case.of(here, best(weighed), weighed))
+        chosen.append(chosen_among(here))
         measured += here
-    return Tuning.of(Place.of(model), ACCURACIES, chosen, measured)
+    return new_tuning(conditions_of(model), ACCURACIES, chosen, measured)
+
+
+def chosen_among(measured):
+    trees = best_trees(ACCURACIES.by_rank, [one.nodes for one in measured])
+    return new_case(trees, expected_tokens(trees, ACCURACIES.by_rank), measured)
+
+
+def conditions_of(model):
+    return Conditions.current(model.backbone, model.heads, model.backend)
 
 
 @pytest.fixture
@@ -52,7 +60,7 @@ def tuned(folders):
     """A checkpoint with a tuning beside it."""
     with MedusaModel.from_pretrained(folders / "heads") as model:
         tuning = made_up(model)
-    tuning.save(folders / "heads" / tuning_file.FILE)
+    tuning.save(folders / "heads" / tuning_paths.FILE)
     return folders
 
 
@@ -101,7 +109,7 @@ def test_auto_starts_from_the_stored_times(tuned):
         model.free()
         assert model._policy("auto").times.profile(1, 308).known() == SHORT
         assert model._policy("auto").times.device.endswith(", eager")
-    (tuned / "heads" / tuning_file.FILE).unlink()
+    (tuned / "heads" / tuning_paths.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
         policy = model._policy("auto")
         policy.begin(0.0, batch=1, rows=307)
@@ -175,7 +183,7 @@ def test_another_backend_is_refused(tuned, caplog):
 
 
 def test_another_device_or_number_of_threads_is_refused(tuned, caplog, monkeypatch):
-    file = tuned / "heads" / tuning_file.FILE
+    file = tuned / "heads" / tuning_paths.FILE
     own, gpu = json.loads(file.read_text())["device"], "NVIDIA H200, 132 SMs, 140 GiB, sm_90"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     words = refused(tuned, caplog)
@@ -242,7 +250,7 @@ def with_size(values, place, **changes):
     ],
 )
 def test_a_damaged_file_does_not_make_the_model_unusable(tuned, caplog, change, words):
-    file = tuned / "heads" / tuning_file.FILE
+    file = tuned / "heads" / tuning_paths.FILE
     values = change(json.loads(file.read_text()))
     file.write_text(values if isinstance(values, str) else json.dumps(values))
     assert words in refused(tuned, caplog)
@@ -263,33 +271,33 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-HERE = "a device, float32, eager, 1"
+RUNTIME = "a device, float32, eager, 1"
 
 
 def test_tests_do_not_look_into_the_users_cache(tmp_path, tmp_path_factory):
-    assert tuning_paths.cache_of(tmp_path).is_relative_to(tmp_path_factory.getbasetemp())
+    assert tuning_paths.cache_folder(tmp_path).is_relative_to(tmp_path_factory.getbasetemp())
 
 
 def test_it_stands_beside_heads_that_may_be_written_to(tmp_path, cache, monkeypatch):
     heads = tmp_path / "heads"
     heads.mkdir()
-    own, cached = heads / "tuning.json", tuning_paths.cache_of(heads) / tuning_paths.cached_name(HERE)
-    assert tuning_paths.place_of(heads, HERE) == own
-    assert tuning_paths.places(heads, HERE) == []
+    own, cached = heads / "tuning.json", tuning_paths.cache_folder(heads) / tuning_paths.cache_name(RUNTIME)
+    assert tuning_paths.output_file(heads, RUNTIME) == own
+    assert tuning_paths.stored_files(heads, RUNTIME) == []
     cached.parent.mkdir(parents=True)
     for file in (own, cached):
         file.write_text("")
-    assert tuning_paths.places(heads, HERE) == [own, cached]
+    assert tuning_paths.stored_files(heads, RUNTIME) == [own, cached]
     monkeypatch.setattr(tuning_paths.os, "access", lambda path, mode: path != heads)
-    assert tuning_paths.place_of(heads, HERE) == cached
-    assert tuning_paths.places(heads, HERE) == [cached, own]
+    assert tuning_paths.output_file(heads, RUNTIME) == cached
+    assert tuning_paths.stored_files(heads, RUNTIME) == [cached, own]
     assert cached.is_relative_to(cache / "medusa-kernels")
 
 
 def test_it_never_stands_in_the_package(cache):
     from medusa_decoding.demo import CHECKPOINT
 
-    assert tuning_paths.folder_of(CHECKPOINT / "heads") == tuning_paths.cache_of(CHECKPOINT / "heads")
+    assert tuning_paths.output_folder(CHECKPOINT / "heads") == tuning_paths.cache_folder(CHECKPOINT / "heads")
 
 
 def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
@@ -297,33 +305,33 @@ def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
     for folder in made:
         folder.mkdir(parents=True)
     (tmp_path / "link").symlink_to(made[0])
-    first, second = map(tuning_paths.cache_of, made)
+    first, second = map(tuning_paths.cache_folder, made)
     assert first != second
     assert (
-        tuning_paths.cache_of(tmp_path / "link")
+        tuning_paths.cache_folder(tmp_path / "link")
         == first
-        == tuning_paths.cache_of(tmp_path / "b" / ".." / "a" / "heads")
+        == tuning_paths.cache_folder(tmp_path / "b" / ".." / "a" / "heads")
     )
     for value in (None, "", "relative"):  # a relative path counts as none
         monkeypatch.setenv("XDG_CACHE_HOME", value) if value is not None else monkeypatch.delenv("XDG_CACHE_HOME")
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        assert tuning_paths.cache_of(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
+        assert tuning_paths.cache_folder(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
 
 
 def test_machines_that_share_a_home_have_files_of_their_own(folders, cache, monkeypatch):
     with MedusaModel.from_pretrained(folders / "heads") as model:
-        own = Place.of(model)
+        own = conditions_of(model)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-        others = [Place.of(model), replace(own, dtype="bfloat16"), replace(own, backend="compiled")]
-    assert len({tuning_paths.cached_name(place.here) for place in (own, *others)}) == 4
+        others = [conditions_of(model), replace(own, dtype="bfloat16"), replace(own, backend="compiled")]
+    assert len({tuning_paths.cache_name(place.runtime) for place in (own, *others)}) == 4
     # What depends on weights is the same file, which says so.
-    assert tuning_paths.cached_name(replace(own, heads="others").here) == tuning_paths.cached_name(own.here)
+    assert tuning_paths.cache_name(replace(own, heads="others").runtime) == tuning_paths.cache_name(own.runtime)
 
 
 def test_the_loader_looks_in_both_places(tuned, cache, caplog):
     """What holds here serves, wherever it stands; what does not is told of only if nothing does."""
     heads = tuned / "heads"
-    own, cached = heads / tuning_file.FILE, cached_for(heads)
+    own, cached = heads / tuning_paths.FILE, cached_for(heads)
     cached.parent.mkdir(parents=True)
     own.rename(cached)
     with MedusaModel.from_pretrained(heads) as model:
@@ -333,7 +341,7 @@ def test_the_loader_looks_in_both_places(tuned, cache, caplog):
     other.write_text(cached.read_text().replace('"device": "', '"device": "another '))
     with MedusaModel.from_pretrained(heads) as model:
         assert model.tree.num_nodes == 4
-        assert tuning_file.find(heads, model)[0] == cached
+        assert tuning_file.find(heads, conditions_of(model), model.heads)[0] == cached
     assert "refused" not in caplog.text
     cached.write_text("{")
     with MedusaModel.from_pretrained(heads) as model:
@@ -346,7 +354,7 @@ def test_the_loader_looks_in_both_places(tuned, cache, caplog):
 def cached_for(heads):
     """Where the user's cache has what is tuned for a model as it is loaded here."""
     with MedusaModel.from_pretrained(heads, tree=Tree.chain(1)) as model:
-        return tuning_paths.cache_of(heads) / tuning_paths.cached_name(Place.of(model).here)
+        return tuning_paths.cache_folder(heads) / tuning_paths.cache_name(conditions_of(model).runtime)
 
 
 @pytest.fixture(params=["unreadable", "unknown"])
@@ -385,7 +393,7 @@ def test_the_loader_goes_on_without_a_home_folder(tuned, no_home, caplog):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         assert model.tree.num_nodes == 4
     assert no_home in caplog.text
-    (tuned / "heads" / tuning_file.FILE).unlink()
+    (tuned / "heads" / tuning_paths.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         assert model.tree == Tree.chain(1)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -395,17 +403,20 @@ def test_the_loader_goes_on_without_a_home_folder(tuned, no_home, caplog):
 
 
 def test_round_trip(tuned):
-    file = tuned / "heads" / tuning_file.FILE
+    file = tuned / "heads" / tuning_paths.FILE
     assert [path.name for path in file.parent.iterdir() if "partial" in path.name] == []
     with MedusaModel.from_pretrained(tuned / "heads") as model:
-        wanted, found = made_up(model), load_for(file, model)
+        wanted, found = made_up(model), load_for(file, conditions_of(model), model.heads)
     assert found.to_json() == wanted.to_json() == json.loads(file.read_text())
-    assert (found.place, found.accuracies) == (wanted.place, wanted.accuracies)
+    assert (found.conditions, found.accuracies) == (wanted.conditions, wanted.accuracies)
     assert found.cases == wanted.cases
     assert [case.tree.num_nodes for case in found.cases] == [4, 1, 2]
     assert [size.tree.num_nodes for size in found.cases[0].sizes] == [1, 2, 4]
     assert (found.weighed, found.calibration) == (tuning_file.INDEPENDENT, None)
-    for source in (Source("c.json", "ab12", 0.7, True), Source("/elsewhere/c.json", "ab12", None, False)):
+    for source in (
+        CalibrationSource("c.json", "ab12", 0.7, True),
+        CalibrationSource("/elsewhere/c.json", "ab12", None, False),
+    ):
         kept = replace(found, calibration=source)
         assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).calibration == source
     older = {name: value for name, value in found.to_json().items() if name != "calibration"}
@@ -418,8 +429,7 @@ def test_step_times_keep_the_median_of_many(folders):
     seconds = tuple(float(value) for value in range(1, 102))
     with MedusaModel.from_pretrained(folders / "heads") as model:
         one = Latency(1, 8, 300, 1, seconds)
-        weighed = candidates(ACCURACIES.by_rank, {1: 51.0})
-        tuning = Tuning.of(Place.of(model), ACCURACIES, [Case.of([one], best(weighed), weighed)], [one])
+        tuning = new_tuning(conditions_of(model), ACCURACIES, [chosen_among([one])], [one])
     assert tuning.times().profile(1, 300).known() == {1: pytest.approx(51.0)}
 
 

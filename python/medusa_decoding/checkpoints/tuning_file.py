@@ -1,9 +1,8 @@
-"""`tuning.json` of a checkpoint of heads: what was measured on which device with which model, and what was chosen.
+"""`tuning.json` of a checkpoint of heads: measured step times and the trees chosen by them.
 
-Written by `medusa tune`, read by `MedusaModel.from_pretrained`. It counts only where it was made: another device, other
-weights, another dtype or backend refuse it, and say which. Versions of libraries are kept, but refuse nothing. This
-module does not know where the file stands (see `places`), how steps are timed (see `latency`), nor which tree is best
-(see `choice`).
+`medusa tune` writes it and `MedusaModel.from_pretrained` reads it. A file holds only under the conditions it was made
+in: another device, other weights, another dtype or backend refuse it with a message that says which. Library versions
+are recorded but refuse nothing. This module does not know how steps are timed or trees are chosen.
 """
 
 from __future__ import annotations
@@ -11,44 +10,38 @@ from __future__ import annotations
 import json
 import logging
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from medusa_decoding.checkpoints import tuning_paths
-from medusa_decoding.decode.adaptive.step_times import KEPT, StepTimes
-from medusa_decoding.decode.runtime.steps import resolve_backend
+from medusa_decoding.backbone.backbone import Backbone
+from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
+from medusa_decoding.checkpoints.tuning_paths import stored_files
+from medusa_decoding.decode.adaptive.step_times import StepTimes
+from medusa_decoding.decode.runtime.steps import Backend, resolve_backend
 from medusa_decoding.files import read_json, write_json
-from medusa_decoding.provenance import device_name, fingerprint, versions
-from medusa_decoding.tuning.cases import Case, case_of
-from medusa_decoding.tuning.select import Accuracies, Source
+from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
+from medusa_decoding.provenance import device_name, fingerprint
+from medusa_decoding.trees.tree import Tree
 
-if TYPE_CHECKING:
-    from medusa_decoding.model import MedusaModel
-    from medusa_decoding.tuning.step_timer import Latency
-
-FILE, FORMAT = tuning_paths.FILE, 2
-logger = logging.getLogger(__name__)
-
+FORMAT = 2
 INDEPENDENT, WALKED = "independent", "walked"
-"""How expected tokens were found: heads taken as independent, or by walking along the calibration's texts."""
-LIBRARIES = ("torch", "triton", "transformers", "medusa-kernels")
-"""What steps are made with."""
+"""How expected tokens were computed: as if heads were right independently, or by walking along texts."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where step times hold: what they may not be used without.
+class Conditions:
+    """What step times depend on; they must not be used under other conditions.
 
     Attributes:
         device: the GPU's name and sizes, or the CPU's name with the number of threads.
         dtype: of activations and cache.
         backend: how steps run.
-        processes: that the model is sharded over.
+        processes: number of processes that the model is sharded over.
         model: the base model's class and fingerprint.
-        heads: their fingerprint.
+        heads: the heads' fingerprint.
     """
 
     device: str
@@ -59,20 +52,15 @@ class Place:
     heads: str
 
     @classmethod
-    def of(cls, model: MedusaModel) -> Place:
-        """Look at a model as it is now."""
-        if model.heads is None:
-            raise ValueError("model: expected one with heads, got one without")
-        causal = model.backbone.causal
-        return cls(
-            **_surroundings(model),
-            model=f"{type(causal).__name__} {fingerprint(causal)}",
-            heads=fingerprint(model.heads),
-        )
+    def current(cls, backbone: Backbone, heads: MedusaHeads, backend: Backend) -> Conditions:
+        """Return the conditions that a model runs in now."""
+        causal = backbone.causal
+        model = f"{type(causal).__name__} {fingerprint(causal)}"
+        return cls(**_runtime(backbone, backend), model=model, heads=fingerprint(heads))
 
     @property
-    def here(self) -> str:
-        """What step times depend on besides weights."""
+    def runtime(self) -> str:
+        """All but the weights."""
         return f"{self.device}, {self.dtype}, {self.backend}, {self.processes}"
 
     @property
@@ -80,60 +68,142 @@ class Place:
         """The base model's fingerprint."""
         return self.model.rpartition(" ")[2]
 
-    def differences(self, now: Place) -> list[str]:
-        """Say what is not as it was, a sentence's part each: "device: tuned on A, now B"; empty where all is."""
+    def differences(self, now: Conditions) -> list[str]:
+        """Describe each condition that has changed, such as "device: tuned with A, now B"."""
         changed = [name for name, value in asdict(self).items() if getattr(now, name) != value]
         if "dtype" in changed:  # which the fingerprints depend on
             changed = [name for name in changed if name not in ("model", "heads")]
         return [f"{name}: tuned with {getattr(self, name)}, now {getattr(now, name)}" for name in changed]
 
-    def still_holds(self, model: MedusaModel) -> bool:
-        """Return whether a model runs where it was when it was compared with this; weights are not looked at."""
-        return _surroundings(model).items() <= asdict(self).items()
+    def still_hold(self, backbone: Backbone, backend: Backend) -> bool:
+        """Return whether a model still runs in these conditions. Weights are not compared again."""
+        return _runtime(backbone, backend).items() <= asdict(self).items()
+
+
+@dataclass(frozen=True)
+class TimedTree:
+    """One tree with its expected tokens and the measured durations of its steps.
+
+    Attributes:
+        tree: the tree; `Tree([])` for plain decoding.
+        tokens: expected tokens per step and row, root included.
+        seconds: typical duration of a step (see `Latency.typical`).
+        median: of the durations.
+        low, high: quartiles of the durations.
+        steps: how many steps were timed.
+    """
+
+    tree: Tree
+    tokens: float
+    seconds: float
+    median: float
+    low: float
+    high: float
+    steps: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the tree, root included."""
+        return self.tree.num_nodes
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second and row."""
+        return self.tokens / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields and the rate as JSON values."""
+        figures = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "tree"}
+        return {"nodes": self.nodes, **figures, "tokens_per_second": self.rate, "choices": self.tree.choices}
+
+    @classmethod
+    def from_json(cls, values: Any) -> TimedTree:
+        """Read what `to_json` returned; errors as in `Case.from_json`."""
+        numbers = {name: _positive(name, values[name]) for name in ("tokens", "seconds", "median", "low", "high")}
+        found = cls(Tree(values["choices"]), **numbers, steps=_count("steps", values["steps"]))
+        if found.nodes != _count("nodes", values["nodes"]):
+            raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
+        return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tree chosen for one batch size and one prefix length.
+
+    Attributes:
+        batch: rows of the batch.
+        prefix: tokens of each row before the step.
+        rows: rows of the cache.
+        tree: the chosen one; `Tree([])` if plain decoding is the fastest.
+        sizes: the trees it was chosen among, in ascending order of nodes; the first one is plain decoding.
+    """
+
+    batch: int
+    prefix: int
+    rows: int
+    tree: Tree
+    sizes: tuple[TimedTree, ...]
+
+    @property
+    def chosen(self) -> TimedTree:
+        """The entry of the chosen tree in `sizes`."""
+        return next(size for size in self.sizes if size.tree == self.tree)
+
+    @property
+    def speedup(self) -> float:
+        """Expected rate of the chosen tree over that of plain decoding."""
+        return self.chosen.rate / self.sizes[0].rate
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields and the speedup as JSON values."""
+        counts = {name: getattr(self, name) for name in ("batch", "prefix", "rows")}
+        chosen = {"nodes": self.tree.num_nodes, "choices": self.tree.choices, "speedup": self.speedup}
+        return counts | chosen | {"sizes": [size.to_json() for size in self.sizes]}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Case:
+        """Read what `to_json` returned.
+
+        Raises:
+            ValueError: sizes and trees that do not match, an impossible number.
+            KeyError, TypeError: missing fields or other types.
+        """
+        batch, prefix, rows, nodes = (_count(name, values[name]) for name in ("batch", "prefix", "rows", "nodes"))
+        sizes = tuple(map(TimedTree.from_json, values["sizes"]))
+        tree, known = Tree(values["choices"]), [size.nodes for size in sizes]
+        if tree.num_nodes != nodes or nodes not in known or known[:1] != [1] or known != sorted(known):
+            raise ValueError(
+                f"cases: expected a tree of one of the sizes from 1 on, got {tree.num_nodes} nodes of {known}"
+            )
+        if tree not in [size.tree for size in sizes]:
+            raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
+        return cls(batch, prefix, rows, tree, sizes)
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """All of a file.
+    """The content of a tuning file.
 
     Attributes:
-        place: where it holds.
-        accuracies: of the heads, that trees were weighed with.
+        conditions: where it holds.
+        accuracies: the heads' accuracies.
         cases: by batch and prefix, in ascending order.
         step_times: JSON of a `StepTimes`.
         versions: of libraries, by name.
-        weighed: INDEPENDENT or WALKED.
-        calibration: the file that accuracies and texts are of; None where they are of none.
+        weighed: how expected tokens were computed, INDEPENDENT or WALKED.
+        calibration: the file of the accuracies and texts; None if they are from no calibration.
     """
 
-    place: Place
+    conditions: Conditions
     accuracies: Accuracies
     cases: tuple[Case, ...]
     step_times: str
     versions: Mapping[str, str]
     weighed: str = INDEPENDENT
-    calibration: Source | None = None
-
-    @classmethod
-    def of(
-        cls,
-        place: Place,
-        accuracies: Accuracies,
-        cases: Iterable[Case],
-        measured: Iterable[Latency],
-        weighed: str = INDEPENDENT,
-        calibration: Source | None = None,
-    ) -> Tuning:
-        """Put together what was found."""
-        times = StepTimes(*_names(place))
-        for one in measured:
-            for seconds in _few(one.seconds):
-                times.profile(one.batch, one.rows).add(one.nodes, seconds)
-        ordered = sorted(cases, key=lambda case: (case.batch, case.prefix))
-        return cls(place, accuracies, tuple(ordered), times.to_json(), versions(*LIBRARIES), weighed, calibration)
+    calibration: CalibrationSource | None = None
 
     def nearest(self, batch: int, prefix: int) -> Case:
-        """Return the case of the nearest batch, and of those the one of the nearest prefix, both by their ratio."""
+        """Return the case with the nearest batch, and among those with the nearest prefix, both by their ratio."""
 
         def distance(case: Case) -> tuple[float, float]:
             return abs(math.log2(case.batch / batch)), abs(math.log2((case.prefix + 1) / (prefix + 1)))
@@ -141,31 +211,20 @@ class Tuning:
         return min(self.cases, key=distance)
 
     def times(self) -> StepTimes:
-        """Return the step times, for a policy to go on with."""
-        device, model = _names(self.place)
+        """Return the step times as an object that a policy may add to."""
+        device, model = step_time_names(self.conditions)
         return StepTimes.from_json(self.step_times, device=device, model=model)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all as JSON has it, with the rates that follow."""
+        """Return all fields as JSON values, with the rates computed from them."""
         return {
             "format": FORMAT,
-            **asdict(self.place),
+            **asdict(self.conditions),
             "versions": dict(self.versions),
-            "accuracies": {"source": self.accuracies.source, "by_rank": self.accuracies.by_rank},
+            "accuracies": asdict(self.accuracies),
             "weighed": self.weighed,
             "calibration": None if self.calibration is None else asdict(self.calibration),
-            "cases": [
-                {
-                    "batch": case.batch,
-                    "prefix": case.prefix,
-                    "rows": case.rows,
-                    "nodes": case.tree.num_nodes,
-                    "choices": case.tree.choices,
-                    "speedup": case.chosen.rate / case.sizes[0].rate,
-                    "sizes": [size.to_json() for size in case.sizes],
-                }
-                for case in self.cases
-            ],
+            "cases": [case.to_json() for case in self.cases],
             "step_times": json.loads(self.step_times),
         }
 
@@ -174,36 +233,30 @@ class Tuning:
         """Read what `to_json` returned.
 
         Raises:
-            ValueError: anything else; it says what.
+            ValueError: anything else; the message says what is wrong.
         """
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             got = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"tuning: expected format {FORMAT}, got {got}")
         try:
-            place = Place(**{part.name: values[part.name] for part in fields(Place)})
-            accuracies = Accuracies(
-                str(values["accuracies"]["source"]),
-                [[float(value) for value in row] for row in values["accuracies"]["by_rank"]],
-            )
-            cases = tuple(case_of(case) for case in values["cases"])
-            weighed, of_what = values["weighed"], values.get("calibration")  # which older files do not say
+            accuracies, source = values["accuracies"], values.get("calibration")  # which older files do not have
             found = cls(
-                place,
-                accuracies,
-                cases,
+                Conditions(**{part.name: values[part.name] for part in fields(Conditions)}),
+                Accuracies(str(accuracies["source"]), [[float(one) for one in row] for row in accuracies["by_rank"]]),
+                tuple(map(Case.from_json, values["cases"])),
                 json.dumps(values["step_times"]),
                 dict(values["versions"]),
-                weighed,
-                None if of_what is None else Source.from_json(of_what),
+                values["weighed"],
+                None if source is None else CalibrationSource.from_json(source),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"tuning: expected device, model, accuracies, cases and step_times, got {error!r}"
             ) from error
-        if not cases:
+        if not found.cases:
             raise ValueError("tuning: expected at least one case, got none")
-        if weighed not in (INDEPENDENT, WALKED):
-            raise ValueError(f"weighed: expected {INDEPENDENT} or {WALKED}, got {weighed!r}")
+        if found.weighed not in (INDEPENDENT, WALKED):
+            raise ValueError(f"weighed: expected {INDEPENDENT} or {WALKED}, got {found.weighed!r}")
         found.times()
         return found
 
@@ -216,7 +269,7 @@ class Tuning:
         """Read a file that `save` wrote.
 
         Raises:
-            ValueError: another or a damaged file; it is named.
+            ValueError: another or a damaged file; the message names it.
             OSError: it cannot be read.
         """
         try:
@@ -225,84 +278,75 @@ class Tuning:
             raise ValueError(f"{path}: expected a file that `medusa tune` wrote, got: {error}") from error
 
 
-def load_for(path: Path, model: MedusaModel, place: Place | None = None) -> Tuning:
-    """Read a file and compare it with a model as it runs here.
-
-    Args:
-        path: the file.
-        model: as it runs here.
-        place: of the model, where that is known already.
+def load_for(path: Path, conditions: Conditions, heads: MedusaHeads) -> Tuning:
+    """Read a file and check that it holds under the conditions of a model.
 
     Raises:
-        ValueError: a damaged file, one of another device, model, dtype or backend (it names what has changed), or trees
-            that the heads cannot fill.
+        ValueError: a damaged file, one made under other conditions (the message says which have changed), or one with
+            trees that the heads cannot fill.
         OSError: it cannot be read.
     """
     found = Tuning.load(path)
-    changed = found.place.differences(place or Place.of(model))
+    changed = found.conditions.differences(conditions)
     if changed:
         raise ValueError(f"{path}: {'; '.join(changed)}")
     for case in found.cases:
-        model._check_tree(case.tree)
+        case.tree.check_fits(heads.num_heads, min(MAX_TOP_K, heads.num_candidates))
     return found
 
 
-def find(folder: Path, model: MedusaModel) -> tuple[Path, Tuning] | None:
-    """Find what is stored of a checkpoint's folder and holds for a model: the first of all `places`.
-
-    Returns:
-        The file and its content; None where nothing is stored.
+def find(folder: Path, conditions: Conditions, heads: MedusaHeads) -> tuple[Path, Tuning]:
+    """Return the first of a folder's tuning files that holds under the conditions of a model, and its content.
 
     Raises:
-        ValueError: files, none of which holds; it says why, of each.
+        ValueError: no file holds; the message says why, for each file.
     """
-    if not tuning_paths.places(folder, ""):
-        return None
-    place, refused = Place.of(model), []
-    for file in tuning_paths.places(folder, place.here):
+    refused = []
+    for file in stored_files(folder, conditions.runtime):
         try:
-            return file, load_for(file, model, place)
+            return file, load_for(file, conditions, heads)
         except (ValueError, OSError) as error:
             refused.append(str(error))
-    raise ValueError("; and ".join(refused))
+    raise ValueError("; and ".join(refused) or f"{folder}: expected a file that `medusa tune` wrote, got none")
 
 
-def recall(path: Path, model: MedusaModel, level: int = logging.WARNING) -> Tuning | None:
-    """Read a file, beside the heads or in the folder for caches, if it is there and holds for a model.
+def recall(folder: Path, backbone: Backbone, heads: MedusaHeads, backend: Backend, level: int) -> Tuning | None:
+    """Return the tuning stored for a folder of heads that holds for a model, or None.
 
-    Args:
-        path: the file beside the heads.
-        model: as it runs here.
-        level: at which it is logged why a file does not hold, where none does.
+    If files are stored but none holds, the reasons are logged at `level`.
     """
-    if model.heads is None:
+    if not stored_files(folder):
         return None
     try:
-        found = find(path.parent, model)
+        return find(folder, Conditions.current(backbone, heads, backend), heads)[1]
     except ValueError as error:
         logger.log(level, "tuning refused (run `medusa tune` again): %s", error)
         return None
-    return None if found is None else found[1]
 
 
-def _surroundings(model: MedusaModel) -> dict[str, Any]:
-    backbone = model.backbone
+def step_time_names(conditions: Conditions) -> tuple[str, str]:
+    """Return the names of device and model in a `StepTimes`."""
+    device = f"{conditions.device}, {conditions.backend}"
+    return device, f"{conditions.model}, {conditions.dtype}, heads {conditions.heads}"
+
+
+def _runtime(backbone: Backbone, backend: Backend) -> dict[str, Any]:
     return {
         "device": device_name(backbone.device),
         "dtype": str(backbone.dtype).removeprefix("torch."),
-        "backend": str(resolve_backend(model.backend, backbone.device, backbone.peers.size)),
+        "backend": str(resolve_backend(backend, backbone.device, backbone.peers.size)),
         "processes": backbone.peers.size,
     }
 
 
-def _names(place: Place) -> tuple[str, str]:
-    """Return what a `StepTimes` calls the device and the model."""
-    return f"{place.device}, {place.backend}", f"{place.model}, {place.dtype}, heads {place.heads}"
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
+    return value
 
 
-def _few(seconds: Sequence[float]) -> list[float]:
-    """Return as many durations as `StepTimes` keeps: evenly spaced quantiles, so that the median is that of all."""
-    if len(seconds) <= KEPT:
-        return list(seconds)
-    between = statistics.quantiles(seconds, n=KEPT + 1, method="inclusive")
-    return between[:KEPT]
+def _positive(name: str, value: Any) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+    return float(value)

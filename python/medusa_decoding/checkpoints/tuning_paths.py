@@ -1,8 +1,8 @@
-"""Where files about a checkpoint of heads stand: beside the heads, or in the user's folder for caches.
+"""Where tuning files are: next to the heads, or in the user's cache folder.
 
-In the latter for heads that are part of an installed package, which are nobody's to write into and would go into the
-next wheel, and for those in a folder that may not be written to. There, files of different devices, dtypes and backends
-stand side by side, as machines may share a home folder. This module does not know what the files say.
+The cache folder is used for heads that are part of an installed package and for heads in a read-only folder. Machines
+may share a home folder, so files in the cache have different names per device, dtype and backend. This module does not
+know what the files contain.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ PACKAGE = Path(__file__).resolve().parents[1]
 logger = logging.getLogger(__name__)
 
 
-def is_users(folder: Path) -> bool:
-    """Return whether a folder of heads is there to write into: no part of the package, and writable."""
-    shipped = folder.resolve().is_relative_to(PACKAGE)
-    return folder.is_dir() and not shipped and os.access(folder, os.W_OK | os.X_OK)
+def is_writable(folder: Path) -> bool:
+    """Return whether files may be written next to heads: the folder is writable and no part of the package."""
+    return folder.is_dir() and not folder.resolve().is_relative_to(PACKAGE) and os.access(folder, os.W_OK | os.X_OK)
 
 
-def cache_of(folder: Path) -> Path | None:
-    """Return where the user's folder for caches has the files of a checkpoint's folder; None where it is not known.
+def cache_folder(folder: Path) -> Path | None:
+    """Return the cache folder for a folder of heads; None if the user has no home folder.
 
-    That is in $XDG_CACHE_HOME, or ~/.cache without it (or where it is no absolute path).
+    It is in $XDG_CACHE_HOME, or in ~/.cache if that is not set or not an absolute path.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if not base.is_absolute():
@@ -35,26 +34,25 @@ def cache_of(folder: Path) -> Path | None:
         except RuntimeError as error:  # no HOME, and a user without an entry
             logger.info("no folder for caches: %s", error)
             return None
-    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
-    return base / "medusa-kernels" / f"{folder.resolve().name}-{digest}"
+    return base / "medusa-kernels" / f"{folder.resolve().name}-{_hash(str(folder.resolve()))}"
 
 
-def cached_name(here: str) -> str:
-    """Return what `medusa tune` calls its file in the folder for caches.
+def cache_name(runtime: str) -> str:
+    """Return the name of a tuning file in the cache folder.
 
     Args:
-        here: what step times depend on besides weights: device, dtype, backend.
+        runtime: what step times depend on apart from weights: device, dtype, backend (`Conditions.runtime`).
     """
-    return f"tuning-{hashlib.blake2b(here.encode(), digest_size=8).hexdigest()}.json"
+    return f"tuning-{_hash(runtime)}.json"
 
 
-def folder_of(folder: Path) -> Path:
-    """Return where `medusa tune` stores: the folder of the heads, where that is a place to write into, or the cache.
+def output_folder(folder: Path) -> Path:
+    """Return the folder that `medusa tune` writes to: the folder of the heads if it is writable, else the cache folder.
 
     Raises:
-        ValueError: neither.
+        ValueError: the folder is not writable and there is no cache folder.
     """
-    found = folder if is_users(folder) else cache_of(folder)
+    found = folder if is_writable(folder) else cache_folder(folder)
     if found is None:
         raise ValueError(
             f"--out: expected a file, because {folder} is no folder of yours to write into and your home folder is not "
@@ -63,43 +61,44 @@ def folder_of(folder: Path) -> Path:
     return found
 
 
-def place_of(folder: Path, here: str) -> Path:
-    """Return the file in which `medusa tune` stores; `here` as in `cached_name`.
+def output_file(folder: Path, runtime: str) -> Path:
+    """Return the file that `medusa tune` writes; arguments and errors as in `cache_name` and `output_folder`."""
+    return output_folder(folder) / (FILE if is_writable(folder) else cache_name(runtime))
 
-    Raises:
-        ValueError: no place for it.
+
+def stored_files(folder: Path, runtime: str = "") -> list[Path]:
+    """Return the existing tuning files of a folder of heads, first the one that `medusa tune` would write.
+
+    Cached files of other devices, dtypes and backends come last: they do not hold here, but tell what has changed.
+    Files that cannot be accessed are left out.
     """
-    return folder_of(folder) / (FILE if is_users(folder) else cached_name(here))
+    own, cache = folder / FILE, cache_folder(folder)
+    cached = [] if cache is None else _tuning_files(cache)
+    present = [*cached, own] if _is_file(own) else cached
+    first = [own, (cache or folder) / cache_name(runtime)]
+    if not is_writable(folder):
+        first.reverse()
+    return [file for file in first if file in present] + [file for file in cached if file not in first]
 
 
-def places(folder: Path, here: str) -> list[Path]:
-    """Return the files that `medusa tune` may have stored and that are there, the one that it would write first.
-
-    Behind the one beside the heads and the cached one come cached ones of other devices, dtypes or backends, which hold
-    nowhere here but tell what has changed. What cannot be looked at is as if it were not there.
-    """
-    own, cache = folder / FILE, cache_of(folder)
-    there = [] if cache is None else _files(cache)
-    exact = [file for file in there if file.name == cached_name(here)]
-    beside = [own] if _is_there(own) else []
-    first = [*beside, *exact] if is_users(folder) else [*exact, *beside]
-    return first + [file for file in there if file not in exact]
-
-
-def expanded(path: str | Path) -> Path:
-    """Return a path with a home folder in place of `~`, as the shell does not write behind `=`."""
+def expand_user(path: str | Path) -> Path:
+    """Return a path with the home folder for `~`, which the shell does not replace after `=`."""
     return Path(os.path.expanduser(path))
 
 
-def check_place(name: str, file: Path) -> None:
-    """Raise `ValueError` unless a file can be written there; `name` is the argument that says where."""
-    place = file.absolute().parent
-    fits = place.is_dir() and os.access(place, os.W_OK | os.X_OK) and not file.is_dir()
+def check_writable(name: str, file: Path) -> None:
+    """Raise `ValueError` unless a file can be written; `name` is the argument that names it."""
+    folder = file.absolute().parent
+    fits = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not file.is_dir()
     if not fits or (file.exists() and not os.access(file, os.W_OK)):
         raise ValueError(f"{name}: expected a file in a folder that exists and may be written to, got {file}")
 
 
-def _is_there(file: Path) -> bool:
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _is_file(file: Path) -> bool:
     try:
         return file.is_file()
     except OSError as error:
@@ -107,11 +106,11 @@ def _is_there(file: Path) -> bool:
         return False
 
 
-def _files(cache: Path) -> list[Path]:
+def _tuning_files(cache: Path) -> list[Path]:
     try:
         return sorted(file for file in cache.iterdir() if file.name.startswith("tuning") and file.suffix == ".json")
     except (FileNotFoundError, NotADirectoryError):
-        pass
+        return []
     except OSError as error:
         logger.info("%s cannot be looked at: %s", cache, error)
-    return []
+        return []

@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm
 
 from medusa_decoding.chat.template import PromptEncoder, prompt_encoder
-from medusa_decoding.checkpoints.tuning_file import Tuning
+from medusa_decoding.checkpoints.tuning_file import Case, Tuning
 from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import resolve_backend
@@ -23,7 +23,6 @@ from medusa_decoding.files import append_line
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning import record
-from medusa_decoding.tuning.cases import Case
 from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
 
 
@@ -63,9 +62,13 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     expected = [sizes[one.tree].tokens for one in found]
     figures = amounts | as_json(cases, found, expected, verdict)
     if args.sweep_out is not None:
-        place = tuning.place
         of_model = {"model": args.model or "the embedded demo checkpoint", "shapes": record.shapes(model)}
-        how = {"dtype": place.dtype, "backend": place.backend, "batch": 1, "weighed": tuning.weighed}
+        how = {
+            "dtype": tuning.conditions.dtype,
+            "backend": tuning.conditions.backend,
+            "batch": 1,
+            "weighed": tuning.weighed,
+        }
         made = record.provenance(model.backbone.device)
         append_line(args.sweep_out, {"benchmark": "tune_sweep"} | of_model | how | figures | made)
     print(json.dumps(figures) if args.json else as_text(amounts, cases, found, expected, verdict))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from medusa_decoding.calibration.expected import expect
 from medusa_decoding.checkpoints import tuning_paths
+from medusa_decoding.checkpoints.accuracies import CALIBRATION
 from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.cli.tree import DRAWN, NODES, in_columns, three
 from medusa_decoding.decode.runtime.steps import BACKENDS
@@ -27,7 +28,6 @@ from medusa_decoding.files import only_writer
 from medusa_decoding.trees.calibration import Calibration, wilson
 from medusa_decoding.trees.search import most_nodes, walked_tree
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning.select import CALIBRATION
 
 NEW_TOKENS = 256
 SHOWN = (1, 2, 3, 5, 10)
@@ -114,11 +114,11 @@ def place(args: argparse.Namespace) -> Path:
         ValueError: no such folder, or none that can be written to.
     """
     if args.out is not None:
-        out = tuning_paths.expanded(args.out)
-        tuning_paths.check_place("--out", out)
+        out = tuning_paths.expand_user(args.out)
+        tuning_paths.check_writable("--out", out)
         return out
-    folder = None if args.model is None else tuning_paths.expanded(args.model)
-    if folder is None or not tuning_paths.is_users(folder):
+    folder = None if args.model is None else tuning_paths.expand_user(args.model)
+    if folder is None or not tuning_paths.is_writable(folder):
         named = "the embedded demo checkpoint" if args.model is None else args.model
         raise ValueError(f"--out: expected a file, because {named} is no folder of yours to write into, got none")
     return folder / CALIBRATION

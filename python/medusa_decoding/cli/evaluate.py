@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     _arguments.check_device(args)
     if args.out is None:
         return _run(args)
-    args.out = tuning_paths.expanded(args.out)
-    tuning_paths.check_place("--out", args.out)
+    args.out = tuning_paths.expand_user(args.out)
+    tuning_paths.check_writable("--out", args.out)
     with only_writer("--out", args.out):
         return _run(args)
 

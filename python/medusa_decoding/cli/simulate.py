@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper import plots, reproduction
+from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli._arguments import at_least_one, factor
 from medusa_decoding.roofline import compare_measured
-from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration, read_accuracies
+from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
 from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
 from medusa_decoding.roofline.probe_device import probe_device
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape, find_shape

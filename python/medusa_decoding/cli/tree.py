@@ -25,12 +25,12 @@ from medusa_decoding.calibration.compare import PATHS, PRODUCTS, WALK, Judged, c
 from medusa_decoding.calibration.expected import Expected, as_figure
 from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
 from medusa_decoding.checkpoints import tuning_paths
+from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.files import read_json
-from medusa_decoding.roofline.acceleration import read_accuracies
 from medusa_decoding.trees import plot
 from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.replay import texts_of
@@ -131,7 +131,7 @@ def run_show(args: argparse.Namespace) -> int:
     """Draw a tree."""
     if args.image is not None:
         plot.check_matplotlib()
-        tuning_paths.check_place("--image", args.image)
+        tuning_paths.check_writable("--image", args.image)
     shares = None if args.accuracies is None else find_shares(args.tree, args.accuracies)
     text = plot.as_text(args.tree, args.width or shutil.get_terminal_size().columns, shares)
     try:
@@ -161,7 +161,7 @@ def run_search(args: argparse.Namespace) -> int:
     if args.save is not None:
         if len(args.nodes) != 1:
             raise ValueError(f"--save: expected one size in --nodes with it, got {len(args.nodes)}")
-        tuning_paths.check_place("--save", args.save)
+        tuning_paths.check_writable("--save", args.save)
     elif args.by is not None:
         raise ValueError("--by: expected --save with it, got none")
     calibration = Calibration.load(args.calibration)

@@ -13,14 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Protocol
 
-from medusa_decoding.files import read_json
 from medusa_decoding.trees.tree import MAX_CHOICES, Tree
 
 SLOPE = 0.477
-ROUNDING = 1e-6  # by which shares may add up to more than one whole
 PRINTED: dict[str, Callable[[float], float]] = {
     "0.477 log10(n)": lambda nodes: SLOPE * math.log10(nodes),
     "0.477 ln(n)": lambda nodes: SLOPE * math.log(nodes),
@@ -104,42 +101,3 @@ class TreeAcceleration:
         if not 1 <= nodes <= self.most_nodes:
             raise ValueError(f"nodes: expected 1 to {self.most_nodes} with these heads, got {nodes}")
         return self._expected[nodes - 1]
-
-
-def read_accuracies(path: str | Path) -> list[list[float]]:
-    """Read accuracies of heads, each rank alone.
-
-    Args:
-        path: JSON: a list of lists; an object with such a list as `accuracies`; or counts, an object with `hits`
-            (targets among the n likeliest, n from 1, a list a head) and `total` (targets, a number a head), also as
-            the `accuracy` of an object.
-
-    Raises:
-        ValueError: anything else, accuracies of the n likeliest together above all; it names the file.
-    """
-    values = read_json(path)
-    try:
-        if isinstance(values, dict) and isinstance(values.get("accuracy"), dict):
-            values = values["accuracy"]
-        if isinstance(values, dict) and "accuracies" in values:
-            values = values["accuracies"]
-        if isinstance(values, dict):
-            rows = [
-                [(more - less) / total for less, more in zip([0, *hits], hits, strict=False)]
-                for hits, total in zip(values["hits"], values["total"], strict=True)
-            ]
-        else:
-            rows = [[float(value) for value in row] for row in values]
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(
-            f"{path}: expected a list of accuracies a head, or counts (hits, total), in JSON; got {error!r}"
-        ) from error
-    if not rows or not all(rows) or not all(0 <= value <= 1 for row in rows for value in row):
-        raise ValueError(f"{path}: expected one list a head of accuracies in [0, 1], got {rows!r:.80}")
-    for head, row in enumerate(rows, start=1):
-        if sum(row) > 1 + ROUNDING:
-            raise ValueError(
-                f"{path}: expected accuracies of each rank alone, which are shares of one whole, got {sum(row):.3f} in "
-                f"all for head {head} (are they those of the n likeliest together?)"
-            )
-    return rows

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints.tuning_file import LIBRARIES
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import commit, cpu_name, versions, without_folders
+from medusa_decoding.tuning.select import LIBRARIES
 
 
 def machine(device: torch.device) -> dict[str, Any]:

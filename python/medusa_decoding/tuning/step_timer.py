@@ -1,13 +1,12 @@
-"""Step times on this device: real steps of the decode loop at each tree size, timed as the loop times them.
+"""Time real steps of the decode loop on this device for each tree size.
 
-For one batch and one prefix length, random tokens are prefilled once. Then blocks of steps run from that very state,
-each block with one tree, in an order shuffled anew every round, so that no size always runs behind the same neighbour
-and a disturbance of the machine hits all of them. The first steps of a block are not counted: a generation goes on with
-the same tree, whose weights (packed for its size, where steps are compiled) lie in the caches by then. On a GPU steps
-are launched ahead as in the loop, and a step's duration is that between the ends of two.
+For one batch size and prefix length, random tokens are prefilled once. Blocks of steps then start from that state, each
+block with one tree, in an order shuffled in every round: no size always follows the same other one, and a disturbance
+of the machine affects all of them. The first steps of a block are not counted, because a generation stays with one tree
+and finds its weights (packed per size if steps are compiled) in the caches. On a GPU steps are launched ahead as in the
+loop, and a step's duration is the time between the ends of two steps.
 
-No text is written that means anything: how many tokens a step commits is of no interest here. This module does not know
-which tree is best (see `choice`) nor files (see `stored`).
+The text is meaningless, so accepted tokens are not counted. This module does not know which tree is best.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ if TYPE_CHECKING:
     from medusa_decoding.model import MedusaModel
 
 UNCOUNTED, COUNTED = 1, 3
-"""Steps of a block: those that it begins with, and those whose durations are kept."""
+"""Steps at the start of a block whose durations are dropped, and steps after them whose durations are kept."""
 NEW_TOKENS = 256
-"""New tokens that the cache has room for, as in a generation of the default length."""
+"""New tokens that the cache has room for: the default length of a generation."""
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Durations of steps with trees of one size.
+    """Durations of steps with a tree of one size.
 
     Attributes:
         batch: rows of the batch.
-        prefix: committed tokens of each row.
-        rows: rows of the cache that they stood in.
-        nodes: of the tree, root included; 1 is a plain step.
+        prefix: tokens of each row before the step.
+        rows: rows of the cache.
+        nodes: of the tree, root included; 1 for a plain step.
         seconds: of each counted step, in the order they ran.
     """
 
@@ -58,11 +57,10 @@ class Latency:
 
     @property
     def typical(self) -> float:
-        """The mean of the middle half of the durations: what trees are weighed by.
+        """The mean of the middle half of the durations.
 
-        Rare outliers do not move it, as little as the median. But where a machine alternates between two speeds (a
-        neighbour on the same core), the median is the one or the other by chance; this lies in between, as the time of
-        a whole generation does.
+        Rare outliers do not change it, as with the median. If a machine alternates between two speeds (a neighbour on
+        the same core), the median is one of the two by chance; this mean is in between, like a whole generation.
         """
         ordered = sorted(self.seconds)
         cut = len(ordered) // 4
@@ -75,14 +73,14 @@ class Latency:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The lower and the upper quartile of the durations."""
+        """The lower and upper quartiles of the durations."""
         if len(self.seconds) < 2:
             return self.seconds[0], self.seconds[0]
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
 
-def measure(
+def time_steps(
     model: MedusaModel,
     trees: Sequence[Tree],
     *,
@@ -92,19 +90,19 @@ def measure(
     seed: int = 0,
     on_block: Callable[[], object] = lambda: None,
 ) -> list[Latency]:
-    """Time steps of a model with each of some trees, in the backend that its generations use.
+    """Time a model's steps with each tree, on the backend that its generations use.
 
     Args:
-        model: the model; nothing of it changes.
-        trees: what to time, of different sizes; `Tree([])` is the plain step.
+        model: the model; it is not changed.
+        trees: trees of different sizes; `Tree([])` is the plain step.
         batch: rows of the batch.
-        prefix: tokens of each row's prefix.
-        repeats: blocks a tree, of `COUNTED` durations each.
+        prefix: tokens per row before the steps.
+        repeats: counted blocks per tree, of `COUNTED` durations each.
         seed: of tokens and orders.
-        on_block: called behind each block, for a progress bar. There are `repeats` + 1 a tree: the first warms up.
+        on_block: called after each block, for a progress bar. There are `repeats` + 1 per tree: the first warms up.
 
     Returns:
-        One entry a tree, in the order given.
+        One entry per tree, in the order given.
 
     Raises:
         ValueError: bad arguments, a tree that the heads cannot fill, a prefix that leaves no room in the model's
@@ -159,12 +157,14 @@ def measure(
 def interleaved(
     block: Callable[[Tree], Sequence[float]], trees: Sequence[Tree], repeats: int, seed: int = 0
 ) -> list[list[float]]:
-    """Run a block a tree and round, in shuffled order, behind a round that is not counted (it compiles and captures).
+    """Run one block per tree and round, in shuffled order, after a first round that is not counted.
+
+    The first round compiles and captures.
 
     Args:
-        block: runs a block of steps with a tree and returns the durations that count.
+        block: runs a block of steps with a tree and returns the durations to count.
         trees: what to run.
-        repeats: rounds that count.
+        repeats: counted rounds.
         seed: of the orders.
 
     Returns:
@@ -182,7 +182,7 @@ def interleaved(
 
 
 def longest_prefix(model: MedusaModel, trees: Sequence[Tree]) -> int:
-    """Return the longest prefix that leaves room in the model's context for the blocks; below 1 if there is none."""
+    """Return the longest prefix after which blocks fit in the model's context; below 1 if there is none."""
     return model.backbone.context_limit - (UNCOUNTED + COUNTED) * (1 + max(tree.depth for tree in trees)) - 1
 
 
@@ -214,4 +214,4 @@ def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, r
     model._check_decodable()
 
 
-__all__ = ["Latency", "interleaved", "longest_prefix", "measure"]
+__all__ = ["Latency", "interleaved", "longest_prefix", "time_steps"]
