@@ -1,32 +1,38 @@
-"""What figures and files depend on: which weights, which versions, which commit, which device.
+"""What a figure or a file depends on: weights, library versions, commit, machine and command.
 
-A fingerprint says whether weights are those that something was made with; it is no proof against forgery. This module
-does not know what it is asked about.
+A fingerprint tells whether weights are the ones that a file was made with; it is no proof against forgery. This module
+does not know what was measured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SAMPLED = 1024
-"""Values of each weight that a fingerprint looks at."""
+"""How many values of each weight a fingerprint reads."""
+LIBRARIES = ("torch", "triton", "transformers", "medusa-kernels")
+"""The libraries that step times depend on."""
 
 
 def fingerprint(module: torch.nn.Module) -> str:
-    """Return what tells models apart: a hash of the shape, dtype and some evenly spaced values of every weight.
+    """Return a hash of a model's weights: of the shape, the dtype and some evenly spaced values of each.
 
-    Training changes about every value. A change of single values between those that are looked at is not seen.
+    Training changes nearly every value. A change of single values between the ones that are read goes unnoticed.
     """
     digest = hashlib.blake2b(digest_size=8)
     for weight in module.state_dict().values():
@@ -37,7 +43,7 @@ def fingerprint(module: torch.nn.Module) -> str:
 
 def _digest(weight: torch.Tensor, digest: hashlib.blake2b) -> None:
     digest.update(f"{list(weight.shape)} {weight.dtype}".encode())
-    if is_traceable_wrapper_subclass(weight):  # quantised by torchao, say: made of plain tensors
+    if is_traceable_wrapper_subclass(weight):  # such as torchao's quantised ones: made of plain tensors
         names, _ = weight.__tensor_flatten__()
         for name in names:
             _digest(getattr(weight, name), digest)
@@ -47,8 +53,62 @@ def _digest(weight: torch.Tensor, digest: hashlib.blake2b) -> None:
     digest.update(sample.view(torch.uint8).numpy().tobytes())
 
 
+def provenance(command: str, device: torch.device | None = None, file: str | Path = __file__) -> dict[str, Any]:
+    """Return machine, versions, commit, command and date, as records of measurements store them.
+
+    Args:
+        command: the command that measures, such as `medusa_command()`.
+        device: where it measures; by default the GPU if there is one, else the CPU.
+        file: a file of the checkout whose commit is meant.
+    """
+    return {
+        "machine": machine(device),
+        "versions": versions(*LIBRARIES),
+        "commit": commit(file),
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """Describe the machine that a device (by default the GPU if there is one) belongs to."""
+    if device.type == "cuda" if device is not None else torch.cuda.is_available():
+        # The newest CUDA version that the driver supports; torch does not tell the driver's own version.
+        supported = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
+        return {
+            "name": torch.cuda.get_device_name(device),
+            "cuda": torch.version.cuda,
+            "driver_cuda": f"{supported // 1000}.{supported % 1000 // 10}" if supported else None,
+            "gpus": torch.cuda.device_count(),
+        }
+    return {
+        "name": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def medusa_command() -> str:
+    """Return the `medusa` command that is running, or "unknown" if another program has called the package."""
+    program = Path(sys.argv[0])
+    # Every package that is run with -m is called __main__.py.
+    if program.name != "medusa" and program.parts[-2:] != ("medusa_decoding", "__main__.py"):
+        return "unknown"
+    return shlex.join(["medusa", *without_folders(sys.argv[1:])])
+
+
+def without_folders(arguments: Iterable[str]) -> list[str]:
+    """Return a command's arguments with every absolute path replaced by its last part."""
+    found = []
+    for word in arguments:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        found.append(option + equals + (Path(value).name if value.startswith(("/", "~")) else value))
+    return found
+
+
 def versions(*libraries: str) -> dict[str, str]:
-    """Return the version of Python, and of those libraries that are installed."""
+    """Return the versions of Python and of those libraries that are installed."""
     found = {"python": platform.python_version()}
     for name in libraries:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -58,39 +118,28 @@ def versions(*libraries: str) -> dict[str, str]:
 
 @functools.cache
 def commit(file: str | Path = __file__) -> str:
-    """Return the commit of the checkout that a file is part of, marked if tracked files differ from it.
+    """Return the commit of the checkout that a file belongs to, with "+changes" if tracked files differ from it.
 
-    The environment variable MEDUSA_COMMIT goes first, for copies of a checkout whose repository is missing or is not
-    the checkout's own. A file that git does not track, of an installed package say, has none: "unknown".
+    The environment variable MEDUSA_COMMIT comes first, for copies of a checkout without its own repository. The commit
+    of a file that git does not track, such as one of an installed package, is "unknown".
     """
     if os.environ.get("MEDUSA_COMMIT"):
         return os.environ["MEDUSA_COMMIT"]
+    file = Path(file).resolve()
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True)
+        return done.stdout
+
     try:
-        # A package may be installed into a folder of somebody else's repository.
-        file = Path(file).resolve()
-        _git(file.parent, "ls-files", "--error-unmatch", file.name)
-        head = _git(file.parent, "rev-parse", "--short=12", "HEAD").strip()
-        # Records that benchmarks append change nothing that is measured.
-        changed = _git(
-            file.parent, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results"
-        )
+        # A package may be installed into a folder of another project's repository.
+        git("ls-files", "--error-unmatch", file.name)
+        head = git("rev-parse", "--short=12", "HEAD").strip()
+        # Records that benchmarks append do not change what is measured.
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changed else "")
-
-
-def without_folders(arguments: Iterable[str]) -> list[str]:
-    """Return a command's arguments as anyone would give them: of paths on this machine, only the names."""
-    found = []
-    for word in arguments:
-        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-        found.append(option + equals + (Path(value).name if value.startswith(("/", "~")) else value))
-    return found
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout
 
 
 @functools.cache
@@ -104,7 +153,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Name a device by what step times depend on, and nothing that a new driver changes."""
+    """Name a device by the properties that step times depend on; a new driver does not change the name."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         memory = round(found.total_memory / 2**30)
