@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from medusa_decoding.calibration.texts import encode_prompt
 from medusa_decoding.chat.template import PromptEncoder, prompt_encoder
 from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
-from medusa_decoding.cli.tune import encoded
 from medusa_decoding.decode.runtime.steps import BACKENDS, resolve_backend
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.own_text import RANKS, own_text_accuracy
@@ -237,7 +237,7 @@ def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) 
         read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1)
         eos = token_list(model.backbone.causal.generation_config.eos_token_id)
         chat, as_it_stands = prompt_encoder(tokenizer, args.template, eos), PromptEncoder(tokenizer, eos)
-        found = [torch.tensor([encoded(one, as_it_stands if one.is_text else chat)]) for one in read]
+        found = [torch.tensor([encode_prompt(one, as_it_stands if one.is_text else chat)]) for one in read]
         fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.backbone.context_limit]
         left_out = len(found) - len(fits)
         if not fits:

@@ -137,10 +137,10 @@ def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module._Writer, "count", interrupt)
+    monkeypatch.setattr(module, "rank_answers", interrupt)
     assert main(["calibrate", "--model", str(heads), "--prompts", file, *LIMITS]) == 130
     place = heads / "calibration.json.progress"
-    assert f"what was counted is in {place}; --resume goes on" in capsys.readouterr().err
+    assert f"progress is in {place}; continue with --resume" in capsys.readouterr().err
     assert place.is_file()
     # Without it, refused before the model is loaded.
     monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))

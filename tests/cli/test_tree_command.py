@@ -253,7 +253,7 @@ def test_without_matplotlib_an_image_is_refused_before_any_work(capsys, monkeypa
 
 def test_places_that_may_not_be_written_to_are_told_of_before_any_work(capsys, monkeypatch, file, tmp_path):
     monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
-    monkeypatch.setattr("medusa_decoding.cli.tree.compare", lambda *args: pytest.fail("searched"))
+    monkeypatch.setattr("medusa_decoding.cli.tree.search_trees", lambda *args: pytest.fail("searched"))
     argv = ["tree", "search", "--calibration", file, "--nodes", "3", "--save", str(tmp_path / "t.json")]
     assert main(argv) == 2
     captured = capsys.readouterr()

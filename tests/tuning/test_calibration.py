@@ -391,9 +391,9 @@ def test_a_run_killed_at_any_point_ends_in_the_same_bytes(make, tmp_path, finish
     lines = progress.splitlines(keepends=True)
     assert len(lines) == 1 + len(PROMPTS)
     asked = []
-    answer = module._Writer.count
+    answer = module.rank_answers
     monkeypatch.setattr(
-        module._Writer, "count", lambda self, prompt, n: asked.append((n, prompt)) or answer(self, prompt, n)
+        module, "rank_answers", lambda writer, prompt, n: asked.append((n, prompt)) or answer(writer, prompt, n)
     )
     starts = [sum(map(len, lines[:n])) for n in range(1, len(lines) + 1)]
     for done, start in enumerate(starts):
@@ -412,18 +412,18 @@ def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch, torn)
     """Stopped twice, the second time behind a line that the first one left half written, or not."""
     out = tmp_path / "c.json"
     progress = out.with_name("c.json.progress")
-    answer = module._Writer.count
+    answer = module.rank_answers
 
     def stopped_after(prompts, resume):
         left = iter([True] * prompts + [False])
 
-        def count(self, prompt, number):
+        def count(*asked):
             if not next(left):
                 raise KeyboardInterrupt
-            return answer(self, prompt, number)
+            return answer(*asked)
 
         with monkeypatch.context() as patch:
-            patch.setattr(module._Writer, "count", count)
+            patch.setattr(module, "rank_answers", count)
             with pytest.raises(KeyboardInterrupt):
                 run(make, out, resume)
 
@@ -442,7 +442,7 @@ def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch, torn)
 def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, finished, monkeypatch):
     out = tmp_path / "whole.json"
     with monkeypatch.context() as patch:
-        patch.setattr(module._Writer, "count", lambda self, *asked: pytest.fail("asked again"))
+        patch.setattr(module, "rank_answers", lambda *asked: pytest.fail("asked again"))
         assert run(make, out, True) == Calibration.load(out)
     with pytest.raises(
         ValueError, match=r"settings: expected .*'max_new_tokens': 16.* like the counts in .*whole.json"
@@ -456,7 +456,7 @@ def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, fi
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_file_that_is_no_calibration_is_left(make, tmp_path, monkeypatch, resume):
-    monkeypatch.setattr(module._Writer, "count", lambda self, *asked: pytest.fail("asked"))
+    monkeypatch.setattr(module, "rank_answers", lambda *asked: pytest.fail("asked"))
     (tmp_path / "thesis.txt").write_text("Chapter 1")
     with pytest.raises(
         ValueError, match=r"out: expected a new file or a calibration to take the place of, got .*thesis"
@@ -511,7 +511,7 @@ def test_backends_and_templates_are_told_apart(make):
     for template, backend in ((CHAT_TEMPLATE, "auto"), (silent, "auto"), (CHAT_TEMPLATE, "compiled")):
         model, tokenizer = make(template)
         model.backend = backend
-        described.append(Writer(model, tokenizer, Settings()).described([Prompt(("zz",))]))
+        described.append(Writer(model, tokenizer, Settings()).describe([Prompt(("zz",))]))
     own, *others = described
     for other, changed in zip(others, ("rendered", "backend"), strict=True):
         assert {**other, "settings": own["settings"]} == own
@@ -523,7 +523,7 @@ def test_prompts_are_told_apart_one_by_one(make):
     model, tokenizer = make()
 
     def described(*prompts, tokens=6):
-        return Writer(model, tokenizer, Settings(prompt_tokens=tokens)).described(prompts)["prompts"]
+        return Writer(model, tokenizer, Settings(prompt_tokens=tokens)).describe(prompts)["prompts"]
 
     text = Prompt(("to be continued otherwise",), is_text=True)  # the same six tokens
     one, other = described(*PROMPTS), described(text, Prompt(("abc",)), Prompt(("zz", "and then"), category="c"))
@@ -551,7 +551,7 @@ def test_a_run_without_a_text_long_enough_leaves_nothing(make, tmp_path, monkeyp
     with pytest.raises(ValueError, match=r"prompts: expected a text of at least 4 new tokens .*, got 1 texts with 2"):
         calibrate(model, tokenizer, [Prompt(("a" * 22,))], max_new_tokens=16, out=out)
     assert [*tmp_path.iterdir()] == []
-    monkeypatch.setattr(module._Writer, "count", lambda *args: pytest.fail("worked"))
+    monkeypatch.setattr(module, "rank_answers", lambda *args: pytest.fail("worked"))
     with pytest.raises(ValueError, match=r"max_new_tokens: expected at least 4, .* got 3"):
         run(make, out, False, max_new_tokens=K)
     assert [*tmp_path.iterdir()] == []

@@ -224,10 +224,10 @@ def test_the_pick_is_within_three_percent_of_the_best_of_all(times, heads, seed)
         return Written(tokens, steps, steps * times[tree.num_nodes])
 
     found = sweep(write, trees, texts=10, rounds=1)
-    verdict = judge(pick.tree, found)
+    verdict = judge([pick.tree] * 10, found)
     assert 0.0 <= verdict.behind <= 0.03
     slowest = min(found, key=lambda one: one.rate)
-    assert judge(slowest.tree, found).behind > 0.1  # to pick any of them would not do
+    assert judge([slowest.tree] * 10, found).behind > 0.1  # to pick any of them would not do
     if heads is USELESS:
         assert pick.tree == Tree([])
 
@@ -258,18 +258,18 @@ def test_sweep_adds_up_and_shuffles():
     assert (chain.low, longer.tokens_per_step) == (pytest.approx(40 / 27), 3.0)
     assert plain.texts == ((10, 1.0), (10, 2.0))
     # Half as fast in every text: so are all draws of texts.
-    slow = Swept(Tree.chain(3), plain.rate / 2, 0.0, 0.0, 1.0, tuple((n, 2 * seconds) for n, seconds in plain.texts))
-    of_best = judge(slow.tree, [plain, slow]).of_best
+    slow = Swept(Tree.chain(3), tuple((n, 2 * seconds) for n, seconds in plain.texts), 0.0, 0.0, 1.0)
+    of_best = judge([slow.tree] * 2, [plain, slow]).of_best
     assert (of_best.value, of_best.low, of_best.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
 def test_verdicts():
-    found = [Swept(Tree.chain(n), rate, rate, rate, 1.0) for n, rate in ((0, 8.0), (1, 10.0), (2, 9.0))]
-    assert judge(Tree.chain(1), found) == judge(Tree.chain(1), found[::-1])
-    verdict = judge(Tree.chain(0), found)
+    found = [Swept(Tree.chain(n), ((rate, 1.0),), rate, rate, 1.0) for n, rate in ((0, 8), (1, 10), (2, 9))]
+    assert judge([Tree.chain(1)], found) == judge([Tree.chain(1)], found[::-1])
+    verdict = judge([Tree.chain(0)], found)
     assert (verdict.rank, verdict.behind, verdict.best) == (3, pytest.approx(0.2), Tree.chain(1))
     with pytest.raises(ValueError, match="chosen: expected one of the trees that were compared"):
-        judge(Tree.chain(3), found)
+        judge([Tree.chain(3)], found)
     with pytest.raises(ValueError, match="texts: expected some of more than one new token"):
         sweep(lambda text, tree: Written(0, 0, 0.0), [Tree([])], 1)
     with pytest.raises(ValueError, match="texts: expected at least 1, got 0"):
@@ -278,15 +278,14 @@ def test_verdicts():
 
 def test_a_choice_for_each_text():
     """Each of two trees is the faster one for one of two texts: chosen so, they are faster than either."""
-    one = Swept(Tree.chain(1), 4.0, 4.0, 4.0, 1.0, ((10, 1.0), (10, 4.0)))
-    two = Swept(Tree.chain(2), 5.0, 5.0, 5.0, 1.0, ((10, 2.0), (10, 2.0)))
+    one = Swept(Tree.chain(1), ((10, 1.0), (10, 4.0)), 4.0, 4.0, 1.0)
+    two = Swept(Tree.chain(2), ((10, 2.0), (10, 2.0)), 5.0, 5.0, 1.0)
     verdict = judge([one.tree, two.tree], [one, two])
     assert (verdict.rank, verdict.best) == (1, two.tree)
     assert (verdict.rate, verdict.behind) == pytest.approx((20 / 3, 1 - 20 / 3 / 5))
     assert verdict.of_best.value == pytest.approx(4 / 3)
     worst = judge([two.tree, one.tree], [one, two])
     assert (worst.rank, worst.rate) == (3, pytest.approx(20 / 6))
-    assert judge([one.tree] * 2, [one, two]) == judge(one.tree, [one, two])
-    assert judge(one.tree, [one, two]).rate == 4.0
+    assert judge([one.tree] * 2, [one, two]).rate == 4.0
     with pytest.raises(ValueError, match="chosen: expected a tree for each of 2 texts, got 3"):
         judge([one.tree, two.tree, two.tree], [one, two])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import Tree
-from medusa_decoding.calibration.compare import PATHS, PRODUCTS, WALK, compare
+from medusa_decoding.calibration.expected import PATHS, PRODUCTS, WALK, search_trees
 from medusa_decoding.trees.calibration import NONE, Calibration
 from medusa_decoding.trees.search import joint_tree, most_nodes
 
@@ -126,7 +126,7 @@ def test_comparison_by_hand():
     """Heads that are right together: behind rank 0 only rank 0, behind rank 1 only rank 1."""
     calibration = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
     held_out = Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2})
-    (plain, joint), (plain_5, joint_5) = compare(calibration, [3, 5], held_out)
+    (plain, joint), (plain_5, joint_5) = search_trees(calibration, [3, 5], held_out)
     assert (plain.by, joint.by) == (PRODUCTS, PATHS)
     assert plain.tree == Tree([[0], [1]])  # 0.5, 0.4, then 0.5 * 0.5
     assert joint.tree == Tree([[0], [0, 0]])
@@ -141,7 +141,7 @@ def test_comparison_by_hand():
     assert joint_5.expected.paths.value == pytest.approx(2.8)
     assert joint_5.different == 1
     assert joint_5.held_out.paths.value == pytest.approx(1 + 0.75 + 0.25 + 0.25 + 0.0)
-    assert compare(calibration, [3])[0][0].held_out is None
+    assert search_trees(calibration, [3])[0][0].held_out is None
 
 
 def test_comparison_of_texts_has_a_third_tree():
@@ -149,7 +149,7 @@ def test_comparison_of_texts_has_a_third_tree():
     right, wrong = (0, NONE), (1, NONE)
     text = (right, right, wrong) * 10
     found = Calibration.of(2, 2, [(text,)])
-    ((products, paths, walked),) = compare(found, [2])
+    ((products, paths, walked),) = search_trees(found, [2])
     assert [one.by for one in (products, paths, walked)] == [PRODUCTS, PATHS, WALK]
     # Rank 0 is right at two of three positions; but its steps start at 0, 2, 3, 5, ..: two steps for three tokens.
     assert paths.tree == Tree([[0]])
@@ -162,7 +162,7 @@ def test_heads_that_are_independent_give_one_tree():
     """Every pair of ranks as often as its product says: both searches are worth the same."""
     first, second = {0: 6, 1: 3, NONE: 1}, {0: 5, 1: 2, NONE: 3}
     paths = {(a, b): n * m for a, n in first.items() for b, m in second.items()}
-    for plain, joint in compare(Calibration(2, 2, paths), [2, 3, 4, 5, 6, 7]):
+    for plain, joint in search_trees(Calibration(2, 2, paths), [2, 3, 4, 5, 6, 7]):
         assert plain.expected.independent.value == pytest.approx(plain.expected.paths.value)
         assert plain.expected.independent.value == pytest.approx(joint.expected.paths.value)
 

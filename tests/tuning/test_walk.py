@@ -196,7 +196,7 @@ def steps_of_decoding(model, tokenizer, tree, **sampled):
     for number, prompt in enumerate(PROMPTS):
         written = list(writer.answers(prompt, number, tree))
         assert all(len(one.new) == 24 for one in written)
-        lengths = [length for one in written for length in one.accepted]
+        lengths = [length for one in written for length in one.accept_lengths]
         found.append((len(lengths) + sum(lengths), len(lengths)))
     return found
 

@@ -1,12 +1,13 @@
-"""What a tree is expected to give a step, in three ways that get closer to what decoding does.
+"""Compute the expected tokens per step of trees from a calibration, and search the best trees by three measures.
 
-If heads were right independently (Medusa paper, section 2.3.3); by how often whole paths are right at a position drawn
-at random; and walked, at the positions that steps really start from. Each with a 95 % interval, by drawing whole
-prompts anew: positions of one text resemble each other, so that they are no independent trials.
+The three estimates come closer and closer to what decoding does: as if heads were right independently (Medusa paper,
+section 2.3.3); by how often whole paths are right at a random position; and walked, at the positions where steps really
+start. Each has a 95 % interval from drawing whole prompts, because positions of one text are not independent.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +17,21 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.trees.calibration import Calibration, RankPath, alone, counted
 from medusa_decoding.trees.replay import accepted, branches_of, check_walkable, walk
+from medusa_decoding.trees.search import joint_tree, walked_tree
 from medusa_decoding.trees.tree import Tree
+
+PRODUCTS, PATHS, WALK = "products", "paths", "walk"
+"""The measures that trees are searched by."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Tokens a step of one tree, root included.
+    """Expected tokens per step of one tree, root included.
 
     Attributes:
-        independent: if heads were right independently.
-        paths: at a position drawn at random.
-        walked: of the steps that decoding makes; None for a calibration without texts. Without texts there are no
-            intervals either.
+        independent: as if heads were right independently.
+        paths: at a random position.
+        walked: of the steps that decoding makes; None for a calibration without texts, which has no intervals either.
     """
 
     independent: Interval
@@ -39,62 +43,110 @@ class Expected:
         figures = {"independent": self.independent, "paths": self.paths, "walked": self.walked}
         return {name: None if one is None else one.to_json() for name, one in figures.items()}
 
+    def cells(self) -> list[str]:
+        """Return the three as cells of a table."""
+        return [as_figure(one) for one in (self.independent, self.paths, self.walked)]
+
 
 def expect(calibration: Calibration, tree: Tree) -> Expected:
-    """Return what a calibration says of a tree.
+    """Return the expected tokens per step of a tree.
 
     Raises:
-        ValueError: a tree that the heads cannot fill, with ranks that were not looked at, dynamic, or with a copied
+        ValueError: a tree that the heads cannot fill, with ranks that were not counted, dynamic, or with a copied
             branch.
     """
     check_walkable(tree)
-    independent = Interval(tree.expected_tokens(calibration.accuracies), None, None)
-    paths = Interval(calibration.expected_tokens(tree), None, None)
+    by_rank = Interval(tree.expected_tokens(calibration.accuracies), None, None)
+    by_path = Interval(calibration.expected_tokens(tree), None, None)
     if calibration.texts is None:
-        return Expected(independent, paths, None)
-    found = interval.bootstrap(_alone(calibration), lambda sums: _products(tree, calibration, sums))
-    along = interval.ratio(_along(calibration, tree))
-    walked = interval.ratio(walk(calibration, tree).by_prompt)
-    # A calibration has a position, and so a step.
-    assert found is not None
-    assert along is not None
-    assert walked is not None
-    return Expected(found, along, walked)
-
-
-def _alone(calibration: Calibration) -> list[list[int]]:
-    """Return a row a prompt: positions, then how often each rank of each head is right."""
-    rows = []
-    assert calibration.texts is not None
+        return Expected(by_rank, by_path, None)
+    branches, hits, tokens = branches_of(tree), [], []
     for texts in calibration.texts:
         paths = counted([texts], calibration.num_heads)
-        by_rank = alone(paths, calibration.num_heads, calibration.ranks)
-        rows.append([sum(paths.values()), *(count for row in by_rank for count in row)])
-    return rows
+        positions = sum(paths.values())
+        by_head = alone(paths, calibration.num_heads, calibration.ranks)
+        hits.append([positions, *(count for row in by_head for count in row)])
+        tokens.append((sum(count * (1 + accepted(path, branches)) for path, count in paths.items()), positions))
+    independent = interval.bootstrap(hits, lambda sums: _products(tree, calibration.ranks, sums))
+    random, walked = interval.ratio(tokens), interval.ratio(walk(calibration, tree).by_prompt)
+    # A calibration has a position, and so a step.
+    assert independent is not None
+    assert random is not None
+    return Expected(independent, random, walked)
 
 
-def _products(tree: Tree, calibration: Calibration, sums: np.ndarray) -> np.ndarray:
-    """Return 1 + the sum of the products of accuracies along each path, of sums [1 + K * R, ...]."""
+def _products(tree: Tree, ranks: int, sums: np.ndarray) -> np.ndarray:
+    """Return 1 + the sum of the paths' products of accuracies; `sums` [1 + K * R, ...] are positions and hits."""
     shares = sums[1:] / sums[0]
     worth: dict[RankPath, np.ndarray] = {(): np.ones_like(shares[0])}
     for path in map(tuple, tree.choices):  # parents first
-        worth[path] = worth[path[:-1]] * shares[(len(path) - 1) * calibration.ranks + path[-1]]
+        worth[path] = worth[path[:-1]] * shares[(len(path) - 1) * ranks + path[-1]]
     return np.asarray(sum(worth.values()))
 
 
-def _along(calibration: Calibration, tree: Tree) -> list[tuple[int, int]]:
-    """Return of each prompt the tokens that a step at each of its positions would give, and how many these are."""
-    branches, rows = branches_of(tree), []
-    assert calibration.texts is not None
-    for texts in calibration.texts:
-        paths = counted([texts], calibration.num_heads)
-        tokens = sum(count * (1 + accepted(path, branches)) for path, count in paths.items())
-        rows.append((tokens, sum(paths.values())))
-    return rows
+@dataclass(frozen=True)
+class SearchedTree:
+    """The best tree of one size by one measure, and what it is expected to give.
+
+    Attributes:
+        by: PRODUCTS, PATHS or WALK.
+        tree: the tree.
+        different: number of nodes that the tree by products does not have.
+        expected: by the calibration that it was searched with. A tree fits that one best, so this is too high, mostly
+            for large trees and few positions.
+        held_out: by a calibration on other prompts, which is unbiased; or None.
+    """
+
+    by: str
+    tree: Tree
+    different: int
+    expected: Expected
+    held_out: Expected | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all but the measure as JSON values."""
+        figures = {
+            "tree": self.tree.choices, "different_nodes": self.different, "expected": self.expected.to_json()
+        }  # fmt: skip
+        return figures if self.held_out is None else figures | {"held_out": self.held_out.to_json()}
+
+
+def search_trees(
+    calibration: Calibration, sizes: Sequence[int], held_out: Calibration | None = None
+) -> list[list[SearchedTree]]:
+    """Search the best trees of each size by products, by paths and, if there are texts, by walking.
+
+    Args:
+        calibration: what to search with.
+        sizes: nodes, root included.
+        held_out: a calibration on other prompts.
+
+    Raises:
+        ValueError: a size outside of 1 to 256, or more nodes than the heads can fill.
+    """
+    found = []
+    for size in sizes:
+        trees = {PRODUCTS: Tree.optimal(calibration.accuracies, size), PATHS: joint_tree(calibration, size)}
+        if calibration.texts is not None:
+            trees[WALK] = walked_tree(calibration, size)
+        plain = {*map(tuple, trees[PRODUCTS].choices)}
+        found.append(
+            [
+                SearchedTree(
+                    by,
+                    tree,
+                    len({*map(tuple, tree.choices)} - plain),
+                    expect(calibration, tree),
+                    None if held_out is None else expect(held_out, tree),
+                )
+                for by, tree in trees.items()
+            ]
+        )
+    return found
 
 
 def as_figure(found: Interval | None) -> str:
-    """Return a figure with its interval for a person."""
+    """Return a figure with its interval as text."""
     if found is None:
         return "unknown"
     ends = "" if found.low is None else f" ({found.low:.3f} to {found.high:.3f})"

@@ -1,9 +1,9 @@
-"""The texts that a model writes to the user's prompts, turn by turn, and the steps that took.
+"""Have a model answer the user's prompts, turn by turn, and keep the steps that each text took.
 
-Texts are greedy, or drawn at a temperature; whatever else the model's own generation config says (repetition penalty,
-least length, top-p, ..) applies as in any generation. Either way they are the model's own with any tree, but for
-rounding in half precision: drawn numbers belong to a text and a place in it (see `MedusaModel.generate`). This module
-does not know what the texts are wanted for.
+Texts are greedy, or sampled at a temperature; the rest of the model's own generation config (repetition penalty, least
+length, top-p, ..) applies as in any generation. With any tree the texts are the model's own, except for rounding in
+half precision: random numbers belong to a text and a position in it (see `MedusaModel.generate`). This module does not
+know what the texts are for.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.provenance import fingerprint, versions
 from medusa_decoding.trees.tree import Tree
 
-OF_SAMPLING = ("top_k", "top_p", "min_p")
-"""What a model's own generation config may say of drawing, besides the temperature."""
-SHOWN: list[Message] = [
+SAMPLING = ("top_k", "top_p", "min_p")
+"""Fields of a model's generation config that, in addition to the temperature, affect sampling."""
+SAMPLE_CHAT: list[Message] = [
     {"role": "user", "content": "Which one is it?"},
     {"role": "assistant", "content": "The first one."},
     {"role": "user", "content": "And why?"},
 ]
-"""By what a template makes of this, templates are told apart."""
+"""Two templates count as the same if they encode this to the same tokens."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a text, besides model and prompt.
+    """What a text depends on, apart from model and prompt.
 
     Attributes:
-        max_new_tokens: of each text.
-        prompt_tokens: of a prompt that is a text to continue, so many tokens at its start are asked.
-        template: a file with a Jinja template, "plain", or None: the tokenizer's own, and text as it stands where it
-            has none.
-        temperature: above 0, tokens are drawn at it; 0: greedy. All else is as the model's own generation config says.
-        seed: of drawing.
+        max_new_tokens: per text.
+        prompt_tokens: if a prompt is a text to continue, only this many of its first tokens are used.
+        template: a file with a Jinja template, "plain", or None: the tokenizer's own, or no template if it has none.
+        temperature: above 0, tokens are sampled at it; 0: greedy. The rest is as in the model's own generation config.
+        seed: of sampling.
 
     Raises:
-        ValueError: a number that cannot be.
+        ValueError: an impossible number.
     """
 
     max_new_tokens: int = 256
@@ -73,44 +72,43 @@ class Written:
 
     Attributes:
         prompt: its tokens.
-        new: the tokens behind it.
-        accepted: drafts that each step accepted.
+        new: the tokens after the prompt.
+        accept_lengths: draft tokens that each step accepted.
     """
 
     prompt: list[int]
     new: list[int]
-    accepted: list[int]
+    accept_lengths: list[int]
 
 
 class Writer:
-    """Has a model answer prompts, each turn behind the model's own answer to the one before.
+    """Has a model answer prompts; every turn follows the model's own answer to the previous one.
 
     Args:
         model: the model.
         tokenizer: of the base model.
-        settings: see there.
+        settings: see `Settings`.
     """
 
     def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
         self._eos = token_list(model.backbone.causal.generation_config.eos_token_id)
         self.model, self._settings = model, settings
         self._chat = prompt_encoder(tokenizer, settings.template, self._eos)
-        self._as_it_stands = PromptEncoder(tokenizer, self._eos)
+        self._plain = PromptEncoder(tokenizer, self._eos)
 
-    def described(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Return all that decides the texts and the heads' ranks in them, as JSON has it."""
+    def describe(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+        """Return everything that the texts and the heads' ranks in them depend on, as JSON values."""
         model, settings = self.model, self._settings
         assert model.heads is not None
         digest = hashlib.blake2b(digest_size=8)
         each: list[str] = []
         for prompt in prompts:
-            # Tokens of what is asked first tell tokenizers and templates apart as well.
-            first = _messages(prompt)[: 1 if prompt.system is None else 2]
-            ids = self._ids(prompt, first, [])
+            # The tokens of the first turn depend on the tokenizer and the template.
+            ids = self.encode(prompt)
             digest.update((json.dumps([ids, prompt.system, prompt.turns, prompt.is_text]) + "\n").encode())
-            each.append(_hash(ids if prompt.is_text else first, 6))
+            each.append(_hash(ids if prompt.is_text else _first_turn(prompt), 6))
         device, own = model.backbone.device, model.backbone.causal.generation_config
-        drawn = {"seed": settings.seed} | {name: getattr(own, name, None) for name in OF_SAMPLING}
+        sampling = {"seed": settings.seed} | {name: getattr(own, name, None) for name in SAMPLING}
         ends, stops = self._chat.ends(self._eos), self._chat.stop_strings(None)
         return {
             "heads": fingerprint(model.heads),
@@ -120,10 +118,10 @@ class Writer:
                 "max_new_tokens": settings.max_new_tokens,
                 "prompt_tokens": settings.prompt_tokens,
                 "temperature": settings.temperature,
-                **(drawn if settings.temperature else {}),
+                **(sampling if settings.temperature else {}),
                 "generation": _hash([own.to_json_string(ignore_metadata=True), ends, stops], 8),
                 "template": "chat" if isinstance(self._chat, ChatTemplate) else "none",
-                "rendered": self._rendered(),
+                "rendered": self._hash_of_template(),
                 "dtype": str(model.backbone.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 "backend": str(resolve_backend(model.backend, device, model.backbone.peers.size)),
@@ -131,78 +129,75 @@ class Writer:
             "versions": versions("torch", "transformers", "medusa-kernels"),
         }
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt's first turn."""
+        return encode_prompt(prompt, self._encoder(prompt), self._settings.prompt_tokens)
+
     def answers(self, prompt: Prompt, number: int, tree: Tree) -> Iterator[Written | None]:
         """Write the text of each turn of a prompt.
 
         Args:
             prompt: what is asked.
-            number: the prompt's place among all, on which drawn numbers depend.
-            tree: that steps verify.
+            number: the prompt's index among all, which random numbers depend on.
+            tree: the tree that steps verify.
 
         Yields:
-            The texts; None for each turn left without room in the context.
+            The texts; None for each turn that does not fit the context.
         """
-        chat, asked = self._conversation(prompt), _messages(prompt)
-        messages: list[Message] = [message for message in asked if message["role"] == "system"]
+        encoder, settings = self._encoder(prompt), self._settings
+        messages = _first_turn(prompt)[:-1]
         known: list[int] = []
-        turns = asked[len(messages) :]
-        for turn, question in enumerate(turns):
-            messages = [*messages, question]
-            ids = self._ids(prompt, messages, known)
+        for turn, question in enumerate(prompt.turns):
+            messages = [*messages, {"role": "user", "content": question}]
+            ids = encoder.encode(messages, known)[: settings.prompt_tokens if prompt.is_text else None]
             room = self.model.backbone.context_limit - len(ids)
             if room < 1:
-                yield from [None] * (len(turns) - turn)
+                yield from [None] * (len(prompt.turns) - turn)
                 return
-            written = self._answer(ids, min(self._settings.max_new_tokens, room), chat, tree, (number, turn))
-            known = ids + written.new
-            messages = [*messages, {"role": "assistant", "content": chat.answer(written.new)}]
-            yield written
+            sampling: dict[str, Any] = {}
+            if settings.temperature:
+                # Each text has its own random numbers, also in a run that goes on after a stop.
+                name = json.dumps([settings.seed, number, turn]).encode()
+                seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+                sampling = {"do_sample": True, "temperature": settings.temperature, "seed": seed}
+            output = self.generate(prompt, ids, tree, min(settings.max_new_tokens, room), **sampling)
+            new = output.sequences[0, len(ids) :].tolist()
+            known = ids + new
+            messages = [*messages, {"role": "assistant", "content": encoder.answer(new)}]
+            yield Written(ids, new, output.accept_lengths[0])
 
-    def _rendered(self) -> str:
-        """Return a hash of what the template and the tokenizer make of a conversation."""
-        try:
-            return _hash(self._chat.encode(SHOWN), 8)
-        except ValueError as error:  # a template for single questions, say
-            return _hash([self._chat.encode(SHOWN[:1]), str(error)], 8)
-
-    def _conversation(self, prompt: Prompt) -> PromptEncoder:
-        return self._as_it_stands if prompt.is_text else self._chat
-
-    def _ids(self, prompt: Prompt, messages: Sequence[Message], known: Sequence[int]) -> list[int]:
-        ids = self._conversation(prompt).encode(messages, known)
-        return ids[: self._settings.prompt_tokens] if prompt.is_text else ids
-
-    def _answer(
-        self, ids: list[int], new_tokens: int, chat: PromptEncoder, tree: Tree, place: tuple[int, int]
-    ) -> Written:
-        ends, stops = chat.ends(self._eos), chat.stop_strings(None)
-        more: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+    def generate(self, prompt: Prompt, ids: list[int], tree: Tree, max_new_tokens: int, **more: Any) -> MedusaOutput:
+        """Continue the tokens of a prompt up to the end of an answer; `more` arguments as in `MedusaModel.generate`."""
+        encoder = self._encoder(prompt)
+        ends, stops = encoder.ends(self._eos), encoder.stop_strings(None)
+        if ends:
+            more["eos_token_id"] = ends
         if stops:
-            more |= {"stop_strings": stops, "tokenizer": chat.tokenizer}
-        if self._settings.temperature:
-            # Each text draws numbers of its own, also behind a run that was stopped before it.
-            name = json.dumps([self._settings.seed, *place]).encode()
-            seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-            more |= {"do_sample": True, "temperature": self._settings.temperature, "seed": seed}
-        output = self.model.generate(torch.tensor([ids]), max_new_tokens=new_tokens, tree=tree, **more)
+            more |= {"stop_strings": stops, "tokenizer": encoder.tokenizer}
+        output = self.model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, tree=tree, **more)
         assert isinstance(output, MedusaOutput)
-        return Written(ids, output.sequences[0, len(ids) :].tolist(), output.accept_lengths[0])
+        return output
+
+    def _hash_of_template(self) -> str:
+        try:
+            return _hash(self._chat.encode(SAMPLE_CHAT), 8)
+        except ValueError as error:  # such as a template for single questions
+            return _hash([self._chat.encode(SAMPLE_CHAT[:1]), str(error)], 8)
+
+    def _encoder(self, prompt: Prompt) -> PromptEncoder:
+        return self._plain if prompt.is_text else self._chat
 
 
-def _messages(prompt: Prompt) -> list[Message]:
-    system: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    return system + [{"role": "user", "content": turn} for turn in prompt.turns]
-
-
-def _hash(content: Any, size: int) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=size).hexdigest()
+def encode_prompt(prompt: Prompt, encoder: PromptEncoder, prompt_tokens: int = PROMPT_TOKENS) -> list[int]:
+    """Return the tokens of a prompt's first turn; of a text to continue, only the first `prompt_tokens`."""
+    return encoder.encode(_first_turn(prompt))[: prompt_tokens if prompt.is_text else None]
 
 
 def shared_prompts(one: Any, other: Any) -> int | None:
-    """Count the prompts of a set that another has too; None where one of them does not tell.
+    """Count the prompts of one set that are also in another one; None if a set does not tell.
 
     Args:
-        one: `prompts` of what `Writer.described` returned, or what else a file may say there.
+        one: `prompts` of what `Writer.describe` returned, or any other value that a file has there.
         other: likewise.
     """
     if not (isinstance(one, dict) and isinstance(other, dict) and one and other):
@@ -210,7 +205,16 @@ def shared_prompts(one: Any, other: Any) -> int | None:
     if one == other:
         return int(one.get("count", 1))
     first, second = one.get("each"), other.get("each")
-    if not (isinstance(first, list) and isinstance(second, list)):  # of files from before these were kept
+    if not (isinstance(first, list) and isinstance(second, list)):  # older files do not have these
         return None
     known = set(map(str, second))
     return sum(str(name) in known for name in first)
+
+
+def _first_turn(prompt: Prompt) -> list[Message]:
+    system: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    return [*system, {"role": "user", "content": prompt.turns[0]}]
+
+
+def _hash(content: Any, size: int) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=size).hexdigest()

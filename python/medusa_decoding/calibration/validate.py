@@ -1,7 +1,7 @@
-"""Tokens a step that decoding really makes on prompts, beside what a calibration on other prompts expects of the tree.
+"""Compare the tokens per step that decoding makes with what a calibration on other prompts expects of the tree.
 
-Two samples of prompts differ by chance: what is expected is as uncertain as what is measured, and their ratio has an
-interval that counts both. This module does not know how trees are searched.
+Two samples of prompts differ by chance. The expectation is as uncertain as the measurement, and the interval of their
+ratio accounts for both. This module does not know how trees are searched.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.replay import walk
 from medusa_decoding.trees.tree import Tree
 
-Rows = Sequence[tuple[int, int]]
-"""Tokens and steps of each prompt."""
-
 
 @dataclass(frozen=True)
-class Beside:
-    """One tree.
+class Validation:
+    """Expected and measured tokens per step of one tree.
 
     Attributes:
         tree: the tree.
         expected: by the calibration.
-        measured: tokens a step of the steps that were made.
-        steps: how many those were.
-        ratio: walked expectation over measurement, with an interval that counts the chance in both.
+        measured: by decoding.
+        steps: how many steps were made.
+        ratio: walked expectation over measurement; its interval accounts for the chance in both.
     """
 
     tree: Tree
@@ -42,48 +39,38 @@ class Beside:
     ratio: Interval
 
     def to_json(self) -> dict[str, Any]:
-        """Return all as JSON has it."""
-        return {
-            "nodes": self.tree.num_nodes,
-            "tree": self.tree.choices,
-            "expected": self.expected.to_json(),
-            "measured": self.measured.to_json(),
-            "steps": self.steps,
-            "ratio": self.ratio.to_json(),
-        }
+        """Return all as JSON values."""
+        figures = {name: getattr(self, name).to_json() for name in ("expected", "measured", "ratio")}
+        return {"nodes": self.tree.num_nodes, "tree": self.tree.choices, "steps": self.steps, **figures}
 
 
-def steps_made(
-    writer: Writer, prompts: Sequence[Prompt], tree: Tree, on_prompt: Callable[[], object] = lambda: None
-) -> list[tuple[int, int]]:
-    """Have each prompt answered with a tree.
+def validate(
+    calibration: Calibration,
+    writer: Writer,
+    prompts: Sequence[Prompt],
+    tree: Tree,
+    on_prompt: Callable[[], object] = lambda: None,
+) -> Validation:
+    """Answer prompts with a tree, and compare the steps with what a calibration expects.
 
     Args:
-        writer: has the model write.
+        calibration: on other prompts, with texts.
+        writer: generates the answers.
         prompts: what is asked.
-        tree: verified each step.
-        on_prompt: called behind each prompt, for a progress bar.
-
-    Returns:
-        Tokens and steps of each prompt; the tokens of prefills are not counted.
-    """
-    rows = []
-    for number, prompt in enumerate(prompts):
-        written = [one.accepted for one in writer.answers(prompt, number, tree) if one is not None]
-        steps = sum(map(len, written))
-        rows.append((steps + sum(map(sum, written)), steps))
-        on_prompt()
-    return rows
-
-
-def beside(calibration: Calibration, tree: Tree, rows: Rows) -> Beside:
-    """Put what is expected of a tree beside the steps that were made with it.
+        tree: verified in each step.
+        on_prompt: called after each prompt, for a progress bar.
 
     Raises:
         ValueError: a calibration without texts, or no step made.
     """
+    rows = []  # tokens and steps of each prompt; the tokens of prefills are not counted
+    for number, prompt in enumerate(prompts):
+        lengths = [one.accept_lengths for one in writer.answers(prompt, number, tree) if one is not None]
+        steps = sum(map(len, lengths))
+        rows.append((steps + sum(map(sum, lengths)), steps))
+        on_prompt()
     measured = interval.ratio(rows)
     if measured is None:
         raise ValueError("prompts: expected some with room for more than one new token, got none")
     ratio = interval.ratio_of_two(walk(calibration, tree).by_prompt, rows)
-    return Beside(tree, expect(calibration, tree), measured, sum(steps for _, steps in rows), ratio)
+    return Validation(tree, expect(calibration, tree), measured, sum(steps for _, steps in rows), ratio)

@@ -1,9 +1,8 @@
-"""Calibrate heads on your own prompts: how often each guess is right, alone, along whole paths, and step by step.
+"""Calibrate heads on your own prompts: how often each rank, and each whole path of ranks, is right.
 
-The base model answers the prompts without its heads, greedily or with --temperature by drawing, and the heads are
-measured on what it wrote. Prompts are read as `medusa eval` reads them. The result is a JSON file for `medusa tree
-search`, `medusa tree show`, `medusa tune` and `medusa simulate --accuracies`; a run that was stopped goes on with
---resume, prompt by prompt.
+The base model answers the prompts without its heads, greedily or sampled with --temperature, and the heads are measured
+on its answers. Prompts are read as by `medusa eval`. The result is a JSON file for `medusa tree search`, `medusa tree
+show`, `medusa tune` and `medusa simulate --accuracies`. --resume continues a stopped run after its last prompt.
 
     medusa calibrate --model HEADS --prompts mine.jsonl --dtype bfloat16 --device cuda
     medusa calibrate --model HEADS --prompts mt_bench.jsonl --limit 5 --out calibration.json --resume
@@ -17,11 +16,12 @@ import json
 import sys
 from pathlib import Path
 
+from medusa_decoding.calibration.collect import calibrate, check_fresh, progress_file
 from medusa_decoding.calibration.expected import expect
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import CALIBRATION
 from medusa_decoding.cli import _arguments, _prompts
-from medusa_decoding.cli.tree import DRAWN, NODES, in_columns, three
+from medusa_decoding.cli.tree import DRAWN, NODES, in_columns
 from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.files import only_writer
@@ -30,13 +30,13 @@ from medusa_decoding.trees.search import most_nodes, walked_tree
 from medusa_decoding.trees.tree import Tree
 
 NEW_TOKENS = 256
-SHOWN = (1, 2, 3, 5, 10)
+RANKS = (1, 2, 3, 5, 10)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     _arguments.add_model(parser)
-    # The base model alone writes the texts.
+    # The base model writes the texts alone.
     parser.set_defaults(tree=Tree([]))
     _arguments.add_template(parser)
     parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="files, folders or hub names")
@@ -46,43 +46,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_arguments.at_least_one,
         default=NEW_TOKENS,
         metavar="N",
-        help=f"of each text (default: {NEW_TOKENS})",
+        help=f"per text (default: {NEW_TOKENS})",
     )
     parser.add_argument(
         "--temperature",
         type=_arguments.temperature,
         default=0.0,
         metavar="T",
-        help="above 0: texts are drawn at it, for heads that are to serve sampling (default: 0, greedy); all else is "
-        "as the base model's own generation config says (top-k, top-p, repetition penalty, ..)",
+        help="above 0: sample the texts, for heads that are to serve sampling (default: 0, greedy); top-k, top-p, "
+        "repetition penalty and so on are those of the base model's own generation config",
     )
     parser.add_argument(
-        "--seed", type=_arguments.at_least_zero, metavar="N", help="of drawing: the same seed, the same texts"
+        "--seed", type=_arguments.at_least_zero, metavar="N", help="of sampling: the same seed, the same texts"
     )
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {CALIBRATION} in the folder of the heads")
-    parser.add_argument("--resume", action="store_true", help="go on where a stopped run left off")
+    parser.add_argument("--resume", action="store_true", help="continue a stopped run")
     parser.add_argument("--json", action="store_true", help="print the file's content instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, load, measure, print."""
+    """Read prompts, load the model, calibrate and print."""
     _arguments.check_device(args)
     if args.seed is not None and not args.temperature:
         raise ValueError("--seed: expected --temperature above 0 with it, got none")
-    out = place(args)
+    out = output_file(args)
     with only_writer("--out", out):
         return _run(args, out)
 
 
 def _run(args: argparse.Namespace, out: Path) -> int:
-    from medusa_decoding.calibration.collect import calibrate, check_fresh, progress_file
-
     check_fresh(out, args.resume)
-    try:
-        prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
+    prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
     tokenizer = _arguments.load_tokenizer(args)
     try:
         with _arguments.load_model(args) as model:
@@ -101,17 +96,17 @@ def _run(args: argparse.Namespace, out: Path) -> int:
             )
     except KeyboardInterrupt:
         if progress_file(out).exists():
-            print(f"medusa: what was counted is in {progress_file(out)}; --resume goes on from there", file=sys.stderr)
+            print(f"medusa: progress is in {progress_file(out)}; continue with --resume", file=sys.stderr)
         raise
     print(json.dumps(calibration.to_json()) if args.json else f"{as_text(calibration)}\n\nin {out}")
     return 0
 
 
-def place(args: argparse.Namespace) -> Path:
-    """Return where the result goes.
+def output_file(args: argparse.Namespace) -> Path:
+    """Return the file for the result.
 
     Raises:
-        ValueError: no such folder, or none that can be written to.
+        ValueError: no such folder, or a read-only one.
     """
     if args.out is not None:
         out = tuning_paths.expand_user(args.out)
@@ -125,37 +120,26 @@ def place(args: argparse.Namespace) -> Path:
 
 
 def as_text(calibration: Calibration) -> str:
-    """Return the counts as a table for people: percent of positions, with 95 % intervals; and what trees give."""
-    shown = [n for n in SHOWN if n <= calibration.ranks]
-    rows = [["", *(f"top-{n}" for n in shown)]]
+    """Return the counts as tables for a terminal: percent of positions per rank, and what the best trees give."""
+    ranks = [n for n in RANKS if n <= calibration.ranks]
+    rows = [["", *(f"top-{n}" for n in ranks)]]
     for head, hits in enumerate(calibration.hits, start=1):
         cells = []
-        for n in shown:
+        for n in ranks:
             low, high = wilson(hits[n - 1], calibration.positions)
             share = hits[n - 1] / calibration.positions
             cells.append(f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})")
         rows.append([f"head {head}", *cells])
     made = calibration.made
     temperature = made["settings"]["temperature"]
-    return "\n".join(
-        [
-            in_columns(rows),
-            "",
-            f"Percent of {calibration.positions} positions in {made['texts']} texts ({made['tokens']} tokens, "
-            f"{f'drawn at temperature {temperature}' if temperature else 'greedy'}); 95 % intervals, positions taken "
-            "as independent",
-            "",
-            as_trees(calibration),
-        ]
+    how = f"drawn at temperature {temperature}" if temperature else "greedy"
+    trees = [["nodes", "walked tokens per step", "if heads were independent", "by paths at random positions"]]
+    largest = most_nodes(calibration.num_heads, calibration.ranks)
+    for size in [size for size in NODES if size <= largest]:
+        independent, paths, walked = expect(calibration, walked_tree(calibration, size)).cells()
+        trees.append([str(size), walked, independent, paths])
+    return (
+        f"{in_columns(rows)}\n\nPercent of {calibration.positions} positions in {made['texts']} texts "
+        f"({made['tokens']} tokens, {how}); 95 % intervals, as if positions were independent\n\n"
+        f"{in_columns(trees)}\n\nThe best trees when walked as steps do. {DRAWN}"
     )
-
-
-def as_trees(calibration: Calibration) -> str:
-    """Return the tokens a step to expect of the best trees as a table."""
-    most = most_nodes(calibration.num_heads, calibration.ranks)
-    rows = [["nodes", "tokens a step, walked", "if heads were independent", "by paths at random positions"]]
-    for size in [size for size in NODES if size <= most]:
-        tree = walked_tree(calibration, size)
-        independent, paths, walked = three(expect(calibration, tree))
-        rows.append([str(size), walked, independent, paths])
-    return f"{in_columns(rows)}\n\nThe best trees when walked as steps do. {DRAWN}"

@@ -1,15 +1,15 @@
-"""Search and show trees: which combinations of the heads' drafts a step verifies; and measure what they give.
+"""Search trees for your heads, draw them, and validate them: a tree says which draft tokens a step verifies.
+
+`show` draws a tree. `search` reads the file of `medusa calibrate` and compares the best trees by three measures: the
+products of accuracies, as if heads were right independently; how often whole paths were right at a random position; and
+steps walked along the texts, which skip easy positions as decoding does. `measure` answers other prompts with the best
+walked trees and compares the tokens per step with the expectation.
 
     medusa tree show medusa_tree.json
     medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png
     medusa tree search --calibration calibration.json --nodes 4,8,16,32,64
     medusa tree search --calibration calibration.json --nodes 32 --save medusa_tree.json
     medusa tree measure --model HEADS --calibration calibration.json --prompts others.jsonl --nodes 4,16,64
-
-`search` takes the file of `medusa calibrate` and compares the trees that are best by three measures: products of
-accuracies, as if heads were right independently; how often whole paths were right at a position drawn at random; and
-walked along the texts as steps do, which pass over easy positions. `measure` writes texts to other prompts with the
-trees that are best when walked, and puts the tokens a step that decoding made beside what was expected.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from medusa_decoding.calibration.compare import PATHS, PRODUCTS, WALK, Judged, compare
-from medusa_decoding.calibration.expected import Expected, as_figure
+from tqdm.auto import tqdm
+
+from medusa_decoding.calibration.expected import PATHS, PRODUCTS, WALK, SearchedTree, as_figure, search_trees
 from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
+from medusa_decoding.calibration.validate import Validation, validate
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import read_accuracies
-from medusa_decoding.cli import _arguments
+from medusa_decoding.cli import _arguments, _prompts
 from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import interval, read_prompts
-from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.files import read_json
 from medusa_decoding.trees import plot
 from medusa_decoding.trees.calibration import Calibration
@@ -37,19 +39,16 @@ from medusa_decoding.trees.replay import texts_of
 from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import MAX_CHOICES, Tree
 
-if TYPE_CHECKING:
-    from medusa_decoding.calibration.validate import Beside
-
 NODES = [4, 8, 16, 32, 64]
 NO_TEXTS = (
-    "Not walked: the calibration was made before texts were kept; with a new one of `medusa calibrate`, trees are "
-    "walked and figures have intervals."
+    "Not walked: the calibration was made before texts were kept. Make a new one with `medusa calibrate` for walked "
+    "trees and intervals."
 )
 DRAWN = f"In brackets: {interval.WORDS}."
 
 
 def sizes(text: str) -> list[int]:
-    """Parse sizes of trees, separated by commas."""
+    """Parse tree sizes, separated by commas."""
     found = [_arguments.at_least_one(part) for part in text.split(",")]
     for size in found:
         if size > MAX_CHOICES + 1:
@@ -58,10 +57,10 @@ def sizes(text: str) -> list[int]:
 
 
 def shape(text: str) -> Tree:
-    """Parse a tree that has a shape of its own."""
+    """Parse a tree with a fixed shape."""
     found = _arguments.tree(text)
     if not isinstance(found, Tree):
-        raise argparse.ArgumentTypeError(f"expected a tree, got {text!r}, which is chosen anew before each step")
+        raise argparse.ArgumentTypeError(f"expected a tree, got {text!r}, which picks one for each step")
     return found
 
 
@@ -80,49 +79,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accuracies",
         type=Path,
         metavar="FILE",
-        help="of `medusa calibrate` (how often whole paths are right), or accuracies as in `medusa simulate`, heads "
-        "taken as independent: likelier nodes are darker",
+        help="draw likelier nodes darker: a file of `medusa calibrate` (how often whole paths are right), or "
+        "accuracies as in `medusa simulate` (as if heads were right independently)",
     )
     show.add_argument("--width", type=_arguments.at_least_one, metavar="N", help="columns (default: the terminal's)")
-    show.add_argument("--image", type=Path, metavar="FILE", help="draw it into a PNG (or SVG, PDF) as well")
+    show.add_argument("--image", type=Path, metavar="FILE", help="also draw it into a PNG, SVG or PDF")
     show.set_defaults(act=run_show)
-    summary = "Search the best trees of given sizes: with heads taken as independent, by whole paths, and walked."
+    summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
     search = actions.add_parser("search", help=summary, description=summary)
-    search.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
+    _add_calibration(search)
     search.add_argument(
-        "--nodes", type=sizes, default=NODES, metavar="N,N", help="root included (default: 4,8,16,32,64)"
+        "--held-out", type=Path, metavar="FILE", help="a calibration on other prompts, to judge the trees by"
     )
-    search.add_argument(
-        "--held-out", type=Path, metavar="FILE", help="a calibration on other prompts, by which the trees are judged"
-    )
-    search.add_argument("--save", type=Path, metavar="FILE", help="write the tree (one size) as JSON")
+    search.add_argument("--save", type=Path, metavar="FILE", help="write the tree (of one size) as JSON")
     search.add_argument(
         "--by",
         choices=(PRODUCTS, PATHS, WALK),
-        help="with --save: which one (default: walk; paths for a calibration without texts)",
+        help="with --save: which tree (default: walk; paths for a calibration without texts)",
     )
-    search.add_argument("--json", action="store_true", help="print one JSON object a size, trees included")
     search.set_defaults(act=run_search)
-    summary = "Tokens a step that decoding makes on other prompts, beside what a calibration expects."
+    summary = "Measure the tokens per step on other prompts and compare them with what a calibration expects."
     measure = actions.add_parser("measure", help=summary, description=summary)
     _arguments.add_model(measure)
     _arguments.add_template(measure)
-    measure.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
-    measure.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="as for `medusa calibrate`")
-    measure.add_argument("--limit", type=_arguments.at_least_one, metavar="N", help="the first N of each category")
-    measure.add_argument(
-        "--turns", type=_arguments.at_least_one, default=TURNS, metavar="N", help=f"at most (default: {TURNS})"
-    )
-    measure.add_argument(
-        "--nodes", type=sizes, default=NODES, metavar="N,N", help="root included (default: 4,8,16,32,64)"
-    )
+    measure.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="files, folders or hub names")
+    _prompts.add_amounts(measure, prompt_tokens=False)
+    _add_calibration(measure)
     measure.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
-    measure.add_argument("--json", action="store_true", help="print one JSON object a size")
     measure.set_defaults(act=run_measure, tree=Tree([]))
 
 
+def _add_calibration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
+    parser.add_argument(
+        "--nodes", type=sizes, default=NODES, metavar="N,N", help="tree sizes, root included (default: 4,8,16,32,64)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per size, with its trees")
+
+
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked."""
+    """Run the action."""
     code: int = args.act(args)
     return code
 
@@ -168,30 +164,30 @@ def run_search(args: argparse.Namespace) -> int:
     if args.by == WALK:
         texts_of(calibration)
     held_out = None if args.held_out is None else Calibration.load(args.held_out)
-    unknown = [] if held_out is None else check_held_out(calibration, held_out, args)
-    found = compare(calibration, args.nodes, held_out)
+    unknown = [] if held_out is None else check_held_out(calibration, held_out, args.calibration)
+    found = search_trees(calibration, args.nodes, held_out)
     if args.save is not None:
         by = args.by or found[0][-1].by
         next(one for one in found[0] if one.by == by).tree.save(args.save)
     if args.json:
         for trees in found:
-            print(json.dumps(as_json(trees)))
+            print(json.dumps({"nodes": trees[0].tree.num_nodes} | {one.by: one.to_json() for one in trees}))
         return 0
-    print(as_text(found))
+    print(as_text([one for trees in found for one in trees]))
     print(f"\n{DRAWN if calibration.texts is not None else NO_TEXTS}")
     if unknown:
         print(f"Not checked, as one of the files does not say: that {' and that '.join(unknown)}.")
     return 0
 
 
-def check_held_out(calibration: Calibration, held_out: Calibration, args: argparse.Namespace) -> list[str]:
-    """Check that trees are judged by other prompts, of the same heads and base model.
+def check_held_out(calibration: Calibration, held_out: Calibration, file: Path) -> list[str]:
+    """Check that two calibrations are of the same heads and base model, on different prompts.
 
     Returns:
-        What the files do not tell.
+        What cannot be checked because a file does not say it.
 
     Raises:
-        ValueError: they are of other heads or another base model, or some prompts are the same.
+        ValueError: they are of other heads or another base model, or share prompts.
     """
     unknown: list[str] = []
     for name, words in (("heads", "heads are the same"), ("base_model", "base models are the same")):
@@ -199,89 +195,82 @@ def check_held_out(calibration: Calibration, held_out: Calibration, args: argpar
         if before is None or after is None:
             unknown.append(words)
         elif before != after:
-            raise ValueError(f"--held-out: expected {name} {before} as in {args.calibration}, got {after}")
-    check_others("--held-out", held_out.made.get("prompts"), calibration, args.calibration, unknown)
+            raise ValueError(f"--held-out: expected {name} {before} as in {file}, got {after}")
+    if not are_others("--held-out", held_out.made.get("prompts"), calibration, file):
+        unknown.append("prompts are others")
     return unknown
 
 
-def check_others(name: str, prompts: Any, calibration: Calibration, file: Path, unknown: list[str]) -> None:
-    """Check that prompts are not those of a calibration, nor some of them.
+def are_others(name: str, prompts: Any, calibration: Calibration, file: Path) -> bool:
+    """Return whether prompts are known to be none of a calibration's; False if one of the sets does not tell.
 
     Args:
-        name: the argument that they came with.
-        prompts: what `Writer.described` says of them.
-        calibration: on other prompts.
+        name: the argument that the prompts came with.
+        prompts: as `Writer.describe` returns them.
+        calibration: a calibration.
         file: of the calibration.
-        unknown: what cannot be told is added here.
 
     Raises:
-        ValueError: some are the same.
+        ValueError: the sets share prompts.
     """
     same = shared_prompts(prompts, calibration.made.get("prompts"))
     if same:
         raise ValueError(f"{name}: expected others than the prompts of {file}, got {same} of them")
-    if same is None:
-        unknown.append("prompts are others")
+    return same is not None
 
 
 def run_measure(args: argparse.Namespace) -> int:
-    """Write texts with trees, and count steps."""
-    from tqdm.auto import tqdm
-
-    from medusa_decoding.calibration.validate import beside, steps_made
-
+    """Generate with trees and compare the steps with what was expected."""
     _arguments.check_device(args)
     calibration = Calibration.load(args.calibration)
     texts_of(calibration)
     trees = [walked_tree(calibration, size) for size in args.nodes]
-    try:
-        prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
+    prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
     tokenizer = _arguments.load_tokenizer(args)
     with _arguments.load_model(args) as model:
         writer = Writer(model, tokenizer, settings_of(calibration, args))
-        unknown = check_same(calibration, writer.described(prompts), args.calibration)
-        found = []
+        checked = check_same(calibration, writer.describe(prompts), args.calibration)
         with tqdm(total=len(prompts) * len(trees), unit="prompt", disable=None) as bar:
-            for tree in trees:
-                rows = steps_made(writer, prompts, tree, bar.update)
-                found.append(beside(calibration, tree, rows))
+            found = [validate(calibration, writer, prompts, tree, bar.update) for tree in trees]
     if args.json:
         for one in found:
             print(json.dumps(one.to_json()))
         return 0
     print(as_measured(found))
-    others = "prompts (not checked to be others)" if unknown else "other prompts"
+    others = "other prompts" if checked else "prompts (not checked to be others)"
     print(f"\nTrees searched by walking {args.calibration}; texts to {len(prompts)} {others}. {DRAWN}")
     return 0
 
 
 def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
-    """Return the settings of a calibration's texts, so that others are like them.
+    """Return the settings of a calibration's texts, to write other texts like them.
 
     Raises:
-        ValueError: the calibration does not say them.
+        ValueError: the calibration does not have them.
     """
     try:
         made = calibration.made["settings"]
-        told = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)
+        found = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{args.calibration}: expected settings of its texts, got {error!r}") from error
-    return Settings(*told)
+    return Settings(*found)
 
 
-def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> list[str]:
-    """Check that texts to other prompts are of the calibration's model, heads and settings.
+def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> bool:
+    """Check that answers to other prompts are comparable: same model, heads and settings as the calibration's.
+
+    Args:
+        calibration: a calibration with settings.
+        now: what `Writer.describe` says about the answers.
+        file: of the calibration.
 
     Returns:
-        What the file does not tell.
+        Whether the prompts are known to be others (see `are_others`).
 
     Raises:
-        ValueError: they are not, or some prompts are the same.
+        ValueError: something differs, or prompts are the same.
     """
     made = calibration.made
-    unknown: list[str] = []
     before, after = ({**of["settings"], "device": None, "backend": None} for of in (made, now))
     for name in sorted({*before, *after}):
         if before.get(name) != after.get(name):
@@ -289,51 +278,29 @@ def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> lis
     for name in ("heads", "base_model"):
         if made.get(name) != now[name]:
             raise ValueError(f"{name}: expected {made.get(name)} as in {file}, got {now[name]}")
-    check_others("--prompts", now["prompts"], calibration, file, unknown)
-    return unknown
+    return are_others("--prompts", now["prompts"], calibration, file)
 
 
-def as_json(found: list[Judged]) -> dict[str, Any]:
-    """Return the trees of one size as JSON has them."""
-    figures: dict[str, Any] = {"nodes": found[0].tree.num_nodes}
-    for one in found:
-        figures[one.by] = {
-            "tree": one.tree.choices,
-            "different_nodes": one.different,
-            "expected": one.expected.to_json(),
-        }
-        if one.held_out is not None:
-            figures[one.by]["held_out"] = one.held_out.to_json()
-    return figures
-
-
-def as_text(found: list[list[Judged]]) -> str:
-    """Return trees as a table: expected tokens a step."""
-    trees = [one for of_size in found for one in of_size]
-    held_out = trees[0].held_out is not None
+def as_text(trees: list[SearchedTree]) -> str:
+    """Return searched trees as a table."""
     rows = [["nodes", "best by", "other nodes", "if independent", "by paths", "walked"]]
-    rows[0] += ["held out: by paths", "walked"] if held_out else []
+    rows[0] += ["held out: by paths", "walked"] if trees[0].held_out is not None else []
     for one in trees:
-        figures = [*three(one.expected), *(three(one.held_out)[1:] if one.held_out is not None else [])]
-        rows.append([str(one.tree.num_nodes), one.by, str(one.different), *figures])
+        held_out = [] if one.held_out is None else one.held_out.cells()[1:]
+        rows.append([str(one.tree.num_nodes), one.by, str(one.different), *one.expected.cells(), *held_out])
     return in_columns(rows)
 
 
-def as_measured(found: list[Beside]) -> str:
+def as_measured(found: Iterable[Validation]) -> str:
     """Return expectations and measurements as a table."""
     rows = [["nodes", "if independent", "by paths", "walked", "measured", "steps", "walked over measured"]]
     for one in found:
-        figures = [*three(one.expected), as_figure(one.measured)]
+        figures = [*one.expected.cells(), as_figure(one.measured)]
         rows.append([str(one.tree.num_nodes), *figures, str(one.steps), as_figure(one.ratio)])
     return in_columns(rows)
 
 
-def three(expected: Expected) -> list[str]:
-    """Return expectations in the three ways, for a person."""
-    return [as_figure(one) for one in (expected.independent, expected.paths, expected.walked)]
-
-
 def in_columns(rows: list[list[str]]) -> str:
-    """Return a table."""
+    """Return a table with columns aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -37,15 +37,14 @@ from medusa_decoding.checkpoints.accuracies import (
 from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._sweep import compare
-from medusa_decoding.cli._sweep import encoded as encoded  # which benchmarks take from here
 from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.provenance import versions
+from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning.select import LIBRARIES, best_trees, expected_tokens, new_case, new_tuning
+from medusa_decoding.tuning.select import best_trees, expected_tokens, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)

@@ -21,15 +21,12 @@ from medusa_decoding.checkpoints.tuning_file import (
     step_time_names,
 )
 from medusa_decoding.decode.adaptive.step_times import KEPT, StepTimes
-from medusa_decoding.provenance import versions
+from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.replay import walk
 from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.step_timer import Latency
-
-LIBRARIES = ("torch", "triton", "transformers", "medusa-kernels")
-"""Libraries that step times depend on."""
 
 
 def best_trees(

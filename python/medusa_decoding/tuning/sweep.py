@@ -1,8 +1,8 @@
-"""Every tree that was to choose from, in real generations: whether the chosen one is the fastest.
+"""Generate with every tree that `medusa tune` chose among, to see whether the chosen one is the fastest.
 
-Texts are written with each tree in turn, in an order shuffled anew for each text and round. A tree's rate is its tokens
-over its steps' time, of each text the median of its rounds; prefills, which are the same for all trees, are left out.
-This module does not know models or tokenizers.
+Each text is written with every tree, in an order shuffled for each text and round. A tree's rate is its tokens over the
+time of its steps, with the median of the rounds for each text. Prefills are left out, because they are the same for all
+trees. This module does not know models or tokenizers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.trees.tree import Tree
 
+Texts = tuple[tuple[int, float], ...]
+"""Tokens and seconds of each text."""
+
 
 @dataclass(frozen=True)
 class Written:
-    """One text: tokens committed by steps, steps, and the time of the steps."""
+    """One text: tokens from its steps, number of steps, and the duration of the steps."""
 
     tokens: int
     steps: int
@@ -28,44 +31,47 @@ class Written:
 
 @dataclass(frozen=True)
 class Swept:
-    """What one tree gave.
+    """The result of one tree.
 
     Attributes:
         tree: the tree.
-        rate: tokens a second over all texts.
-        low, high: the slowest and the fastest round's rate.
+        texts: tokens of each text, and the median of its rounds' seconds.
+        low, high: the rates of the slowest and the fastest round.
         tokens_per_step: over all texts.
-        texts: of each text its tokens and the median of its rounds' seconds.
     """
 
     tree: Tree
-    rate: float
+    texts: Texts
     low: float
     high: float
     tokens_per_step: float
-    texts: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over all texts."""
+        return _rate(self.texts)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where the chosen tree stands among all.
+    """The chosen trees in comparison with all trees.
 
     Attributes:
         rank: 1 if no tree is faster.
-        behind: share of the fastest tree's rate that it lacks; below 0 where trees chosen text by text are faster than
-            any one of them.
+        behind: share of the fastest tree's rate that the chosen ones lack; below 0 if trees chosen per text are faster
+            than any single one.
         best: the fastest tree.
-        rate: tokens a second with the chosen tree, or the chosen trees.
-        of_best: their rate over the fastest tree's, with a 95 % interval (bootstrap over texts); None where texts were
-            not kept apart. The fastest tree is the one that came out fastest here: where one tree was chosen for all
-            texts, the ratio is at most 1 by construction, and below 1 also where trees are equally fast but for chance.
+        rate: tokens per second with the chosen trees.
+        of_best: their rate over the fastest tree's, with a 95 % interval (bootstrap over texts); None if it is not
+            finite. The fastest tree is found on the same texts: if one tree was chosen for all of them, the ratio is at
+            most 1 by construction, and below 1 by chance also if trees are equally fast.
     """
 
     rank: int
     behind: float
     best: Tree
     rate: float
-    of_best: Interval | None = None
+    of_best: Interval | None
 
 
 def sweep(
@@ -81,20 +87,20 @@ def sweep(
     """Write texts with every tree.
 
     Args:
-        write: writes the text of this number with a tree.
+        write: writes the text with this index with a tree.
         trees: what to compare.
-        texts: how many texts there are.
-        rounds: times that each text is written with each tree.
-        warm_all: write every text once with each tree before anything counts (for steps that are made at first use and
-            for one shape), instead of the first one alone.
+        texts: number of texts.
+        rounds: how often each text is written with each tree.
+        warm_all: write every text once with each tree before anything counts, instead of the first text only. Needed if
+            steps are made at the first use of a shape.
         seed: of the orders.
-        on_text: called behind each text that counts, for a progress bar.
+        on_text: called after each text that counts, for a progress bar.
 
     Returns:
-        What each tree gave, in the order of `trees`.
+        One result per tree, in the order of `trees`.
 
     Raises:
-        ValueError: no trees, texts or rounds, or texts in which no step committed anything.
+        ValueError: no trees, texts or rounds, or no text with a step.
     """
     for name, value in (("trees", len(trees)), ("texts", texts), ("rounds", rounds)):
         if value < 1:
@@ -107,13 +113,13 @@ def sweep(
     for number in range(rounds):
         for text in range(texts):
             shuffler.shuffle(order)
-            for place in order:
-                found[place][number].append(write(text, trees[place]))
+            for index in order:
+                found[index][number].append(write(text, trees[index]))
                 on_text()
-    return [_added(tree, written) for tree, written in zip(trees, found, strict=True)]
+    return [_summed(tree, written) for tree, written in zip(trees, found, strict=True)]
 
 
-def _added(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
+def _summed(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
     tokens, steps = (sum(getattr(one, name) for one in rounds[0]) for name in ("tokens", "steps"))
     if not steps:
         raise ValueError("texts: expected some of more than one new token, got none")
@@ -121,43 +127,30 @@ def _added(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
         (text[0].tokens, statistics.median(one.seconds for one in text)) for text in zip(*rounds, strict=True)
     )
     rates = [tokens / sum(one.seconds for one in written) for written in rounds]
-    seconds = sum(seconds for _, seconds in texts)
-    return Swept(tree, tokens / seconds, min(rates), max(rates), tokens / steps, texts)
+    return Swept(tree, texts, min(rates), max(rates), tokens / steps)
 
 
-def judge(chosen: Tree | Sequence[Tree], found: Sequence[Swept]) -> Verdict:
-    """Say where a tree stands, or a choice of one for each text.
+def judge(chosen: Sequence[Tree], found: Sequence[Swept]) -> Verdict:
+    """Compare the tree chosen for each text with all trees.
 
     Args:
-        chosen: one tree for all texts, or each text's.
-        found: what every tree gave.
+        chosen: one tree per text.
+        found: the results of all trees.
 
     Raises:
-        ValueError: a tree that is not among those found, or a choice for other texts.
+        ValueError: a tree that is not among those found, or another number of trees than texts.
     """
-    own = _chosen([chosen] if isinstance(chosen, Tree) else chosen, found)
-    fastest = max(found, key=lambda one: one.rate)
-    rank = 1 + sum(one.rate > own.rate for one in found)
-    columns = [(*a, *b) for a, b in zip(own.texts, fastest.texts, strict=True)]
-    of_best = interval.ratio_of_rates(columns) if columns else None
-    return Verdict(rank, 1.0 - own.rate / fastest.rate, fastest.tree, own.rate, of_best)
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    rate: float
-    texts: tuple[tuple[int, float], ...]
-
-
-def _chosen(trees: Sequence[Tree], found: Sequence[Swept]) -> _Chosen:
-    """Put together what the chosen trees gave."""
-    for tree in trees:
-        if all(one.tree != tree for one in found):
+    by_tree = {one.tree: one.texts for one in found}
+    for tree in chosen:
+        if tree not in by_tree:
             raise ValueError(f"chosen: expected one of the trees that were compared, got {tree}")
-    first = next(one for one in found if one.tree == trees[0])
-    if all(tree == trees[0] for tree in trees):
-        return _Chosen(first.rate, first.texts)
-    if len(trees) != len(first.texts):
-        raise ValueError(f"chosen: expected a tree for each of {len(first.texts)} texts, got {len(trees)}")
-    texts = tuple(next(one for one in found if one.tree == tree).texts[place] for place, tree in enumerate(trees))
-    return _Chosen(sum(tokens for tokens, _ in texts) / sum(seconds for _, seconds in texts), texts)
+    if len(chosen) != len(found[0].texts):
+        raise ValueError(f"chosen: expected a tree for each of {len(found[0].texts)} texts, got {len(chosen)}")
+    texts = [by_tree[tree][index] for index, tree in enumerate(chosen)]
+    rate, best = _rate(texts), max(found, key=lambda one: one.rate)
+    of_best = interval.ratio_of_rates([(*own, *other) for own, other in zip(texts, best.texts, strict=True)])
+    return Verdict(1 + sum(one.rate > rate for one in found), 1.0 - rate / best.rate, best.tree, rate, of_best)
+
+
+def _rate(texts: Sequence[tuple[int, float]]) -> float:
+    return sum(tokens for tokens, _ in texts) / sum(seconds for _, seconds in texts)

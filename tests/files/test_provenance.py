@@ -7,7 +7,6 @@ import subprocess
 import pytest
 
 from medusa_decoding import provenance
-from medusa_decoding.tuning import record
 
 
 @pytest.fixture(autouse=True)
@@ -72,12 +71,10 @@ def test_a_commit_that_is_told_goes_first(checkout, monkeypatch):
 
 
 def test_another_program_does_not_pass_for_the_command(monkeypatch):
-    import torch
-
     for program in ("pytest", "/somewhere/pytest/__main__.py"):
         monkeypatch.setattr("sys.argv", [program, "-q"])
-        assert record.provenance(torch.device("cpu"))["command"] == "unknown"
+        assert provenance.provenance(provenance.medusa_command())["command"] == "unknown"
     monkeypatch.setattr(
         "sys.argv", ["/somewhere/medusa_decoding/__main__.py", "tune", "--prompts", "a b", "/home/me/c", "--out=~/d"]
     )
-    assert record.provenance(torch.device("cpu"))["command"] == "medusa tune --prompts 'a b' c --out=d"
+    assert provenance.provenance(provenance.medusa_command())["command"] == "medusa tune --prompts 'a b' c --out=d"
