@@ -33,6 +33,13 @@ def whole(name: str, value: Any) -> int | None:
     return number
 
 
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return a value that is an int of at least `least`; raise `ValueError` for any other."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: expected a whole number from {least}, got {shown(value)}")
+    return value
+
+
 def check_truth(name: str, value: Any) -> None:
     """Raise `ValueError` unless an optional flag is one."""
     if value is not None and not isinstance(value, bool):

@@ -272,7 +272,7 @@ def test_verdicts():
         judge([Tree.chain(3)], found)
     with pytest.raises(ValueError, match="texts: expected some of more than one new token"):
         sweep(lambda text, tree: Written(0, 0, 0.0), [Tree([])], 1)
-    with pytest.raises(ValueError, match="texts: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match="texts: expected a whole number from 1, got 0"):
         sweep(lambda text, tree: Written(1, 1, 1.0), [Tree([])], 0)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.chat.template import ChatTemplate, Message, PromptEncoder, prompt_encoder
-from medusa_decoding.checks import token_list
+from medusa_decoding.checks import check_count, token_list
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.evaluation.run import PROMPT_TOKENS
@@ -58,9 +58,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("prompt_tokens", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name}: expected a whole number from {least}, got {value!r}")
+            check_count(name, getattr(self, name), least)
         number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
         if not number or not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: expected a number from 0, got {self.temperature!r}")

@@ -18,6 +18,7 @@ from typing import Any
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
 from medusa_decoding.checkpoints.tuning_paths import stored_files
+from medusa_decoding.checks import check_count
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.runtime.steps import Backend, resolve_backend
 from medusa_decoding.files import read_json, write_json
@@ -120,8 +121,8 @@ class TimedTree:
     def from_json(cls, values: Any) -> TimedTree:
         """Read what `to_json` returned; errors as in `Case.from_json`."""
         numbers = {name: _positive(name, values[name]) for name in ("tokens", "seconds", "median", "low", "high")}
-        found = cls(Tree(values["choices"]), **numbers, steps=_count("steps", values["steps"]))
-        if found.nodes != _count("nodes", values["nodes"]):
+        found = cls(Tree(values["choices"]), **numbers, steps=check_count("steps", values["steps"]))
+        if found.nodes != check_count("nodes", values["nodes"]):
             raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
         return found
 
@@ -168,7 +169,7 @@ class Case:
             ValueError: sizes and trees that do not match, an impossible number.
             KeyError, TypeError: missing fields or other types.
         """
-        batch, prefix, rows, nodes = (_count(name, values[name]) for name in ("batch", "prefix", "rows", "nodes"))
+        batch, prefix, rows, nodes = (check_count(name, values[name]) for name in ("batch", "prefix", "rows", "nodes"))
         sizes = tuple(map(TimedTree.from_json, values["sizes"]))
         tree, known = Tree(values["choices"]), [size.nodes for size in sizes]
         if tree.num_nodes != nodes or nodes not in known or known[:1] != [1] or known != sorted(known):
@@ -337,12 +338,6 @@ def _runtime(backbone: Backbone, backend: Backend) -> dict[str, Any]:
         "backend": str(resolve_backend(backend, backbone.device, backbone.peers.size)),
         "processes": backbone.peers.size,
     }
-
-
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
-    return value
 
 
 def _positive(name: str, value: Any) -> float:

@@ -72,32 +72,28 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--seed: expected --temperature above 0 with it, got none")
     out = output_file(args)
     with only_writer("--out", out):
-        return _run(args, out)
-
-
-def _run(args: argparse.Namespace, out: Path) -> int:
-    check_fresh(out, args.resume)
-    prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
-    tokenizer = _arguments.load_tokenizer(args)
-    try:
-        with _arguments.load_model(args) as model:
-            calibration = calibrate(
-                model,
-                tokenizer,
-                prompts,
-                max_new_tokens=args.max_new_tokens,
-                prompt_tokens=args.prompt_tokens,
-                template=args.template,
-                temperature=args.temperature,
-                seed=args.seed or 0,
-                out=out,
-                resume=args.resume,
-                progress=True,
-            )
-    except KeyboardInterrupt:
-        if progress_file(out).exists():
-            print(f"medusa: progress is in {progress_file(out)}; continue with --resume", file=sys.stderr)
-        raise
+        check_fresh(out, args.resume)
+        prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
+        tokenizer = _arguments.load_tokenizer(args)
+        try:
+            with _arguments.load_model(args) as model:
+                calibration = calibrate(
+                    model,
+                    tokenizer,
+                    prompts,
+                    max_new_tokens=args.max_new_tokens,
+                    prompt_tokens=args.prompt_tokens,
+                    template=args.template,
+                    temperature=args.temperature,
+                    seed=args.seed or 0,
+                    out=out,
+                    resume=args.resume,
+                    progress=True,
+                )
+        except KeyboardInterrupt:
+            if progress_file(out).exists():
+                print(f"medusa: progress is in {progress_file(out)}; continue with --resume", file=sys.stderr)
+            raise
     print(json.dumps(calibration.to_json()) if args.json else f"{as_text(calibration)}\n\nin {out}")
     return 0
 

@@ -270,14 +270,14 @@ def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> boo
     Raises:
         ValueError: something differs, or prompts are the same.
     """
-    made = calibration.made
-    before, after = ({**of["settings"], "device": None, "backend": None} for of in (made, now))
-    for name in sorted({*before, *after}):
+    before, after = (
+        {f"settings.{name}": value for name, value in made["settings"].items() if name not in ("device", "backend")}
+        | {name: made.get(name) for name in ("heads", "base_model")}
+        for made in (calibration.made, now)
+    )
+    for name in sorted({*before, *after}, reverse=True):
         if before.get(name) != after.get(name):
-            raise ValueError(f"settings.{name}: expected {before.get(name)} as in {file}, got {after.get(name)}")
-    for name in ("heads", "base_model"):
-        if made.get(name) != now[name]:
-            raise ValueError(f"{name}: expected {made.get(name)} as in {file}, got {now[name]}")
+            raise ValueError(f"{name}: expected {before.get(name)} as in {file}, got {after.get(name)}")
     return are_others("--prompts", now["prompts"], calibration, file)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from medusa_decoding.checks import check_count
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.runtime.memory import Sizes
@@ -196,8 +197,7 @@ def _read(watch: Watch) -> float:
 
 def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, repeats: int) -> None:
     for name, value in (("batch", batch), ("prefix", prefix), ("repeats", repeats)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
+        check_count(name, value)
     sizes = [tree.num_nodes for tree in trees]
     if not 1 <= len(set(sizes)) == len(sizes) <= KEPT_STEPS:
         raise ValueError(f"trees: expected 1 to {KEPT_STEPS} of different sizes, got {sizes}")

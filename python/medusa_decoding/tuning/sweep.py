@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from medusa_decoding.checks import check_count
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.trees.tree import Tree
@@ -103,8 +104,7 @@ def sweep(
         ValueError: no trees, texts or rounds, or no text with a step.
     """
     for name, value in (("trees", len(trees)), ("texts", texts), ("rounds", rounds)):
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")
+        check_count(name, value)
     for text in range(texts if warm_all else 1):
         for tree in trees:
             write(text, tree)
