@@ -28,6 +28,22 @@ def folder(tmp_path):
     return tmp_path / "demo" / "heads"
 
 
+@pytest.fixture(scope="module")
+def choice(tmp_path_factory):
+    """What `QUICK` stores, measured once for all tests that only read it."""
+    folder = tmp_path_factory.mktemp("choice")
+    shutil.copytree(CHECKPOINT, folder / "demo", ignore=shutil.ignore_patterns("tuning.json", "calibration.json"))
+    assert main(["tune", "--model", str(folder / "demo" / "heads"), *QUICK]) == 0
+    return (folder / "demo" / "heads" / "tuning.json").read_text()
+
+
+@pytest.fixture
+def stored(folder, choice):
+    """The file of a stored choice beside the copy of the heads."""
+    (folder / "tuning.json").write_text(choice)
+    return folder / "tuning.json"
+
+
 @pytest.fixture
 def tune(folder, capsys):
     """Run the command on the copy: (exit code, standard output, lines of medusa on standard error)."""
@@ -86,12 +102,19 @@ def write_prompts(file, texts=("import os\n", "def f(x):\n    return")):
     return file
 
 
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    """The content of a calibration of the demo model's heads."""
+    folder = tmp_path_factory.mktemp("counts")
+    argv = ["--prompts", str(write_prompts(folder / "asked.jsonl")), "--max-new-tokens", "20", "--out"]
+    assert main(["calibrate", *argv, str(folder / "c.json")]) == 0
+    return (folder / "c.json").read_text()
+
+
 @pytest.fixture
-def calibration(folder, tmp_path, capsys):
+def calibration(counts, tmp_path):
     """A calibration of the copy's heads, elsewhere."""
-    argv = ["--prompts", str(write_prompts(tmp_path / "asked.jsonl")), "--max-new-tokens", "20", "--out"]
-    assert main(["calibrate", "--model", str(folder), *argv, str(tmp_path / "c.json")]) == 0
-    capsys.readouterr()
+    (tmp_path / "c.json").write_text(counts)
     return tmp_path / "c.json"
 
 
@@ -199,9 +222,8 @@ def test_few_texts_are_warned_of(capsys):
         assert capsys.readouterr().err == ""
 
 
-def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, tmp_path):
+def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, stored, tmp_path):
     """Beside the heads stands one of another dtype, in the cache one that holds."""
-    assert tune(*QUICK)[0] == 0
     own = folder / "tuning.json"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
         conditions = Conditions.current(model.backbone, model.heads, model.backend)
@@ -314,9 +336,8 @@ def test_check(tune, folder):
     assert "model: tuned with" not in line
 
 
-def test_sweep(tune, folder, tmp_path):
+def test_sweep(tune, folder, stored, tmp_path):
     file = write_prompts(tmp_path / "texts.jsonl")
-    assert tune(*QUICK)[0] == 0
     argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1"]
     code, out, _ = tune(*argv, "--json")
     assert code == 0
@@ -341,9 +362,8 @@ def test_sweep(tune, folder, tmp_path):
     assert re.search(r"the chosen tree of \d nodes is number [123] of 3, [\d.]+ % behind the fastest", out)
 
 
-def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, tmp_path):
+def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_path):
     """As decoding does: 2 nodes for short ones, 4 for long ones here; and says what has no room."""
-    assert tune(*QUICK)[0] == 0
     values = json.loads((folder / "tuning.json").read_text())
     for case, place in zip(values["cases"], (1, 2), strict=True):
         case |= {name: case["sizes"][place][name] for name in ("nodes", "choices")}
@@ -370,9 +390,8 @@ def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, tmp_path):
     assert re.search(r"the trees chosen by length are number \d of 3, [\d.]+ % (behind|ahead of) the fastest", out)
 
 
-def test_a_sweep_may_be_kept(tune, folder, tmp_path, monkeypatch):
+def test_a_sweep_may_be_kept(tune, folder, stored, tmp_path, monkeypatch):
     file, kept = write_prompts(tmp_path / "texts.jsonl"), tmp_path / "records.jsonl"
-    assert tune(*QUICK)[0] == 0
     argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1", "--sweep-out", kept, "--json"]
     monkeypatch.setenv("MEDUSA_COMMIT", "abc123")
     monkeypatch.setattr("sys.argv", ["/usr/bin/medusa", "tune", *map(str, argv)])

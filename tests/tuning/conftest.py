@@ -9,7 +9,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS / "decode"), str(TESTS / "cli")]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make():
     """Build (model with heads, tokenizer): `make(template=..., heads=3, **of the base model)`; undone at the end."""
     from chats import chat_tokenizer

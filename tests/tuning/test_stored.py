@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import pwd
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,22 +47,30 @@ def conditions_of(model):
     return Conditions.current(model.backbone, model.heads, model.backend)
 
 
-@pytest.fixture
-def folders(tmp_path):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A checkpoint with a tuning beside it, for all tests of the module."""
+    folder = tmp_path_factory.mktemp("checkpoint")
     model = tiny(max_position_embeddings=512)
-    model.save_pretrained(tmp_path / "base")
-    write_heads(heads_for(model, shared=True), tmp_path / "heads", base_model="../base")
-    Tree.chain(1).save(tmp_path / "heads" / "medusa_tree.json")
-    return tmp_path
+    model.save_pretrained(folder / "base")
+    write_heads(heads_for(model, shared=True), folder / "heads", base_model="../base")
+    Tree.chain(1).save(folder / "heads" / "medusa_tree.json")
+    with MedusaModel.from_pretrained(folder / "heads") as loaded:
+        made_up(loaded).save(folder / "heads" / tuning_paths.FILE)
+    return folder
 
 
 @pytest.fixture
-def tuned(folders):
-    """A checkpoint with a tuning beside it."""
-    with MedusaModel.from_pretrained(folders / "heads") as model:
-        tuning = made_up(model)
-    tuning.save(folders / "heads" / tuning_paths.FILE)
-    return folders
+def tuned(files, tmp_path):
+    """A copy of the checkpoint with its tuning."""
+    return shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture
+def folders(tuned):
+    """A copy of the checkpoint without a tuning."""
+    (tuned / "heads" / tuning_paths.FILE).unlink()
+    return tuned
 
 
 def used(model, rows, **settings):

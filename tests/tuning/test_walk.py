@@ -178,6 +178,7 @@ def test_walking_finds_better_trees_and_mostly_the_best():
 
 # --- against decoding ---
 
+NEW = 16
 PROMPTS = [
     Prompt(("abc", "go on")),
     Prompt(("which is it?",)),
@@ -191,11 +192,11 @@ def steps_of_decoding(model, tokenizer, tree, **sampled):
     """Tokens and steps of each prompt's texts, from the model's own record of accepted lengths."""
     from medusa_decoding.calibration.texts import Settings, Writer
 
-    writer = Writer(model, tokenizer, Settings(max_new_tokens=24, prompt_tokens=6, **sampled))
+    writer = Writer(model, tokenizer, Settings(max_new_tokens=NEW, prompt_tokens=6, **sampled))
     found = []
     for number, prompt in enumerate(PROMPTS):
         written = list(writer.answers(prompt, number, tree))
-        assert all(len(one.new) == 24 for one in written)
+        assert all(len(one.new) == NEW for one in written)
         lengths = [length for one in written for length in one.accept_lengths]
         found.append((len(lengths) + sum(lengths), len(lengths)))
     return found
@@ -204,7 +205,7 @@ def steps_of_decoding(model, tokenizer, tree, **sampled):
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.6, "seed": 5}], ids=["greedy", "drawn"])
 def test_walked_steps_are_those_of_decoding(make, sampled):
     model, tokenizer = make()
-    found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, **sampled)
+    found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=NEW, prompt_tokens=6, **sampled)
     for tree in TREES:
         assert walk(found, tree).by_prompt == steps_of_decoding(model, tokenizer, tree, **sampled)
     # The case tells walking from counting positions: steps accept a lot.
@@ -278,7 +279,7 @@ def test_guesses_that_depend_on_their_parents_are_walked_as_decoded():
         for weight in heads.parent_term:
             weight.normal_(std=1.0)
     with MedusaModel(base, heads.eval()) as model:
-        found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6)
+        found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=NEW, prompt_tokens=6)
         for tree in TREES:
             assert walk(found, tree).by_prompt == steps_of_decoding(model, tokenizer, tree)
         assert walk(found, TREES[2]).tokens_per_step > 1.1
