@@ -119,7 +119,7 @@ def gap(
     bench: setup.Bench, ids: torch.Tensor, text: Sequence[int], tokens: tuple[int, int], temperature: float
 ) -> float:
     """Return how far two tokens' shares of the numbers from 0 to 1 lie apart behind a text; 0 if they touch."""
-    base = bench.model.backbone.causal
+    base = bench.model.backbone.causal_lm
     whole = torch.cat([ids, torch.tensor([list(text)], dtype=torch.int64)], dim=1).to(base.device)
     ends = (base(whole, use_cache=False).logits[0, -1].double() / temperature).softmax(-1).cumsum(-1)
     return max(0.0, float(ends[max(tokens) - 1] - ends[min(tokens)]))
@@ -135,7 +135,7 @@ def surprise(base: Any, ids: torch.Tensor, text: Sequence[int]) -> float:
 
 def quality(bench: setup.Bench, texts: Sequence[list[int]]) -> dict[str, Any]:
     """Return perplexity under the base model and distinct 4-grams of texts, one a prompt."""
-    base = bench.model.backbone.causal
+    base = bench.model.backbone.causal_lm
     sums = [
         (surprise(base, asked.ids, text), len(text)) for asked, text in zip(bench.asked, texts, strict=True) if text
     ]

@@ -235,7 +235,7 @@ def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) 
         left_out = 0
     else:
         read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1)
-        eos = token_list(model.backbone.causal.generation_config.eos_token_id)
+        eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
         chat, as_it_stands = prompt_encoder(tokenizer, args.template, eos), PromptEncoder(tokenizer, eos)
         found = [torch.tensor([encode_prompt(one, as_it_stands if one.is_text else chat)]) for one in read]
         fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.backbone.context_limit]
@@ -277,7 +277,7 @@ def described_model(args: argparse.Namespace, model: MedusaModel) -> dict[str, A
             "layers": config.num_hidden_layers,
             "hidden": config.hidden_size,
             "vocabulary": config.vocab_size,
-            "parameters": sum(p.numel() for p in backbone.causal.parameters()),
+            "parameters": sum(p.numel() for p in backbone.causal_lm.parameters()),
             "heads": heads.num_heads,
             "head_parameters": sum(p.numel() for p in heads.parameters()),
         },

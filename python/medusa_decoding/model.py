@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from medusa_decoding.backbone import bypassed
+from medusa_decoding.backbone import unsupported
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads, tuning_file
 from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
@@ -233,7 +233,7 @@ class MedusaModel:
         """
         with ended_on_error(streamer):
             self._check_swapped()
-            bypassed.check_methods_before(self.backbone.causal)
+            unsupported.check_generate_methods(self.backbone.causal_lm)
             changes = generation | {
                 "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
                 "top_k": top_k, "stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate,
@@ -251,7 +251,7 @@ class MedusaModel:
     def run(self, request: Request, tree: Tree | Literal["auto"] | None = None) -> MedusaOutput:
         """Generate for a checked request, after earlier generations of this base model in other threads."""
         self._check_swapped()
-        with self.backbone.turns.generation(self.backbone.device):
+        with self.backbone.lock.held(self.backbone.device):
             self._check_decodable()
             if request.session is not None and self.backbone.peers.size > 1:
                 # Each process would have to find the same rows in its own memory.
@@ -310,7 +310,7 @@ class MedusaModel:
 
         It is made again when needed.
         """
-        with self.backbone.turns.generation():
+        with self.backbone.lock.held():
             self._steps.clear()
             self._adaptive = None
 
@@ -325,8 +325,8 @@ class MedusaModel:
         with self._between_generations("suspend"):
             if self.backbone.swap.active:
                 self.backbone.swap.suspend()
-                self._suspended = weakref.ref(self.base), weakref.ref(self.backbone.causal)
-                self.base = self.backbone.causal = None
+                self._suspended = weakref.ref(self.base), weakref.ref(self.backbone.causal_lm)
+                self.base = self.backbone.causal_lm = None
 
     def resume(self) -> None:
         """Swap the attention modules again after `suspend`.
@@ -334,14 +334,14 @@ class MedusaModel:
         Raises:
             ValueError: the base model was deleted, or a layer has an unsupported attention now.
         """
-        with self.backbone.turns.generation():
+        with self.backbone.lock.held():
             if self._suspended is None:
                 return
             base, causal = (reference() for reference in self._suspended)
             if base is None or causal is None:
                 raise ValueError("MedusaModel: expected the base model still in use, got one that was deleted")
             self.backbone.swap.resume()
-            self.base, self.backbone.causal = base, causal
+            self.base, self.backbone.causal_lm = base, causal
             self._suspended = None
 
     def undo(self) -> None:
@@ -358,7 +358,7 @@ class MedusaModel:
 
     @contextlib.contextmanager
     def _between_generations(self, what: str) -> Iterator[None]:
-        with self.backbone.turns.generation():
+        with self.backbone.lock.held():
             if self._under_way:
                 raise ValueError(
                     f"MedusaModel: expected {what}() between generations, got it during one (from its streamer, a "

@@ -218,7 +218,7 @@ def test_figure_4(bench: setup.Bench, tmp_path: Path) -> None:
 
 
 def test_surprise_is_transformers_own_loss(bench: setup.Bench) -> None:
-    base, ids = bench.model.backbone.causal, bench.asked[0].ids
+    base, ids = bench.model.backbone.causal_lm, bench.asked[0].ids
     text = [3, 1, 4, 1, 5]
     whole = torch.cat([ids, torch.tensor([text])], 1)
     labels = whole.clone()
@@ -241,7 +241,7 @@ def test_figure_5(bench: setup.Bench, tmp_path: Path) -> None:
 
 def test_a_drawn_text_may_part_only_where_two_shares_touch(bench: setup.Bench) -> None:
     asked = bench.asked[0]
-    logits = bench.model.backbone.causal(torch.cat([asked.ids, torch.tensor([[4, 2]])], 1)).logits[0, -1]
+    logits = bench.model.backbone.causal_lm(torch.cat([asked.ids, torch.tensor([[4, 2]])], 1)).logits[0, -1]
     shares = (logits / 0.5).softmax(-1).tolist()
     assert figure_5.gap(bench, asked.ids, [4, 2], (3, 8), 0.5) == pytest.approx(sum(shares[4:8]), abs=1e-6)
     assert figure_5.gap(bench, asked.ids, [4, 2], (8, 3), 0.5) == pytest.approx(sum(shares[4:8]), abs=1e-6)

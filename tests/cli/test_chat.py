@@ -96,7 +96,7 @@ def test_the_generation_configs_eos_tokens_end_an_answer_too(chat, talk, monkeyp
 
     def with_eos(*args, **kwargs):
         model = load(*args, **kwargs)
-        model.backbone.causal.generation_config.eos_token_id = [eos, 0]
+        model.backbone.causal_lm.generation_config.eos_token_id = [eos, 0]
         return model
 
     monkeypatch.setattr(MedusaModel, "from_pretrained", with_eos)

@@ -201,7 +201,7 @@ def test_heads_come_of_it(capsys, place, method):
     )
     with MedusaModel.from_pretrained(out["training"]["heads"]) as model:
         assert model.heads.num_heads == 2
-        trained = [weight for weight in model.backbone.causal.parameters() if weight.ndim == 2]
+        trained = [weight for weight in model.backbone.causal_lm.parameters() if weight.ndim == 2]
         given = [weight for weight in place.chat.model.parameters() if weight.ndim == 2]
         changed = any(bool((one != other).any()) for one, other in zip(trained, given, strict=True))
         assert changed == (method == "self-distillation")

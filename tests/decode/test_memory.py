@@ -468,7 +468,7 @@ def test_a_model_of_another_dtype_reuses_nothing(backbone):
     pool = StatePool(backbone, keep=0)
     state = pool.acquire(Sizes([5], 40), 100)
     filled(state, [30])
-    backbone.causal.double()
+    backbone.causal_lm.double()
     other, usable = pool.enlarge(state, Sizes([40], 40), 100)
     assert other.cache.kv.dtype == torch.float64
     assert usable == 0

@@ -58,7 +58,7 @@ def walk(base, heads, prompt, text, length):
 
 def test_steps_and_histograms_are_those_of_a_walk(make):
     model, tokenizer = make(tree=Tree.chain(2))
-    own = copy.deepcopy(model.backbone.causal)
+    own = copy.deepcopy(model.backbone.causal_lm)
     MedusaModel(own).undo()
     found = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW)
     steps = {}
@@ -97,12 +97,12 @@ def test_the_base_model_is_left_swapped_as_it_was(make):
     stand_ins = [layer.self_attn for layer in model.backbone.decoder.layers]
     evaluate(model, tokenizer, PROMPTS[:1], max_new_tokens=3)
     assert [layer.self_attn for layer in model.backbone.decoder.layers] == stand_ins
-    assert model.base is model.backbone.causal
+    assert model.base is model.backbone.causal_lm
 
 
 def test_transformers_runs_the_models_own_attention(make, monkeypatch):
     model, tokenizer = make()
-    base, kinds = model.backbone.causal, set()
+    base, kinds = model.backbone.causal_lm, set()
     generate = base.generate
 
     def spy(*args, **kwargs):
@@ -120,7 +120,7 @@ def test_a_second_turn_is_asked_behind_the_models_own_answer(make, asked, templa
     first, second = "name a tree.", "name another."
     found = evaluate(model, tokenizer, [Prompt((first, second), "both", "q:1")], max_new_tokens=NEW, transformers=False)
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    base = model.backbone.causal
+    base = model.backbone.causal_lm
     if template is None:
         start = ids_of(tokenizer, first)
         answer = transformers_greedy(base, start, NEW)
@@ -160,7 +160,7 @@ def test_a_text_is_continued_from_its_first_tokens(make, asked):
 def test_a_text_that_is_another_is_told(make, monkeypatch):
     """Transformers' second text is bent in its sixth new token."""
     model, tokenizer = make()
-    base = model.backbone.causal
+    base = model.backbone.causal_lm
     generate, wrong = base.generate, ids_of(tokenizer, PROMPTS[1].turns[0])
 
     def bent(ids, **kwargs):
@@ -184,7 +184,7 @@ def test_lossy_texts_are_compared_with_the_greedy_ones(make):
     for prompt in PROMPTS:
         ids = ids_of(tokenizer, prompt.turns[0])
         lossy = model.generate(ids[None], max_new_tokens=NEW, **loose).sequences[0, len(ids) :].tolist()
-        expected += lossy == transformers_greedy(model.backbone.causal, ids, NEW)
+        expected += lossy == transformers_greedy(model.backbone.causal_lm, ids, NEW)
     assert expected < len(PROMPTS)
     found = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, **loose)
     assert found.overall.identical == {"plain": expected, "transformers": expected}
@@ -251,7 +251,7 @@ def test_turns_without_room_are_left_out_and_named(make):
 
 def test_a_model_without_heads_copies(make):
     model, tokenizer = make()
-    base = model.backbone.causal
+    base = model.backbone.causal_lm
     model.undo()
     with MedusaModel(base, None, Tree([], lookup=3)) as plain:
         found = evaluate(plain, tokenizer, PROMPTS[:1], max_new_tokens=NEW)

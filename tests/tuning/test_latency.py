@@ -130,6 +130,6 @@ def test_the_longest_prefix_is_taken(model, steps):
 
 def test_output_that_is_not_finite_is_an_error(model):
     with torch.no_grad():
-        model.backbone.causal.lm_head.weight[0, 0] = torch.nan
+        model.backbone.causal_lm.lm_head.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match="finite"):
         time_steps(model, TREES, prefix=5, repeats=1)

@@ -446,9 +446,9 @@ def test_fingerprints_see_every_weight_and_nothing_else():
     base = tiny()
     own = fingerprint(base)
     with MedusaModel(base, heads_for(base)) as model:
-        assert fingerprint(model.backbone.causal) == own
+        assert fingerprint(model.backbone.causal_lm) == own
         model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
-        assert fingerprint(model.backbone.causal) == own
+        assert fingerprint(model.backbone.causal_lm) == own
     assert fingerprint(copy.deepcopy(base)) == own
     for name, _ in base.named_parameters():
         other = copy.deepcopy(base)

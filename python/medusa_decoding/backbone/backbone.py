@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa_decoding.backbone import bypassed, fused_layers
+from medusa_decoding.backbone import fused_layers, unsupported
 from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext, check_layers
+from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
-from medusa_decoding.backbone.turns import turns_of
 
 
 class Backbone:
@@ -28,13 +28,13 @@ class Backbone:
     Attributes:
         peers: the processes that the model is sharded over.
         kv_heads: KV heads of each layer that this process holds; all of them, unless the model is tensor parallel.
-        turns: the turns of the generations of this model, also of those with other heads.
+        lock: held by one generation of this model at a time, whatever heads it uses.
         fuse: whether layers are run by `fused`, in a few launches each, instead of module by module.
 
     Raises:
         ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, one that a single process spreads over
             several devices, one sharded otherwise than by whole heads, or one whose text depends on what decoding
-            passes by (see `bypassed`). The model is left as it was.
+            passes by (see `unsupported`). The model is left as it was.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -47,12 +47,12 @@ class Backbone:
         parts = all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
         if not parts or not hasattr(causal, "lm_head") or not hasattr(causal, "generation_config"):
             raise ValueError(f"base_model: expected a Llama-family causal language model, got {type(causal).__name__}")
-        self.causal = causal
+        self.causal_lm = causal
         self.decoder = decoder
         self.config: Any = causal.config
         check_layers(decoder.layers)
         self.check(base, now=False)
-        self.turns = turns_of(decoder)
+        self.lock = lock_of(decoder)
         self.peers = Peers.of(causal)
         self.kv_heads = local_kv_heads(causal, self.peers.size)
         self.swap = AttentionSwap(decoder.layers)
@@ -63,26 +63,26 @@ class Backbone:
 
         Args:
             base: what the backbone was made from.
-            now: see `bypassed.check`.
+            now: see `unsupported.check`.
 
         Raises:
-            ValueError: it cannot, or something that decoding passes by would change its text (see `bypassed`).
+            ValueError: it cannot, or something that decoding passes by would change its text (see `unsupported`).
         """
-        if self.causal.model is not self.decoder:
+        if self.causal_lm.model is not self.decoder:
             raise ValueError("base_model.model: expected the decoder that was wrapped, got another; wrap it again")
         if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"base_model: expected torch.float16, torch.bfloat16 or torch.float32, got {self.dtype}")
-        bypassed.check(base, self.causal, now)
+        unsupported.check(base, self.causal_lm, now)
 
     @property
     def lm_head(self) -> nn.Module:
         """The projection to the vocabulary, as it stands now (an adapter may have been put around it)."""
-        return self.causal.lm_head
+        return self.causal_lm.lm_head
 
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return next(self.causal.parameters()).device
+        return next(self.causal_lm.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,6 +121,6 @@ class Backbone:
         if self.fuse:
             return fused_layers.forward(self.decoder, hidden, context)
         for layer in self.decoder.layers:
-            out = bypassed.without_recording(layer)(hidden, position_embeddings=None, medusa_context=context)
+            out = unsupported.without_recording_hooks(layer)(hidden, position_embeddings=None, medusa_context=context)
             hidden = out[0] if isinstance(out, tuple) else out
         return self.decoder.norm(hidden)

@@ -22,8 +22,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
-from medusa_decoding.backbone.bypassed import foreign_forward
 from medusa_decoding.backbone.tensor_parallel import is_sharded
+from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.heads import is_hooked
 from medusa_kernels import add_rms_norm, decode_linear
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.backbone.bypassed import foreign_forward
+from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.heads import is_hooked
 
 

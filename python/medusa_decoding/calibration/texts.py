@@ -89,7 +89,7 @@ class Writer:
     """
 
     def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
-        self._eos = token_list(model.backbone.causal.generation_config.eos_token_id)
+        self._eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
         self.model, self._settings = model, settings
         self._chat = prompt_encoder(tokenizer, settings.template, self._eos)
         self._plain = PromptEncoder(tokenizer, self._eos)
@@ -105,12 +105,12 @@ class Writer:
             ids = self.encode(prompt)
             digest.update((json.dumps([ids, prompt.system, prompt.turns, prompt.is_text]) + "\n").encode())
             each.append(_hash(ids if prompt.is_text else _first_turn(prompt), 6))
-        device, own = model.backbone.device, model.backbone.causal.generation_config
+        device, own = model.backbone.device, model.backbone.causal_lm.generation_config
         sampling = {"seed": settings.seed} | {name: getattr(own, name, None) for name in SAMPLING}
         ends, stops = self._chat.ends(self._eos), self._chat.stop_strings(None)
         return {
             "heads": fingerprint(model.heads),
-            "base_model": fingerprint(model.backbone.causal),
+            "base_model": fingerprint(model.backbone.causal_lm),
             "prompts": {"count": len(prompts), "hash": digest.hexdigest(), "each": each},
             "settings": {
                 "max_new_tokens": settings.max_new_tokens,

@@ -55,7 +55,7 @@ class Conditions:
     @classmethod
     def current(cls, backbone: Backbone, heads: MedusaHeads, backend: Backend) -> Conditions:
         """Return the conditions that a model runs in now."""
-        causal = backbone.causal
+        causal = backbone.causal_lm
         model = f"{type(causal).__name__} {fingerprint(causal)}"
         return cls(**_runtime(backbone, backend), model=model, heads=fingerprint(heads))
 

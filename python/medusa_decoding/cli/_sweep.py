@@ -72,7 +72,7 @@ def shapes(model: MedusaModel) -> dict[str, Any]:
     config, heads = model.backbone.config, model.heads
     assert heads is not None
     return {
-        "class": type(model.backbone.causal).__name__,
+        "class": type(model.backbone.causal_lm).__name__,
         "hidden_size": config.hidden_size,
         "layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,

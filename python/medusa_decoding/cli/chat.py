@@ -94,7 +94,7 @@ class Chat:
         self.answers: list[tuple[GenerationMetrics, int]] = []
         self.unsent: str | None = None
         self.failed = self.left = False
-        self.eos = template.ends(token_list(model.backbone.causal.generation_config.eos_token_id))
+        self.eos = template.ends(token_list(model.backbone.causal_lm.generation_config.eos_token_id))
         self.terminal = sys.stdin.isatty()
         # With --json, standard output contains only answers.
         self.out = sys.stderr if args.json else sys.stdout

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def parameters(model: MedusaModel) -> int:
     """Count the parameters of base model and heads."""
     heads = model.heads.parameters() if model.heads is not None else ()
-    return sum(p.numel() for p in model.backbone.causal.parameters()) + sum(p.numel() for p in heads)
+    return sum(p.numel() for p in model.backbone.causal_lm.parameters()) + sum(p.numel() for p in heads)
 
 
 def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
     template = ChatTemplate(tokenizer, args.template) if args.chat else None
     placed = {"distributed_config": DistributedConfig(tp_plan="auto")} if args.tensor_parallel else {}
     with _arguments.load_model(args, **placed) as model:
-        stops, ends = args.stop, token_list(model.backbone.causal.generation_config.eos_token_id)
+        stops, ends = args.stop, token_list(model.backbone.causal_lm.generation_config.eos_token_id)
         if template is None:
             ids = tokenizer(text, return_tensors="pt").input_ids
             streamer = AnswerStreamer(tokenizer)

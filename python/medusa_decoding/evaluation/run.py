@@ -78,7 +78,7 @@ def evaluate(
             raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
     if not prompts:
         raise ValueError("prompts: expected at least one, got none")
-    eos = token_list(model.backbone.causal.generation_config.eos_token_id)
+    eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
     run = _Run(
         model,
         prompt_encoder(tokenizer, template, eos),
@@ -251,7 +251,7 @@ class _Run:
         return self._ours(asked, Tree([]), self._of_the_model())
 
     def _transformers(self, asked: _Asked) -> _Written:
-        own = self.model.backbone.causal.generation_config
+        own = self.model.backbone.causal_lm.generation_config
         generation = {name: value for name, value in self._of_the_model().items() if name != "seed"}
         generation["do_sample"] = self._drawn
         if self._drawn:
@@ -282,7 +282,7 @@ class _Run:
 @contextlib.contextmanager
 def own_attention(model: MedusaModel) -> Iterator[Any]:
     """Give the base model its own attention modules back meanwhile; what is compiled or captured stays valid."""
-    held = model.base, model.backbone.causal  # the model itself lets go of them
+    held = model.base, model.backbone.causal_lm  # the model itself lets go of them
     model.suspend()
     try:
         yield held[1]

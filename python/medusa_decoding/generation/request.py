@@ -115,7 +115,7 @@ def check_request(
         changes["do_sample"] = False
     if acceptance == "typical" and changes["temperature"] is None and generation_config is None:
         changes["temperature"] = 1.0
-    config = settings.merge_configs(backbone.causal.generation_config, generation_config, changes)
+    config = settings.merge_configs(backbone.causal_lm.generation_config, generation_config, changes)
     for name, neutral in _OF_SAMPLING.items():
         value, lossy = changes.get(name), acceptance == "typical" and name == "temperature"
         if value is not None and value != neutral and not config.do_sample and not lossy:

@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from medusa_decoding.backbone import bypassed
+from medusa_decoding.backbone import unsupported
 from medusa_decoding.decode.loop import decode_loop
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.runtime.runner import Runner
@@ -24,13 +24,13 @@ from medusa_decoding.generation.selectors import token_selector
 def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend) -> MedusaOutput:
     """Generate for a request; the caller holds the model's turn."""
     backbone, session, streamer = steps.backbone, request.session, request.streamer
-    turns, causal = backbone.turns, backbone.causal
+    lock, causal = backbone.lock, backbone.causal_lm
     prompts = [prompt.to(backbone.device) for prompt in request.prompts]
     limits = dataclasses.replace(request.limits, device=backbone.device)
     selector = token_selector(causal, request, prompts)
     if isinstance(selector, LogitsProcessors):
         for row in selector.rows:
-            row.processors = [turns.without(row.processors)]
+            row.processors = [lock.releasing(row.processors)]
     weights = steps.fingerprint() if session is not None else None
     runner = Runner(
         steps, backend, prompts, selector, limits, policy,
@@ -40,9 +40,9 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
         timed=request.metrics,
     )  # fmt: skip
     calls_back = any((streamer is not None, request.criteria, request.processors, request.prefix_fn))
-    with bypassed.unchanged(causal, steps.heads) if calls_back else contextlib.nullcontext():
+    with unsupported.weights_unchanged(*(causal, steps.heads) if calls_back else ()):
         if streamer is not None:
-            with turns.given_up():
+            with lock.released():
                 streamer.put(request.prompts[0][None])
         try:
             state = decode_loop(backbone, prompts, selector, limits, policy, runner)
@@ -50,7 +50,7 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
             runner.release()
             raise
     if streamer is not None:
-        with turns.given_up():
+        with lock.released():
             streamer.end()
     output = collect_output(state, request, selector, runner.trees, runner.seconds)
     if session is not None:
@@ -72,7 +72,7 @@ def _observer(request: Request, prompts: list[torch.Tensor], selector: TokenSele
 
     backbone = steps.backbone
     observer = StreamObserver(prompts, request.criteria, request.streamer, scores, backbone.peers.agree)
-    return backbone.turns.without([observer])
+    return backbone.lock.releasing([observer])
 
 
 def _cached_texts(output: MedusaOutput, request: Request) -> list[list[int]]:

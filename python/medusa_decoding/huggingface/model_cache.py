@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.backbone.turns import turns_of
+from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.checkpoints import read_heads
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
@@ -44,7 +44,7 @@ def borrow_model(model: nn.Module, heads: MedusaHeads | str | Path | None) -> It
     if not isinstance(heads, (MedusaHeads, str, Path)):
         raise ValueError(f"heads: expected MedusaHeads, or a folder or hub id of heads, got {type(heads).__name__}")
     key = heads if isinstance(heads, MedusaHeads) else _name(heads)
-    with turns_of(getattr(model, "model", model)).generation():
+    with lock_of(getattr(model, "model", model)).held():
         with _taking:
             medusa = _kept.get(model, {}).pop(key, None)
         if medusa is None or not _resumed(medusa, model):

@@ -118,8 +118,8 @@ def time_steps(
     prompts = [
         torch.randint(backbone.vocab_size, (prefix,), generator=generator).to(backbone.device) for _ in range(batch)
     ]
-    turn = backbone.turns.generation(backbone.device)
-    with turn, torch.inference_mode(False), torch.no_grad(), model._current_device():
+    locked = backbone.lock.held(backbone.device)
+    with locked, torch.inference_mode(False), torch.no_grad(), model._current_device():
         step_of, pool = model._steps.prepare(backend), model._steps.pool
         sizes = Sizes.for_trees([prefix] * batch, NEW_TOKENS, trees)
         state = pool.acquire(sizes, pool.first_capacity(sizes, HEADROOM))

@@ -133,7 +133,7 @@ class Steps:
         Weights by address and version (writes through `.data` leave no trace); modules by identity, mode, hooks, and
         which of peft's adapters they apply, how strongly.
         """
-        roots = [self.backbone.causal] + ([self.heads] if self.heads is not None else [])
+        roots = [self.backbone.causal_lm] + ([self.heads] if self.heads is not None else [])
         modules = [module for root in roots for module in root.modules()]
         tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
         return (

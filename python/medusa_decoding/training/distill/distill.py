@@ -169,7 +169,7 @@ def generate_records(
     """
     limit = model.backbone.context_limit if length is None else min(length, model.backbone.context_limit)
     encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments, vocab_size=model.backbone.vocab_size)
-    ends = token_list(model.backbone.causal.generation_config.eos_token_id)
+    ends = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
     if encoder.end_of_turn is not None and encoder.end_of_turn not in ends:
         ends.append(encoder.end_of_turn)
     config = _decoding(model, settings, ends)
@@ -219,7 +219,7 @@ def _batches(seeds: Iterator[Seed], size: int) -> Iterator[list[Seed]]:
 def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[int]) -> Any:
     drawn = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.temperature > 0 else {}
     changes: dict[str, Any] = {"do_sample": settings.temperature > 0, "eos_token_id": list(ends), **drawn}
-    config = decoding.merge_configs(model.backbone.causal.generation_config, None, changes)
+    config = decoding.merge_configs(model.backbone.causal_lm.generation_config, None, changes)
     config.max_length = config.max_new_tokens = None  # each row has its own
     config.num_return_sequences = 1
     return config
@@ -271,7 +271,7 @@ def _settings(
         # Static trees without a copied branch are identified by their choices alone, as in older files.
         tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
     return given | {
-        "model": fingerprint(model.backbone.causal),
+        "model": fingerprint(model.backbone.causal_lm),
         "heads": None if model.heads is None else fingerprint(model.heads),
         "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
         "tokenizer": encoder.fingerprint,

@@ -88,7 +88,7 @@ def check(base: Any, causal: Any, now: bool = True) -> None:
         raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
 
 
-def check_methods_before(causal: Any) -> None:
+def check_generate_methods(causal: Any) -> None:
     """Raise `ValueError` if a model overrides what transformers' `generate` calls before its loop."""
     _check_methods(causal, METHODS_BEFORE)
 
@@ -99,7 +99,7 @@ def foreign_forward(cls: type[nn.Module]) -> str | None:
 
 
 @contextlib.contextmanager
-def unchanged(*roots: nn.Module | None) -> Iterator[None]:
+def weights_unchanged(*roots: nn.Module | None) -> Iterator[None]:
     """Refuse weights that are exchanged, moved or cast, and adapters that are switched, within a `with` block.
 
     transformers would go on with the new ones at the next token, decoding at the next step, if at all.
@@ -137,7 +137,7 @@ def _weights(roots: Sequence[nn.Module | None]) -> list[object]:
     return found
 
 
-def without_recording(layer: Any) -> Any:
+def without_recording_hooks(layer: Any) -> Any:
     """Return what to call for a layer: its forward alone if it has none but transformers' hooks that record outputs.
 
     torch.compile cannot trace these, and they do nothing here.
@@ -302,4 +302,4 @@ def _check_training(causal: nn.Module, module: Any) -> None:
         )
 
 
-__all__ = ["check", "check_methods_before", "foreign_forward", "unchanged", "without_recording"]
+__all__ = ["check", "check_generate_methods", "foreign_forward", "weights_unchanged", "without_recording_hooks"]

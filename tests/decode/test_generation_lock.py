@@ -18,7 +18,7 @@ from transformers import TextIteratorStreamer
 
 from medusa_decoding import MedusaModel, Session, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
-from medusa_decoding.backbone.turns import Turns
+from medusa_decoding.backbone.generation_lock import GenerationLock
 from medusa_decoding.decode import loop
 
 NEW = 16
@@ -56,7 +56,7 @@ def in_one_call_at_a_time(monkeypatch):
 
 def no_patience(monkeypatch):
     """Whoever waits does not believe for long that the caller's code comes back by itself."""
-    monkeypatch.setattr("medusa_decoding.backbone.turns.PATIENCE", 0.01)
+    monkeypatch.setattr("medusa_decoding.backbone.generation_lock.PATIENCE", 0.01)
 
 
 def text(medusa, row, **settings):
@@ -288,12 +288,12 @@ def test_undo_by_another_thread_waits(model):
     assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
 
 
-def test_an_interrupt_while_waiting_leaves_the_turn_to_others(monkeypatch):
+def test_an_interrupt_while_waiting_leaves_the_lock_to_others(monkeypatch):
     no_patience(monkeypatch)
-    turns, begun, end, waited = Turns(), threading.Event(), threading.Event(), []
+    lock, begun, end, waited = GenerationLock(), threading.Event(), threading.Event(), []
 
     def hold():
-        with turns.generation():
+        with lock.held():
             begun.set()
             end.wait(timeout=60)
 
@@ -306,16 +306,16 @@ def test_an_interrupt_while_waiting_leaves_the_turn_to_others(monkeypatch):
     begun.wait(timeout=60)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Condition, "wait", interrupt)
-        with pytest.raises(KeyboardInterrupt), turns.generation():
+        with pytest.raises(KeyboardInterrupt), lock.held():
             pass
     assert waited == [1]
-    assert turns.holder == holder.ident
+    assert lock.holder == holder.ident
     end.set()
-    with turns.generation():
-        assert turns.holder == threading.get_ident()
+    with lock.held():
+        assert lock.holder == threading.get_ident()
     holder.join(timeout=60)
-    assert turns.holder is None
-    assert not turns._under_way
+    assert lock.holder is None
+    assert not lock._under_way
 
 
 # Weights that change
@@ -417,9 +417,9 @@ def test_what_ends_a_with_block_is_raised_also_during_a_generation(model, monkey
     assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
 
 
-def test_a_turn_within_one_that_named_no_device_names_it():
+def test_a_device_may_be_named_within_a_block_that_named_none():
     """As `medusa_generate` does: what another thread has launched on that device is waited for."""
-    turns = Turns()
-    with turns.generation(), turns.generation(torch.device("cuda")):
+    lock = GenerationLock()
+    with lock.held(), lock.held(torch.device("cuda")):
         pass
-    assert turns._device == torch.device("cuda")
+    assert lock._device == torch.device("cuda")

@@ -177,29 +177,38 @@ def global_hook(model, monkeypatch):
 
 
 REFUSED = {
-    "forward": (of_class(ScaledLogits), r"base_model: expected the forward .*ScaledLogits's \(test_bypassed\.Scaled"),
-    "call": (of_class(CalledOtherwise), r"base_model: expected the forward .*test_bypassed\.CalledOtherwise\.__call__"),
-    "decoder": (other_decoder, r"base_model\.model: expected the forward .*test_bypassed\.ScaledEmbeddings\.forward"),
+    "forward": (
+        of_class(ScaledLogits),
+        r"base_model: expected the forward .*ScaledLogits's \(test_unsupported\.Scaled",
+    ),
+    "call": (
+        of_class(CalledOtherwise),
+        r"base_model: expected the forward .*test_unsupported\.CalledOtherwise\.__call__",
+    ),
+    "decoder": (
+        other_decoder,
+        r"base_model\.model: expected the forward .*test_unsupported\.ScaledEmbeddings\.forward",
+    ),
     "inputs": (of_class(OtherInputs), r"base_model: expected transformers' own prepare_inputs_for_generation, got Oth"),
     "own inputs": (own_prepare, r"base_model: expected transformers' own prepare_inputs_for_generation"),
     "loop": (of_class(OtherLoop), r"base_model: expected transformers' own _sample, got OtherLoop's"),
-    "patched class": (patched(LlamaForCausalLM, "forward", negated_logits), r"base_model: .*\(test_bypassed\."),
+    "patched class": (patched(LlamaForCausalLM, "forward", negated_logits), r"base_model: .*\(test_unsupported\."),
     "patched attention": (
         patched(llama.LlamaAttention, "forward", negated_first),
-        r"base_model\.model\.layers\.0\.self_attn: .*\(test_bypassed\.",
+        r"base_model\.model\.layers\.0\.self_attn: .*\(test_unsupported\.",
     ),
     "patched rotation": (
         patched(llama, "apply_rotary_pos_emb", negated_first),
-        r"transformers' own apply_rotary_pos_emb in transformers\.models\.llama\.modeling_llama, got test_bypassed\.",
+        r"transformers' own apply_rotary_pos_emb in transformers\.models\.llama\.modeling_llama, got test_unsupp",
     ),
-    "patched Linear": (patched(nn.Linear, "forward", negated), r"base_model\.lm_head: .*\(test_bypassed\."),
+    "patched Linear": (patched(nn.Linear, "forward", negated), r"base_model\.lm_head: .*\(test_unsupported\."),
     "attention": (
         registered("mine", negated_first(sdpa_attention_forward)),
-        r"layers\.0\.self_attn: expected .* got test_bypassed\.negated_first.* as attention implementation 'mine'",
+        r"layers\.0\.self_attn: expected .* got test_unsupported\.negated_first.* as attention implementation 'mine'",
     ),
     "attention under a standard name": (
         registered("sdpa", negated_first(sdpa_attention_forward)),
-        r"layers\.0\.self_attn: expected .* got test_bypassed\.negated_first.* as attention implementation 'sdpa'",
+        r"layers\.0\.self_attn: expected .* got test_unsupported\.negated_first.* as attention implementation 'sdpa'",
     ),
     "attention of one file": (registered_locally, r"layers\.0\.self_attn: expected .* implementation 'sdpa'"),
     "attention of one layer": (one_layer_of_its_own_implementation, r"layers\.1\.self_attn: .* implementation 'mine'"),
