@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.ablations import measuring, setup, writing
-from medusa_decoding.checkpoints import _folder
 from medusa_decoding.checkpoints.accuracies import find_accuracies
+from medusa_decoding.checkpoints.reading import fetch_folder
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import evaluate, read_prompts
 from medusa_decoding.evaluation.prompts import TURNS
@@ -64,7 +64,7 @@ def best_tree(args: argparse.Namespace, model: MedusaModel) -> Tree:
     Raises:
         ValueError: nothing was.
     """
-    folder = _folder(_arguments._heads(args), None)
+    folder = fetch_folder(_arguments._heads(args), None)
     heads = setup.heads_of(model)
     found = find_accuracies(folder, heads)
     if found is None:

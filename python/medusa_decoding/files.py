@@ -107,9 +107,9 @@ def _content(path: str | Path, limit: int, kind: str) -> bytes:
     return content
 
 
-def read_json_object(path: str | Path) -> dict[str, Any]:
+def read_json_object(path: str | Path, limit: int = MAX_JSON) -> dict[str, Any]:
     """Read a JSON file that holds an object, as `read_json` does; anything else in it is a `ValueError`."""
-    found = read_json(path)
+    found = read_json(path, limit)
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
     return found

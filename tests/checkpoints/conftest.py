@@ -22,7 +22,7 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> str:
         raise AssertionError(f"the hub was asked for {args}")
 
-    monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", refuse)
+    monkeypatch.setattr("medusa_decoding.checkpoints.reading.snapshot_download", refuse)
 
 
 @pytest.fixture

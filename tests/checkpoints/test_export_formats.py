@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from medusa_decoding import MedusaModel
-from medusa_decoding.checkpoints import TARGETS, _writing, export, read_heads, write_heads
+from medusa_decoding.checkpoints import TARGETS, export, read_heads, write_heads
 from medusa_decoding.heads import MedusaHeads, Storage
 
 HIDDEN, VOCAB = 8, 11
@@ -68,7 +68,7 @@ REFUSED: dict[str, dict[str, str]] = {
 REFUSED["original-v2"] = REFUSED["original-v1"] | {
     **{kind: r"shared with lm_head .*original-v1 .*, got own" for kind in ("own", "one head", "two blocks")},
     **{kind: "shared with lm_head" for kind in ("no bias", "bfloat16", "all tokens")},
-    "shared, two blocks": "one residual block a head for original-v2 .*, got 2",
+    "shared, two blocks": "one residual block per head for original-v2 .*, got 2",
 }
 
 
@@ -224,9 +224,7 @@ class TestVllm:
         assert re.search(
             r"^vLLM 0\.28 to 0\.32 cannot read a token_map: .* any of 11 tokens.*may differ$", done.notes[0]
         )
-        assert done.notes[1].startswith(
-            "what was measured is of heads with 4 of the tokens, and these have all 11 tokens: "
-        )
+        assert done.notes[1].startswith("the figures are of heads with 4 of the tokens, and these have all 11 tokens: ")
         assert not (tmp_path / "out" / "measured.json").exists()
 
     @pytest.mark.parametrize("name", ["heads", "heads of 'mine' $HOME; `rm`", "köpfe"])
@@ -531,7 +529,7 @@ class TestEmbedded:
                     shutil.copyfile(file, snapshot / file.name)
             return str(snapshot)
 
-        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", fetch)
+        monkeypatch.setattr("medusa_decoding.checkpoints.reading.snapshot_download", fetch)
         export("someone/model", tmp_path / "second", "embedded")
         names = [sorted(file.name for file in (tmp_path / name).iterdir()) for name in ("first", "second")]
         assert {"chat_template.jinja", "merges.txt", "LICENSE.md"} < set(names[0])
@@ -729,8 +727,7 @@ class TestFolder:
         def full(*args: object, **kwargs: object) -> None:
             raise OSError(28, "No space left on device")
 
-        for module in (_writing, __import__("medusa_decoding.checkpoints.original", fromlist=["x"])):
-            monkeypatch.setattr(module, "save_file", full)
+        monkeypatch.setattr("medusa_decoding.checkpoints.tensor_files.save_file", full)
         monkeypatch.setattr(torch, "save", full)
         with pytest.raises(OSError, match="No space left"):
             export(source, tmp_path / "out", target, overwrite=True)
@@ -745,7 +742,7 @@ class TestFolder:
 
 class TestBaseModel:
     def test_names_and_revisions_go_along(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("medusa_decoding.checkpoints.stated_sizes", lambda *asked: {})
+        monkeypatch.setattr("medusa_decoding.checkpoints.exporting.stated_sizes", lambda *asked: {})
         write_heads(made("own"), tmp_path / "heads", base_model="someone/base", base_revision="v2")
         cases: list[tuple[dict[str, Any], str, str | None]] = [
             ({}, "someone/base", "v2"),
@@ -805,7 +802,7 @@ class TestBaseModel:
                 shutil.copyfile(tmp_path / "pytorch_model.bin", base / "pytorch_model.bin")
             return str(base)
 
-        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", fetch)
+        monkeypatch.setattr("medusa_decoding.checkpoints.reading.snapshot_download", fetch)
         write_heads(made("shared"), tmp_path / "heads", base_model="someone/base")
         export(tmp_path / "heads", tmp_path / "out", "vllm")
         found = load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"]
@@ -824,7 +821,7 @@ class TestBaseModel:
             asked.append((name, arguments["revision"]))
             return str(folders[name])
 
-        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", fetch)
+        monkeypatch.setattr("medusa_decoding.checkpoints.reading.snapshot_download", fetch)
         write_heads(made("shared"), tmp_path / "heads", base_model="someone/base", base_revision="v2")
         export("someone/heads", tmp_path / "out", "vllm", revision="r1")
         assert asked == [("someone/heads", "r1"), ("someone/base", "v2")]

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_decoding import MedusaHeads, MedusaModel
 from medusa_decoding.checkpoints import pretrained, write_heads
-from medusa_decoding.checkpoints.base import stated_sizes
+from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.cli import main
 from medusa_decoding.roofline.shapes import find_shape
 from medusa_decoding.training.config import Config

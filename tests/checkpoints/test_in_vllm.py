@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from medusa_decoding.checkpoints import export, read_heads, write_heads
-from medusa_decoding.checkpoints.base import lm_head_weight
+from medusa_decoding.checkpoints.base_model import lm_head_weight
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
 

@@ -246,7 +246,7 @@ class TestHub:
             calls.append((repo, kwargs))
             return str(folder)
 
-        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", download)
+        monkeypatch.setattr("medusa_decoding.checkpoints.reading.snapshot_download", download)
         read = read_heads("someone/heads", revision="v1")
         assert read.heads.num_heads == 4
         assert read.path == folder
@@ -273,6 +273,6 @@ class TestHub:
         def download(repo: str, **kwargs: object) -> str:
             raise error
 
-        monkeypatch.setattr("medusa_decoding.checkpoints.snapshot_download", download)
+        monkeypatch.setattr("medusa_decoding.checkpoints.reading.snapshot_download", download)
         with pytest.raises(ValueError, match=f"path_or_hub_id: .*'someone/heads' .*{error}"):
             read_heads("someone/heads")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from medusa_decoding.checkpoints import original, read_heads, write_heads
+from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.heads import MedusaHeads
 
 WriteFolder = Callable[..., Path]
@@ -132,14 +132,14 @@ class TestFailedWrite:
     def test_full_disk_leaves_the_old_checkpoint(
         self, tmp_path: Path, old: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(original, "save_file", full_disk)
+        monkeypatch.setattr("medusa_decoding.checkpoints.tensor_files.save_file", full_disk)
         with pytest.raises(OSError, match="No space left"):
             write_heads(random_heads(4), tmp_path / "heads", base_model="new/base")
         assert self.content(tmp_path / "heads") == old
         assert [entry.name for entry in tmp_path.iterdir()] == ["heads"]
 
     def test_full_disk_leaves_no_new_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(original, "save_file", full_disk)
+        monkeypatch.setattr("medusa_decoding.checkpoints.tensor_files.save_file", full_disk)
         with pytest.raises(OSError, match="No space left"):
             write_heads(random_heads(4), tmp_path / "heads", base_model="new/base")
         assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from medusa_decoding import files
-from medusa_decoding.checkpoints._places import foreign
+from medusa_decoding.checkpoints.exporting import unrelated_entry
 from medusa_decoding.files import only_writer, whole_folder
 
 HOLD = """
@@ -158,9 +158,9 @@ def test_a_line_that_does_not_fit_on_the_disk_is_an_error() -> None:
 def test_a_lock_file_that_a_killed_writer_left_is_no_reason_to_keep_a_folder_of_heads(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.pt").touch()
     with only_writer("out", tmp_path / "calibration.json"):
-        assert foreign(tmp_path) is None
+        assert unrelated_entry(tmp_path) is None
     (tmp_path / ".secrets").touch()
-    assert foreign(tmp_path) == ".secrets"
+    assert unrelated_entry(tmp_path) == ".secrets"
 
 
 def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Full Medusa-2 models: the base model's weights with the heads among them as `medusa_head.{h}...`.
 
-Only the heads' tensors are read. In writing the base model's files are copied as they are, and the heads become one
-more shard. This module does not know the base model, which `base.load_base_model` loads from the same folder.
+Only the heads' tensors are read. To write such a model, the base model's files are copied unchanged and the heads
+become one more shard. `load_base_model` loads the base model from the same folder.
 """
 
 from __future__ import annotations
@@ -13,42 +13,37 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints._files import (
-    StoredTensor,
-    open_sharded,
+from medusa_decoding.checkpoints.layout import HeadTensors
+from medusa_decoding.checkpoints.tensor_files import (
+    MODEL_WEIGHTS,
+    model_tensors,
     open_tensors,
     own_file,
     read_index,
-    read_json,
+    save_tensors,
 )
-from medusa_decoding.checkpoints._layout import HeadTensors
-from medusa_decoding.checkpoints._places import OF_HEADS
-from medusa_decoding.checkpoints._writing import save_tensors
-from medusa_decoding.files import write_json
+from medusa_decoding.files import read_json_object, write_json
 
 NAME = "embedded"
 FILES = "model.safetensors or pytorch_model.bin, whole or sharded, with medusa_head.* tensors in it"
 
-# In the order in which transformers looks for them.
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 PREFIX = "medusa_head."
 _SHARD = "model-medusa-heads.safetensors"
-# What belongs to a model besides its weights: settings, tokenizer, chat template, terms of use. Never code.
-_BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*")
+MEASURED_FILES = ("medusa_tree.json", "measured.json", "calibration.json", "tuning.json")
+"""Files with what was measured with heads, or chosen for them."""
+# Settings, tokenizer, chat template and terms of use; never code.
+_OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
 
 def recognise(folder: Path) -> bool:
     """Return whether the folder holds a full model with heads in it."""
-    return bool(_tensors(folder))
+    return bool(model_tensors(folder, PREFIX))
 
 
 def gather(folder: Path) -> HeadTensors:
-    """List the heads' tensors.
-
-    Raises:
-        ValueError: a damaged file or index.
-    """
-    return HeadTensors({name.removeprefix(PREFIX): tensor for name, tensor in _tensors(folder).items()}, PREFIX)
+    """List the heads' tensors; a damaged file or index is a `ValueError`."""
+    tensors = model_tensors(folder, PREFIX)
+    return HeadTensors({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, PREFIX)
 
 
 def base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -56,29 +51,14 @@ def base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
     return str(folder)
 
 
-def _tensors(folder: Path) -> dict[str, StoredTensor]:
-    return model_tensors(folder, PREFIX)
-
-
-def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
-    """List the tensors of a model's folder whose names start with `prefix`; none where there are no weights."""
-    for name in _WEIGHTS:
-        file = folder / name
-        if file.is_file():
-            if name.endswith(".json"):
-                return open_sharded(file, prefix)
-            return open_tensors(file, prefix)
-    return {}
-
-
 def base_files(base: Path) -> list[Path]:
     """Return the weight files of a base model that heads can be put into.
 
     Raises:
-        ValueError: an adapter (also beside a model, which transformers loads with it), weights in other files than
-            safetensors, no config, a link that leads out of the folder, or a damaged index.
+        ValueError: an adapter (also one next to a model, which transformers loads with it), weights in other files
+            than safetensors, no config, a link that leads out of the folder, or a damaged index.
     """
-    single, index = base / _WEIGHTS[0], base / _WEIGHTS[1]
+    single, index = base / MODEL_WEIGHTS[0], base / MODEL_WEIGHTS[1]
     adapted = (base / "adapter_config.json").is_file()
     if adapted or not (single.is_file() or index.is_file()):
         kind = "an adapter (merge it first)" if adapted else "none there"
@@ -98,26 +78,26 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
 
     Args:
         staging: an empty folder.
-        base: folder of the base model; heads that are in it are left out, and what was measured with them.
+        base: folder of the base model; heads in it and what was measured with them are left out.
         tensors: of the heads, under the paper's names.
-        fields: what the config says of them.
+        fields: of the heads in the config.
 
     Raises:
         ValueError: see `base_files`.
         OSError: a file could not be written.
     """
     files = base_files(base)
-    for pattern in _BESIDE:
+    for pattern in _OTHER_FILES:
         for file in base.glob(pattern):
-            if file.is_file() and file.name not in (*_WEIGHTS, "config.json", *OF_HEADS):
+            if file.is_file() and file.name not in (*MODEL_WEIGHTS, "config.json", *MEASURED_FILES):
                 shutil.copyfile(own_file(file), staging / file.name)
-    old = read_json(own_file(base / "config.json"))
+    old = read_json_object(own_file(base / "config.json"))
     kept = {key: value for key, value in old.items() if not key.startswith("medusa_") and key != "version"}
     write_json(staging / "config.json", kept | dict(fields), indent=2)
     weight_map: dict[str, str] = {}
     size = 0
     for number, file in enumerate(files, start=1):
-        # Under another name: transformers would look no further than a file model.safetensors.
+        # transformers would read a file model.safetensors alone.
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         stored = open_tensors(file)
         own = {key: tensor for key, tensor in stored.items() if not key.startswith(PREFIX)}
@@ -130,4 +110,4 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
     save_tensors({PREFIX + key: tensor for key, tensor in tensors.items()}, staging / _SHARD)
     weight_map |= dict.fromkeys((PREFIX + key for key in tensors), _SHARD)
     total = {"total_size": size + (staging / _SHARD).stat().st_size}
-    write_json(staging / _WEIGHTS[1], {"metadata": total, "weight_map": weight_map}, indent=2)
+    write_json(staging / MODEL_WEIGHTS[1], {"metadata": total, "weight_map": weight_map}, indent=2)

@@ -1,6 +1,6 @@
 """Load configs, tokenizers, models and adapters with transformers and peft. No other module calls their loaders.
 
-A checkpoint may come from a stranger. Code beside it never runs, nothing is asked on standard input, and its sizes are
+A checkpoint may come from a stranger. Its own code never runs, nothing is asked on standard input, and its sizes are
 compared with its weight files before a model is allocated. Whatever the libraries raise for a damaged or hostile folder
 becomes one `ValueError`.
 """
@@ -28,21 +28,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
 from transformers.utils.hub import cached_file
 
-from medusa_decoding.checkpoints._files import open_tensors, read_index
-from medusa_decoding.checkpoints._stated import check_config, check_keys, check_revision, small_json
+from medusa_decoding.checkpoints.config_checks import check_config, check_keys, check_revision, read_settings
+from medusa_decoding.checkpoints.tensor_files import listed, model_weights, open_tensors, read_index
 from medusa_decoding.heads import not_finite
 
-# These concern the weights; AutoConfig would take them for fields of the config.
+# Arguments for the weights; AutoConfig would take them for fields of the config.
 _WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
-# These say where files are: AutoConfig uses them up, and the weights are to be those beside the config.
+# Arguments for the location; AutoConfig consumes them, but the weights must come from the same place.
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 _MAY_BE_MISSING = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -52,20 +46,34 @@ _HEADS = r"^medusa_head\."
 _PACKED = 16
 
 
+def stated_sizes(base_model: str, revision: str | None = None) -> dict[str, int]:
+    """Return hidden_size and vocab_size from a model's config; whatever cannot be read is left out."""
+    try:
+        config = read_file(base_model, **at(revision))
+    except ValueError:
+        return {}
+    return {name: size for name in ("hidden_size", "vocab_size") if isinstance(size := config.get(name), int)}
+
+
+def stated_vocab_size(base_model: str, revision: str | None = None) -> int | None:
+    """Return vocab_size from a model's config; None if it cannot be read."""
+    return stated_sizes(base_model, revision).get("vocab_size")
+
+
 def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> dict[str, Any]:
-    """Return the content of a model's config.json once it states nothing that is impossible or dangerous.
+    """Return the content of a model's config.json, checked for impossible and dangerous values.
 
     Args:
         name: folder or hub id.
-        argument: what messages call `name`.
-        hub: where files are, such as `revision`.
+        argument: the argument that messages name.
+        hub: arguments of the hub, such as `revision`.
 
     Raises:
         ValueError: no such folder or repository, or a config.json that is damaged or refused.
     """
     with _explained(argument, _local(name), "a model's folder or hub id within reach"):
         file = _file_of(_local(name), "config.json", **hub)
-        raw = small_json(file)
+        raw = read_settings(file)
     check_config(raw, file)
     return raw
 
@@ -73,16 +81,16 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
 def read_config(
     name: str | Path, *, argument: str = "base_model", causal: bool = True, **kwargs: Any
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
-    """Read a model's config, and divide keyword arguments as `AutoModelForCausalLM.from_pretrained` does.
+    """Read a model's config, and split the keyword arguments as `AutoModelForCausalLM.from_pretrained` does.
 
     Args:
         name: folder or hub id.
-        argument: what messages call `name`.
+        argument: the argument that messages name.
         causal: whether the config must be a causal language model's.
         kwargs: of transformers' `from_pretrained`; fields of the config override the file's.
 
     Returns:
-        The config, and the arguments that are left for `load_model`.
+        The config, and the remaining arguments for `load_model`.
 
     Raises:
         ValueError: no such folder or repository, a damaged config, one that states impossible sizes, or a `model_type`
@@ -103,7 +111,7 @@ def read_config(
     attention, experts = (kwargs.get(f"{part}_implementation") for part in ("attn", "experts"))
     with _explained(argument, name, "a model with a config that transformers accepts"):
         config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, trust_remote_code=False, **kwargs)
-        # A file may name kernels of the hub here, which transformers would fetch and run.
+        # The file may name kernels on the hub, which transformers would fetch and run.
         config._attn_implementation, config._experts_implementation = attention, experts
     return config, {**rest, **held, **hub}
 
@@ -121,7 +129,7 @@ def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: s
     Args:
         name: folder or hub id of the model.
         revision: branch, tag or commit on the hub.
-        argument: what messages call `name`.
+        argument: the argument that messages name.
 
     Raises:
         ValueError: no such model, no tokenizer there, or a damaged one.
@@ -130,9 +138,9 @@ def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: s
     config = load_config(name, revision, argument=argument)
     with _explained(argument, name, "a folder or hub id with a tokenizer"):
         file = cached_file(name, "tokenizer_config.json", **_MAY_BE_MISSING, **hub)
-        said = small_json(Path(file)).get("tokenizer_class") if file else None
-        for kind in (said, getattr(config, "tokenizer_class", None)):
-            # transformers calls whatever class of its own is named here, also those that ask about code.
+        stated = read_settings(file).get("tokenizer_class") if file else None
+        for kind in (stated, getattr(config, "tokenizer_class", None)):
+            # transformers calls any of its classes that is named here, even those that ask about running code.
             found = None if kind is None else getattr(transformers, kind, None)
             if found is not None and not _is_tokenizer(found):
                 raise ValueError(f"tokenizer_class: expected a tokenizer, got {kind}")
@@ -148,13 +156,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model with every weight that its config describes, and no other.
 
-    Medusa heads among its weights are passed over.
+    Medusa heads among its weights are ignored.
 
     Args:
         name: folder or hub id.
         config: as `read_config` returns it; None reads the model's own.
-        argument: what messages call `name`.
-        kwargs: as for `read_config`, or what it returned besides the config.
+        argument: the argument that messages name.
+        kwargs: as for `read_config`, or the remaining arguments that it returned.
 
     Returns:
         The model in eval mode, an instance of transformers' own class.
@@ -171,7 +179,7 @@ def load_model(
     with _explained(argument, name, "a model's folder or hub id within reach"):
         folder = _file_of(name, "config.json", **hub).parent
         generation = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **hub)
-        settings = small_json(Path(generation)) if generation else {}
+        settings = read_settings(generation) if generation else {}
         adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
     check_keys(settings, folder / "generation_config.json", GenerationConfig)
     usual = not any(kwargs.get(key) for key in ("gguf_file", "variant")) and kwargs.get("use_safetensors") is not False
@@ -180,27 +188,18 @@ def load_model(
 
     def built(model: Any, *args: Any, **options: Any) -> None:
         model_class.__init__(model, *args, **options)
-        # Now there are shapes and no memory yet, and weights of the hub have been fetched.
+        # At this point shapes are known, weights on the hub have been fetched, and no memory has been taken.
         if usual and (shapes := stored or _stored_shapes(folder)):
             _check_shapes(model, shapes, folder, quantised)
 
-    # Of the hub's cache some files may be missing still, also after a download that was stopped.
+    # In the hub's cache files may still be missing, even after a download that was stopped.
     stored = _stored_shapes(folder) if usual and os.path.isdir(name) else {}
-    # transformers reads the list from the class. A subclass for the time of loading leaves the class as it is.
-    reader: Any = type(
-        model_class.__name__,
-        (model_class,),
-        {
-            "_keys_to_ignore_on_load_unexpected": [
-                *(model_class._keys_to_ignore_on_load_unexpected or []),
-                _HEADS,
-            ],
-            "__init__": built,
-            "__module__": model_class.__module__,
-        },
-    )
+    # transformers reads the list of ignored weights from the class: a subclass for loading leaves the class unchanged.
+    ignored = [*(model_class._keys_to_ignore_on_load_unexpected or []), _HEADS]
+    changes = {"_keys_to_ignore_on_load_unexpected": ignored, "__init__": built, "__module__": model_class.__module__}
+    reader: Any = type(model_class.__name__, (model_class,), changes)
     with _explained(argument, name, f"weights that fit {model_class.__name__}"), _without_report():
-        # An adapter beside the model is loaded below: transformers would report it in place of the model.
+        # An adapter next to the model is loaded below: transformers would report its weights, not the model's.
         elsewhere = {} if adapter is None else {"adapter_kwargs": {"subfolder": "none"}}
         model, report = reader.from_pretrained(
             name, config=config, output_loading_info=True, trust_remote_code=False, **elsewhere, **kwargs
@@ -209,14 +208,14 @@ def load_model(
     _check_report(model, report, name, quantised)
     if adapter is not None:
         load_adapter(model, name, **hub)
-    halves = {  # their range is smaller than that of the other two
+    halves = {  # float16 has the smallest range of the three dtypes
         key: weight
         for key, weight in model.named_parameters()
         if type(weight) is torch.nn.Parameter and weight.dtype == torch.float16 and not weight.is_meta
     }
     names = not_finite(halves)
     if names:
-        raise ValueError(f"{name}: expected weights that are finite in float16, got larger ones in {_some(names)}")
+        raise ValueError(f"{name}: expected weights that are finite in float16, got larger ones in {listed(names)}")
     return model
 
 
@@ -239,7 +238,7 @@ def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
     Args:
         model: changed in place.
         name: folder or hub id of the adapter.
-        hub: where files are, such as `revision`.
+        hub: arguments of the hub, such as `revision`.
 
     Raises:
         ValueError: an adapter that is damaged, that names code, or that does not fit the model.
@@ -251,14 +250,14 @@ def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
     # Older versions of transformers report nothing.
     missing, stray = (sorted(getattr(report, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
     if missing:
-        raise ValueError(f"{name}: expected every weight of the adapter, got none for {_some(missing)}")
+        raise ValueError(f"{name}: expected every weight of the adapter, got none for {listed(missing)}")
     if stray:
-        raise ValueError(f"{name}: expected an adapter of its base model, got also {_some(stray)}")
+        raise ValueError(f"{name}: expected an adapter of its base model, got also {listed(stray)}")
 
 
 def _check_adapter(file: Path) -> None:
     """Refuse an adapter's config that names code, or matrices of more rows than the adapter's weights have."""
-    settings = small_json(file)
+    settings = read_settings(file)
     if settings.get("megatron_config") is not None:
         raise ValueError("expected no megatron_config, because it names a module to import, got one")
     weights = [file.with_name(f"adapter_model.{kind}") for kind in ("safetensors", "bin")]
@@ -272,7 +271,7 @@ def _check_adapter(file: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(argument: str, name: str, expected: str) -> Iterator[None]:
-    """Turn what libraries raise for a checkpoint into one `ValueError`, unless memory, disk or a library is missing."""
+    """Turn any error of the libraries into a `ValueError`, unless memory, disk space or a library is missing."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, ModuleNotFoundError):
@@ -289,24 +288,24 @@ def _explained(argument: str, name: str, expected: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
-    """Keep back transformers' table of weights that do not fit: each of them is an error here."""
+    """Suppress transformers' table of weights that do not fit: each of them is an error here."""
     logs = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
 
-    def said(record: logging.LogRecord) -> bool:
+    def other(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
     for log in logs:
-        log.addFilter(said)
+        log.addFilter(other)
     try:
         yield
     finally:
         for log in logs:
-            log.removeFilter(said)
+            log.removeFilter(other)
 
 
 def _local(name: str | Path) -> str:
     path = os.path.expanduser(name)
-    return path if os.path.isdir(path) else str(name)  # False also for what cannot be a path
+    return path if os.path.isdir(path) else str(name)  # False also for an invalid path
 
 
 def at(revision: str | None) -> dict[str, str]:
@@ -326,17 +325,16 @@ def _is_tokenizer(found: Any) -> bool:
 
 
 def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
-    """Return the shapes of all tensors in the files that transformers takes a folder's weights from, in its order."""
+    """Return the shapes of all tensors in the files that transformers reads a folder's weights from."""
     if any(folder.glob("shard-*-model-*.safetensors")):
-        # transformers would take these first, and pass over what the model has no place for.
+        # transformers would read these first, and ignore tensors that the model has no place for.
         raise ValueError(f"{folder}: expected whole weights, got the shards of a distributed run (save them whole)")
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        file = folder / name
-        if file.is_file():
-            parts = sorted(set(read_index(file).values())) if name.endswith(".json") else [name]
-            opened = [open_tensors(folder / part) for part in parts]
-            return {key: torch.Size(tensor.shape) for tensors in opened for key, tensor in tensors.items()}
-    return {}
+    file = model_weights(folder)
+    if file is None:
+        return {}
+    parts = sorted(set(read_index(file).values())) if file.suffix == ".json" else [file.name]
+    opened = [open_tensors(folder / part) for part in parts]
+    return {key: torch.Size(tensor.shape) for tensors in opened for key, tensor in tensors.items()}
 
 
 def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], folder: Path, quantised: bool) -> None:
@@ -348,14 +346,14 @@ def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], fold
                 raise ValueError(
                     f"{name} in {folder}: expected shape {list(shape)} as config.json says, got {list(stored[name])}"
                 )
-    # transformers may know other names for some. But it makes up what it cannot find, so that has a limit.
+    # transformers may know other names of some weights. What it cannot find it makes up, so that needs a limit.
     made_up = sorted(name for name in expected if quantised or name not in stored)
     held = sum(shape.numel() for shape in stored.values()) * (_PACKED if quantised else 1)
     wanted = sum(expected[name].numel() for name in made_up)
     if wanted > held:
         raise ValueError(
             f"{folder}: expected every weight of {type(model).__name__} as config.json describes it, "
-            + (f"got {held} numbers at most for {wanted}" if quantised else f"got none for {_some(made_up)}")
+            + (f"got {held} numbers at most for {wanted}" if quantised else f"got none for {listed(made_up)}")
         )
 
 
@@ -364,16 +362,12 @@ def _check_report(model: PreTrainedModel, report: Mapping[str, Any], name: str, 
     kind = type(model).__name__
     missing = sorted(report["missing_keys"]) + sorted(str(entry[0]) for entry in report["mismatched_keys"])
     if missing:
-        raise ValueError(f"{name}: expected every weight of {kind}, got none for {_some(missing)}")
-    # What quantisation stores beside a weight may have served already.
+        raise ValueError(f"{name}: expected every weight of {kind}, got none for {listed(missing)}")
+    # What quantisation stores next to a weight may have been used already.
     modules = {module for module, _ in model.named_modules()} if quantised else set()
     stray = sorted(key for key in report["unexpected_keys"] if key.rpartition(".")[0] not in modules)
     if stray:
         raise ValueError(
             f"{name}: expected weights of {kind} as config.json describes it "
-            f"({model.config.num_hidden_layers} layers), got also {_some(stray)}; config.json or the weights are wrong"
+            f"({model.config.num_hidden_layers} layers), got also {listed(stray)}; config.json or the weights are wrong"
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -4,13 +4,13 @@
     lm_heads.{h}.weight                     its own projection, or with `original_lm_head` one for all: lm_head.weight
     token_map                               of a trimmed vocabulary, with `truncated_vocab_size`
 
-vLLM 0.28 to 0.32 load such folders; 0.33 has no Medusa any more. None of them loads a `token_map`: they take it for a
-parameter that nothing has initialised, and own projections must have all rows of the vocabulary. So no map is written.
-Folders of others that have one are read.
+vLLM 0.28 to 0.32 load such folders; 0.33 dropped Medusa. None of them loads a `token_map`: they report it as an
+uninitialised parameter, and own projections must cover the whole vocabulary. So no map is written; a folder that has
+one can be read.
 
-vLLM passes over names that it does not know without a word, so everything else is refused here, in reading and in
-writing. A projection that all heads share is read as one of each head's own: the file holds it, whatever the base
-model's lm_head is. This module does not know other formats.
+vLLM silently ignores names that it does not know, so this module refuses any other name. A projection that all heads
+share is read as each head's own: the file holds it, whatever the base model's lm_head is. This module does not know
+other formats.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints._files import StoredTensor, open_tensors, read_json
-from medusa_decoding.checkpoints._layout import NUMBER, TOKEN_MAP, HeadTensors, unpack
+from medusa_decoding.checkpoints.layout import NUMBER, TOKEN_MAP, HeadTensors, contradictions, unpack
 from medusa_decoding.checkpoints.original import REVISION, base_model
+from medusa_decoding.checkpoints.tensor_files import StoredTensor, open_tensors
+from medusa_decoding.files import read_json_object
 from medusa_decoding.heads import MedusaHeads
 
 __all__ = ["FILES", "NAME", "VERSIONS", "base_model", "fields", "gather", "launch", "obstacles", "recognise", "tensors"]
 
 NAME = "vllm"
 VERSIONS = "0.28 to 0.32"
-"""Of vLLM, those that read what is written here."""
+"""The versions of vLLM that read what this module writes."""
 FILES = "model.safetensors beside a config.json with model_type medusa"
 WEIGHTS = "model.safetensors"
 
@@ -43,14 +44,14 @@ _PREFIX = "medusa_heads."
 _BLOCK = re.compile(rf"blocks\.{NUMBER}\.layers\.{NUMBER}\.(weight|bias)")
 _OWN = re.compile(rf"lm_heads\.{NUMBER}\.weight")
 _SHARED = "lm_head.weight"
-# It decides by the folder's path first, also where the method is named (config/speculative.py of 0.32).
+# vLLM looks at the folder's path first, even if the method is given (config/speculative.py of 0.32).
 _OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def recognise(folder: Path) -> bool:
     """Return whether the folder holds heads as vLLM reads them."""
     config = folder / "config.json"
-    return (folder / WEIGHTS).is_file() and config.is_file() and read_json(config).get("model_type") == "medusa"
+    return (folder / WEIGHTS).is_file() and config.is_file() and read_json_object(config).get("model_type") == "medusa"
 
 
 def gather(folder: Path) -> HeadTensors:
@@ -60,7 +61,7 @@ def gather(folder: Path) -> HeadTensors:
         ValueError: a damaged file, a name that vLLM does not read, no projections, or a trimmed vocabulary without a
             token_map.
     """
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
     for full, tensor in open_tensors(folder / WEIGHTS).items():
         name = full.replace(_PREFIX, "")
@@ -85,7 +86,9 @@ def gather(folder: Path) -> HeadTensors:
     if not projections:
         wanted = _SHARED if config.get("original_lm_head") else "lm_heads.0.weight"
         raise ValueError(f"{folder / WEIGHTS}: expected the projection {wanted}, got none")
-    notes = _notes(config, len(heads), layers, any(match[3] == "bias" for match in blocks.values()))
+    has_bias = any(match[3] == "bias" for match in blocks.values())
+    stated = {"num_heads": len(heads), "num_hidden_layers": layers, "medusa_fc_bias": has_bias}
+    notes = contradictions({"medusa_fc_bias": False, **config}, stated)
     trimmed = _trimmed(config, stored.get(TOKEN_MAP), notes)
     if trimmed is not None:
         found[TOKEN_MAP] = trimmed
@@ -93,22 +96,8 @@ def gather(folder: Path) -> HeadTensors:
     return HeadTensors({**found, **projections}, notes=notes)
 
 
-def _notes(config: Mapping[str, Any], heads: int, layers: int, bias: bool) -> list[str]:
-    held = {"num_heads": heads, "num_hidden_layers": layers, "medusa_fc_bias": bias}
-    said = {"medusa_fc_bias": False, **config}
-    return [
-        f"config.json: {key} is {reprlib.repr(said[key])}, the tensors hold {value}; the tensors are believed"
-        for key, value in held.items()
-        if key in said and said[key] != value
-    ]
-
-
 def _trimmed(config: Mapping[str, Any], token_map: StoredTensor | None, notes: list[str]) -> StoredTensor | None:
-    """Return the token_map as int64, or None where vLLM passes it over.
-
-    Raises:
-        ValueError: a trimmed vocabulary without one.
-    """
+    """Return the token_map as int64, or None if there is none or vLLM ignores it."""
     size, whole = config.get("truncated_vocab_size"), config.get("vocab_size")
     if token_map is None:
         if size not in (None, whole):
@@ -126,7 +115,7 @@ def _trimmed(config: Mapping[str, Any], token_map: StoredTensor | None, notes: l
 
 
 def _rows_of(projection: StoredTensor, token_map: StoredTensor) -> StoredTensor:
-    """Return the mapped rows of a projection that has them all."""
+    """Return the rows of a projection over the whole vocabulary that the token_map names."""
     if len(projection.shape) != 2 or len(token_map.shape) != 1 or projection.shape[0] <= token_map.shape[0]:
         return projection
     shape = (token_map.shape[0], projection.shape[1])
@@ -134,11 +123,11 @@ def _rows_of(projection: StoredTensor, token_map: StoredTensor) -> StoredTensor:
 
 
 def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Name the tensors of heads as vLLM reads them.
+    """Return the tensors of heads by vLLM's names.
 
     Args:
         heads: with projections in floats, without a parents' term and without a token_map.
-        lm_head: [V, H], the base model's, where the heads share it.
+        lm_head: [V, H], the base model's, if the heads share it.
     """
     layers = heads.num_layers
     own = re.compile(rf"(\d+)\.{layers}\.weight")
@@ -152,9 +141,9 @@ def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch
 
 
 def fields(heads: MedusaHeads, base: str, revision: str | None) -> dict[str, Any]:
-    """Return what the config says of heads.
+    """Return the config of heads.
 
-    vLLM takes every key with "num" and "heads" in it for the number of heads: there is one such key.
+    vLLM reads any key that contains "num" and "heads" as the number of heads, so there is only one such key.
     """
     origin = {"base_model_name_or_path": base} | ({} if revision is None else {REVISION: revision})
     return origin | {
@@ -171,9 +160,9 @@ def fields(heads: MedusaHeads, base: str, revision: str | None) -> dict[str, Any
 
 
 def launch(heads: MedusaHeads, folder: Path, base: str, revision: str | None) -> str:
-    """Return the shell command that serves a base model with heads that were written to a folder.
+    """Return the shell command that serves a base model with the heads in a folder.
 
-    vLLM makes as many heads as `num_speculative_tokens` says, whatever the folder's config says.
+    vLLM makes `num_speculative_tokens` heads, whatever the folder's config says.
     """
     speculation = {"method": "medusa", "model": str(folder), "num_speculative_tokens": heads.num_heads}
     at = [] if revision is None else ["--revision", revision]
@@ -181,18 +170,18 @@ def launch(heads: MedusaHeads, folder: Path, base: str, revision: str | None) ->
 
 
 def obstacles(folder: Path, base: str, source: Path) -> list[str]:
-    """Return what keeps vLLM from serving a base model with heads in a folder, and what can be done.
+    """Return the reasons why vLLM cannot serve a base model with the heads in a folder, and what to do.
 
     Args:
         folder: where the heads are written.
         base: hub id or folder of the base model.
         source: folder that the heads come from.
     """
-    found = []
-    for method in _OTHER_METHODS:
-        if method in str(folder).lower():
-            found.append(f"vLLM takes a folder with {method!r} in its path for heads of another kind: name another one")
-            break
+    found = [
+        f"vLLM takes a folder with {method!r} in its path for heads of another kind: name another one"
+        for method in _OTHER_METHODS
+        if method in str(folder).lower()
+    ][:1]
     if (Path(base) / "adapter_config.json").is_file():
         found.append(f"vLLM does not serve an adapter, such as {base}: merge it, and name the result by --base-model")
     elif Path(base) == source:

@@ -112,7 +112,7 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
 
 
 def _check(config: Config, resume: bool) -> int:
-    from medusa_decoding.checkpoints.base import stated_vocab_size
+    from medusa_decoding.checkpoints.pretrained import stated_vocab_size
     from medusa_decoding.training.loop.backbone import load_tokenizer
     from medusa_decoding.training.loop.recipe import check, load_rows
     from medusa_decoding.training.loop.schedules import stages

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from tqdm.auto import tqdm
 
-from medusa_decoding.checkpoints import _folder, tuning_file, tuning_paths
+from medusa_decoding.checkpoints import tuning_file, tuning_paths
 from medusa_decoding.checkpoints.accuracies import (
     CALIBRATION,
     Accuracies,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.checkpoints import pretrained, read_heads, write_heads
-from medusa_decoding.checkpoints.base import stated_vocab_size
+from medusa_decoding.checkpoints.pretrained import stated_vocab_size
 from medusa_decoding.files import only_writer, read_json_object, whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.provenance import fingerprint as weights_fingerprint

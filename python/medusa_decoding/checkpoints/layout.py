@@ -1,7 +1,7 @@
-"""From named tensors of single heads to packed `MedusaHeads` and back, checked before anything is used.
+"""Pack the named tensors of single heads into `MedusaHeads`, after every check, and name them again.
 
 The names are the paper's: `{h}.{l}.linear.weight`, `{h}.{l}.linear.bias`, `{h}.{L}.weight` for head h, residual block l
-of L. What the paper does not have: `token_map`; `{h}.{L}.weight_scale` beside a projection in 8 bits; `parent_tokens`,
+of L. This package adds `token_map`; `{h}.{L}.weight_scale` next to a projection in 8 bits; `parent_tokens`,
 `candidate_tokens` and `{h}.parent_mix` of heads whose drafts depend on their parent token. A format with other names
 maps them to these. This module does not know files or folders.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints._files import StoredTensor
+from medusa_decoding.checkpoints.tensor_files import StoredTensor, listed
 from medusa_decoding.heads import STORED, MedusaHeads, Storage
 
 TOKEN_MAP = "token_map"
@@ -32,12 +32,12 @@ _MIX = re.compile(rf"{NUMBER}\.parent_mix")
 
 @dataclass(frozen=True)
 class HeadTensors:
-    """What a format found: the heads' tensors under the paper's names.
+    """The heads' tensors that a format found, under the paper's names.
 
     Attributes:
         tensors: by the paper's name.
-        prefix: what the file writes before these names, for messages about tensors that are not there.
-        notes: remarks for the user, such as files that were passed over.
+        prefix: of these names in the file, for messages about missing tensors.
+        notes: remarks for the user, such as files that were not read.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -51,15 +51,15 @@ class Layout:
 
     Attributes:
         num_heads: K.
-        num_layers: L, residual blocks a head.
+        num_layers: L, residual blocks per head.
         hidden_size: H.
         bias: whether the residual blocks have biases.
-        rows: V' of the projections; None when the base model's lm_head is shared.
+        rows: V' of the projections; None if the base model's lm_head is shared.
         trimmed: length of the token_map; None without one.
-        dtype: of all weights but projections in 8 bits and their scales.
+        dtype: of all weights except projections in 8 bits and their scales.
         storage: of the projections.
         parent_rank: r of the parents' term; 0 without it.
-        vocab_size: V, where the tensors say it: whole projections do, and parent_tokens.
+        vocab_size: V, if the tensors tell it: projections without a token_map do, and parent_tokens.
     """
 
     num_heads: int
@@ -98,8 +98,8 @@ def examine(found: HeadTensors) -> Layout:
     """Check names, shapes and dtypes, and return the sizes. No tensor is read.
 
     Raises:
-        ValueError: a missing, extra or misshapen tensor, a dtype other than float16, bfloat16 or float32 (of
-            projections also int8 and float8_e4m3fn), or mixed dtypes; it names the tensor.
+        ValueError: a missing, extra or misshapen tensor, a dtype other than float16, bfloat16 or float32 (projections
+            may also be int8 or float8_e4m3fn), or mixed dtypes; the message names the tensor.
     """
     tensors = found.tensors
     blocks = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
@@ -110,35 +110,27 @@ def examine(found: HeadTensors) -> Layout:
     has_bias = any(match[3] == "bias" for match in blocks)
     conditioned = bool(mixes) or PARENTS in tensors or CANDIDATES in tensors
     stored = {tensors[match.string].dtype for match in projections}
-    # The projections in 8 bits among them, if any, decide; those of another dtype are found below.
+    # If any projection is in 8 bits, all have to be: those of another dtype are refused below.
     storage: Storage = next((kind for kind in STORED if STORED[kind] in stored), "float")
     owned = 0 if projections else None
-    # Sizes are unknown yet: only its names are used.
+    # Sizes are not known yet: only the names of this one are used.
     names = Layout(num_heads, num_layers, 0, has_bias, owned, None, torch.float32, storage, int(conditioned), 0)
     _check_names(found, (name for name, *_ in names.expected()))
 
     first = tensors["0.0.linear.weight"]
-    if len(first.shape) != 2 or first.shape[0] < 1:
-        raise ValueError(f"{first.name} in {first.file}: expected shape [H, H], got {list(first.shape)}")
+    _check_matrix(first, "[H, H]")
     rows = None
     if projections:
         projection = tensors[f"0.{num_layers}.weight"]
-        if len(projection.shape) != 2 or projection.shape[0] < 1:
-            raise ValueError(
-                f"{projection.name} in {projection.file}: expected shape [V', {first.shape[0]}], "
-                f"got {list(projection.shape)}"
-            )
+        _check_matrix(projection, f"[V', {first.shape[0]}]")
         rows = projection.shape[0]
     if first.dtype not in DTYPES or isinstance(first.dtype, str):
-        raise ValueError(
-            f"{first.name} in {first.file}: expected dtype float16, bfloat16 or float32, got {_word(first.dtype)}"
-        )
+        raise first.refused("dtype float16, bfloat16 or float32", _word(first.dtype))
     trimmed = _examine_token_map(tensors, rows)
     rank, vocab_size = 0, None if trimmed is not None else rows
     if conditioned:
         parents = tensors[PARENTS]
-        if len(parents.shape) != 2 or min(parents.shape) < 1:
-            raise ValueError(f"{parents.name} in {parents.file}: expected shape [V, r], got {list(parents.shape)}")
+        _check_matrix(parents, "[V, r]")
         rank, vocab_size = parents.shape[1], vocab_size or parents.shape[0]
     layout = Layout(
         num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, first.dtype, storage, rank, vocab_size
@@ -146,12 +138,10 @@ def examine(found: HeadTensors) -> Layout:
     for name, shape, dtype in layout.expected():
         tensor = tensors[name]
         if tensor.shape != shape:
-            raise ValueError(f"{tensor.name} in {tensor.file}: expected shape {list(shape)}, got {list(tensor.shape)}")
+            raise tensor.refused(f"shape {list(shape)}", list(tensor.shape))
         if tensor.dtype != dtype:
             like = f" like {first.name}" if dtype == first.dtype and not name.endswith("_scale") else ""
-            raise ValueError(
-                f"{tensor.name} in {tensor.file}: expected dtype {_word(dtype)}{like}, got {_word(tensor.dtype)}"
-            )
+            raise tensor.refused(f"dtype {_word(dtype)}{like}", _word(tensor.dtype))
     return layout
 
 
@@ -159,33 +149,23 @@ def check_base(found: HeadTensors, layout: Layout, hidden_size: int | None, voca
     """Check the sizes against the base model's.
 
     Raises:
-        ValueError: another hidden size, or projections whose rows are not the vocabulary (nor mapped into it); it
-            names the tensor and both numbers.
+        ValueError: another hidden size, or projections with other rows than the vocabulary and no token_map; the
+            message names the tensor and both numbers.
     """
+    tensors, rows = found.tensors, f"{vocab_size} rows (the base model's vocabulary)"
     if hidden_size is not None and layout.hidden_size != hidden_size:
-        first = found.tensors["0.0.linear.weight"]
-        raise ValueError(
-            f"{first.name} in {first.file}: expected hidden size {hidden_size} (the base model's), "
-            f"got {layout.hidden_size}"
-        )
+        wanted = f"hidden size {hidden_size} (the base model's)"
+        raise tensors["0.0.linear.weight"].refused(wanted, layout.hidden_size)
     if vocab_size is not None and layout.rows is not None and layout.trimmed is None and layout.rows != vocab_size:
-        projection = found.tensors[f"0.{layout.num_layers}.weight"]
-        raise ValueError(
-            f"{projection.name} in {projection.file}: expected {vocab_size} rows (the base model's vocabulary), "
-            f"got {layout.rows} and no {TOKEN_MAP}"
-        )
+        raise tensors[f"0.{layout.num_layers}.weight"].refused(rows, f"{layout.rows} and no {TOKEN_MAP}")
     if vocab_size is not None and layout.vocab_size not in (None, vocab_size):
-        parents = found.tensors[PARENTS]
-        raise ValueError(
-            f"{parents.name} in {parents.file}: expected {vocab_size} rows (the base model's vocabulary), "
-            f"got {layout.vocab_size}"
-        )
+        raise tensors[PARENTS].refused(rows, layout.vocab_size)
 
 
 def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
-    """Describe where a config contradicts the tensors; the tensors are believed."""
+    """Return notes on what a config contradicts in the tensors; the tensors are believed."""
     projection = "shared" if layout.rows is None else "own"
-    held: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "medusa_num_heads": layout.num_heads,
         "medusa_num_layers": layout.num_layers,
         "hidden_size": layout.hidden_size,
@@ -193,12 +173,8 @@ def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
         "medusa_parent_rank": layout.parent_rank,
     }
     if layout.vocab_size is not None:
-        held["vocab_size"] = layout.vocab_size
-    notes = [
-        f"config.json: {key} is {reprlib.repr(config[key])}, the tensors hold {value}; the tensors are believed"
-        for key, value in held.items()
-        if key in config and config[key] != value
-    ]
+        expected["vocab_size"] = layout.vocab_size
+    notes = contradictions(config, expected)
     said = {"1": "own", "2": "shared"}.get(str(config.get("version")), projection)
     if said != projection:
         notes.append(
@@ -208,14 +184,23 @@ def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
     return notes
 
 
+def contradictions(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Return a note on each key of a config whose value is not that of the tensors."""
+    return [
+        f"config.json: {key} is {reprlib.repr(config[key])}, the tensors hold {value}; the tensors are believed"
+        for key, value in expected.items()
+        if key in config and config[key] != value
+    ]
+
+
 def pack(
     found: HeadTensors, layout: Layout, vocab_size: int, dtype: torch.dtype | None, device: torch.device | str
 ) -> MedusaHeads:
-    """Read the tensors into packed heads, one at a time, in eval mode and without gradients.
+    """Read the tensors one at a time into packed heads, in eval mode and without gradients.
 
     Args:
-        found: tensors that `examine` accepted.
-        layout: what it returned.
+        found: the tensors.
+        layout: what `examine` returned for them.
         vocab_size: V.
         dtype: of the packed weights; None keeps the file's. Projections in 8 bits and their scales stay as they are.
         device: of the packed weights.
@@ -225,11 +210,8 @@ def pack(
             ids or leaves the vocabulary.
     """
     if layout.trimmed is not None and layout.trimmed > vocab_size:
-        mapped = found.tensors[TOKEN_MAP]
-        raise ValueError(
-            f"{mapped.name} in {mapped.file}: expected at most {vocab_size} ids (the vocabulary), got {layout.trimmed}"
-        )
-    with torch.random.fork_rng(devices=[]):  # whose random first weights are replaced at once
+        raise found.tensors[TOKEN_MAP].refused(f"at most {vocab_size} ids (the vocabulary)", layout.trimmed)
+    with torch.random.fork_rng(devices=[]):  # the random initial weights are replaced at once
         heads = MedusaHeads(
             layout.hidden_size,
             vocab_size,
@@ -257,7 +239,7 @@ def pack(
 
 
 def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
-    """Name every single tensor of packed heads: views of the packed weights, not copies."""
+    """Return every tensor of packed heads by name: views of the packed weights, not copies."""
     named = {}
     for head in range(heads.num_heads):
         for layer in range(heads.num_layers):
@@ -279,33 +261,35 @@ def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
 
 
 def check_finite(stored: StoredTensor, values: torch.Tensor, when: str = "") -> None:
-    """Raise ValueError naming the tensor if any value is NaN or Inf."""
-    # Both extremes are finite exactly when all values are, and no mask of the tensor's size is made.
-    if values.dtype == STORED["fp8"]:
-        # Whose extremes PyTorch does not tell: those of a part at a time, widened.
+    """Raise `ValueError` naming the tensor if any value is NaN or Inf."""
+    # Both extremes are finite exactly when all values are. This needs no mask of the tensor's size.
+    if values.dtype == STORED["fp8"]:  # for which PyTorch has no aminmax
         values = torch.stack([torch.stack(torch.aminmax(part.float())) for part in values.split(4096)])
     low, high = (float(extreme) for extreme in torch.aminmax(values))
     if not (float("-inf") < low and high < float("inf")):
-        raise ValueError(
-            f"{stored.name} in {stored.file}: expected finite weights, got values from {low} to {high}{when}"
-        )
+        raise stored.refused("finite weights", f"values from {low} to {high}{when}")
 
 
 def _check_names(found: HeadTensors, expected: Iterable[str]) -> None:
     # One tensor named 999.999.linear.weight would ask for two million others, so the list is cut. A cut list has more
     # names than there are tensors, so some are missing.
     most = len(found.tensors) + 100
-    listed = list(itertools.islice(expected, most))
-    cut = len(listed) == most
-    missing = [found.prefix + name for name in listed if name not in found.tensors]
-    known = {*listed, TOKEN_MAP}
+    wanted = list(itertools.islice(expected, most))
+    cut = len(wanted) == most
+    missing = [found.prefix + name for name in wanted if name not in found.tensors]
+    known = {*wanted, TOKEN_MAP}
     extra = [] if cut else [tensor.name for name, tensor in found.tensors.items() if name not in known]
     if missing or extra:
-        parts = [f"missing {'at least ' if cut else ''}{_some(missing)}"] if missing else []
-        parts += [f"unexpected {_some(sorted(extra))}"] if extra else []
+        parts = [f"missing {'at least ' if cut else ''}{listed(missing)}"] if missing else []
+        parts += [f"unexpected {listed(sorted(extra))}"] if extra else []
         files = sorted({str(tensor.file) for tensor in found.tensors.values()})
         where = f"{', '.join(files)}: " if files else ""
         raise ValueError(f"{where}expected the tensors of complete heads, got {'; '.join(parts)}")
+
+
+def _check_matrix(tensor: StoredTensor, shape: str) -> None:
+    if len(tensor.shape) != 2 or min(tensor.shape) < 1:
+        raise tensor.refused(f"shape {shape}", list(tensor.shape))
 
 
 def _examine_token_map(tensors: Mapping[str, StoredTensor], rows: int | None) -> int | None:
@@ -315,15 +299,10 @@ def _examine_token_map(tensors: Mapping[str, StoredTensor], rows: int | None) ->
     length = token_map.shape[0] if len(token_map.shape) == 1 else 0
     if length < 1 or token_map.dtype != torch.int64 or (rows is not None and length != rows):
         wanted = "at least 1" if rows is None else rows
-        raise ValueError(
-            f"{token_map.name} in {token_map.file}: expected int64 [{wanted}], one id a projection row, "
-            f"got {_word(token_map.dtype)} {list(token_map.shape)}"
+        raise token_map.refused(
+            f"int64 [{wanted}], one id per projection row", f"{_word(token_map.dtype)} {list(token_map.shape)}"
         )
     return length
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(name[:99] for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _word(dtype: torch.dtype | str) -> str:

@@ -1,25 +1,32 @@
-"""Tensors in weight files, listed with shape and dtype before any of their bytes are read.
+"""Read and write weight files: safetensors, PyTorch files and the index of a sharded model.
 
-Opens safetensors files, PyTorch files (`weights_only=True`: tensors, never code) and the index of a sharded model. This
-module does not know what the tensors mean.
+Tensors are listed with shape and dtype before any of their bytes are read. PyTorch files are read with
+`weights_only=True`: tensors, never code. This module does not know what the tensors mean.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickletools
 import re
 import reprlib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from medusa_decoding.files import read_json_object
+
+MODEL_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+"""Weight files of a model, in the order in which transformers looks for them."""
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -40,12 +47,12 @@ _GLOBAL = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch\.storage UntypedStorage"
     r"|torch (\w+Storage|b?float\w+|u?int\d+|bool|complex\d+)"
 )
-# What makes the things that such a file uses more than once: names, functions, tensors, hooks. Tuples within
-# tuples, each of them used twice, would be hashed in exponential time.
+# What makes the objects that such a file uses more than once: names, functions, tensors, hooks. Nested tuples that are
+# each used twice would be hashed in exponential time.
 _REPEATED = ("GLOBAL", "BINUNICODE", "SHORT_BINSTRING", "BINSTRING", "REDUCE", "EMPTY_DICT", "EMPTY_LIST")
 # Pickles before the values in a file of torch before 1.6.
 _OLDER_PICKLES = 5
-# Several names may share values, such as the lm_head of version 1 that all heads share: each name is a copy in memory.
+# Several names may share values, such as the lm_head that all heads of version 1 share: each name is a copy in memory.
 _MOST_COPIES = 16
 
 
@@ -56,9 +63,9 @@ class StoredTensor:
     Attributes:
         name: the tensor's name in the file, for messages.
         shape: its shape.
-        dtype: its torch dtype, or the file's own word for a dtype this package has no use for.
+        dtype: its torch dtype, or the file's own name of a dtype that this package does not use.
         file: the file that holds it.
-        load: reads it, on the CPU.
+        load: reads it onto the CPU.
     """
 
     name: str
@@ -67,15 +74,19 @@ class StoredTensor:
     file: Path
     load: Callable[[], torch.Tensor]
 
+    def refused(self, expected: str, got: object) -> ValueError:
+        """Return the error that says what was expected of this tensor."""
+        return ValueError(f"{self.name} in {self.file}: expected {expected}, got {got}")
+
 
 def own_file(file: Path) -> Path:
-    """Return a file that may be copied out of its folder.
+    """Return a file if it may be copied out of its folder.
 
     A stranger's folder may hold links to any file of this machine. In the hub's cache every file of a folder
-    `snapshots/REVISION` is a link to the same model's `blobs`; those are followed.
+    `snapshots/REVISION` is a link into the same model's `blobs`; those are allowed.
 
     Raises:
-        ValueError: a link that leads elsewhere; it names both.
+        ValueError: a link that leads elsewhere; the message names both.
     """
     folder, target = file.parent.resolve(), file.resolve()
     places = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
@@ -87,22 +98,18 @@ def own_file(file: Path) -> Path:
     return file
 
 
-read_json = read_json_object
-"""Of a config or an index."""
-
-
 def open_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
     """List the tensors of one weight file whose names start with `prefix`, by name.
 
-    What they take in memory is bounded by the file's size, whatever it says of itself.
+    The memory that they take is bounded by the file's size, whatever the file says.
 
     Args:
         file: a `.safetensors` file, or a file written by `torch.save` that holds a dict of tensors.
         prefix: the beginning of the wanted names.
 
     Raises:
-        ValueError: the file is truncated, damaged, holds anything but tensors, or fewer values than their shapes say;
-            it names the file.
+        ValueError: the file is truncated or damaged, holds anything but tensors, or fewer values than their shapes
+            say; the message names the file.
         OSError: it cannot be read.
     """
     return _open_safetensors(file, prefix) if file.suffix == ".safetensors" else _open_pytorch(file, prefix)
@@ -124,13 +131,26 @@ def open_sharded(index_file: Path, prefix: str) -> dict[str, StoredTensor]:
     for shard in sorted(set(wanted.values())):
         for name, tensor in open_tensors(index_file.parent / shard, prefix).items():
             if wanted.get(name) != shard:
-                listed = wanted.get(name, "no file")
-                raise ValueError(f"{name}: expected in {listed} ({index_file.name}), got it in {shard}")
+                holder = wanted.get(name, "no file")
+                raise ValueError(f"{name}: expected in {holder} ({index_file.name}), got it in {shard}")
             found[name] = tensor
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         raise ValueError(f"{missing[0]}: expected in {wanted[missing[0]]} ({index_file.name}), got no such tensor")
     return found
+
+
+def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
+    """List the tensors of a model's folder whose names start with `prefix`; none if there are no weights."""
+    file = model_weights(folder)
+    if file is None:
+        return {}
+    return open_sharded(file, prefix) if file.suffix == ".json" else open_tensors(file, prefix)
+
+
+def model_weights(folder: Path) -> Path | None:
+    """Return the weight file or index that transformers would read from a model's folder, or None."""
+    return next((folder / name for name in MODEL_WEIGHTS if (folder / name).is_file()), None)
 
 
 def read_index(index_file: Path, prefix: str = "") -> dict[str, str]:
@@ -139,7 +159,7 @@ def read_index(index_file: Path, prefix: str = "") -> dict[str, str]:
     Raises:
         ValueError: a damaged index, or a shard of these that is missing or lies outside the folder.
     """
-    weight_map = read_json(index_file).get("weight_map")
+    weight_map = read_json_object(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ValueError(f"{index_file}: expected a weight_map from tensor names to file names, got none")
     wanted = {name: shard for name, shard in weight_map.items() if name.startswith(prefix)}
@@ -156,23 +176,16 @@ def _open_safetensors(file: Path, prefix: str) -> dict[str, StoredTensor]:
     try:
         handle = safe_open(str(file), framework="pt")
         names = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118 (a handle is no mapping)
-        listed = {name: handle.get_slice(name) for name in names}
+        slices = {name: handle.get_slice(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{file}: expected a safetensors file, got a truncated or damaged one ({error})") from error
 
-    def loader(name: str) -> Callable[[], torch.Tensor]:
-        return lambda: handle.get_tensor(name)
-
-    return {
-        name: StoredTensor(
-            name,
-            tuple(info.get_shape()),
-            _SAFETENSORS_DTYPES.get(info.get_dtype(), info.get_dtype()),
-            file,
-            loader(name),
-        )
-        for name, info in listed.items()
-    }
+    tensors = {}
+    for name, info in slices.items():
+        dtype = _SAFETENSORS_DTYPES.get(info.get_dtype(), info.get_dtype())
+        load = functools.partial(handle.get_tensor, name)
+        tensors[name] = StoredTensor(name, tuple(info.get_shape()), dtype, file, load)
+    return tensors
 
 
 def _open_pytorch(file: Path, prefix: str) -> dict[str, StoredTensor]:
@@ -203,7 +216,7 @@ def _open_pytorch(file: Path, prefix: str) -> dict[str, StoredTensor]:
                 f"{file}: {name}: expected {wanted} bytes of values, got {held} that {list(value.shape)} is a view of"
             )
         copied += wanted
-        tensors[name] = StoredTensor(name, tuple(value.shape), value.dtype, file, _returning(value))
+        tensors[name] = StoredTensor(name, tuple(value.shape), value.dtype, file, value.detach)
     if copied > _MOST_COPIES * size:
         raise ValueError(
             f"{file}: expected tensors with values of their own, got names for {copied} bytes in a file of {size}"
@@ -212,7 +225,7 @@ def _open_pytorch(file: Path, prefix: str) -> dict[str, StoredTensor]:
 
 
 def _compression(file: Path) -> str | None:
-    """Return why a zip file is refused, or None: what is inside could be any number of times as large as the file."""
+    """Return why a zip file is refused, or None: its content could be far larger than the file."""
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -249,5 +262,34 @@ def _calls(file: Path, zipped: bool) -> str | None:
     return None
 
 
-def _returning(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Write tensors into a `.safetensors` file (also before it gets that name), or into a PyTorch file.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # safetensors writes for the owner alone; a checkpoint should be as readable as any new file.
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        if ".safetensors" in file.suffixes:
+            seen: set[int] = set()
+            for name, tensor in held.items():  # which refuses shared memory: equal tensors become copies
+                if tensor.data_ptr() in seen:
+                    held[name] = tensor.clone()
+                seen.add(tensor.data_ptr())
+            save_file(held, file, metadata={"format": "pt"})
+        else:
+            # torch would write the whole tensor that a view is cut from. A tensor with several names is written once.
+            copies = {(tensor.data_ptr(), tensor.shape): tensor.clone() for tensor in held.values()}
+            torch.save({name: copies[tensor.data_ptr(), tensor.shape] for name, tensor in held.items()}, file)
+    except (SafetensorError, RuntimeError) as error:  # torch's writer has errors of its own for a full disk
+        raise OSError(f"{file.parent}: the weights could not be written ({error})") from error
+    file.chmod(mode)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first names of tensors and how many more there are, for messages."""
+    names = list(names)
+    return ", ".join(name[:99] for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,7 +1,8 @@
-"""What settings files of a model may say: config.json, generation_config.json and others that come from strangers.
+"""Check a model's settings files (config.json, generation_config.json, ..), which may come from strangers.
 
-transformers believes most of what it reads. It loops over a number of layers before weights could contradict it, sets
-any key as an attribute, and uses rotary embeddings' numbers in the first forward. This module does not load models.
+transformers trusts most of what it reads. It loops over the number of layers before weights could contradict it, sets
+any key as an attribute, and uses the numbers of rotary embeddings in the first forward. This module does not load
+models.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from medusa_decoding.checkpoints._files import read_json
+from medusa_decoding.files import read_json_object
 
-# Above any model there is.
+# Above those of any existing model.
 _MOST = {
     "num_hidden_layers": 2**10,
     "hidden_size": 2**18,
@@ -31,23 +32,24 @@ _ROPE_NUMBERS = {
     "factor", "rope_theta", "attention_factor", "partial_rotary_factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 }  # fmt: skip
-# They name other files of weights or settings, which would pass by what is checked here.
+# They name other files of weights or settings, which would evade these checks.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
 _CONFIG_BYTES = 2**24
 # Neither a path from the root nor an option; git allows no space, control character, backslash or any of ~^:?*[.
 _REVISION = re.compile(r"(?![/-])[^\x00-\x20\x7f\\~^:?*\[]{1,256}")
 
 
-def small_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object of settings; `ValueError` if there is none, or a file that is too large for one."""
-    size = file.stat().st_size
-    if size > _CONFIG_BYTES:
-        raise ValueError(f"{file}: expected at most {_CONFIG_BYTES} bytes of settings, got {size}")
-    return read_json(file)
+def read_settings(file: str | Path) -> dict[str, Any]:
+    """Read a JSON object of settings.
+
+    Raises:
+        ValueError: not a JSON object, or a file of more than 16 MiB.
+    """
+    return read_json_object(file, _CONFIG_BYTES)
 
 
 def check_config(raw: Mapping[str, Any], file: Path) -> None:
-    """Refuse what a config file must not say, also in the configs within it."""
+    """Raise `ValueError` for impossible or dangerous values in a config file, or in the configs nested in it."""
     check_keys(raw, file, PretrainedConfig)
     for key in _ELSEWHERE:
         if raw.get(key) is not None:
@@ -55,7 +57,7 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
     for key, most in _MOST.items():
         value = raw.get(key)
         if value is None or isinstance(value, list):
-            continue  # a default, or one value per layer: transformers knows for which models
+            continue  # the default, or one value per layer, which transformers checks
         least = 0 if key == "num_labels" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ValueError(f"{file}: expected {key} from {least} to {most}, got {_short(value)}")
@@ -70,7 +72,7 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
 
 
 def check_keys(raw: Mapping[str, Any], file: Path, kind: type) -> None:
-    """Refuse settings that would take the place of a method, such as `to_dict`, and token ids that are none."""
+    """Raise `ValueError` for keys that would replace a method, such as `to_dict`, and for invalid token ids."""
     for key, value in raw.items():
         if callable(getattr(kind, key, None)):
             raise ValueError(f"{file}: expected settings, got {key!r}, which names a method of {kind.__name__}")
@@ -81,7 +83,6 @@ def check_keys(raw: Mapping[str, Any], file: Path, kind: type) -> None:
 
 
 def _check_rope(key: str, value: Any, file: Path) -> None:
-    """Refuse what rotary embeddings cannot be computed with: transformers uses most of it in the first forward."""
     single = key in _ROPE_NUMBERS
     if isinstance(value, dict) and not single:
         for inner, found in value.items():
@@ -102,7 +103,7 @@ def _short(value: Any) -> str:
 def check_revision(revision: Any) -> None:
     """Raise `ValueError` unless a revision is None or can name a branch, tag or commit.
 
-    The hub's client takes it for a path in its cache. A checkpoint that records one must not have another file read.
+    The hub's client uses it as a path in its cache: a revision that a checkpoint records must not lead elsewhere.
     """
     if revision is None or (isinstance(revision, str) and _REVISION.fullmatch(revision) and ".." not in revision):
         return

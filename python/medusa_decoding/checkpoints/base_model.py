@@ -1,0 +1,113 @@
+"""Load the base model of a heads checkpoint, or only its lm_head.
+
+transformers loads it as the plain model that its `model_type` names. The `medusa_head.*` tensors of a Medusa-2 folder
+are ignored; any other tensor that the model has no place for is an error. This module does not know how heads are
+stored.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.checkpoints.layout import DTYPES
+from medusa_decoding.checkpoints.reading import HeadsCheckpoint
+from medusa_decoding.checkpoints.tensor_files import model_tensors
+from medusa_decoding.files import read_json_object
+
+
+def lm_head_weight(folder: Path) -> torch.Tensor:
+    """Return the lm_head [V, H] of a base model on disk, or its embeddings if they serve as lm_head.
+
+    Raises:
+        ValueError: no lm_head, one with a bias or in another dtype than floats, or an adapter, which may change it.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"base_model: expected a model with an lm_head of its own, got an adapter (merge it first) in {folder}"
+        )
+    wanted = ["lm_head."]
+    config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if config.get("tie_word_embeddings"):
+        wanted.append("model.embed_tokens.")
+    for prefix in wanted:
+        found = model_tensors(folder, prefix)
+        stored = found.pop(f"{prefix}weight", None)
+        if found:
+            raise ValueError(f"base_model: expected a plain lm_head, got {', '.join(sorted(found))} in {folder}")
+        if stored is None:
+            continue
+        if stored.dtype not in DTYPES:
+            raise ValueError(f"base_model: expected an lm_head of floats, got {stored.dtype} in {folder}")
+        return stored.load()
+    raise ValueError(f"base_model: expected a model with an lm_head in its weight files, got none in {folder}")
+
+
+def load_base_model(
+    checkpoint: HeadsCheckpoint, base_model: str | Path | None = None, **kwargs: Any
+) -> PreTrainedModel:
+    """Load the base model of a heads checkpoint.
+
+    For a folder with a peft adapter alone, as training writes for a quantised model, the model that the adapter names
+    is loaded, and the adapter into it. The config's `model_type` decides the class, as with `AutoModelForCausalLM`;
+    `architectures` (such as MedusaLlamaForCausalLM) and `auto_map` are ignored.
+
+    Args:
+        checkpoint: what `read_heads` returned.
+        base_model: folder or hub id; overrides the checkpoint's own and its revision.
+        kwargs: for transformers' `from_pretrained`, such as a `quantization_config` (not needed for a model that was
+            saved quantised).
+
+    Returns:
+        The model, an instance of transformers' own class.
+
+    Raises:
+        ValueError: no known base model, a `model_type` that transformers does not have as a causal language model,
+            another hidden size or vocabulary than the heads', missing weights, `trust_remote_code=True`, or
+            `load_in_4bit` and `load_in_8bit`, which transformers 5 takes only in a `quantization_config`.
+    """
+    path = checkpoint.base_model if base_model is None else base_model
+    if path is None:
+        raise ValueError(f"base_model: expected a folder or hub id, because {checkpoint.path} names none, got None")
+    if kwargs.pop("trust_remote_code", False):
+        raise ValueError("trust_remote_code: expected False, got True: code that comes with a checkpoint is never run")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if kwargs.pop(name, False):
+            raise ValueError(f"{name}: expected quantization_config=BitsAndBytesConfig({name}=True), got {name}=True")
+    adapter = _adapter(path)
+    revision = checkpoint.base_revision if str(path) == checkpoint.base_model else None
+    if adapter is not None:
+        path, revision = adapter["base_model_name_or_path"], adapter.get("revision")
+    if revision is not None:
+        kwargs.setdefault("revision", revision)
+    config = kwargs.pop("config", None)
+    if config is None:
+        config, kwargs = pretrained.read_config(path, **kwargs)
+    heads = checkpoint.heads
+    for name, wanted in (("hidden_size", heads.hidden_size), ("vocab_size", heads.vocab_size)):
+        got = getattr(config, name, None)
+        if got != wanted:
+            raise ValueError(
+                f"base_model: expected {name} {wanted} like the heads in {checkpoint.path}, got {got} in {path}"
+            )
+    model = pretrained.load_model(path, config, **kwargs)
+    if adapter is not None:
+        pretrained.load_adapter(model, adapter["folder"])
+    return model
+
+
+def _adapter(path: str | Path) -> dict[str, Any] | None:
+    """Return an adapter's config and folder, or None if the path is not a folder with an adapter alone."""
+    folder = Path(path).expanduser()
+    file = folder / "adapter_config.json"
+    if not file.is_file() or any(folder.glob("model*.safetensors")):
+        return None
+    found = read_json_object(file)
+    name = found.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{file}: expected base_model_name_or_path of the adapter's model, got {name!r}")
+    return found | {"folder": folder}

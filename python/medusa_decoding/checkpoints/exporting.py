@@ -1,0 +1,441 @@
+"""Write the heads of a checkpoint in another format: what each format can hold, and what is converted or refused.
+
+Nothing is dropped or approximated unless asked for: the written heads draft what the given heads draft. This module
+does not know the names of tensors or weight files, which are the formats' own.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from medusa_decoding.checkpoints import embedded, original, vllm
+from medusa_decoding.checkpoints.base_model import lm_head_weight
+from medusa_decoding.checkpoints.layout import DTYPES, unpack
+from medusa_decoding.checkpoints.pretrained import stated_sizes
+from medusa_decoding.checkpoints.reading import FORMATS, HUB_FILES, fetch_folder, read_heads, stated_base_model
+from medusa_decoding.checkpoints.tensor_files import own_file, save_tensors
+from medusa_decoding.files import whole_folder, write_json
+from medusa_decoding.heads import MedusaHeads, Storage
+
+Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]
+
+TARGETS: dict[Target, str] = {
+    "native": "what this package writes itself; holds every kind of heads; not for vLLM",
+    "embedded": "the base model with the heads in it, one folder; holds every kind of heads; not for vLLM",
+    "original-v1": "the original project's: one projection per head (a shared lm_head is copied); not for vLLM",
+    "original-v2": "the original project's: residual blocks alone, lm_head shared; not for vLLM",
+    "vllm": f"for vLLM {vllm.VERSIONS} (0.33 has no Medusa any more)",
+}
+"""Formats by name, with a description."""
+
+_CARD, _MEASURED = "README.md", "measured.json"
+# Files that go along with heads. Calibrations and tuned trees hold only for the heads that they were made with.
+_CARRIED = (_CARD, "accuracy.png", _MEASURED, "medusa_tree.json")
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+_TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+_BASE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", *_TERMS]
+_OLDER_WEIGHTS = ["pytorch_model*.bin"]
+
+# What a folder with heads may hold besides weights. Lock files are of `files.only_writer`; a killed writer leaves one.
+_KNOWN_FILES = (
+    "config.json", "generation_config.json", ".gitattributes", ".*.lock",
+    *_CARRIED, *embedded.MEASURED_FILES, *_TOKENIZER, *_TERMS,
+)  # fmt: skip
+_HEADS_WEIGHTS = re.compile(r"medusa_lm_head\.(safetensors|pt)")
+_PART = r"(-\d{5}-of-\d{5})?"
+_MODEL_WEIGHTS = re.compile(
+    rf"model{_PART}\.safetensors|model-medusa-heads\.safetensors|pytorch_model{_PART}\.bin"
+    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
+)
+
+# What the original project's loader makes of every checkpoint.
+_ORIGINAL_HEADS = 5
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote.
+
+    Attributes:
+        folder: the written folder.
+        format: its format.
+        base_model: the base model that it names.
+        heads: as written: converted, with the projection they had.
+        notes: what a user should know.
+        launch: for vLLM, the shell command that serves the base model with these heads. None for other formats, and
+            if vLLM would not start; the notes then say why.
+    """
+
+    folder: Path
+    format: Target
+    base_model: str
+    heads: MedusaHeads
+    notes: list[str]
+    launch: str | None = None
+
+
+def export(
+    path_or_hub_id: str | Path,
+    folder: str | Path,
+    format: Target,
+    *,
+    storage: Storage | None = None,
+    dtype: torch.dtype | None = None,
+    base_model: str | Path | None = None,
+    base_revision: str | None = None,
+    file: Literal["pt", "safetensors"] = "pt",
+    overwrite: bool = False,
+    revision: str | None = None,
+) -> Exported:
+    """Write the heads of a checkpoint in another format; they draft the same tokens there.
+
+    The model card, its figures and the tree are copied as well; figures measured with another storage are not.
+
+    Args:
+        path_or_hub_id: of the heads, in any known format.
+        folder: where to write; it appears when it is complete.
+        format: one of `TARGETS`.
+        storage: of the projections: "int8" or "fp8" stores floats in 8 bits, "float" turns 8 bits back into floats
+            (rounded in 16 bits); None keeps them.
+        dtype: float16, bfloat16 or float32, of all weights of the heads that are not in 8 bits; None keeps the file's
+            (if the base model's lm_head is included, the wider of the two). "embedded" copies the base model's files
+            unchanged.
+        base_model: hub id or folder; overrides the one that the heads name.
+        base_revision: its branch, tag or commit; by default the one that the heads name, unless `base_model` overrides
+            it.
+        file: "pt" or "safetensors", for the original formats. The original project's code reads only the former,
+            text-generation-inference the latter, with the tokenizer next to it.
+        overwrite: replace a folder that holds a checkpoint of heads and nothing else.
+        revision: branch, tag or commit of the heads on the hub.
+
+    Returns:
+        What was written, with notes on which programs cannot read it.
+
+    Raises:
+        ValueError: heads that the format cannot hold (the message says what can be done), an unreadable checkpoint, no
+            known base model or one of other sizes, a file to copy that is a link out of its folder (and of the hub's
+            cache), or a `folder` that exists or that holds what is read.
+        OSError: a file could not be written; a folder that was there before is unchanged.
+    """
+    if format not in TARGETS:
+        raise ValueError(f"format: expected one of {', '.join(TARGETS)}, got {format!r}")
+    if file not in ("pt", "safetensors"):
+        raise ValueError(f"file: expected pt or safetensors, got {file!r}")
+    out = Path(folder).expanduser().resolve()
+    # The base model may be in the heads' own repository.
+    files = [*HUB_FILES, *_CARRIED, *_TOKENIZER, *(_BASE_FILES if format == "embedded" else [])]
+    source = fetch_folder(path_or_hub_id, revision, files=files)
+    _check_place(out, source, overwrite)
+    stated, stated_revision = stated_base_model(source)
+    base = stated if base_model is None else str(base_model)
+    if base is None:
+        raise ValueError(f"base_model: expected a folder or hub id, because {source} names none, got None")
+    if base_revision is None and base == stated:
+        base_revision = stated_revision
+    local = _folder_of(base)
+    if local is not None:
+        base = str(local)
+        _check_place(out, local, overwrite)
+    # The hub is not asked about the base model that the heads name themselves, unless its weights are needed.
+    sizes = stated_sizes(base, base_revision) if local is not None or base_model is not None else {}
+    vocab_size = None if base_model is None else sizes.get("vocab_size")
+    given = read_heads(source, hidden_size=sizes.get("hidden_size"), vocab_size=vocab_size).heads
+    heads = _converted(given, storage, dtype)
+    if format not in ("native", "embedded"):
+        heads = _in_order(heads)
+    _check_holds(heads, format)
+    base_folder = functools.cache(lambda: _base_folder(base, base_revision, format))
+    if format == "embedded":
+        sizes = stated_sizes(str(base_folder()))
+    for name, got in sizes.items():
+        if got != getattr(heads, name):
+            raise ValueError(
+                f"base_model: expected {name} {getattr(heads, name)} like the heads in {source}, got {got} in {base}"
+            )
+
+    notes: list[str] = []
+    was, now = f"projections stored in {given.storage}", f"projections stored in {heads.storage}"
+    if format == "vllm" and heads.token_map is not None:
+        was, now = f"{heads.num_candidates} of the tokens", f"all {heads.vocab_size} tokens"
+        heads = heads.remade(token_map=None)
+        notes.append(
+            f"vLLM {vllm.VERSIONS} cannot read a token_map: the heads are written with the whole lm_head, so they may "
+            f"propose any of {heads.vocab_size} tokens. The text is the same; the acceptance may differ"
+        )
+    lm_head = None
+    if format in ("original-v1", "vllm") and heads.shared_projection:
+        heads, lm_head = _with_lm_head(heads, base_folder(), dtype)
+    if format == "embedded":
+        embedded.base_files(base_folder())  # refuses a base model before anything is written
+    with whole_folder(out, overwrite) as staging:
+        if format == "vllm":
+            write_json(staging / "config.json", vllm.fields(heads, base, base_revision), indent=2)
+            save_tensors(vllm.tensors(heads, lm_head), staging / vllm.WEIGHTS)
+        elif format == "embedded":
+            fields = original.fields(heads, base)
+            own = {key: value for key, value in fields.items() if key.startswith("medusa_") or key == "version"}
+            embedded.write(staging, base_folder(), unpack(heads), own)
+        elif format == "native":
+            original.write_heads(heads, staging, base_model=base, base_revision=base_revision)
+        else:
+            notes += _reader_notes(heads, format, file)
+            _write_original(heads, lm_head, staging, file, original.fields(heads, base, base_revision))
+            if file == "safetensors":
+                notes += _copy_tokenizer(Path(base) if lm_head is None else base_folder(), staging, base)
+        # Last: a base model's folder may also have files of these names.
+        notes += _carry(source, staging, was, now)
+    launch = None
+    if format == "vllm":
+        obstacles = vllm.obstacles(out, base, source)
+        notes += obstacles
+        launch = None if obstacles else vllm.launch(heads, out, base, base_revision)
+    return Exported(out, format, str(out) if format == "embedded" else base, heads, notes, launch)
+
+
+def _folder_of(base_model: str) -> Path | None:
+    """Return the folder that a base model's name means, or None for a hub id or a path of another machine.
+
+    Raises:
+        ValueError: a relative path that is no folder: elsewhere it would mean another folder, or a hub id.
+    """
+    path = Path(base_model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if base_model.startswith((".", "~")) or (not path.is_absolute() and base_model.count("/") > 1):
+        raise ValueError(f"base_model: expected a hub id or a folder that exists, got {base_model!r}")
+    return None
+
+
+def _base_folder(base: str, revision: str | None, target: Target) -> Path:
+    """Return the folder of a base model with its weights; a model on the hub is fetch_folder."""
+    folder = fetch_folder(base, revision, "base_model", _BASE_FILES)
+    if target == "embedded" or Path(base).is_dir() or any(folder.glob("*.safetensors")):
+        return folder
+    # Older repositories have no safetensors.
+    return fetch_folder(base, revision, "base_model", [*_BASE_FILES, *_OLDER_WEIGHTS])
+
+
+def _check_place(out: Path, read: Path, overwrite: bool) -> None:
+    """Raise `ValueError` for a folder that exists, unless it may be overwritten: only heads, and not what is read."""
+    if not out.exists():
+        return
+    if out == read or out in read.parents:
+        raise ValueError(f"folder: expected another one than what is read, got {out}")
+    if not overwrite:
+        raise ValueError(f"folder: expected a new one (or overwrite, --overwrite), got {out}")
+    if not out.is_dir() or (any(out.iterdir()) and not any(module.recognise(out) for module in FORMATS)):
+        raise ValueError(f"folder: expected a checkpoint of heads to overwrite, got {out}")
+    entry = unrelated_entry(out)
+    if entry is not None:
+        raise ValueError(f"folder: expected a checkpoint of heads alone to overwrite, got {out} with {entry} in it")
+
+
+def unrelated_entry(folder: Path) -> str | None:
+    """Return the name of a file or folder that does not belong to a checkpoint of heads, or None.
+
+    A folder with heads alone in one file has no weights of a model; any other may.
+    """
+    entries = sorted(folder.iterdir())
+    weights = _HEADS_WEIGHTS if any(_HEADS_WEIGHTS.fullmatch(entry.name) for entry in entries) else _MODEL_WEIGHTS
+    for entry in entries:
+        known = weights.fullmatch(entry.name) or any(fnmatchcase(entry.name, pattern) for pattern in _KNOWN_FILES)
+        if entry.is_dir() or not known:
+            return entry.name
+    return None
+
+
+def _check_holds(heads: MedusaHeads, target: Target) -> None:
+    """Raise `ValueError` if a format cannot hold such heads; the message says what can be done."""
+    if target in ("native", "embedded"):
+        return
+    anywhere, wanted, got = "native and embedded hold it", None, None
+    if heads.parent_rank:
+        wanted = (
+            f"none whose drafts depend on their parent token for {target} ({anywhere}; heads trained with "
+            "heads.parent_rank 0 have none)"
+        )
+        got = f"parent_rank {heads.parent_rank}"
+    elif heads.storage != "float":
+        wanted = f"projections in floats for {target} ({anywhere}; storage float, --storage float, turns them back)"
+        got = heads.storage
+    elif heads.token_map is not None and not (target == "vllm" and heads.shared_projection):
+        wanted = f"the whole vocabulary for {target} ({anywhere}; what a trimmed one never proposes has no projection)"
+        got = f"{heads.num_candidates} of {heads.vocab_size} tokens"
+    elif target == "original-v2" and not heads.shared_projection:
+        wanted, got = f"a projection shared with lm_head for {target} (original-v1 holds own ones)", "own"
+    elif target == "original-v2" and heads.num_layers > 1:
+        wanted = (
+            f"one residual block per head for {target} ({anywhere}; the original project's code makes one block of "
+            "several)"
+        )
+        got = f"{heads.num_layers}"
+    if wanted is not None:
+        raise ValueError(f"heads: expected {wanted}, got {got}")
+
+
+def _converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype | None) -> MedusaHeads:
+    """Return heads with another storage of the projections and another dtype.
+
+    Raises:
+        ValueError: an unknown storage or dtype, a shared projection to be stored in 8 bits, 8 bits of another kind, or
+            numbers too large for the dtype.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16, float32 or None, got {dtype}")
+    if storage not in (None, "float", "int8", "fp8"):
+        raise ValueError(f"storage: expected 'float', 'int8', 'fp8' or None, got {storage!r}")
+    found = _stored(heads, storage, heads.w1.dtype if dtype is None else dtype)
+    for name, weight in unpack(found).items():
+        # Weights in 8 bits have not been converted.
+        if weight.is_floating_point() and weight.element_size() > 1 and not bool(weight.isfinite().all()):
+            raise ValueError(f"dtype: expected one that holds {name}, got {dtype}, in which it is not finite")
+    return found
+
+
+def _stored(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype) -> MedusaHeads:
+    if storage in (None, heads.storage):
+        return heads.to(dtype)
+    if storage is not None and storage != "float":
+        # Quantised before the conversion, so that weights are rounded once.
+        return heads.quantized(storage).to(dtype)
+    found = heads.remade(dtype=dtype)
+    stored, scale, floats = heads.get_buffer("w2"), heads.get_buffer("w2_scale"), found.get_parameter("w2")
+    for head in range(heads.num_heads):
+        floats[head] = stored[head].float() * scale[head, :, None]
+    return found
+
+
+def _in_order(heads: MedusaHeads) -> MedusaHeads:
+    """Return heads without a token_map if theirs covers the whole vocabulary: rows in the order of token ids.
+
+    vLLM's format and the original ones have no token_map. Other heads are returned unchanged.
+    """
+    mapped = heads.token_map
+    if mapped is None or len(mapped) != heads.vocab_size or heads.storage != "float" or heads.parent_rank:
+        return heads
+    found = heads.remade(token_map=None)
+    if not heads.shared_projection:
+        found.get_parameter("w2")[:, mapped] = heads.get_parameter("w2")
+    return found
+
+
+def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> tuple[MedusaHeads, torch.Tensor]:
+    """Return heads and the base model's lm_head in `dtype`, or in the wider dtype of the two."""
+    weight = lm_head_weight(base)
+    if weight.shape != (heads.vocab_size, heads.hidden_size):
+        raise ValueError(
+            f"base_model: expected an lm_head [{heads.vocab_size}, {heads.hidden_size}] like the heads, got "
+            f"{list(weight.shape)} in {base}"
+        )
+    common = torch.promote_types(heads.w1.dtype, weight.dtype) if dtype is None else dtype
+    if not bool(weight.isfinite().all()):
+        raise ValueError(f"base_model: expected a finite lm_head, got NaN or Inf in {base}")
+    weight = weight.to(common)
+    if not bool(weight.isfinite().all()):
+        raise ValueError(f"dtype: expected one that holds lm_head, got {common}, in which it is not finite")
+    return heads.to(common), weight
+
+
+def _reader_notes(heads: MedusaHeads, target: Target, file: Literal["pt", "safetensors"]) -> list[str]:
+    """Return notes on how other programs read the original formats."""
+    lost = "accepts none of their drafts" if target == "original-v2" else "passes over their biases"
+    notes = [f"not for vLLM, which takes this folder without an error but {lost}: --format vllm is for it"]
+    if heads.num_layers > 1:
+        notes.append(
+            "the original project's code makes one residual block of several and misreads these heads; "
+            "text-generation-inference and TensorRT-LLM read them as they are"
+        )
+    if file == "safetensors":  # which the original project's code does not read
+        return notes
+    count = heads.num_heads
+    if count != _ORIGINAL_HEADS:
+        kind = f"head {count + 1} on: random numbers" if count < _ORIGINAL_HEADS else "those beyond are left out"
+        notes.append(
+            f"the original project's loader makes {_ORIGINAL_HEADS} heads whatever config.json says, and these are "
+            f"{count} ({kind}, without a word)"
+        )
+    if target == "original-v2":
+        notes.append(
+            "the original project's class of version 1.0 has a projection a head, which is not in this layout, and "
+            "begins it with random numbers without a word; it reads original-v1, text-generation-inference both"
+        )
+    return notes
+
+
+def _copy_tokenizer(base: Path, staging: Path, base_model: str) -> list[str]:
+    """Copy the base model's tokenizer, which text-generation-inference looks for here, or return a note."""
+    files = [base / name for name in _TOKENIZER if (base / name).is_file()]
+    for file in files:
+        shutil.copyfile(own_file(file), staging / file.name)
+    if files:
+        return []
+    return [
+        f"text-generation-inference looks for the tokenizer beside these heads: copy the files of {base_model} there "
+        "(tokenizer.json, tokenizer_config.json and the like)"
+    ]
+
+
+def _carry(source: Path, staging: Path, was: str, now: str) -> list[str]:
+    """Copy card, figures and tree; return a note if the figures no longer hold.
+
+    Args:
+        source: folder of the heads that were read.
+        staging: folder of the heads that are written.
+        was: the property of the former that their figures depend on.
+        now: that property of the latter; the same if nothing has changed.
+    """
+    for name in _CARRIED:
+        file = source / name
+        if not file.is_file() or (name == _MEASURED and was != now):
+            continue
+        own_file(file)
+        if name == _CARD and was != now:
+            (staging / name).write_bytes(_marked(file.read_bytes(), was, now))
+        else:
+            shutil.copyfile(file, staging / name)
+    if was != now and any((source / name).is_file() for name in (_CARD, _MEASURED)):
+        return [
+            f"the figures are of heads with {was}, and these have {now}: {_MEASURED} is left out, and {_CARD} "
+            "says so if there is one"
+        ]
+    return []
+
+
+def _marked(card: bytes, was: str, now: str) -> bytes:
+    """Return a model card that states, below its front matter, which heads its figures are of."""
+    note = f"> The heads here have {now}. All figures below are of heads with {was}.\n\n"
+    front = re.match(rb"---\r?\n.*?\n---\r?\n\s*", card, re.DOTALL)
+    end = 0 if front is None else front.end()
+    return card[:end] + note.encode() + card[end:]
+
+
+def _write_original(
+    heads: MedusaHeads,
+    lm_head: torch.Tensor | None,
+    staging: Path,
+    file: Literal["pt", "safetensors"],
+    fields: dict[str, Any],
+) -> None:
+    tensors = unpack(heads)
+    if lm_head is not None:
+        tensors |= {f"{head}.{heads.num_layers}.weight": lm_head for head in range(heads.num_heads)}
+        del fields["version"]
+    if heads.b1 is None:
+        # The original project's code would start missing biases with random numbers.
+        zeros = torch.zeros(heads.hidden_size, dtype=heads.w1.dtype)
+        names = [f"{head}.{layer}.linear.bias" for head in range(heads.num_heads) for layer in range(heads.num_layers)]
+        tensors |= {name: zeros.clone() for name in names}
+    write_json(staging / "config.json", fields, indent=2)
+    save_tensors(tensors, staging / f"medusa_lm_head.{file}")
