@@ -19,6 +19,13 @@ def check_text(name: str, text: str) -> None:
         ) from error
 
 
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Return a value that is an int of at least `least`; raise `ValueError` for any other."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}: expected a whole number from {least}, got {shown(value)}")
+    return value
+
+
 def whole(name: str, value: Any) -> int | None:
     """Return an optional count as an int.
 
@@ -31,13 +38,6 @@ def whole(name: str, value: Any) -> int | None:
     if abs(number) >= 2**31:
         raise ValueError(f"{name}: expected below 2**31, got {shown(number)}")
     return number
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return a value that is an int of at least `least`; raise `ValueError` for any other."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}: expected a whole number from {least}, got {shown(value)}")
-    return value
 
 
 def check_truth(name: str, value: Any) -> None:

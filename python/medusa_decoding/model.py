@@ -22,7 +22,6 @@ from medusa_decoding.backbone import unsupported
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads, tuning_file
 from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
-from medusa_decoding.checkpoints.base import stated_sizes
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.checks import shown
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet

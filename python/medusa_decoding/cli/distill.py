@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from medusa_decoding.checkpoints import read_heads
-from medusa_decoding.checkpoints.base import stated_vocab_size
+from medusa_decoding.checkpoints.pretrained import stated_vocab_size
 from medusa_decoding.cli._arguments import at_least_one
 from medusa_decoding.cli.train import add_config, read_config, train
 from medusa_decoding.files import only_writer
