@@ -16,9 +16,9 @@ from medusa_decoding.checkpoints.accuracies import (
     CALIBRATION,
     MEASURED,
     PUBLISHED,
-    CalibrationSource,
     default_accuracies,
     find_accuracies,
+    load_accuracies,
     load_texts,
 )
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
@@ -139,20 +139,24 @@ def test_files_of_other_heads_or_damaged_ones_are_named(tmp_path):
             find_accuracies(tmp_path, heads_of(1, 9))
 
 
+def texts_of(folder, heads):
+    return load_texts(find_accuracies(folder, heads), folder, heads).texts
+
+
 def test_texts_are_read_where_they_were_kept(tmp_path):
     kept = Calibration.of(2, 3, [[((0, 1), (0, 0), (2, NONE))]])
     kept.save(tmp_path / CALIBRATION)
-    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) == kept
+    assert texts_of(tmp_path, heads_of(2, 3)) == kept
     with pytest.raises(ValueError, match=r"calibration.json: expected at most 2 ranks, as these heads have, got 3"):
-        load_texts(tmp_path / CALIBRATION, heads_of(2, 2))
+        texts_of(tmp_path, heads_of(2, 2))
     # A file that says nothing of its format is read as one without texts.
     values = kept.to_json()
     (tmp_path / CALIBRATION).write_text(json.dumps({name: values[name] for name in values if name != "format"}))
-    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) is None
+    assert texts_of(tmp_path, heads_of(2, 3)) is None
     Calibration(2, 3, kept.paths).save(tmp_path / CALIBRATION)
-    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) is None
-    (tmp_path / CALIBRATION).write_text(counts([[5, 6]], [10]))
-    assert load_texts(tmp_path / CALIBRATION, heads_of(2, 3)) is None
+    assert texts_of(tmp_path, heads_of(2, 3)) is None
+    (tmp_path / CALIBRATION).write_text(counts([[5, 6]] * 2, [10] * 2))
+    assert texts_of(tmp_path, heads_of(2, 3)) is None
 
 
 def test_texts_of_another_base_model_are_refused(tmp_path):
@@ -164,16 +168,14 @@ def test_texts_of_another_base_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"calibration.json: expected texts of this base model, got those of another"):
         find_accuracies(tmp_path, heads, "other")
     # In another dtype fingerprints tell nothing: taken, and said to be unchecked.
-    assert find_accuracies(tmp_path, copy.deepcopy(heads).to(torch.bfloat16), "other").source == CALIBRATION
-    assert [CalibrationSource.from_file(file, tmp_path, dtype).checked for dtype in ("float32", "bfloat16")] == [
-        True,
-        False,
-    ]
-    found = CalibrationSource.from_file(file, tmp_path, "float32")
+    half = find_accuracies(tmp_path, copy.deepcopy(heads).to(torch.bfloat16), "other")
+    found = find_accuracies(tmp_path, heads, "own").calibration
+    assert (half.source, half.calibration.checked, found.checked) == (CALIBRATION, False, True)
     assert (found.path, found.temperature) == (CALIBRATION, 0.5)
-    assert CalibrationSource.from_file(file, tmp_path / "elsewhere", "float32").path == str(file.resolve())
+    elsewhere = load_accuracies(file, CALIBRATION, tmp_path / "elsewhere", heads)
+    assert elsewhere.calibration.path == str(file.resolve())
     file.write_text(counts([[5], [6]], [10, 10]))
-    other = CalibrationSource.from_file(file, tmp_path, "float32")
+    other = find_accuracies(tmp_path, heads).calibration
     assert (other.temperature, other.checked) == (None, False)
     assert other.hash != found.hash
 

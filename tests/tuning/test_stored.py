@@ -16,7 +16,7 @@ from models import heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import read_heads, tuning_file, tuning_paths, write_heads
-from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
+from medusa_decoding.checkpoints.accuracies import INDEPENDENT, Accuracies, CalibrationSource
 from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning, load_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.provenance import fingerprint
@@ -421,15 +421,15 @@ def test_round_trip(tuned):
     assert found.cases == wanted.cases
     assert [case.tree.num_nodes for case in found.cases] == [4, 1, 2]
     assert [size.tree.num_nodes for size in found.cases[0].sizes] == [1, 2, 4]
-    assert (found.weighed, found.calibration) == (tuning_file.INDEPENDENT, None)
+    assert (found.weighed, found.accuracies.calibration) == (INDEPENDENT, None)
     for source in (
         CalibrationSource("c.json", "ab12", 0.7, True),
         CalibrationSource("/elsewhere/c.json", "ab12", None, False),
     ):
-        kept = replace(found, calibration=source)
-        assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).calibration == source
+        kept = replace(found, accuracies=replace(found.accuracies, calibration=source))
+        assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).accuracies.calibration == source
     older = {name: value for name, value in found.to_json().items() if name != "calibration"}
-    assert Tuning.from_json(older).calibration is None
+    assert Tuning.from_json(older).accuracies.calibration is None
     assert found.cases[0].chosen.rate == pytest.approx(2.1 / 1.3)
     assert set(found.versions) >= {"python", "torch", "transformers"}
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.files import parse_json, read_json
@@ -23,33 +21,10 @@ from medusa_decoding.trees.calibration import Calibration
 
 CALIBRATION, MEASURED, PUBLISHED = "calibration.json", "measured.json", "published"
 """Sources: the file of `medusa calibrate`, the file of the trainer (both next to the heads), other heads' figures."""
+INDEPENDENT, WALKED = "independent", "walked"
+"""How expected tokens are computed: as if heads were right independently, or by walking along texts."""
 ROUNDING = 1e-6
 """How much the accuracies of one head may exceed 1 in all."""
-
-
-@dataclass(frozen=True)
-class Accuracies:
-    """How often heads are right.
-
-    Attributes:
-        source: CALIBRATION, MEASURED or PUBLISHED.
-        by_rank: by_rank[k][i] is the share of positions at which the candidate of rank i of head k is right.
-    """
-
-    source: str
-    by_rank: list[list[float]]
-
-    @property
-    def most_nodes(self) -> int:
-        """Nodes of the largest tree that these ranks can fill."""
-        return sum(accumulate(map(len, self.by_rank), operator.mul, initial=1))
-
-    def __str__(self) -> str:
-        """Describe the source."""
-        return {
-            CALIBRATION: f"{CALIBRATION} (counted on prompts)",
-            MEASURED: f"{MEASURED} (counted by the trainer on held-out data)",
-        }.get(self.source, "published for Vicuna-7B's heads, not counted for these (see medusa calibrate)")
 
 
 @dataclass(frozen=True)
@@ -68,25 +43,6 @@ class CalibrationSource:
     hash: str
     temperature: float | None
     checked: bool
-
-    @classmethod
-    def from_file(cls, file: Path, folder: Path, dtype: str) -> CalibrationSource:
-        """Describe a calibration that `load_accuracies` has accepted.
-
-        Args:
-            file: the calibration.
-            folder: the folder of the heads.
-            dtype: the dtype in which the heads are loaded.
-        """
-        content = file.read_bytes()
-        made, settings = _conditions(parse_json(content, file))
-        is_next_to_heads = file.resolve().parent == folder.resolve()
-        return cls(
-            file.name if is_next_to_heads else str(file.resolve()),
-            hashlib.blake2b(content, digest_size=8).hexdigest(),
-            settings.get("temperature"),
-            settings.get("dtype") == dtype and "heads" in made and "base_model" in made,
-        )
 
     @classmethod
     def from_json(cls, values: Any) -> CalibrationSource:
@@ -110,6 +66,40 @@ class CalibrationSource:
         return f"{self.path}, {how}"
 
 
+@dataclass(frozen=True)
+class Accuracies:
+    """How often heads are right.
+
+    Attributes:
+        source: CALIBRATION, MEASURED or PUBLISHED.
+        by_rank: by_rank[k][i] is the share of positions at which the candidate of rank i of head k is right.
+        calibration: the file that they were read from, if it is a calibration.
+        texts: the calibration with its texts, if these were loaded (see `load_texts`).
+    """
+
+    source: str
+    by_rank: list[list[float]]
+    calibration: CalibrationSource | None = None
+    texts: Calibration | None = None
+
+    @property
+    def weighed(self) -> str:
+        """How expected tokens are computed: WALKED if there are texts, else INDEPENDENT."""
+        return INDEPENDENT if self.texts is None else WALKED
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest tree that these ranks can fill."""
+        return sum(accumulate(map(len, self.by_rank), operator.mul, initial=1))
+
+    def __str__(self) -> str:
+        """Describe the source."""
+        return {
+            CALIBRATION: f"{CALIBRATION} (counted on prompts)",
+            MEASURED: f"{MEASURED} (counted by the trainer on held-out data)",
+        }.get(self.source, "published for Vicuna-7B's heads, not counted for these (see medusa calibrate)")
+
+
 def default_accuracies(heads: MedusaHeads) -> Accuracies:
     """Return the accuracies published for Vicuna-7B, cut to the number and the candidates of some heads."""
     return Accuracies(PUBLISHED, [row[: heads.num_candidates] for row in VICUNA_7B[: heads.num_heads]])
@@ -129,40 +119,53 @@ def find_accuracies(folder: Path, heads: MedusaHeads, base_model: str | None = N
     """
     for source in (CALIBRATION, MEASURED):
         if (folder / source).is_file():
-            return load_accuracies(folder / source, source, heads, base_model)
+            return load_accuracies(folder / source, source, folder, heads, base_model)
     return None
 
 
-def load_accuracies(file: Path, source: str, heads: MedusaHeads, base_model: str | None = None) -> Accuracies:
-    """Read the accuracies of one file, as `find_accuracies` does; `source` says which kind of file it is.
-
-    Raises:
-        ValueError: a damaged file, or one of other heads or another base model; the message names the file.
-    """
+def load_accuracies(
+    file: Path, source: str, folder: Path, heads: MedusaHeads, base_model: str | None = None
+) -> Accuracies:
+    """Read the accuracies of one file; `source` says which kind of file it is, the rest is as in `find_accuracies`."""
     rows = read_accuracies(file)
     if len(rows) != heads.num_heads:
         raise ValueError(f"{file}: expected accuracies of {heads.num_heads} heads, got {len(rows)}")
-    made, settings = _conditions(read_json(file))
-    if settings.get("dtype") == _name(heads.w1.dtype):
+    content = file.read_bytes()
+    values = parse_json(content, file)
+    made = values.get("made") if isinstance(values, dict) else None
+    made = made if isinstance(made, dict) else {}
+    settings = made["settings"] if isinstance(made.get("settings"), dict) else {}
+    same_dtype = settings.get("dtype") == str(heads.w1.dtype).removeprefix("torch.")
+    if same_dtype:
         if "heads" in made and made["heads"] != fingerprint(heads):
             raise ValueError(f"{file}: expected a calibration of these heads, got one of others")
         if base_model is not None and made.get("base_model", base_model) != base_model:
             raise ValueError(f"{file}: expected texts of this base model, got those of another")
-    return Accuracies(source, [row[: _max_ranks(heads)] for row in rows])
+    calibration = None
+    if source == CALIBRATION:
+        is_next_to_heads = file.resolve().parent == folder.resolve()
+        calibration = CalibrationSource(
+            file.name if is_next_to_heads else str(file.resolve()),
+            hashlib.blake2b(content, digest_size=8).hexdigest(),
+            settings.get("temperature"),
+            same_dtype and "heads" in made and "base_model" in made,
+        )
+    return Accuracies(source, [row[: _max_ranks(heads)] for row in rows], calibration)
 
 
-def load_texts(file: Path, heads: MedusaHeads) -> Calibration | None:
-    """Read a calibration whose accuracies `load_accuracies` has accepted; None if it was stored without its texts.
+def load_texts(accuracies: Accuracies, folder: Path, heads: MedusaHeads) -> Accuracies:
+    """Return accuracies with the texts of their calibration, if there is one and it was stored with its texts.
 
     Raises:
         ValueError: a damaged file, or one with ranks that the heads do not have; the message names the file.
     """
-    if "texts" not in read_json(file):
-        return None
+    file = None if accuracies.calibration is None else folder / accuracies.calibration.path
+    if file is None or "texts" not in read_json(file):
+        return accuracies
     found, ranks = Calibration.load(file), _max_ranks(heads)
     if found.ranks > ranks:
         raise ValueError(f"{file}: expected at most {ranks} ranks, as these heads have, got {found.ranks}")
-    return found if found.texts is not None else None
+    return replace(accuracies, texts=found if found.texts is not None else None)
 
 
 def read_accuracies(path: str | Path) -> list[list[float]]:
@@ -207,15 +210,3 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
 
 def _max_ranks(heads: MedusaHeads) -> int:
     return min(MAX_TOP_K, heads.num_candidates)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _conditions(values: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a file says about how it was made, and the settings among that; empty if it says nothing."""
-    made = values.get("made") if isinstance(values, dict) else None
-    made = made if isinstance(made, dict) else {}
-    settings = made.get("settings")
-    return made, settings if isinstance(settings, dict) else {}

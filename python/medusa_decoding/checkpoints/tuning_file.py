@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
+from medusa_decoding.checkpoints.accuracies import INDEPENDENT, WALKED, Accuracies, CalibrationSource
 from medusa_decoding.checkpoints.tuning_paths import stored_files
 from medusa_decoding.checks import check_count
 from medusa_decoding.decode.adaptive.step_times import StepTimes
@@ -27,8 +27,6 @@ from medusa_decoding.provenance import device_name, fingerprint
 from medusa_decoding.trees.tree import Tree
 
 FORMAT = 2
-INDEPENDENT, WALKED = "independent", "walked"
-"""How expected tokens were computed: as if heads were right independently, or by walking along texts."""
 logger = logging.getLogger(__name__)
 
 
@@ -187,12 +185,11 @@ class Tuning:
 
     Attributes:
         conditions: where it holds.
-        accuracies: the heads' accuracies.
+        accuracies: the heads' accuracies, without texts.
         cases: by batch and prefix, in ascending order.
         step_times: JSON of a `StepTimes`.
         versions: of libraries, by name.
         weighed: how expected tokens were computed, INDEPENDENT or WALKED.
-        calibration: the file of the accuracies and texts; None if they are from no calibration.
     """
 
     conditions: Conditions
@@ -201,7 +198,6 @@ class Tuning:
     step_times: str
     versions: Mapping[str, str]
     weighed: str = INDEPENDENT
-    calibration: CalibrationSource | None = None
 
     def nearest(self, batch: int, prefix: int) -> Case:
         """Return the case with the nearest batch, and among those with the nearest prefix, both by their ratio."""
@@ -218,13 +214,14 @@ class Tuning:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values, with the rates computed from them."""
+        source = self.accuracies.calibration
         return {
             "format": FORMAT,
             **asdict(self.conditions),
             "versions": dict(self.versions),
-            "accuracies": asdict(self.accuracies),
+            "accuracies": {"source": self.accuracies.source, "by_rank": self.accuracies.by_rank},
             "weighed": self.weighed,
-            "calibration": None if self.calibration is None else asdict(self.calibration),
+            "calibration": None if source is None else asdict(source),
             "cases": [case.to_json() for case in self.cases],
             "step_times": json.loads(self.step_times),
         }
@@ -243,12 +240,15 @@ class Tuning:
             accuracies, source = values["accuracies"], values.get("calibration")  # which older files do not have
             found = cls(
                 Conditions(**{part.name: values[part.name] for part in fields(Conditions)}),
-                Accuracies(str(accuracies["source"]), [[float(one) for one in row] for row in accuracies["by_rank"]]),
+                Accuracies(
+                    str(accuracies["source"]),
+                    [[float(one) for one in row] for row in accuracies["by_rank"]],
+                    None if source is None else CalibrationSource.from_json(source),
+                ),
                 tuple(map(Case.from_json, values["cases"])),
                 json.dumps(values["step_times"]),
                 dict(values["versions"]),
                 values["weighed"],
-                None if source is None else CalibrationSource.from_json(source),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(

@@ -20,15 +20,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from tqdm.auto import tqdm
 
 from medusa_decoding.checkpoints import tuning_file, tuning_paths
 from medusa_decoding.checkpoints.accuracies import (
     CALIBRATION,
+    WALKED,
     Accuracies,
-    CalibrationSource,
     default_accuracies,
     find_accuracies,
     load_accuracies,
@@ -179,21 +178,8 @@ def check_stored(out: Path | None, folder: Path) -> None:
     raise ValueError(f"{file}: expected a file that `medusa tune` wrote, got none")
 
 
-class Knowledge(NamedTuple):
-    """What is known about the heads: accuracies, a calibration with texts or None, the file of both or None."""
-
-    accuracies: Accuracies
-    texts: Calibration | None
-    source: CalibrationSource | None
-
-    @property
-    def weighed(self) -> str:
-        """How expected tokens are computed from this."""
-        return tuning_file.INDEPENDENT if self.texts is None else tuning_file.WALKED
-
-
-def load_knowledge(file: Path | None, folder: Path, model: MedusaModel, conditions: Conditions) -> Knowledge:
-    """Load the accuracies and texts that trees are weighed with.
+def load_knowledge(file: Path | None, folder: Path, model: MedusaModel, conditions: Conditions) -> Accuracies:
+    """Return the accuracies, and the texts if there are any, that trees are weighed with.
 
     Args:
         file: a file of `medusa calibrate`; None for what is stored next to the heads.
@@ -201,25 +187,22 @@ def load_knowledge(file: Path | None, folder: Path, model: MedusaModel, conditio
         model: the model.
         conditions: of the model.
     """
-    assert model.heads is not None
+    heads, base_model = model.heads, conditions.base_model
+    assert heads is not None
     if file is not None:
-        found = load_accuracies(file, CALIBRATION, model.heads, conditions.base_model)
+        found = load_accuracies(file, CALIBRATION, folder, heads, base_model)
     else:
-        file = folder / CALIBRATION
-        found = find_accuracies(folder, model.heads, conditions.base_model) or default_accuracies(model.heads)
-    if found.source != CALIBRATION:
-        return Knowledge(found, None, None)
-    source = CalibrationSource.from_file(file, folder, conditions.dtype)
-    return Knowledge(found, load_texts(file, model.heads), source)
+        found = find_accuracies(folder, heads, base_model) or default_accuracies(heads)
+    return load_texts(found, folder, heads)
 
 
 def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions: Conditions, file: Path) -> None:
     """Measure, choose, store and print."""
-    accuracies, texts, source = load_knowledge(args.calibration, folder, model, conditions)
-    warn_of_few(texts)
+    accuracies = load_knowledge(args.calibration, folder, model, conditions)
+    warn_of_few(accuracies.texts)
     sizes = sorted({1, *(args.nodes or (size for size in NODES if size <= accuracies.most_nodes))})
-    trees = best_trees(accuracies.by_rank, sizes, texts)
-    tokens = expected_tokens(trees, accuracies.by_rank, texts)
+    trees = best_trees(accuracies.by_rank, sizes, accuracies.texts)
+    tokens = expected_tokens(trees, accuracies.by_rank, accuracies.texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
         raise ValueError(f"--prefix: expected one that fits the context of {model.backbone.context_limit}, got none")
@@ -232,7 +215,7 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
                 found = time_steps(model, trees, batch=batch, prefix=prefix, repeats=args.repeats, on_block=bar.update)
                 cases.append(new_case(trees, tokens, found))
                 measured += found
-    tuning = new_tuning(conditions, accuracies, cases, measured, texts, source)
+    tuning = new_tuning(conditions, accuracies, cases, measured)
     tuning.save(file)
     print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, file))
 
@@ -262,15 +245,15 @@ def check(args: argparse.Namespace, folder: Path, model: MedusaModel, file: Path
         return
     conditions = tuning.conditions
     print(f"{file} holds: {conditions.device}, {conditions.dtype}, {conditions.backend}")
-    if tuning.calibration is not None:
-        print(f"  weighed by {tuning.calibration}")
+    if tuning.accuracies.calibration is not None:
+        print(f"  weighed by {tuning.accuracies.calibration}")
     for note in notes:
         print(f"  since then: {note}; run medusa tune again to take it into account")
 
 
 def changes(tuning: Tuning, file: Path | None, folder: Path, model: MedusaModel) -> list[str]:
     """Describe what has changed in the tuning's calibration, or in comparison with the calibration `file`."""
-    before = tuning.calibration
+    before = tuning.accuracies.calibration
     if file is None and before is not None:
         file = folder / before.path  # an absolute path stays what it is
         if not file.is_file():
@@ -280,22 +263,20 @@ def changes(tuning: Tuning, file: Path | None, folder: Path, model: MedusaModel)
     except ValueError as error:
         return [f"calibration: {error}"]
     notes = []
-    if before is not None and now.source is not None and now.source.hash != before.hash:
-        same = now.source.path == before.path
-        notes.append(
-            f"the calibration {before.path} has changed" if same
-            else f"the calibration was {before.path}, is {now.source.path}"
-        )  # fmt: skip
+    if before is not None and now.calibration is not None and now.calibration.hash != before.hash:
+        is_other = now.calibration.path != before.path
+        how = f"was {before.path}, is {now.calibration.path}" if is_other else f"{before.path} has changed"
+        notes.append(f"the calibration {how}")
     if now.weighed != tuning.weighed:
         notes.append(f"expected tokens were {tuning.weighed}, would be {now.weighed}")
-    if now.accuracies.by_rank != tuning.accuracies.by_rank:
-        notes.append(f"accuracies were {tuning.accuracies.source}, are {now.accuracies.source} with other values")
+    if now.by_rank != tuning.accuracies.by_rank:
+        notes.append(f"accuracies were {tuning.accuracies.source}, are {now.source} with other values")
     return notes
 
 
 def as_text(tuning: Tuning, file: Path) -> str:
     """Return the measurements and choices as tables for a terminal."""
-    conditions, source = tuning.conditions, tuning.calibration
+    conditions, source = tuning.conditions, tuning.accuracies.calibration
     lines = [
         f"{conditions.device}; {conditions.dtype}, {conditions.backend} steps; {conditions.model}",
         f"accuracies of the heads: {tuning.accuracies}",
@@ -306,7 +287,7 @@ def as_text(tuning: Tuning, file: Path) -> str:
             lines.append(
                 f"  not checked to be of these heads and this base model: it has no fingerprints in {conditions.dtype}"
             )
-    if tuning.weighed == tuning_file.WALKED:
+    if tuning.weighed == WALKED:
         lines += [
             "expected tokens per step: along the texts that the trees were searched on. They are a little too high,",
             "  mostly for large trees and few texts (--sweep with other prompts measures it)",

@@ -9,17 +9,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
-from medusa_decoding.checkpoints.tuning_file import (
-    INDEPENDENT,
-    WALKED,
-    Case,
-    Conditions,
-    TimedTree,
-    Tuning,
-    step_time_names,
-)
+from medusa_decoding.checkpoints.accuracies import Accuracies
+from medusa_decoding.checkpoints.tuning_file import Case, Conditions, TimedTree, Tuning, step_time_names
 from medusa_decoding.decode.adaptive.step_times import KEPT, StepTimes
 from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.calibration import Calibration
@@ -92,35 +85,20 @@ def new_case(trees: Sequence[Tree], tokens: Sequence[float], measured: Sequence[
 
 
 def new_tuning(
-    conditions: Conditions,
-    accuracies: Accuracies,
-    cases: Iterable[Case],
-    measured: Iterable[Latency],
-    texts: Calibration | None = None,
-    calibration: CalibrationSource | None = None,
+    conditions: Conditions, accuracies: Accuracies, cases: Iterable[Case], measured: Iterable[Latency]
 ) -> Tuning:
-    """Put together the content of a tuning file.
-
-    Args:
-        conditions: of the measurement.
-        accuracies: of the heads.
-        cases: one per batch and prefix.
-        measured: all durations.
-        texts: the calibration that trees were walked along, or None.
-        calibration: the file of the accuracies and texts, or None.
-    """
+    """Put together the content of a tuning file from one case per batch and prefix, and all measured durations."""
     times = StepTimes(*step_time_names(conditions))
     for one in measured:
         for seconds in _thinned(one.seconds):
             times.profile(one.batch, one.rows).add(one.nodes, seconds)
     return Tuning(
         conditions,
-        accuracies,
+        replace(accuracies, texts=None),
         tuple(sorted(cases, key=lambda case: (case.batch, case.prefix))),
         times.to_json(),
         versions(*LIBRARIES),
-        INDEPENDENT if texts is None else WALKED,
-        calibration,
+        accuracies.weighed,
     )
 
 
