@@ -127,7 +127,7 @@ class TimedTree:
 
 @dataclass(frozen=True)
 class Case:
-    """The tree chosen for one batch size and one prefix length.
+    """A tuning case: the tree chosen for one batch size and one prefix length.
 
     Attributes:
         batch: rows of the batch.
