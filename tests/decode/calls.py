@@ -6,7 +6,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_decoding import Tree, medusa_generate
-from medusa_decoding.huggingface.model_cache import _kept
+from medusa_decoding.huggingface.model_cache import _cache
 
 TREE = Tree.cartesian([3, 2])
 NEW = 16
@@ -33,7 +33,7 @@ def attentions(model):
 
 def kept(model):
     """The MedusaModels that are kept for a model between calls."""
-    return list(_kept.get(model, {}).values())
+    return list(_cache.get(model, {}).values())
 
 
 def one_letter_a_token():

@@ -4,7 +4,7 @@ Elsewhere: empty prompts and other bad arguments, a streamer that fails (test_mo
 and past it, EOS lists, bfloat16 (test_greedy); copies and saved files of a swapped model (test_attention); steps that
 are made anew, calls within inference mode (test_states); a model that breaks down by either route of sampling
 (test_sampling); processors that fail (test_processors); sessions after a failure (test_session); what does not fit
-into memory (test_memory); transformers' own generate in several threads (test_custom_generate_kept); kernels that are
+into memory (test_memory); transformers' own generate in several threads (test_model_cache); kernels that are
 given NaN (tests/kernels).
 """
 

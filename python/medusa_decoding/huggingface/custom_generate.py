@@ -1,9 +1,9 @@
-"""Decoding with heads from within transformers' own `generate`: `custom_generate=medusa_generate`.
+"""Decode with heads inside transformers' own `generate`: `custom_generate=medusa_generate`.
 
 transformers prepares token ids, logits processors and stopping criteria as for its own decoding and calls
-`medusa_generate`, which makes a `Request` of them: end tokens and lengths become rules of the loop, everything else is
-followed on the host. This module knows how transformers calls a decoding method; it does not know how models are kept
-between calls (see `kept`) or how a step is made.
+`medusa_generate`. This turns them into a `Request`: end tokens and lengths become limits of the loop, all other
+processors and criteria run on the host. This module knows how transformers calls a decoding method; it does not know
+how models are cached between calls (see `model_cache`) or how a step works.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -56,56 +55,55 @@ def medusa_generate(
 ) -> MedusaOutput | torch.Tensor:
     """Decode for transformers: `model.generate(**inputs, custom_generate=medusa_generate, heads=heads, ...)`.
 
-    The arguments before `heads` and behind `stop_strings` are filled in by transformers; those from `heads` to
-    `stop_strings` are keywords of `generate`, next to transformers' own. Text, and with `output_scores` and
-    `output_logits` scores and logits, are those of `generate` alone; with sampling they have its distribution.
-    Processors and criteria, transformers' and the caller's, see each row without its padding and are called for one row
-    at a time. So each row of a batch is what `generate` alone writes for that row in a batch of its own, also with
-    processors that would count padding (`no_repeat_ngram_size`, say) and with prompts that are padded on the right,
-    after whose padding `generate` alone goes on. A row that a criterion ends is padded behind its last token.
-    docs/generate.md lists what is accepted, ignored and refused.
+    transformers fills in the arguments before `heads` and after `stop_strings`; those between are keywords of
+    `generate`, next to transformers' own. Text, scores and logits are those of `generate` alone; sampling has its
+    distribution. Processors and criteria see one row at a time, without its padding. So each row of a batch is what
+    `generate` alone writes for that row in a batch of its own. This also holds for processors that would count padding
+    (such as `no_repeat_ngram_size`), and for prompts padded on the right, where `generate` alone continues after the
+    padding. A row that a criterion ends is padded after its last token. docs/generate.md lists what is accepted,
+    ignored and refused.
 
-    The model is unpatched between calls. What a call has made (heads read from a folder, caches, compiled and captured
-    steps) is kept for the next one until the model is deleted, see `kept`.
+    The model is not patched between calls. Heads read from a folder, caches, and compiled and captured steps are cached
+    for the next call until the model is deleted, see `model_cache`.
 
     Args:
-        model: a Llama-family model, possibly within a peft model whose `generate` was called.
+        model: a Llama-family model, possibly inside a peft model whose `generate` was called.
         input_ids: int64 [B, T].
-        logits_processor: the processors that transformers has made, with the caller's own among them.
+        logits_processor: the processors that transformers has made, including the caller's own.
         stopping_criteria: likewise.
-        generation_config: in force, as transformers has prepared it.
-        heads: the heads on the model's device and in its dtype; or a folder or hub id in any supported format, which is
-            read at the first call.
-        tree: verified each step, or "auto", as in `MedusaModel.generate`; None for the checkpoint's `medusa_tree.json`,
-            or else `default_tree`.
+        generation_config: the one in force, as prepared by transformers.
+        heads: on the model's device and in its dtype; or a folder or hub id in any supported format, read at the first
+            call.
+        tree: verified in each step, or "auto", as in `MedusaModel.generate`; None for the checkpoint's
+            `medusa_tree.json`, or else `default_tree`.
         acceptance: as in `MedusaModel.generate`; "typical" is LOSSY.
         posterior_threshold: epsilon of typical acceptance.
         posterior_alpha: delta of typical acceptance.
         backend: how steps run, as in `MedusaModel`.
         seed: of sampling, as in `MedusaModel.generate`.
-        metrics: keep counts and times (with `return_dict_in_generate`).
-        stop_strings: a row ends behind the token with which one of these appears; needs `tokenizer=` besides. Those of
-            a generation config never get here, as transformers refuses them for want of a tokenizer: give them
-            as an argument, or as `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+        metrics: record counts and times (with `return_dict_in_generate`).
+        stop_strings: a row ends after the token that completes one of these; also needs `tokenizer=`. transformers
+            refuses those of a generation config before this is called: give them as an argument, or as
+            `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
         inputs_tensor: the prompts before they were repeated for `num_return_sequences`.
         **model_kwargs: what else transformers has prepared: attention mask, positions, an empty cache (which stays
-            empty, also if it is the caller's).
+            empty, even if it is the caller's).
 
     Returns:
         A `MedusaOutput` with `return_dict_in_generate`, else its sequences, int64 [B, T + new].
 
     Raises:
-        ValueError: not called by transformers' `generate`; bad arguments; something that cannot work here, by name
+        ValueError: not called by transformers' `generate`; bad arguments; anything that cannot work here, by name
             (beam search, an assistant model, a cache with content, ..). Raised before any work.
-        FloatingPointError: the model's output is not finite; names the step.
+        FloatingPointError: the model's output is not finite; the message names the step.
         MemoryError: keys and values do not fit.
     """
-    given = _lost_arguments(model)
-    streamer = None if given.streamer is None else _Continued(given.streamer)
+    given = _dropped_arguments(model)
+    streamer = None if given.streamer is None else _AfterPrompt(given.streamer)
     with contextlib.nullcontext() if streamer is None else streamer.ended_on_error():
         if generation_config is None:
             raise ValueError("generation_config: expected the one that transformers has prepared, got None")
-        # What the config asks for is looked at first: it explains what else is there.
+        # The config is checked first: its messages explain more than those about the other arguments.
         config = _checked(generation_config, given, bool(stop_strings))
         mask, positions = _mask_and_positions(model, model_kwargs)
         prompts = _prompts(input_ids, mask, model.config.vocab_size, None if given.mask else generation_config)
@@ -116,7 +114,7 @@ def medusa_generate(
         own, prefix_fn = _callers_processors(
             model, generation_config, logits_processor, input_ids if inputs_tensor is None else inputs_tensor, mask
         )
-        config.stop_strings, config.max_time = stop_strings, None  # transformers' criteria have the time limit
+        config.stop_strings, config.max_time = stop_strings, None  # transformers' criteria include the time limit
         request = Request(
             input_ids,
             prompts,
@@ -138,13 +136,10 @@ def medusa_generate(
     return output if config.return_dict_in_generate else output.sequences
 
 
-@dataclass(frozen=True)
-class _Lost:
-    """Arguments of `generate` that transformers does not hand to a `custom_generate` callable.
+class _Dropped(NamedTuple):
+    """Arguments of `generate` that transformers does not pass to a `custom_generate` callable.
 
-    Attributes:
-        streamer, assistant_model, synced_gpus, tokenizer: as in `generate`.
-        mask, positions: whether the caller gave an attention mask and positions; if not, transformers makes them.
+    `mask` and `positions` are whether the caller gave an attention mask and positions; if not, transformers makes them.
     """
 
     streamer: Any
@@ -155,18 +150,18 @@ class _Lost:
     positions: bool
 
 
-def _lost_arguments(model: Any) -> _Lost:
-    """Find the arguments of `generate` that transformers does not hand on.
+def _dropped_arguments(model: Any) -> _Dropped:
+    """Find the arguments of `generate` that transformers does not pass on.
 
-    From what it has extracted for a decoding method, transformers (5.17 to 5.23) gives a callable only what the
-    callable's own signature names and its own decoding methods' does not: `streamer`, `assistant_model` and
-    `synced_gpus` are dropped without a word, and `tokenizer` has been taken out by then. The first three are read here
-    from the frame of transformers' `generate`, the tokenizer from the frame that called it: transformers' own decorator
-    (`torch.no_grad`), which has all the keywords, whatever wraps it in turn. A release that names them otherwise is
-    refused, since a streamer that gets nothing would leave its reader waiting.
+    transformers (5.17 to 5.23) passes a callable only those of its extracted arguments that its own decoding methods
+    do not take, if the callable's signature names them: `streamer`, `assistant_model` and `synced_gpus` are silently
+    dropped, and `tokenizer` has been removed before. The first three are read from the frame of transformers'
+    `generate`, the tokenizer from the frame that called it: transformers' own decorator (`torch.no_grad`), which has
+    all keywords. A release with other names is refused, since a streamer that gets nothing would leave its reader
+    waiting.
 
     Raises:
-        ValueError: this is no call by transformers' `generate` for this model, or one by an unknown release's.
+        ValueError: this is no call by transformers' `generate` for this model, or by an unknown release.
     """
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_globals is vars(generation_utils)):
@@ -187,39 +182,39 @@ def _lost_arguments(model: Any) -> _Lost:
         )
     tokenizer = _arguments(frame.f_back).get("tokenizer")
     mask, positions = (_arguments(frame).get(name) is not None for name in ("attention_mask", "position_ids"))
-    return _Lost(found["streamer"], found["assistant_model"], found["synced_gpus"], tokenizer, mask, positions)
+    return _Dropped(found["streamer"], found["assistant_model"], found["synced_gpus"], tokenizer, mask, positions)
 
 
 def _arguments(frame: FrameType | None) -> dict[str, Any]:
-    """Return the arguments by name that a function was called with, those of its `**` among them."""
+    """Return the arguments that a function was called with by name, including those of its `**`."""
     if frame is None:
         return {}
     names, _, keywords, values = inspect.getargvalues(frame)
     return {name: values[name] for name in names if name in values} | values.get(keywords or "", {})
 
 
-class _Continued:
-    """A streamer that transformers has given the prompt already; it is ended once, also where the call fails."""
+class _AfterPrompt:
+    """Wraps a streamer that already has the prompt from transformers; ends it once, even if the call fails."""
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer
         self._has_prompt = self._ended = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Hand tokens on, but not the prompt, which comes first."""
+        """Pass tokens on, except for the prompt, which comes first."""
         if self._has_prompt:
             self._streamer.put(value)
         self._has_prompt = True
 
     def end(self) -> None:
-        """End the streamer unless it has been."""
+        """End the streamer unless it has ended."""
         if not self._ended:
             self._ended = True
             self._streamer.end()
 
     @contextlib.contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """End the streamer where something fails: a thread may be waiting for it."""
+        """End the streamer if anything fails: a thread may be waiting for it."""
         try:
             yield
         except BaseException:
@@ -228,12 +223,8 @@ class _Continued:
             raise
 
 
-def _checked(config: GenerationConfig, given: _Lost, stop_strings: bool) -> GenerationConfig:
-    """Return a copy of the config in force, if it and the other arguments ask for nothing impossible.
-
-    Raises:
-        ValueError: they do; names what.
-    """
+def _checked(config: GenerationConfig, given: _Dropped, stop_strings: bool) -> GenerationConfig:
+    """Return a copy of the config; anything impossible in it or the other arguments is a `ValueError`."""
     if given.assistant_model is not None:
         raise ValueError(
             f"assistant_model: expected None, got {type(given.assistant_model).__name__}; it is another way of "
@@ -254,11 +245,7 @@ def _checked(config: GenerationConfig, given: _Lost, stop_strings: bool) -> Gene
 
 
 def _mask_and_positions(model: Any, model_kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, Any]:
-    """Return the attention mask and the positions, each None if there is none.
-
-    Raises:
-        ValueError: the model is to be given something else that matters: a cache with content, embeddings, ..
-    """
+    """Return the attention mask and the positions, or None; any other input that matters is a `ValueError`."""
     method = getattr(model, "prepare_inputs_for_generation", None)
     if getattr(method, "__func__", None) is not type(model).prepare_inputs_for_generation:
         raise ValueError(
@@ -266,8 +253,8 @@ def _mask_and_positions(model: Any, model_kwargs: dict[str, Any]) -> tuple[torch
             "tokens of prompt learning, say); decoding does not call it"
         )
     rest = {name: value for name, value in model_kwargs.items() if value is not None}
-    # The config has the first three as well, every node's logits are needed, and labels, which batches of a data loader
-    # have, change no text.
+    # The config also has the first three, every node's logits are needed, and labels of a data loader's batches do not
+    # change the text.
     for name in ("use_cache", "output_attentions", "output_hidden_states", "logits_to_keep", "labels"):
         rest.pop(name, None)
     mask, positions, cache = (rest.pop(name, None) for name in ("attention_mask", "position_ids", "past_key_values"))
@@ -295,16 +282,9 @@ def _check_cache(cache: Any) -> None:
 def _prompts(
     input_ids: torch.Tensor, mask: torch.Tensor | None, vocab_size: int, made: GenerationConfig | None
 ) -> list[torch.Tensor]:
-    """Split the prompts into rows without padding, see `split_prompts`.
+    """Split the prompts into rows without padding.
 
-    Args:
-        input_ids: int64 [B, T].
-        mask: [B, T] or None.
-        vocab_size: V.
-        made: the config whose pad token transformers has made the mask from, if the caller gave none.
-
-    Raises:
-        ValueError: as `split_prompts`; it says where a mask comes from that the caller has not given.
+    If the caller gave no mask, `made` is the config whose pad token transformers made it from, and errors say so.
     """
     try:
         return split_prompts(input_ids, mask, vocab_size)
@@ -320,14 +300,7 @@ def _prompts(
 
 
 def _check_positions(positions: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, source: str) -> None:
-    """Raise `ValueError` for positions of tokens [B, T] other than those that the mask gives them.
-
-    Args:
-        positions: int64 [B or 1, T], or None.
-        input_ids: int64 [B, T].
-        mask: [B, T] or None.
-        source: the argument they come from.
-    """
+    """Raise `ValueError` for other positions [B or 1, T] than the mask's; `source` is the argument they come from."""
     if positions is None:
         return
     rows, width = input_ids.shape
@@ -340,16 +313,16 @@ def _check_positions(positions: Any, input_ids: torch.Tensor, mask: torch.Tensor
 
 
 def _limits(config: GenerationConfig, criteria: Sequence[Any], width: int, rows: int) -> tuple[Limits, list[Any]]:
-    """Make rules of the criteria that are known to be such, and return the others, which the host evaluates.
+    """Turn known criteria into limits, and return the other criteria, which run on the host.
 
     Args:
-        config: as transformers has prepared it: lengths count the padded prompt.
+        config: as transformers has prepared it: lengths include the padded prompt.
         criteria: as transformers has made them.
         width: T, of the padded prompt.
         rows: B.
 
     Raises:
-        ValueError: criteria of the caller's own that contradict the config.
+        ValueError: criteria of the caller that contradict the config.
     """
     lengths, ends, others = [], set(), []
     for criterion in criteria:
@@ -369,7 +342,7 @@ def _limits(config: GenerationConfig, criteria: Sequence[Any], width: int, rows:
     longest = whole("max_length", min(lengths, default=config.max_length))
     if longest is None or (config.forced_eos_token_id is not None and longest != config.max_length):
         raise ValueError(f"stopping_criteria: expected max_length {config.max_length} as in the config, got {longest}")
-    # transformers looks at lengths behind each token: there is always one.
+    # transformers checks lengths after each token: there is always one.
     budget = max(longest - width, 1)
     minimum = max(whole("min_new_tokens", config.min_new_tokens) or 0, (config.min_length or 0) - width, 0)
     pad = token_list(getattr(config, "_pad_token_tensor", None))
@@ -383,14 +356,11 @@ def _callers_processors(
     inputs: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> tuple[list[Any], Any]:
-    """Find the caller's own processors: those that the config alone does not explain.
+    """Return the caller's own processors in order, and its `prefix_allowed_tokens_fn` or None.
 
-    They are handed to transformers again when each row's processors are made, which is why the config's must not be
-    among them. transformers puts a processor of the caller's in the place of the config's of the same type, or else
-    behind them, and adds what shapes sampling behind all of these.
-
-    Returns:
-        The processors in order, and the caller's `prefix_allowed_tokens_fn` or None.
+    These are the processors that the config alone does not explain. transformers gets them again when it makes each
+    row's processors, so the config's must not be among them. A processor of the caller replaces the config's of the
+    same type, or else follows them; those that shape sampling come after all of these.
     """
 
     def made(**changes: Any) -> list[Any]:
@@ -409,21 +379,20 @@ def _callers_processors(
             )
         )
 
+    def of_type(kind: type, processors: Sequence[Any]) -> list[Any]:
+        return [processor for processor in processors if type(processor) is kind]
+
     configs = made(do_sample=False, watermarking_config=None, renormalize_logits=None)
-    behind = len(made()) - len(configs)
-    merged = list(prepared)[: len(prepared) - behind]
+    sampling = len(made()) - len(configs)
+    merged = list(prepared)[: len(prepared) - sampling]
     types = {type(processor) for processor in merged}
-    callers = {kind for kind in types if not _alike(_of(kind, merged), _of(kind, configs))}
+    callers = {kind for kind in types if not _alike(of_type(kind, merged), of_type(kind, configs))}
     own = [processor for processor in merged if type(processor) in callers]
-    prefixed = [processor for processor in own if type(processor) is lp.PrefixConstrainedLogitsProcessor]
+    prefixed = of_type(lp.PrefixConstrainedLogitsProcessor, own)
     if len(prefixed) > 1:
         raise ValueError(f"prefix_allowed_tokens_fn: expected at most one, got {len(prefixed)}")
     prefix_fn = prefixed[0]._prefix_allowed_tokens_fn if prefixed else None
     return [processor for processor in own if processor not in prefixed], prefix_fn
-
-
-def _of(kind: type, processors: list[Any]) -> list[Any]:
-    return [processor for processor in processors if type(processor) is kind]
 
 
 def _alike(some: list[Any], others: list[Any]) -> bool:
@@ -436,10 +405,7 @@ def _alike(some: list[Any], others: list[Any]) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.device == other.device and torch.equal(one, other)
+    tensors = isinstance(one, torch.Tensor), isinstance(other, torch.Tensor)
+    if any(tensors):
+        return all(tensors) and one.device == other.device and torch.equal(one, other)
     return bool(one == other)
-
-
-__all__ = ["medusa_generate"]

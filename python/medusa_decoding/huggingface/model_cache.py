@@ -1,7 +1,7 @@
-"""What calls of transformers' `generate` with heads leave for the next call, while the model itself stays unpatched.
+"""Cache a model's MedusaModels between calls of transformers' `generate`, while the model itself stays unpatched.
 
-A model's MedusaModel is suspended between calls: its attention modules are the model's own again, and caches, compiled
-and captured steps, and heads read from a folder wait. This module does not know how transformers calls.
+Between calls a MedusaModel is suspended: the model has its own attention modules again, and caches, compiled and
+captured steps, and heads read from a folder are kept. This module does not know how transformers calls.
 """
 
 from __future__ import annotations
@@ -22,84 +22,73 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
 from medusa_decoding.trees.tree import Tree
 
-KEPT_HEADS = 2
-"""Sets of heads for which a model's MedusaModel is kept, the most recently used ones."""
+MAX_CACHED = 2
+"""How many MedusaModels are cached per model, one per set of heads: the most recently used ones."""
 
-# A model to its heads (an object, or the name of a checkpoint) to what runs them. A suspended MedusaModel does not keep
-# its base model alive, so that an entry goes with its model.
-_kept: weakref.WeakKeyDictionary[nn.Module, dict[Any, MedusaModel]] = weakref.WeakKeyDictionary()
-_taking = threading.RLock()
+# From a model to its heads (an object, or the name of a checkpoint) to the MedusaModel. A suspended MedusaModel does
+# not keep its base model alive, so an entry is deleted with its model.
+_cache: weakref.WeakKeyDictionary[nn.Module, dict[Any, MedusaModel]] = weakref.WeakKeyDictionary()
+_cache_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def borrow_model(model: nn.Module, heads: MedusaHeads | str | Path | None) -> Iterator[MedusaModel]:
-    """Swap a model's attention for the time of a call, with what was kept of the last call with these heads.
+    """Yield a MedusaModel of a model for one call, the one cached by the last call with these heads if there is one.
 
-    Calls of several threads wait for each other. What is in use is nowhere else: a call within a call gets a
-    MedusaModel of its own.
+    Calls of several threads wait for each other. A MedusaModel in use is not in the cache: a call within a call gets
+    another one.
 
     Raises:
         ValueError: no heads, a checkpoint that cannot be read, or heads or a model that do not fit.
     """
     if not isinstance(heads, (MedusaHeads, str, Path)):
         raise ValueError(f"heads: expected MedusaHeads, or a folder or hub id of heads, got {type(heads).__name__}")
-    key = heads if isinstance(heads, MedusaHeads) else _name(heads)
+    key: Any = heads
+    if not isinstance(heads, MedusaHeads):
+        folder = Path(heads).expanduser()
+        key = str(folder.resolve() if folder.is_dir() else heads)
     with lock_of(getattr(model, "model", model)).held():
-        with _taking:
-            medusa = _kept.get(model, {}).pop(key, None)
+        with _cache_lock:
+            medusa = _cache.get(model, {}).pop(key, None)
         if medusa is None or not _resumed(medusa, model):
             medusa = MedusaModel(model, heads) if isinstance(heads, MedusaHeads) else _read(model, heads)
         try:
             yield medusa
         finally:
             medusa.suspend()
-            with _taking:
-                kept = _kept.setdefault(model, {})
-                kept[key] = medusa
-                dropped = [kept.pop(oldest) for oldest in list(kept)[:-KEPT_HEADS]]
+            with _cache_lock:
+                cached = _cache.setdefault(model, {})
+                cached[key] = medusa
+                dropped = [cached.pop(oldest) for oldest in list(cached)[:-MAX_CACHED]]
             for one in dropped:
                 one.undo()
 
 
-def _name(heads: str | Path) -> str:
-    folder = Path(heads).expanduser()
-    return str(folder.resolve() if folder.is_dir() else heads)
-
-
 def _read(model: nn.Module, heads: str | Path) -> MedusaModel:
-    backbone = Backbone(model)  # refuses what has no use for heads, before gigabytes of them are read
+    backbone = Backbone(model)  # refuses an unsupported model before gigabytes of heads are read
     backbone.swap.undo()
     checkpoint = read_heads(heads, hidden_size=backbone.config.hidden_size, vocab_size=backbone.vocab_size)
     tree = checkpoint.path / DEFAULT_TREE_FILE
-    return MedusaModel(
-        model,
-        checkpoint.heads.place(backbone.device, backbone.dtype),
-        Tree.load(tree) if tree.is_file() else None,
-    )
+    placed = checkpoint.heads.place(backbone.device, backbone.dtype)
+    return MedusaModel(model, placed, Tree.load(tree) if tree.is_file() else None)
 
 
 def _resumed(medusa: MedusaModel, model: Any) -> bool:
-    """Resume what was kept, unless the model has become another since: moved, cast, or given other layers."""
+    """Resume a cached MedusaModel, unless the model has been moved, cast or given other layers since."""
     backbone, heads = medusa.backbone, medusa.heads
     same_layers = backbone.decoder is model.model and backbone.swap.layers == list(model.model.layers)
     if same_layers and heads is not None:
         medusa.resume()
-        if (heads.w1.device, heads.w1.dtype, heads.vocab_size) == (
-            backbone.device,
-            backbone.dtype,
-            backbone.vocab_size,
-        ):
+        expected = backbone.device, backbone.dtype, backbone.vocab_size
+        if (heads.w1.device, heads.w1.dtype, heads.vocab_size) == expected:
             return True
     medusa.undo()
     return False
 
 
 def forget(model: nn.Module) -> None:
-    """Free what calls have kept of a model: caches, compiled and captured steps, heads read from folders."""
-    with _taking:
-        forgotten = _kept.pop(model, {})
+    """Free what is cached of a model: caches, compiled and captured steps, heads read from folders."""
+    with _cache_lock:
+        forgotten = _cache.pop(model, {})
     for medusa in forgotten.values():
         medusa.undo()
-
-
-__all__ = ["KEPT_HEADS", "borrow_model", "forget"]
