@@ -198,7 +198,7 @@ def test_a_model_that_has_become_another_is_taken_up_anew(model, heads):
     assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
 
 
-def test_a_swap_resumes_with_the_same_stand_ins(model):
+def test_a_swap_resumes_with_the_same_modules(model):
     own = attentions(model)
     swap = AttentionSwap(model.model.layers)
     stand_ins = attentions(model)

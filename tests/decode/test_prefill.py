@@ -52,7 +52,7 @@ variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), i
 def way(request, monkeypatch):
     """Either way to attend behind the first chunk, on this machine's CPU."""
     if request.param == "as on a GPU":
-        monkeypatch.setattr(attention_swap, "_shifted_mask", attention_swap._chains)
+        monkeypatch.setattr(attention_swap, "_prefill_by_mask", attention_swap._prefill_by_chains)
 
 
 def greedy(batch, new=NEW):
@@ -221,7 +221,7 @@ def brute_force(q, keys, values, offset, scale, window):
 
 
 @pytest.mark.parametrize(
-    "attend", [attention_swap._shifted_mask, attention_swap._chains], ids=["shifted mask", "chains"]
+    "attend", [attention_swap._prefill_by_mask, attention_swap._prefill_by_chains], ids=["mask", "chains"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [None, 1, 40, 300, 5000])

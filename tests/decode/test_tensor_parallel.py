@@ -23,7 +23,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.backbone.fused_layers import obstacle
-from medusa_decoding.backbone.tensor_parallel import Peers, is_sharded, world_size
+from medusa_decoding.backbone.tensor_parallel import Peers, is_sharded
 from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT
@@ -61,7 +61,7 @@ def decode(folder, name):
     base = load(folder / name)
     originals = [layer.self_attn for layer in base.model.layers]
     ids, mask = padded(rows())
-    seen = {"world_size": world_size(base), "sharded": sum(map(is_sharded, base.parameters()))}
+    seen = {"world_size": Peers.from_model(base).size, "sharded": sum(map(is_sharded, base.parameters()))}
     for shared in (False, True):
         with MedusaModel(base, heads_for(whole, 3, shared=shared), TREE) as model:
             seen["kv_heads"] = model.backbone.kv_shape(1, 64)[3]
@@ -151,7 +151,7 @@ def disagree(folder):
 
 def talk(folder):
     """Say something else in every process and see who is heard."""
-    peers = Peers.of(load(folder / "llama"))
+    peers = Peers.from_model(load(folder / "llama"))
     rank = torch.distributed.get_rank()
     mine = torch.arange(6.0).view(2, 3).T + 10 * rank
     heard = peers.broadcast(mine)
@@ -281,8 +281,8 @@ def test_steps_of_sharded_models_are_eager_or_refused(reports, backend):
 
 def test_one_process_has_no_peers():
     model = tiny()
-    tensor, peers = torch.ones(3), Peers.of(model)
-    assert world_size(model) == peers.size == 1
+    tensor, peers = torch.ones(3), Peers.from_model(model)
+    assert peers.size == 1
     assert peers.broadcast(tensor) is tensor
     assert peers.agree(5) == 5
     assert not torch.distributed.is_initialized()

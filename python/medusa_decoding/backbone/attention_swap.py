@@ -1,14 +1,15 @@
-"""Swaps the attention modules of a loaded Llama-family model for tree attention, and back.
+"""Swap the attention modules of a loaded Llama-family model for tree attention, and back.
 
-The swapped module shares the original's projections (the very same submodule table, so quantised and LoRA-wrapped
-layers keep working and `state_dict` does not change). Called with a `DecodeContext` it appends to a `TreeCache` and
-attends through the project's ops; called without one, by the model's own forward or `generate`, it hands over to the
-original module, so the model behaves as before. This module does not know tokens, heads or acceptance.
+The swapped module shares the original's submodule table, so quantised and LoRA-wrapped layers keep working and
+`state_dict` does not change. Called with a `DecodeContext` it appends to a `TreeCache` and attends through the
+project's ops. Called without one, by the model's own forward or `generate`, it calls the original module. This module
+does not know tokens, heads or acceptance.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable
@@ -33,13 +34,13 @@ SUPPORTED = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 
 @dataclass
 class DecodeContext:
-    """What the swapped attention modules need to know of the pass they are in.
+    """What the swapped attention modules need to know of the current pass.
 
     Attributes:
-        cache: where keys and values are appended, behind `cache.lengths` rows.
-        depths: int32 [N] or [B, N], each token's position behind `cache.lengths`.
+        cache: keys and values are appended to it, after `cache.lengths` rows.
+        depths: int32 [N] or [B, N], each token's position relative to `cache.lengths`.
         ancestors: int64 [N, W] or [B, N, W] bit words of a tree pass; None for a prefill (causal).
-        offset: of a prefill, the cache rows before it, known to the host; `cache.lengths` says the same of every row.
+        offset: of a prefill, the number of cache rows before it, on the host; equals `cache.lengths` in every row.
     """
 
     cache: TreeCache
@@ -49,12 +50,12 @@ class DecodeContext:
 
 
 class TreeAttention(nn.Module):
-    """Stands in for one attention module and shares its parameters, submodules and attributes."""
+    """Replaces one attention module and shares its parameters, submodules and attributes."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        # The tables themselves are shared: whatever is set on one (an adapter, a quantised layer) is set on both, and
-        # names in state_dict stay as they were. The original is kept where nn.Module does not register it.
+        # The tables themselves are shared: whatever is set on one module (an adapter, a quantised layer) is set on
+        # both, and names in state_dict stay the same. nn.Module must not register the original as a submodule.
         self._parameters = original._parameters
         self._buffers = original._buffers
         self._modules = original._modules
@@ -64,7 +65,7 @@ class TreeAttention(nn.Module):
         self.window = sliding_window(original)
 
     def __getattr__(self, name: str) -> Any:
-        """Fall through to the original for what this class does not define (layer_type, is_causal, ..)."""
+        """Get attributes that this class does not define (layer_type, is_causal, ..) from the original."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -72,7 +73,7 @@ class TreeAttention(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the original: a copy of a swapped model is not swapped."""
-        return _itself, (self.original,)
+        return _identity, (self.original,)
 
     def train(self, mode: bool = True) -> TreeAttention:
         """Set the mode of both modules."""
@@ -86,12 +87,12 @@ class TreeAttention(nn.Module):
 
         Args:
             hidden_states: [B, N, H].
-            *args: handed to the original module.
+            *args: passed to the original module.
             medusa_context: the decode pass; None outside of one.
-            **kwargs: handed to the original module.
+            **kwargs: passed to the original module.
 
         Returns:
-            The output [B, N, H], and None for the attention weights (never materialised in a decode pass).
+            The output [B, N, H], and None for the attention weights, which a decode pass never materialises.
         """
         if medusa_context is None:
             return self.original(hidden_states, *args, **kwargs)
@@ -106,7 +107,7 @@ class TreeAttention(nn.Module):
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """View the three projections' joint output [B, N, (Hq + 2 Hkv) D] as q, k and v, each [B, N, heads, D].
 
-        The heads are those of the output, which in a tensor parallel model are fewer than the config's.
+        The output decides the number of heads: in a tensor parallel model it is smaller than the config's.
         """
         heads = qkv.view(*qkv.shape[:2], -1, self.original.head_dim)
         groups = self.original.num_key_value_groups
@@ -118,13 +119,13 @@ class TreeAttention(nn.Module):
         """Rotate q and k, append k and v to the cache and attend.
 
         Args:
-            q: [B, N, Hq, D] queries, normed where the family does, not yet rotated.
+            q: [B, N, Hq, D] queries, normed if the family does that, not yet rotated.
             k: [B, N, Hkv, D].
             v: [B, N, Hkv, D].
             context: the decode pass.
 
         Returns:
-            [B, N, Hq * D], what the output projection takes.
+            [B, N, Hq * D], the input of the output projection.
         """
         original, cache = self.original, context.cache
         k_cache, v_cache = cache.layer(original.layer_idx)
@@ -140,7 +141,7 @@ class TreeAttention(nn.Module):
         return out.reshape(*out.shape[:2], -1)
 
 
-def _itself(module: nn.Module) -> nn.Module:
+def _identity(module: nn.Module) -> nn.Module:
     return module
 
 
@@ -154,10 +155,10 @@ def prefill_attention(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend causally from a chunk of the prompts over the rows before it and itself, just written.
+    """Attend causally from a chunk of the prompts to the rows before it and to itself, just written.
 
-    Prompts stand at the start of their rows and padding behind them, so that causality alone hides the padding. No
-    mask of the chunk times the rows before it is made on any device.
+    Prompts begin at the start of their rows and padding follows them, so causality alone hides the padding. No mask of
+    chunk times earlier rows is materialised on any device.
 
     Args:
         q: [B, T, Hq, D] rotated queries of positions `offset` to `offset + T`.
@@ -172,8 +173,8 @@ def prefill_attention(
         [B, T, Hq, D].
     """
     if offset > 0:
-        behind = _chains if q.is_cuda else _shifted_mask
-        return behind(q, k_cache, v_cache, cache_lens, offset, scale, window)
+        attend = _prefill_by_chains if q.is_cuda else _prefill_by_mask
+        return attend(q, k_cache, v_cache, cache_lens, offset, scale, window)
     length = q.shape[1]
     keys, values = k_cache[:, :, :length], v_cache[:, :, :length]
     mask = None
@@ -186,7 +187,7 @@ def prefill_attention(
     return out.transpose(1, 2)
 
 
-def _chains(
+def _prefill_by_chains(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -195,10 +196,10 @@ def _chains(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend by `tree_attention`, a piece of the chunk after the other: each is a tree whose nodes form one chain.
+    """Attend by `tree_attention`, piece by piece: the tokens of each piece are a tree that is one chain.
 
     PyTorch's flash kernels take neither a mask nor, through the public function, a causal diagonal at the lower right;
-    its other ones want the mask in memory, and with grouped heads the scores too.
+    its other kernels need the mask in memory, and with grouped heads also the scores.
     """
     out = torch.empty_like(q)
     chain = _chain(q.device)
@@ -218,7 +219,7 @@ def _chain(device: torch.device) -> torch.Tensor:
     return ancestor_words(torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()).to(device)
 
 
-def _shifted_mask(
+def _prefill_by_mask(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -227,10 +228,10 @@ def _shifted_mask(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend by PyTorch's function with a mask whose rows are one line of memory, each a place further along it.
+    """Attend by PyTorch's function with a mask of one line of memory, where each row begins one element later.
 
-    What a query sees of a key depends on how far behind it the key stands. With the queries in reverse, that distance
-    is constant where row + column is, and strides of (1, 1) over one line are the whole mask.
+    Whether a query sees a key depends only on their distance. With the queries in reverse order, the distance depends
+    only on row + column, so a view of one line with strides (1, 1) is the whole mask.
     """
     length = q.shape[1]
     start = 0 if window is None else max(0, offset + 1 - window)
@@ -254,9 +255,9 @@ def sliding_window(attention: nn.Module) -> int | None:
 class AttentionSwap:
     """The swap of one model's attention modules; `undo` (or leaving the `with` block) restores them exactly.
 
-    Several swaps of one model share the swapped modules; the last `undo` restores. A swap that is garbage-collected is
-    undone, so that no model stays swapped for an owner that is gone. In between, `suspend` gives the model its own
-    modules back and `resume` puts the very same stand-ins in again, so that what was captured over them stays valid.
+    Several swaps of one model share the swapped modules; the last `undo` restores. A garbage-collected swap is undone,
+    so that no model stays swapped without an owner. In between, `suspend` gives the model its own modules back, and
+    `resume` installs the same swapped modules again, so that captured graphs stay valid.
 
     Args:
         layers: the model's decoder layers, each with a `self_attn`.
@@ -265,13 +266,13 @@ class AttentionSwap:
         layers: the same as a list.
 
     Raises:
-        ValueError: an attention module of a family that is not supported, or a layer within another module that answers
-            for it; nothing is swapped then.
+        ValueError: an attention module of an unsupported family, or a layer wrapped in another module; nothing is
+            swapped then.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
         self.layers: list[Any] = list(layers)
-        self._stand_ins: list[TreeAttention] = []
+        self._swapped: list[TreeAttention] = []
         self._held: list[Any] = []
         self._restore = weakref.finalize(self, _restore, self._held)
         self._restore.atexit = False
@@ -284,26 +285,26 @@ class AttentionSwap:
         return self._restore.alive and not self._suspended
 
     def check(self, layers: nn.ModuleList) -> None:
-        """Check that the model still runs what was swapped.
+        """Check that the model still runs the swapped modules.
 
         Args:
-            layers: the model's decoder layers as they stand now.
+            layers: the model's current decoder layers.
 
         Raises:
-            ValueError: other layers, or a layer with another attention in its place (a wrapper of peft's, say).
+            ValueError: other layers, or a layer with another attention module (such as a wrapper of peft).
         """
         if list(layers) != self.layers:
             raise ValueError("layers: expected the ones that were swapped, got others; undo, then swap again")
-        for index, (layer, stand_in) in enumerate(zip(self.layers, self._stand_ins, strict=True)):
-            if layer.self_attn is not stand_in:
+        for index, (layer, swapped) in enumerate(zip(self.layers, self._swapped, strict=True)):
+            if layer.self_attn is not swapped:
                 raise ValueError(
                     f"layer {index}: expected the attention as swapped, got {type(layer.self_attn).__name__} in its "
                     "place; undo, then swap again"
                 )
-            window = sliding_window(stand_in.original)
-            if window != stand_in.window:
+            window = sliding_window(swapped.original)
+            if window != swapped.window:
                 raise ValueError(
-                    f"layer {index}: expected the sliding window as swapped, {stand_in.window}, got {window}; undo, "
+                    f"layer {index}: expected the sliding window as swapped, {swapped.window}, got {window}; undo, "
                     "then swap again"
                 )
 
@@ -313,26 +314,24 @@ class AttentionSwap:
         _restore(self._held)
 
     def resume(self) -> None:
-        """Swap again, with the same stand-ins wherever a layer still has the module they stand for.
+        """Swap again, with the same swapped module for every layer that still has the original.
 
         Raises:
-            ValueError: the swap was undone, or a layer has got an attention that is not supported; nothing is swapped
-                then.
+            ValueError: the swap was undone, or a layer now has an unsupported attention; nothing is swapped then.
         """
         if not self._restore.alive:
             raise ValueError("AttentionSwap: expected a swap that was not undone, got one after undo()")
         if not self._suspended:
             return
         check_layers(self.layers)
-        nothing: list[TreeAttention | None] = [None] * len(self.layers)
         try:
-            for layer, before in zip(self.layers, self._stand_ins or nothing, strict=True):
+            for layer, before in itertools.zip_longest(self.layers, self._swapped):
                 with _SWAPPING:
-                    self._held.append(_swapped(layer, before))
+                    self._held.append(_swap(layer, before))
         except BaseException:
             _restore(self._held)
             raise
-        self._stand_ins = [layer.self_attn for layer in self.layers]
+        self._swapped = [layer.self_attn for layer in self.layers]
         self._suspended = False
 
     def undo(self) -> None:
@@ -349,9 +348,9 @@ class AttentionSwap:
 
 
 def check_layers(layers: Iterable[Any]) -> None:
-    """Raise `ValueError` for an attention of an unsupported class, or a layer within another module."""
+    """Raise `ValueError` for an attention of an unsupported class, or a layer wrapped in another module."""
     for index, layer in enumerate(layers):
-        if "self_attn" not in getattr(layer, "_orig_mod", layer)._modules:  # _orig_mod: what torch.compile has wrapped
+        if "self_attn" not in getattr(layer, "_orig_mod", layer)._modules:  # _orig_mod: torch.compile's
             raise ValueError(f"layer {index}: expected a decoder layer itself, got one within {type(layer).__name__}")
         attention = layer.self_attn
         if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
@@ -359,13 +358,13 @@ def check_layers(layers: Iterable[Any]) -> None:
             raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
 
 
-# Swaps of one model share its stand-ins and count their users. The lock is taken a layer at a time and may be taken
-# again within, since a garbage-collected swap is undone wherever that happens.
+# Swaps of one model share its swapped modules and count their users. The lock is taken per layer, and is reentrant,
+# since a garbage-collected swap may be undone at any point.
 _SWAPPING = threading.RLock()
 
 
-def _swapped(layer: Any, before: TreeAttention | None) -> Any:
-    """Have one more user of a layer's stand-in, which is put in if it is not there, and return the layer."""
+def _swap(layer: Any, before: TreeAttention | None) -> Any:
+    """Swap a layer's attention if it is not swapped yet, count one more user, and return the layer."""
     if not isinstance(layer.self_attn, TreeAttention):
         same = before is not None and before.original is layer.self_attn
         if before is None or not same or before.window != sliding_window(layer.self_attn):
@@ -377,10 +376,10 @@ def _swapped(layer: Any, before: TreeAttention | None) -> Any:
 
 
 def _restore(held: list[Any]) -> None:
-    """Empty a list of layers that are held swapped; those that nobody else holds get their own attention back."""
+    """Release swapped layers and empty the list; a layer without other users gets its own attention back."""
     while held:
         with _SWAPPING:
-            # Not always the layer's own self_attn: something may have been put around it since, and stays.
+            # The module may have been wrapped since, and is then not the layer's self_attn; the wrapper stays.
             for parent in list(held.pop().modules()):
                 for name, module in list(parent._modules.items()):
                     if isinstance(module, TreeAttention):

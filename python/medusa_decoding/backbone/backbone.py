@@ -1,8 +1,7 @@
-"""Backbone: the base model's own modules, run over the tokens of a decode pass.
+"""Backbone: run the loaded model's own modules over the tokens of a decode pass.
 
-It walks embedding, decoder layers and final norm of the loaded model; only the attention modules are ours (swapped).
-Nothing of a modeling file is repeated here; where `fuse` is set, the layers are run by `fused_layers`. It does not know
-heads, trees or acceptance.
+It calls the embedding, the decoder layers and the final norm of the loaded model; only the attention modules are
+swapped. With `fuse` set, `fused_layers` runs the layers. It does not know heads, trees or acceptance.
 """
 
 from __future__ import annotations
@@ -26,15 +25,17 @@ class Backbone:
         base: the model as loaded by transformers (tensor parallel or not), or wrapped by peft.
 
     Attributes:
+        causal_lm: the causal language model, without peft's wrapper.
+        decoder: its decoder, `causal_lm.model`: embedding, layers and final norm.
         peers: the processes that the model is sharded over.
-        kv_heads: KV heads of each layer that this process holds; all of them, unless the model is tensor parallel.
+        kv_heads: KV heads per layer in this process; all of them unless the model is tensor parallel.
         lock: held by one generation of this model at a time, whatever heads it uses.
-        fuse: whether layers are run by `fused`, in a few launches each, instead of module by module.
+        fuse: whether `fused_layers` runs the layers, in a few launches each, instead of module by module.
 
     Raises:
         ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, one that a single process spreads over
-            several devices, one sharded otherwise than by whole heads, or one whose text depends on what decoding
-            passes by (see `unsupported`). The model is left as it was.
+            several devices, one not sharded by whole heads, or one that decoding cannot reproduce (see `unsupported`).
+            The model is left unchanged.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -53,20 +54,20 @@ class Backbone:
         check_layers(decoder.layers)
         self.check(base, now=False)
         self.lock = lock_of(decoder)
-        self.peers = Peers.of(causal)
+        self.peers = Peers.from_model(causal)
         self.kv_heads = local_kv_heads(causal, self.peers.size)
         self.swap = AttentionSwap(decoder.layers)
         self.fuse = False
 
     def check(self, base: Any, now: bool = True) -> None:
-        """Check that the model can be decoded as it is; it may have been cast, moved or patched.
+        """Check that the model can still be decoded; it may have been cast, moved or patched.
 
         Args:
-            base: what the backbone was made from.
+            base: the model that the backbone was made from.
             now: see `unsupported.check`.
 
         Raises:
-            ValueError: it cannot, or something that decoding passes by would change its text (see `unsupported`).
+            ValueError: it cannot, see `unsupported`.
         """
         if self.causal_lm.model is not self.decoder:
             raise ValueError("base_model.model: expected the decoder that was wrapped, got another; wrap it again")
@@ -76,7 +77,7 @@ class Backbone:
 
     @property
     def lm_head(self) -> nn.Module:
-        """The projection to the vocabulary, as it stands now (an adapter may have been put around it)."""
+        """The current `lm_head`, including an adapter that wraps it."""
         return self.causal_lm.lm_head
 
     @property
@@ -86,7 +87,7 @@ class Backbone:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations and cache: that of the norms, which stay unquantised."""
+        """The dtype of activations and cache: that of the norms, which are never quantised."""
         return self.decoder.norm.weight.dtype
 
     @property
@@ -96,10 +97,10 @@ class Backbone:
 
     @property
     def context_limit(self) -> int:
-        """Positions the model is declared for.
+        """The number of positions that the model supports.
 
-        Configs of scaled RoPE state either the stretched or the trained length in `max_position_embeddings`; the
-        longer reading is taken, as the limit only refuses what leaves no room.
+        In configs of scaled RoPE, `max_position_embeddings` is either the scaled or the trained length. The longer
+        reading is used, since the limit only refuses requests that leave no room.
         """
         declared = self.config.max_position_embeddings
         rope = getattr(self.config, "rope_parameters", None) or {}
@@ -107,16 +108,16 @@ class Backbone:
         return max(declared, int(rope.get("factor", 1.0) * trained))
 
     def kv_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
-        """Shape of the block of keys and values, [L, 2, B, Hkv, S, D], with the KV heads of this process."""
+        """Return the shape of the KV cache, [L, 2, B, Hkv, S, D], with the KV heads of this process."""
         head_dim = self.decoder.layers[0].self_attn.head_dim
         return (len(self.decoder.layers), 2, batch, self.kv_heads, capacity, head_dim)
 
     def rope(self, prompt_lengths: list[int], capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary tables by position for prompts of these lengths, see `rope_tables`."""
+        """Return rotary tables by position for prompts of these lengths, see `rope_tables`."""
         return rope_tables(self.decoder.rotary_emb, prompt_lengths, capacity, self.dtype, self.device)
 
     def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-        """Run tokens [B, N] through the model: hidden states after the final norm, [B, N, H]; the cache is appended."""
+        """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H]."""
         hidden = self.decoder.embed_tokens(tokens)
         if self.fuse:
             return fused_layers.forward(self.decoder, hidden, context)

@@ -1,12 +1,12 @@
-"""A decoder layer in nine launches: the model's own weights, read by this project's ops instead of its modules.
+"""Run a decoder layer in nine launches: this project's ops read the model's own weights in place of its modules.
 
-Between its attention and its projections, a layer of a Llama-family model is made of small operations, each of which
-costs a launch. Here the projections of q, k and v are one launch over three weights, gate and up one launch with
-SiLU(gate) * up behind it, and the residual is added where the product is rounded. Products are rounded once, after that
-addition, where the modules round twice: 16-bit results may differ in the last bit, float32 ones hardly.
+Apart from attention and projections, a layer of a Llama-family model consists of small operations, each of which costs
+a launch. Here the projections of q, k and v are one launch over three weights; gate, up and SiLU(gate) * up are one
+launch; and the residual is added before the product is rounded. So products are rounded once, where the modules round
+twice: 16-bit results may differ in the last bit, float32 results hardly at all.
 
-Only layers made of plain modules can be run so (`obstacle` says what stands in the way); weights are looked up in the
-modules at every call. This module does not know caches, trees or heads.
+Only layers of plain modules can be run this way (`obstacle` returns what prevents it); weights are read from the
+modules in every call. This module does not know caches, trees or heads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
 def obstacle(decoder: Any) -> str | None:
-    """Return what keeps a decoder (`LlamaModel` and its like) from being run fused, or None."""
+    """Return what prevents running a decoder (such as `LlamaModel`) fused, or None."""
     if any(is_sharded(parameter) for parameter in decoder.parameters()):
         return "the model is tensor parallel: its projections exchange with other processes"
     if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
@@ -69,11 +69,11 @@ def obstacle(decoder: Any) -> str | None:
 
 
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-    """Run embedded tokens [B, N, H] through all layers and the final norm; the cache is appended.
+    """Run embedded tokens through all layers and the final norm, and append to the cache.
 
     Args:
-        decoder: a decoder without `obstacle`, its attention modules swapped.
-        hidden: [B, N, H].
+        decoder: a decoder without `obstacle`, with swapped attention modules.
+        hidden: [B, N, H], the embedded tokens.
         context: the decode pass.
 
     Returns:
@@ -85,7 +85,7 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
         qkv = _linear(normed, attention.q_proj, attention.k_proj, attention.v_proj)
         q, k, v = attention.split(qkv)
         if hasattr(attention, "q_norm"):
-            # All heads are normed with either weight, v for nothing: two launches over whole rows, and no copies.
+            # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
             q = attention.split(_heads_normed(qkv, attention.q_norm))[0]
             k = attention.split(_heads_normed(qkv, attention.k_norm))[1]
         attended = attention.attend(q, k, v, context)

@@ -1,6 +1,6 @@
-"""TreeCache: the keys and values of all layers in one preallocated block, and how far each row is filled.
+"""TreeCache: the keys and values of all layers in one preallocated block, and the length of each row.
 
-One block lets one launch compact every layer (`kv_compact`) and keeps addresses fixed for captured steps. The cache
+With one block, one launch compacts every layer (`kv_compact`), and addresses stay fixed for captured steps. The cache
 knows shapes and lengths; it does not know trees, tokens or models.
 """
 
@@ -32,14 +32,14 @@ class TreeCache:
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], rope: Tables) -> TreeCache:
-        """Make an empty cache.
+        """Allocate an empty cache.
 
         Args:
             shape: (L, 2, B, Hkv, S, D).
-            rope: the tables of cosines and sines, whose dtype and device the cache takes.
+            rope: the tables of cosines and sines; the cache has their dtype and device.
 
         Raises:
-            MemoryError: the block does not fit on the device; says how large it would be.
+            MemoryError: the block does not fit on the device; the message tells its size.
         """
         dtype, device = rope[0].dtype, rope[0].device
         try:
@@ -51,7 +51,7 @@ class TreeCache:
 
     @property
     def capacity(self) -> int:
-        """S, the rows a sequence can hold."""
+        """S, the number of rows per sequence."""
         return self.kv.shape[4]
 
     @property
@@ -65,7 +65,7 @@ class TreeCache:
         return self.kv.nbytes + self.cos.nbytes + self.sin.nbytes
 
     def set_tables(self, tables: Tables) -> bool:
-        """Take other rotary tables; return whether they could be copied in place, which keeps addresses."""
+        """Replace the rotary tables; return whether they were copied in place, which keeps addresses."""
         in_place = self.cos.shape == tables[0].shape
         if in_place:
             self.cos.copy_(tables[0])
@@ -75,7 +75,7 @@ class TreeCache:
         return in_place
 
     def release(self) -> None:
-        """Let go of the memory, whoever still holds the cache; it cannot be used any more."""
+        """Free the memory, even if the cache is still referenced; it cannot be used afterwards."""
         self.kv, self.cos, self.sin = (tensor.new_empty(0) for tensor in (self.kv, self.cos, self.sin))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +86,7 @@ class TreeCache:
 def bucket(size: int) -> int:
     """Round a size up to 64, 96, 128, 192, .. 4096, 4608, 5120, ..: few shapes for compiled steps, little waste.
 
-    Two sizes a doubling up to 4096, at most half again in waste; eight above it, at most an eighth.
+    There are two sizes per doubling up to 4096 (at most 50 % waste), and eight above (at most an eighth).
     """
     if size <= SMALLEST_BUCKET:
         return SMALLEST_BUCKET
@@ -96,10 +96,10 @@ def bucket(size: int) -> int:
 
 
 def reusable_rows(old: Tables, new: Tables) -> int:
-    """Return up to which position two pairs of rotary tables agree exactly.
+    """Return the number of leading positions at which two pairs of rotary tables are equal.
 
-    Keys that were cached with one pair serve the other up to there. Tables differ where the frequencies depend on the
-    length of the sequence (dynamic scaling). The device is waited for.
+    Keys cached with one pair can be used with the other up to there. Tables differ if the frequencies depend on the
+    sequence length (dynamic scaling). This waits for the device.
 
     Args:
         old: cosines and sines, each [P, D] or [B, P, D].

@@ -1,10 +1,10 @@
 """Rotary tables by position, computed by the model's own rotary module so that every RoPE variant stays exact.
 
-Dynamic NTK scaling is the one variant whose frequencies depend on the sequence length: transformers recomputes them
-when the sequence grows past the trained context, and keys already in the cache keep the rotation they were written
-with. Position p is written when the sequence has p + 1 tokens (or in the prefill), so its table row uses the
-frequencies of that length: the same values transformers computes, without state left in the model. In a ragged batch
-each row keeps the frequencies it would have alone, where transformers takes those of the batch's longest row.
+Dynamic NTK scaling is the only variant whose frequencies depend on the sequence length: transformers recomputes them
+when the sequence grows past the trained context, and cached keys keep the rotation that they were written with.
+Position p is written when the sequence has p + 1 tokens (or in the prefill), so its table row has the frequencies of
+that length. These are the values that transformers computes, without changing state in the model. In a batch of
+different lengths each row has the frequencies that it has alone; transformers uses those of the longest row.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from medusa_decoding.heads import is_hooked
 def rope_tables(
     rotary: Any, prompt_lengths: list[int], capacity: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin), each [capacity, D], or [B, capacity, D] where rows of a batch differ.
+    """Return (cos, sin), each [capacity, D], or [B, capacity, D] if the rows of a batch differ.
 
     Args:
         rotary: the model's rotary embedding module, called as `rotary(x, position_ids)`; it is not modified.
-        prompt_lengths: tokens of each row's prompt (they decide the frequencies of dynamic scaling).
-        capacity: how many positions.
+        prompt_lengths: the length of each row's prompt (for the frequencies of dynamic scaling).
+        capacity: the number of positions.
         dtype: of the tables, the model's own.
         device: of the tables.
 
@@ -39,23 +39,20 @@ def rope_tables(
     if "dynamic" not in rotary.rope_type or capacity <= rotary.original_max_seq_len:
         positions = _rows(_fresh(rotary), sample, 0, capacity)
         if is_hooked(rotary) or foreign_forward(type(rotary)):
-            # transformers would call it at each step, with that step's positions alone.
-            for one, all_of_them in zip(_rows(_fresh(rotary), sample, 1, 2), positions, strict=True):
-                if not torch.allclose(one, all_of_them[1:2], rtol=0.0, atol=1e-2):  # a rounding of bfloat16
+            # transformers would call it in each step, with that step's positions alone.
+            for alone, table in zip(_rows(_fresh(rotary), sample, 1, 2), positions, strict=True):
+                if not torch.allclose(alone, table[1:2], rtol=0.0, atol=1e-2):  # a rounding of bfloat16
                     raise ValueError(
                         "base_model.model.rotary_emb: expected rotations that depend on the position alone, got others "
                         f"of position 1 beside {capacity - 1} more ({type(rotary).__name__}); use transformers' own "
                         "generate"
                     )
         return positions
-    lengths = sorted(set(prompt_lengths))
-    tables = {length: _dynamic_tables(rotary, sample, length, capacity) for length in lengths}
-    if len(lengths) == 1:
-        return tables[lengths[0]]
-    return (
-        torch.stack([tables[n][0] for n in prompt_lengths]),
-        torch.stack([tables[n][1] for n in prompt_lengths]),
-    )
+    tables = {length: _dynamic_tables(rotary, sample, length, capacity) for length in set(prompt_lengths)}
+    if len(tables) == 1:
+        return tables[prompt_lengths[0]]
+    cos, sin = zip(*(tables[length] for length in prompt_lengths), strict=True)
+    return torch.stack(cos), torch.stack(sin)
 
 
 def _rows(rotary: Any, sample: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +72,7 @@ def _dynamic_tables(rotary: Any, sample: torch.Tensor, prompt: int, capacity: in
 
 
 def _fresh(rotary: Any) -> Any:
-    """Copy a rotary module as it was before any forward pass (dynamic scaling leaves state behind)."""
+    """Copy a rotary module in its state before any forward pass, which dynamic scaling changes."""
     fresh = copy.deepcopy(rotary)
     if "dynamic" in fresh.rope_type:
         fresh.register_buffer("inv_freq", fresh.original_inv_freq.clone().to(fresh.inv_freq.device), persistent=False)

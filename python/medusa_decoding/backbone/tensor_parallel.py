@@ -1,10 +1,10 @@
-"""Tensor parallel: the processes that share one model's weights, and how they stay of one mind.
+"""Tensor parallel: the processes that share one model's weights, and how they stay in sync.
 
-transformers shards a model over the processes that `torchrun` started (`tp_plan="auto"`): each holds a part of every
-projection's rows or columns, and the sharded modules exchange what the next module needs, so that hidden states and
-logits are whole everywhere. Every process runs the same decode loop over its own attention heads' keys and values.
-What is decided from something else than the model (random numbers, the clock) has to be decided once: process 0's word
-counts, through `Peers`. This module does not know decoding; how a module is sharded is transformers' affair.
+transformers shards a model over the processes that `torchrun` started (`tp_plan="auto"`): each holds some rows or
+columns of every projection, and the sharded modules exchange results, so that hidden states and logits are complete in
+every process. Every process runs the same decode loop over the keys and values of its own attention heads. Decisions
+that depend on anything but the model (random numbers, the clock) are process 0's, shared through `Peers`. This module
+does not know decoding; transformers decides how a module is sharded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-# Styles of transformers' plans under which a module called from outside takes and gives whole tensors, but for the
-# attention's own projections, which work on one process's heads.
+# Styles of transformers' plans under which modules take and return whole tensors, except for the attention's own
+# projections, which work on the heads of one process.
 _STYLES = {
     "colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",
     "embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate",
@@ -31,13 +31,13 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """The processes that run one model together; a model that is not sharded has one, and nothing here costs then.
+    """The processes that run one model together; only one if the model is not sharded, and then this costs nothing.
 
     Attributes:
-        size: how many; 1 for a model that is not sharded.
+        size: the number of processes; 1 for a model that is not sharded.
         rank: this process's number among them, from 0.
         group: their process group; None for a model that is not sharded.
-        device: where the group's tensors live.
+        device: the device of the group's tensors.
     """
 
     size: int = 1
@@ -46,11 +46,11 @@ class Peers:
     device: torch.device | None = None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Peers:
+    def from_model(cls, model: nn.Module) -> Peers:
         """Return the processes that a loaded model is sharded over.
 
         Raises:
-            ValueError: weights sharded by something else than transformers' tensor parallel plan (FSDP, say).
+            ValueError: weights sharded by anything but transformers' tensor parallel plan, such as FSDP.
         """
         size = getattr(model, "tp_size", None) or 1
         shards: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
@@ -67,21 +67,21 @@ class Peers:
         return cls(size, mesh.get_local_rank(), mesh.get_group(), shards[0].device)
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return process 0's tensor everywhere, on the given tensor's device; shape and dtype must be the same.
+        """Return process 0's tensor in every process, on the given tensor's device; shape and dtype must be equal.
 
-        The given tensor is left as it is (and returned, where there is one process). Every process must call this.
+        The given tensor is not changed (one process gets it back). Every process must call this.
         """
         if self.group is None:
             return tensor
-        # NCCL takes no tensors of the host: what lives there travels through the group's own device.
+        # NCCL takes no host tensors: they are sent through the group's device.
         sent = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
         torch.distributed.broadcast(sent, group=self.group, group_src=0)
         return sent.to(tensor.device)
 
     def agree(self, value: Number) -> Number:
-        """Return process 0's number (a float, a whole number, a bool) everywhere. Every process must call this.
+        """Return process 0's number (float, int or bool) in every process. Every process must call this.
 
-        With several processes the host waits for the device here; not for use inside a step.
+        With several processes the host waits for the device, so do not use this inside a step.
         """
         if self.group is None:
             return value
@@ -89,13 +89,8 @@ class Peers:
         return type(value)(self.broadcast(torch.tensor(value, dtype=dtype)).item())
 
 
-def world_size(model: nn.Module) -> int:
-    """Return how many processes a loaded model is sharded over; 1 for a model that is not."""
-    return Peers.of(model).size
-
-
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a part of a tensor that several processes hold."""
+    """Return whether several processes hold a part of a parameter each."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -104,15 +99,15 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def local_kv_heads(causal: Any, size: int) -> int:
-    """Return how many KV heads of each layer this process holds.
+    """Return how many KV heads per layer this process holds.
 
     Args:
         causal: the causal language model, sharded over `size` processes.
-        size: how many.
+        size: the number of processes.
 
     Raises:
-        ValueError: head counts that the processes cannot share equally, or a plan that shards modules in another way
-            than by heads, rows and columns.
+        ValueError: head counts that are not divisible by `size`, or a plan that shards modules in another way than by
+            heads, rows and columns.
     """
     config = causal.config
     if size == 1:
@@ -135,13 +130,13 @@ def local_kv_heads(causal: Any, size: int) -> int:
 
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[int]:
-    """Join the processes that `torchrun` started, for the time of a `with` block; yields this one's rank.
+    """Join the processes that `torchrun` started for a `with` block; yields this process's rank.
 
     Args:
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a process).
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
 
     Raises:
-        ValueError: not started by torchrun, or alone.
+        ValueError: not started by torchrun, or only one process.
     """
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:

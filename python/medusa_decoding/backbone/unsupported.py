@@ -1,15 +1,15 @@
-"""What decoding passes by: everything that transformers' `generate` would run and decoding does not, in one list.
+"""Refuse models whose text decoding would not reproduce: whatever transformers' `generate` runs and decoding does not.
 
-Decoding calls the embedding, the decoder layers with the norms, projections and MLPs in them, the final norm and
-lm_head as modules, and the rotary embedding once for all positions (see `rope`). Whatever a subclass, a patch, a hook
-or an adapter does there counts. It does not call:
+Decoding calls the embedding, the decoder layers with their norms, projections and MLPs, the final norm and lm_head as
+modules, and the rotary embedding once for all positions (see `rope`). Any subclass, patch, hook or adapter there takes
+effect. Decoding does not call:
 
-- `forward` of the causal language model, of its decoder and of the attention modules, and the functions that these
-  call: attention and mask functions, rotation, cache;
+- `forward` of the causal language model, its decoder and the attention modules, and the functions that these call:
+  attention and mask functions, rotation, cache;
 - the methods of `METHODS`, which prepare and update each step of transformers' own loop.
 
-transformers' own versions of these do what decoding does. Another one might write other text, so `check` refuses it by
-name. `generate` itself may be overridden: whoever calls `MedusaModel.generate` chose another one, and
+transformers' own versions of these do what decoding does. Other versions might write another text, so `check` refuses
+them by name. `generate` itself may be overridden: `MedusaModel.generate` replaces it anyway, and
 `generate(custom_generate=medusa_generate)` calls it. This module does not know how decoding works.
 """
 
@@ -30,12 +30,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from medusa_decoding.heads import is_hooked
 
 PACKAGES = {"torch", "transformers", "peft", "accelerate", "kernels"}
-"""Packages whose versions of the parts below do what decoding does."""
+"""Packages whose versions of these functions do what decoding does."""
 ATTENTION_FUNCTIONS = {
     "eager_attention_forward", "sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward",
     "eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward",
 }  # fmt: skip
-"""Functions of transformers that compute plain attention; it has others, block-sparse ones for example."""
+"""Functions of transformers that compute plain attention; others are block-sparse, for example."""
 METHODS = (
     "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "_sample",
     "_has_unfinished_sequences",
@@ -48,23 +48,23 @@ METHODS_BEFORE = (
 
 
 def check(base: Any, causal: Any, now: bool = True) -> None:
-    """Check that transformers' own `generate` would run a model as decoding does.
+    """Check that decoding writes the same text as a model's own `generate`.
 
-    Call it before each generation: hooks, patches, adapters and modes come and go.
+    Call this before each generation: hooks, patches, adapters and modes may change.
 
     Args:
-        base: the model as the caller has it, possibly a peft model.
-        causal: the causal language model in it, whose attention modules are of a supported class, swapped or not.
-        now: whether it is to decode now, so that active adapters, training mode and autocast matter.
+        base: the caller's model, possibly a peft model.
+        causal: the causal language model in it, with attention modules of a supported class, swapped or not.
+        now: whether decoding follows, so that active adapters, training mode and autocast matter.
 
     Raises:
-        ValueError: something that decoding passes by would change the text; names the module.
+        ValueError: something that decoding does not run would change the text; the message names the module.
     """
     decoder = causal.model
     attentions = [getattr(layer.self_attn, "original", layer.self_attn) for layer in decoder.layers]
-    passed = {"base_model": causal, "base_model.model": decoder}
-    passed |= {f"base_model.model.layers.{index}.self_attn": module for index, module in enumerate(attentions)}
-    for name, module in passed.items():
+    not_called = {"base_model": causal, "base_model.model": decoder}
+    not_called |= {f"base_model.model.layers.{index}.self_attn": module for index, module in enumerate(attentions)}
+    for name, module in not_called.items():
         _check_hooks(name, module)
         _check_class(name, type(module))
     if type(causal.lm_head) is nn.Linear:  # its weight is read
@@ -72,12 +72,12 @@ def check(base: Any, causal: Any, now: bool = True) -> None:
     if global_hooks._global_forward_hooks or global_hooks._global_forward_pre_hooks:
         raise ValueError(
             "base_model: expected no global forward hooks (torch.nn.modules.module.register_module_..), got some; "
-            "decoding does not call all modules. Hook the modules that are meant"
+            "decoding does not call all modules. Hook single modules instead"
         )
     _check_methods(causal, METHODS)
-    for cls in {type(module) for module in passed.values()}:
+    for cls in {type(module) for module in not_called.values()}:
         _check_called(cls)
-    # Layers usually share one config; of those that do, the first is named.
+    # Layers usually share one config: check one layer per config, the first.
     for index in {id(attention.config): index for index, attention in reversed([*enumerate(attentions)])}.values():
         _check_attention_function(f"base_model.model.layers.{index}.self_attn", attentions[index])
     _check_config(decoder, attentions)
@@ -100,12 +100,12 @@ def foreign_forward(cls: type[nn.Module]) -> str | None:
 
 @contextlib.contextmanager
 def weights_unchanged(*roots: nn.Module | None) -> Iterator[None]:
-    """Refuse weights that are exchanged, moved or cast, and adapters that are switched, within a `with` block.
+    """Refuse changes of weights or adapters within a `with` block.
 
-    transformers would go on with the new ones at the next token, decoding at the next step, if at all.
+    transformers would use the new ones from the next token on, decoding from the next step on or not at all.
 
     Raises:
-        ValueError: they were, also where something else failed because of it.
+        ValueError: weights were replaced, moved or cast, or adapters switched, even if that caused another error.
     """
     before = _weights(roots)
 
@@ -138,20 +138,20 @@ def _weights(roots: Sequence[nn.Module | None]) -> list[object]:
 
 
 def without_recording_hooks(layer: Any) -> Any:
-    """Return what to call for a layer: its forward alone if it has none but transformers' hooks that record outputs.
+    """Return what to call for a layer: its forward if its only hooks are transformers' that record outputs.
 
-    torch.compile cannot trace these, and they do nothing here.
+    torch.compile cannot trace these hooks, and they do nothing here.
     """
     plain = layer._forward_hooks and layer._compiled_call_impl is None and not is_hooked(layer)
     return layer.forward if plain and _foreign(type(layer).__call__) is None else layer
 
 
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Functions that were found to be of `PACKAGES`."""
+"""Functions known to be of `PACKAGES`."""
 
 
 def _foreign(function: Any) -> str | None:
-    """Return the name of a function that is not of `PACKAGES`, or of such a one that it wraps; None for theirs."""
+    """Return the name of a function, or of one that it wraps, if that is not of `PACKAGES`; else None."""
     if function in _known:
         return None
     found = function
@@ -160,7 +160,7 @@ def _foreign(function: Any) -> str | None:
             found = found.func
             continue
         found = getattr(found, "__func__", found)
-        # The file's own name: functools.wraps copies __module__ from what is wrapped.
+        # The name of the file: functools.wraps copies __module__ from the wrapped function.
         names = getattr(found, "__globals__", {})
         package = names.get("__name__") or getattr(found, "__module__", None) or type(found).__module__
         if package.partition(".")[0] not in PACKAGES:
@@ -206,7 +206,7 @@ def _check_methods(causal: Any, names: Sequence[str]) -> None:
 
 
 def _check_called(cls: type[nn.Module]) -> None:
-    """Check the functions of its file that a class's `forward` calls: rotation, masks, the cache."""
+    """Check the functions that a class's `forward` calls from its file: rotation, masks, the cache."""
     forward: Any = inspect.unwrap(cls.forward)
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
@@ -219,7 +219,6 @@ def _check_called(cls: type[nn.Module]) -> None:
 
 
 def _check_attention_function(name: str, attention: Any) -> None:
-    """Check what is registered under the name of an attention implementation."""
     implementation = attention.config._attn_implementation
     names: Any = inspect.unwrap(type(attention).forward).__globals__
     function = names["ALL_ATTENTION_FUNCTIONS"].get(implementation, names["eager_attention_forward"])
@@ -248,10 +247,10 @@ def _check_config(decoder: Any, attentions: Sequence[Any]) -> None:
 
 
 def _check_adapters(base: Any, causal: Any) -> None:
-    """Refuse active adapters of peft's that depend on more than the hidden states they are given.
+    """Refuse active peft adapters that depend on more than the hidden states.
 
-    Activated LoRA applies from its invocation tokens on, and X-LoRA by a forward pass of the model before each: peft
-    finds out both in its own model's forward alone.
+    Activated LoRA applies after its invocation tokens, and X-LoRA runs the model before each forward pass: both happen
+    in the forward of peft's own model.
     """
     for name, config in (getattr(base, "peft_config", {}) if base is not causal else {}).items():
         if getattr(config, "peft_type", None) == "XLORA" and not getattr(base.base_model, "disabled", False):
@@ -266,7 +265,6 @@ def _check_adapters(base: Any, causal: Any) -> None:
 
 
 def _check_modules(causal: nn.Module, now: bool) -> None:
-    """Refuse what training mode does to the text, and weights on several devices."""
     devices: set[torch.device] = set()
     for module in _modules(causal):
         devices.update([weight.device for weight in module._parameters.values() if weight is not None])
@@ -277,16 +275,16 @@ def _check_modules(causal: nn.Module, now: bool) -> None:
 
 
 def _modules(*roots: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules and all in them; nn.Module.modules takes several times as long."""
-    left = list(roots)
-    while left:
-        module = left.pop()
-        left += [child for child in module._modules.values() if child is not None]
+    """Yield modules and all their submodules; nn.Module.modules takes several times as long."""
+    pending = list(roots)
+    while pending:
+        module = pending.pop()
+        pending += [child for child in module._modules.values() if child is not None]
         yield module
 
 
 def _check_training(causal: nn.Module, module: Any) -> None:
-    """Refuse what a module that is in training mode would do to the text."""
+    """Refuse a module whose training mode changes the text."""
     what = None
     if "Dropout" in type(module).__name__:
         what = getattr(module, "p", 0.0) and f"dropout, got {module.p}"
@@ -300,6 +298,3 @@ def _check_training(causal: nn.Module, module: Any) -> None:
         raise ValueError(
             f"base_model.{name}: expected no {what} in training mode; call eval() on the model before generate"
         )
-
-
-__all__ = ["check", "check_generate_methods", "foreign_forward", "weights_unchanged", "without_recording_hooks"]
