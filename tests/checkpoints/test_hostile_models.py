@@ -97,6 +97,7 @@ def test_odd_values_of_a_config(base: Path, field: str) -> None:
         within_bounds(base, [decode, WAYS[1 + number % 3]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "unheard of"])
 def test_odd_values_of_rotary_embeddings(base: Path, kind: str) -> None:
     plain = {"rope_theta": 10000.0, "rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16}
@@ -109,6 +110,7 @@ def test_odd_values_of_rotary_embeddings(base: Path, kind: str) -> None:
                 decode(base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [

@@ -11,6 +11,7 @@ from medusa_decoding.huggingface.model_cache import _cache
 TREE = Tree.cartesian([3, 2])
 NEW = 16
 IDS = torch.tensor([[1, 2, 3]])
+WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
 def with_heads(model, heads, ids, **kwargs):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from calls import NEW, TREE, one_letter_a_token, plain, with_heads
+from calls import NEW, TREE, plain, with_heads
 from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from transformers import (
     EosTokenCriteria,
@@ -19,21 +19,6 @@ from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.model import MedusaOutput
-
-
-@pytest.fixture
-def model():
-    return tiny()
-
-
-@pytest.fixture
-def heads(model):
-    return heads_for(model)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return one_letter_a_token()
 
 
 class EndsWith(StoppingCriteria):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from calls import IDS, NEW, TREE, Recorder, attentions, kept, one_letter_a_token, plain, with_heads
+from calls import IDS, NEW, TREE, Recorder, attentions, kept, plain, with_heads
 from models import VOCAB, heads_for, prompts, tiny, transformers_greedy
 from transformers import (
     DynamicCache,
@@ -24,21 +24,6 @@ from transformers.generation import utils as generation_utils
 from medusa_decoding import Tree, medusa_generate
 from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.checkpoints import read_heads, write_heads
-
-
-@pytest.fixture
-def model():
-    return tiny()
-
-
-@pytest.fixture
-def heads(model):
-    return heads_for(model)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return one_letter_a_token()
 
 
 def test_a_streamer_gets_what_plain_generate_gives_it(model, heads):

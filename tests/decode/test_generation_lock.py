@@ -35,11 +35,6 @@ SETTINGS = [
 
 
 @pytest.fixture
-def model():
-    return tiny()
-
-
-@pytest.fixture
 def in_one_call_at_a_time(monkeypatch):
     """Fail if two threads run the model at once."""
     inside, forward = [], loop.Backbone.forward
@@ -141,8 +136,9 @@ def test_a_session_of_two_threads_is_theirs_in_turn(model):
         in_threads(write, write, write)
 
 
-def test_a_reader_may_generate_before_it_reads_on(model):
+def test_a_reader_may_generate_before_it_reads_on(model, monkeypatch):
     """The streamer waits for its reader, and the reader for its own generation."""
+    no_patience(monkeypatch)
     rows = prompts(2, [6])
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     read = queue.Queue(maxsize=1)
@@ -231,7 +227,8 @@ def test_a_streamers_reader_ends_the_block(model):
 
 @pytest.mark.parametrize("place", ["streamer", "criterion", "processor"])
 @pytest.mark.parametrize("what", ["undo", "suspend"])
-def test_undo_within_a_generation_is_refused(model, what, place):
+def test_undo_within_a_generation_is_refused(model, what, place, monkeypatch):
+    no_patience(monkeypatch)
     [row] = prompts(1, [6])
     expected = transformers_greedy(model, row, NEW)
     with MedusaModel(model, heads_for(model), TREE) as medusa:

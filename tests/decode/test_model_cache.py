@@ -16,16 +16,6 @@ from medusa_decoding.backbone.attention_swap import AttentionSwap, TreeAttention
 from medusa_decoding.huggingface.model_cache import forget
 
 
-@pytest.fixture
-def model():
-    return tiny()
-
-
-@pytest.fixture
-def heads(model):
-    return heads_for(model)
-
-
 def test_the_model_is_its_own_again_after_success_and_failure(model, heads):
     own, hooks = attentions(model), dict(vars(model))
     state = {name: value.clone() for name, value in model.state_dict().items()}

@@ -3,26 +3,11 @@
 import copy
 import pickle
 
-import pytest
 import torch
-from calls import IDS, plain, with_heads
-from models import heads_for, tiny
+from calls import IDS, WANTED, plain, with_heads
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from medusa_decoding import MedusaOutput
-
-
-@pytest.fixture
-def model():
-    return tiny()
-
-
-@pytest.fixture
-def heads(model):
-    return heads_for(model)
-
-
-WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
 def test_the_output_is_one_of_transformers(model, heads):

@@ -2,23 +2,16 @@
 
 import pytest
 from calls import IDS, NEW, TREE, plain, with_heads
-from models import heads_for, tiny, transformers_greedy
+from models import transformers_greedy
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.backbone.fused_layers import obstacle
 
 
-@pytest.fixture
-def model():
-    return tiny()
-
-
-@pytest.fixture
-def heads(model):
-    return heads_for(model)
-
-
-@pytest.mark.parametrize(("backend", "wrapped_before"), [("eager", False), ("eager", True), ("compiled", False)])
+@pytest.mark.parametrize(
+    ("backend", "wrapped_before"),
+    [("eager", False), ("eager", True), pytest.param("compiled", False, marks=pytest.mark.slow)],
+)
 def test_hooks_that_record_outputs_are_no_obstacle(model, heads, backend, wrapped_before):
     expected = transformers_greedy(model, IDS[0], NEW)
     if wrapped_before:

@@ -64,11 +64,6 @@ def test_every_field_of_a_generation_config_is_on_the_page():
     assert fields <= listed, "fields that this transformers has got since: obey, ignore or refuse them"
 
 
-@pytest.fixture
-def model():
-    return tiny()
-
-
 @pytest.mark.parametrize("name", FIELD_VALUES)
 def test_each_listed_field_is_refused_by_name(model, name):
     if not hasattr(model.generation_config, name):

@@ -28,6 +28,7 @@ from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT
 
+pytestmark = pytest.mark.slow  # starts processes of its own
 PROCESSES = 2
 NEW_TOKENS = 24
 # Even vocabularies: transformers 5.17 shards no others.

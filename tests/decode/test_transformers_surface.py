@@ -6,8 +6,8 @@ import logging
 import pytest
 import torch
 import transformers
-from calls import IDS, NEW, TREE, kept, one_letter_a_token, plain, with_heads
-from models import heads_for, padded, prompts, tiny, transformers_greedy
+from calls import IDS, NEW, TREE, WANTED, kept, one_letter_a_token, plain, with_heads
+from models import padded, prompts, transformers_greedy
 from transformers import (
     Cache,
     CompileConfig,
@@ -20,20 +20,6 @@ from transformers.generation import GenerationMixin
 
 from medusa_decoding import MedusaModel, medusa_generate
 from medusa_decoding.generation import settings
-
-
-@pytest.fixture
-def model():
-    return tiny()
-
-
-@pytest.fixture
-def heads(model):
-    return heads_for(model)
-
-
-WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-
 
 # One value of each field that is ignored, other than transformers' default.
 IGNORED = {
