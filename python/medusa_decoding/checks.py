@@ -10,7 +10,7 @@ import torch
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise `ValueError` unless UTF-8 can write a text: bytes of a command line, or JSON, may be no characters."""
+    """Raise `ValueError` unless a text can be encoded in UTF-8; command lines and JSON may hold invalid characters."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -41,13 +41,13 @@ def whole(name: str, value: Any) -> int | None:
 
 
 def check_truth(name: str, value: Any) -> None:
-    """Raise `ValueError` unless an optional flag is one."""
+    """Raise `ValueError` unless a value is True, False or None."""
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{name}: expected True or False, got {shown(value)}")
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, shortened."""
+    """Return a shortened form of a value for a message."""
     try:
         return reprlib.repr(value)
     except ValueError:  # a number of thousands of digits
@@ -55,10 +55,10 @@ def shown(value: Any) -> str:
 
 
 def index(name: str, value: Any) -> int:
-    """Return a whole number, of numpy or a tensor too, as an int.
+    """Return a whole number, including one of numpy or torch, as an int.
 
     Raises:
-        ValueError: anything else, True and False among it.
+        ValueError: anything else, including True and False.
     """
     try:
         if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):

@@ -1,6 +1,6 @@
-"""Files and folders that appear whole or not at all and have one writer at a time; JSON and text read within bounds.
+"""Write files and folders whole or not at all, one writer at a time; read JSON and text up to a size.
 
-This module does not know what is in them.
+This module does not know what the files hold.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 MAX_JSON = 64 * 2**20
-"""Bytes that `read_json` takes unless told otherwise: far more than any file of settings or measurements has."""
+"""The default limit of `read_json` in bytes: far more than any file of settings or measurements has."""
 MAX_TEXT = 16 * 2**20
-"""Bytes that `read_text` takes: more text than the contexts of models hold, and a moment's work for a tokenizer."""
+"""The default limit of `read_text` in bytes: more text than fits into a model's context."""
 
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Give a file to write, which takes its name when the block ends well, and goes when it does not.
+    """Yield a scratch file that is renamed to `path` when the block succeeds, and deleted when it fails.
 
-    Nobody finds half a file under the name, also where the machine stops or another process writes the same one.
+    No half-written file ever has the name, even if the machine stops or another process writes the same file.
 
     Raises:
-        ValueError: a device, a pipe or a folder of that name, which a file would take the place of.
-        OSError: it could not be written; what was there before is unchanged.
+        ValueError: there is a device, a pipe or a folder of that name.
+        OSError: the file could not be written; one that was there before is unchanged.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -51,7 +51,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # the file is there; some file systems know no fsync of a folder
+    with contextlib.suppress(OSError):  # some file systems have no fsync of folders
         _on_disk(path.parent)
 
 
@@ -71,7 +71,7 @@ def read_json(path: str | Path, limit: int = MAX_JSON) -> Any:
 
     Args:
         path: the file.
-        limit: the most bytes that it may have. A larger file is refused before it is read.
+        limit: its largest size in bytes. A larger file is refused before it is read.
 
     Raises:
         ValueError: a file that is too large or is not JSON (see `parse_json`); the message names the file.
@@ -85,7 +85,7 @@ def read_text(path: str | Path, limit: int = MAX_TEXT) -> str:
 
     Args:
         path: the file.
-        limit: the most bytes that it may have. A larger file is refused before it is read.
+        limit: its largest size in bytes. A larger file is refused before it is read.
 
     Raises:
         ValueError: a file that is too large or is not UTF-8; the message names the file.
@@ -116,15 +116,15 @@ def read_json_object(path: str | Path, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
-    """Parse JSON. NaN and Infinity are numbers here, as they are for Python's own parser.
+    """Parse JSON. NaN and Infinity are numbers, as for Python's own parser.
 
     Args:
         text: the JSON; bytes are UTF-8, with or without a byte order mark.
-        where: the file, line or name that the error message begins with.
+        where: the file, line or name at the beginning of error messages.
 
     Raises:
         ValueError: text that is not JSON, is not UTF-8, is nested too deeply, or has an integer of more digits than
-            Python converts (4,300 unless set otherwise).
+            Python converts (4,300 by default).
     """
     try:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
@@ -134,7 +134,7 @@ def parse_json(text: str | bytes, where: object) -> Any:
         reason = f"text that does not parse ({error})"
     except RecursionError:
         reason = "lists or objects that are nested too deeply"
-    except ValueError:  # Python bounds the digits, as its conversion takes quadratic time
+    except ValueError:  # Python limits the digits, since converting them takes quadratic time
         reason = "an integer of more digits than Python converts"
     raise ValueError(f"{where}: expected JSON, got {reason}")
 
@@ -145,20 +145,20 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 @contextlib.contextmanager
 def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterator[None]:
-    """Hold a file or folder while the block runs, so that no other process or thread writes there.
+    """Lock a file or folder while the block runs, so that no other process or thread writes there.
 
-    A hidden lock file states who holds it, and is removed at the end. The system frees the lock when a process ends,
-    however it ends. What the same thread holds already may be held again. If the file system has no locks, a warning
+    A hidden lock file tells who holds the lock, and is removed at the end. The system frees the lock when the process
+    ends for any reason. The same thread may take a lock again that it holds. If the file system has no locks, a warning
     says so and the block runs.
 
     Args:
         name: the argument that names the path, for messages.
-        path: a file or folder, which need not exist. Missing parents are made.
-        inside: put the lock file into the folder `path`, which is made, instead of next to it. An empty folder that
-            was made here is removed at the end.
+        path: a file or folder, which need not exist. Missing parents are created.
+        inside: put the lock file into the folder `path`, which is created, instead of next to it. An empty folder that
+            was created here is removed at the end.
 
     Raises:
-        ValueError: another process or thread holds it. The message states its id, host and command, and since when.
+        ValueError: another process or thread holds it. The message tells its id, host, command and start time.
         OSError: the lock file could not be written.
     """
     lock = Path(path) / ".lock" if inside else Path(path).parent / f".{Path(path).name}.lock"
@@ -177,7 +177,7 @@ def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterato
     finally:
         _held.reset(token)
         if _is_file_at(number, lock):
-            lock.unlink(missing_ok=True)  # while it is held: nobody can have taken it
+            lock.unlink(missing_ok=True)  # still held: nobody else can have taken it
         os.close(number)
         if made:
             with contextlib.suppress(OSError):  # not empty
@@ -185,7 +185,7 @@ def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterato
 
 
 def _locked(lock: Path, refusal: str) -> int:
-    """Open a lock file and lock it; return its descriptor."""
+    """Open and lock a lock file; return its descriptor."""
     while True:
         try:
             number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -227,20 +227,20 @@ def _own_statement() -> str:
 
 
 def _statement_in(number: int) -> str:
-    """Return who holds a lock file, which states it just after it has locked the file."""
+    """Return who holds a lock file. Holders write their statement shortly after they lock the file."""
     for _ in range(50):
-        said = os.pread(number, 4096, 0).decode("utf-8", "replace")
-        if said.endswith("\n"):
-            return " ".join(said.split())
+        statement = os.pread(number, 4096, 0).decode("utf-8", "replace")
+        if statement.endswith("\n"):
+            return " ".join(statement.split())
         time.sleep(0.02)
     return "another process (which has not stated its id)"
 
 
 def append_line(path: str | Path, values: Any) -> None:
-    """Add a line of JSON to a file in one write, so that lines of several processes do not mix.
+    """Append a line of JSON to a file in one write, so that lines of several processes do not mix.
 
     Raises:
-        OSError: the file could not be written, or not all of the line (the disk is full).
+        OSError: the file could not be written, or only a part of the line (the disk is full).
     """
     line = (json.dumps(values) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
@@ -250,16 +250,16 @@ def append_line(path: str | Path, values: Any) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """Give a folder to write into, which gets its name when the block ends well, and goes when it does not.
+    """Yield a scratch folder that is renamed to `folder` when the block succeeds, and deleted when it fails.
 
     Args:
-        folder: the name; its parents are made.
-        replace: put it in the place of a folder of that name, which is removed then.
+        folder: the name; its parents are created.
+        replace: replace a folder of that name, which is deleted.
 
     Raises:
-        ValueError: there is something of that name and `replace` is not set, or another process writes it.
-        OSError: the files could not be written; what was there before is unchanged. A Ctrl-C also leaves that, or the
-            new folder in its place.
+        ValueError: the name exists and `replace` is not set, or another process writes it.
+        OSError: the files could not be written; a folder that was there before is unchanged. After Ctrl-C there is
+            either that folder or the new one.
     """
     with only_writer("folder", folder), _whole_folder(folder, replace) as staging:
         yield staging
@@ -280,7 +280,7 @@ def _whole_folder(folder: Path, replace: bool) -> Iterator[Path]:
             os.rename(folder, aside)
         os.rename(staging, folder)
     finally:
-        # Also behind a Ctrl-C between any two of these lines there is the old folder or the new one.
+        # After Ctrl-C between any two of these lines there is still the old folder or the new one.
         if aside.exists():
             if folder.exists():
                 shutil.rmtree(aside, ignore_errors=True)

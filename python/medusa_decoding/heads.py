@@ -1,12 +1,12 @@
-"""MedusaHeads: K small heads on the last hidden state, each guessing one further token (Medusa paper, section 2.1.1).
+"""MedusaHeads: K small heads on the last hidden state, each drafting one more token (Medusa paper, section 2.1.1).
 
-Head k (0-based) predicts the token k + 2 places after its input position: residual blocks
-`h <- h + SiLU(W1 h + b1)`, then a vocabulary projection W2, which may be the base model's own lm_head (version 2 of the
-paper's checkpoints), and may cover a trimmed vocabulary through `token_map`. Own projections may be stored in 8 bits.
-The weights of all heads are packed into one tensor a role, so that one kernel reads them in one pass.
+Head k (0-based) predicts the token k + 2 positions after its input: residual blocks `h <- h + SiLU(W1 h + b1)`, then a
+vocabulary projection W2. W2 may be the base model's own lm_head (version 2 of the paper's checkpoints), and may cover a
+trimmed vocabulary through `token_map`. Own projections may be stored in 8 bits. The weights of all heads are packed
+into one tensor per role, so that one kernel reads them in one pass.
 
-One step past the paper: a head's guess may depend on the token before it, its parent in the tree, by a low-rank score
-that is added to the logits, A[parent] M_k C[candidate]. One parent's children then differ from another's.
+Beyond the paper, a head's drafts may depend on the token before them, their parent in the tree, by a low-rank score
+that is added to the logits, A[parent] M_k C[candidate]. Different parents then have different children.
 
 This module does not know trees, caches or base models.
 """
@@ -26,11 +26,11 @@ from medusa_kernels import heads_topk
 MAX_TOP_K = 32
 Storage = Literal["float", "int8", "fp8"]
 STORED: dict[Storage, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""The dtype of own projections that are not stored as floats of 16 bits or more."""
+"""The dtypes of own projections that are stored in 8 bits."""
 
 
 class DraftTokens(NamedTuple):
-    """The heads' best tokens at one position a row, best first.
+    """The heads' top k tokens at one position per row, best first.
 
     Attributes:
         logprobs: fp32 [B, K, k].
@@ -42,14 +42,14 @@ class DraftTokens(NamedTuple):
 
 
 class Children(NamedTuple):
-    """What may stand behind what, among the best candidates of heads whose drafts depend on their parent.
+    """The children of each candidate, for heads whose drafts depend on their parent.
 
     Attributes:
-        tokens: int64 [B, K, n], each head's n best tokens without regard to a parent.
-        order: int64 [B, K, n, k], the places in `tokens[:, j]` of head j's k best drafts, best first, behind each of
-            the n candidates of head j - 1. Head 0 has one parent, the root: its n rows are equal.
-        logprobs: fp32 [B, K, n], of `tokens`, without regard to a parent.
-        scores: fp32 [B, K, n, n], the scores of all n candidates behind each parent, best first.
+        tokens: int64 [B, K, n], each head's top n tokens regardless of a parent.
+        order: int64 [B, K, n, k], the indices in `tokens[:, j]` of head j's top k drafts, best first, after each of the
+            n candidates of head j - 1. Head 0 has one parent, the root: its n rows are equal.
+        logprobs: fp32 [B, K, n], of `tokens`, regardless of a parent.
+        scores: fp32 [B, K, n, n], the scores of all n candidates after each parent, best first.
     """
 
     tokens: torch.Tensor
@@ -58,10 +58,10 @@ class Children(NamedTuple):
     scores: torch.Tensor
 
     def of_children(self) -> torch.Tensor:
-        """Return log-probabilities fp32 [B, K, n, k] of what `order` names.
+        """Return log-probabilities fp32 [B, K, n, k] of the tokens that `order` names.
 
-        The n candidates share, behind whatever parent, the probability that the head gives them without regard to it:
-        the other tokens' scores, which exact ones would need, are not known.
+        After any parent, the n candidates together keep the probability that the head gives them without a parent:
+        exact values would need the scores of all other tokens.
         """
         together = self.logprobs.logsumexp(-1, keepdim=True) - self.scores.logsumexp(-1)
         return self.scores[..., : self.order.shape[-1]] + together[..., None]
@@ -74,29 +74,29 @@ class MedusaHeads(nn.Module):
         hidden_size: H, the base model's hidden size.
         vocab_size: V, the base model's vocabulary size (the range of proposed token ids).
         num_heads: K, at least 1.
-        num_layers: residual blocks a head, at least 1.
-        shared_projection: use the base model's lm_head instead of own projections; pass its weight to `propose`.
+        num_layers: residual blocks per head, at least 1.
+        shared_projection: use the base model's lm_head instead of own projections; pass it to `propose`.
         bias: whether the residual blocks have a bias.
-        token_map: int64 [V'] real token ids of a trimmed vocabulary's rows, without repetition; None for all of V.
-        storage: of own projections. "int8" and "fp8" (e4m3) have a scale a row, are made by `quantized` or read from a
-            checkpoint, and cannot be trained.
-        parent_rank: r, rank of the term by which a guess depends on its parent token; 0 for none.
+        token_map: int64 [V'] token ids of a trimmed vocabulary's rows, without repetition; None for all of V.
+        storage: of own projections. "int8" and "fp8" (e4m3) have one scale per row, are made by `quantized` or read
+            from a checkpoint, and cannot be trained.
+        parent_rank: r, rank of the term by which drafts depend on their parent token; 0 for none.
         dtype, device: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
 
     Attributes:
-        w1: [K, L, H, H] residual weights, zero at the start (a fresh head repeats the base model's own prediction).
+        w1: [K, L, H, H] residual weights, initially zero (a new head repeats the base model's own prediction).
         b1: [K, L, H] residual biases or None.
         w2: [K, V', H] projections, a parameter, or a buffer in 8 bits; None with a shared projection.
         w2_scale: fp32 [K, V'], the factor of each row of w2 in 8 bits, else None.
         token_map: int64 [V'] or None.
-        parent_tokens: A [V, r], random at the start (drawn from torch's generator on the CPU), or None.
-        candidate_tokens: C [V', r], zero at the start (so the term is zero, too), or None.
-        parent_mix: M [K, r, r], the identity at the start, or None.
+        parent_tokens: A [V, r], initially random (from torch's generator on the CPU), or None.
+        candidate_tokens: C [V', r], initially zero (so the term is zero), or None.
+        parent_mix: M [K, r, r], initially the identity, or None.
 
     Raises:
         MemoryError: weights of these sizes do not fit.
         ValueError: a count below 1 (`parent_rank`: below 0), a token_map with repeated ids or ids outside [0, V), an
-            unknown storage, or one of 8 bits with a shared projection.
+            unknown storage, or storage in 8 bits with a shared projection.
     """
 
     w1: nn.Parameter
@@ -170,7 +170,7 @@ class MedusaHeads(nn.Module):
             self.candidate_tokens = zeros(projections[1], parent_rank)
             self.parent_mix = zeros(num_heads, parent_rank, parent_rank)
             with torch.no_grad():
-                # Drawn on the CPU, so that every device begins with the same numbers; rows of length 1 or so.
+                # Drawn on the CPU, so that all devices begin with the same numbers; rows have a norm of about 1.
                 self.parent_tokens.copy_(torch.randn(vocab_size, parent_rank, device="cpu") * parent_rank**-0.5)
                 self.parent_mix.copy_(torch.eye(parent_rank))
         self._find_candidate_rows()
@@ -182,16 +182,12 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_candidates(self) -> int:
-        """V', the tokens a head can propose: all of V, or those of the trimmed vocabulary."""
+        """V', how many tokens a head can propose: V, or the size of the trimmed vocabulary."""
         return self.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
     def parent_term(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-        """A, M and C, see the class.
-
-        Raises:
-            ValueError: the heads have none.
-        """
+        """A, M and C, see the class; `ValueError` if the heads have none."""
         if self.parent_tokens is None or self.parent_mix is None or self.candidate_tokens is None:
             raise ValueError("heads: expected some whose drafts depend on their parent, got parent_rank 0")
         return self.parent_tokens, self.parent_mix, self.candidate_tokens
@@ -218,7 +214,7 @@ class MedusaHeads(nn.Module):
         Args:
             hidden: [B, H] hidden states after the base model's final norm.
             lm_head: the base model's lm_head; needed exactly when the projection is shared.
-            parents: int64 [B, K], the token before each head's guess; without it the logits lack the parent's term.
+            parents: int64 [B, K], the token before each head's draft; without it the logits lack the parent's term.
         """
         states = self._states(hidden, self.num_layers)
         if self.w2 is not None:
@@ -237,18 +233,15 @@ class MedusaHeads(nn.Module):
         return w2 if self.w2_scale is None else (w2.float() * self.w2_scale[..., None]).to(dtype)
 
     def propose(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None) -> DraftTokens:
-        """Return each head's k best tokens at one position a row, best first, through the op `heads_topk`.
+        """Return each head's top k tokens at one position per row, best first, by the op `heads_topk`.
 
-        Their parents' term is left out: see `propose_children`.
+        The parents' term is not included: see `propose_children`.
 
         Args:
             hidden: [B, H] hidden state of each row's last accepted token, after the base model's final norm.
-            k: how many tokens a head, 1 to 32.
-            lm_head: the base model's lm_head; needed exactly when the projection is shared. One that is not a plain
-                Linear without bias (quantised, LoRA-wrapped) is called as the module it is.
-
-        Returns:
-            logprobs fp32 [B, K, k] and tokens int64 [B, K, k], as a tuple.
+            k: tokens per head, 1 to 32.
+            lm_head: the base model's lm_head; needed exactly when the projection is shared. Anything but a plain Linear
+                without bias (quantised, LoRA-wrapped) is called as a module.
         """
         last = self.num_layers - 1
         states = hidden if last == 0 else self.residual(hidden, last)
@@ -265,15 +258,15 @@ class MedusaHeads(nn.Module):
     def propose_children(
         self, hidden: torch.Tensor, root: torch.Tensor, k: int, lm_head: nn.Module | None = None
     ) -> Children:
-        """Return each head's best tokens, and which k of them are best behind each token of the head before.
+        """Return each head's top tokens, and the top k of them after each token of the previous head.
 
-        The 32 best of `propose` (all, in a smaller vocabulary) are ranked anew by log-probability plus the parents'
-        term, in fp32. Equal scores stay in the order of `propose`. For heads with a parent_rank.
+        The top 32 of `propose` (all, in a smaller vocabulary) are ranked again by log-probability plus the parents'
+        term, in fp32. Equal scores keep the order of `propose`. For heads with a parent_rank.
 
         Args:
             hidden: [B, H], as in `propose`.
             root: int64 [B], the token before the drafts of head 0: the model's own next token.
-            k: drafts behind each token, 1 to min(32, V').
+            k: drafts after each token, 1 to min(32, V').
             lm_head: as in `propose`.
         """
         of_parents, mix, of_candidates = self.parent_term
@@ -297,16 +290,16 @@ class MedusaHeads(nn.Module):
     def quantized(self, storage: Storage) -> MedusaHeads:
         """Return a copy, for decoding, whose own projections are stored in 8 bits.
 
-        Symmetric, a row at a time: the largest magnitude of a row becomes 127 (int8) or 448 (fp8).
+        Quantisation is symmetric, with one scale per row: its largest magnitude becomes 127 (int8) or 448 (fp8).
 
         Args:
             storage: "int8" or "fp8".
 
         Returns:
-            Heads in eval mode and without gradients; all other weights are copied as they are.
+            Heads in eval mode and without gradients; all other weights are copied.
 
         Raises:
-            ValueError: an unknown storage, a shared projection, projections that are in 8 bits already, NaN or Inf.
+            ValueError: an unknown storage, a shared projection, projections already in 8 bits, NaN or Inf.
         """
         if storage not in STORED:
             raise ValueError(f"storage: expected 'int8' or 'fp8', got {storage!r}")
@@ -325,7 +318,7 @@ class MedusaHeads(nn.Module):
         Projections in 8 bits and their scales keep their dtype, as with `to`.
 
         Raises:
-            ValueError: weights that are not finite in this dtype; the heads have been converted and are of no use.
+            ValueError: weights that are not finite in this dtype; the heads have been converted and are unusable.
         """
         before = self.w1.dtype
         self.to(device=device, dtype=dtype)
@@ -338,10 +331,10 @@ class MedusaHeads(nn.Module):
         return self
 
     def remade(self, **changes: Any) -> MedusaHeads:
-        """Return a copy, for decoding, that is made otherwise: with every weight but own projections, which are zero.
+        """Return a copy for decoding with other settings: all weights are copied but own projections, which are zero.
 
         Args:
-            **changes: arguments of the class, in place of these heads' own (their storage is "float" unless given).
+            **changes: arguments of the class that replace these heads' own (storage is "float" by default).
         """
         own = {
             "shared_projection": self.shared_projection,
@@ -351,7 +344,7 @@ class MedusaHeads(nn.Module):
             "dtype": self.w1.dtype,
             "device": self.w1.device,
         }
-        # The parents' term draws numbers, which are replaced: whoever draws next shall not notice.
+        # The parents' term draws random numbers, which are then overwritten: the caller's generator must not change.
         with torch.random.fork_rng(devices=[]):
             found = MedusaHeads(self.hidden_size, self.vocab_size, self.num_heads, self.num_layers, **(own | changes))
         with torch.no_grad():
@@ -363,8 +356,8 @@ class MedusaHeads(nn.Module):
     def step_bytes(self) -> dict[str, int]:
         """Return the bytes of weights that a decode step reads for these heads at batch 1, by part.
 
-        Of "residual" blocks; of the "projection" with its scales and, where rows are gathered, their ids (a shared one
-        is read once for all heads, and taken to have their dtype); of "parents", the rows of candidates alone.
+        The parts are the "residual" blocks; the "projection" with its scales and the ids of gathered rows (a shared one
+        is read once for all heads, assumed in their dtype); and "parents", the candidates' rows of the parents' term.
         """
         float_bytes, ids = self.w1.element_size(), 0 if self.token_map is None else 8 * len(self.token_map)
         residual = sum(t.numel() for t in (self.w1, self.b1) if t is not None) * float_bytes
@@ -389,14 +382,14 @@ class MedusaHeads(nn.Module):
         return f"{sizes}, projection={projection}{stored}{parents}"
 
     def _find_candidate_rows(self) -> None:
-        # Where each token of a trimmed vocabulary stands in token_map; the others are never asked for.
+        # The index of each token of a trimmed vocabulary in token_map; other tokens are never looked up.
         if self.token_map is not None and self.parent_rank:
             rows = torch.zeros(self.vocab_size, dtype=torch.int64, device=self.token_map.device)
             rows[self.token_map] = torch.arange(len(self.token_map), device=rows.device)
             self._candidate_rows = rows
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MedusaHeads:
-        # What is stored in 8 bits moves with the module, as bits: no conversion to another dtype reaches it.
+        # 8-bit projections and their scales move with the module as raw bits, without a conversion to another dtype.
         held = () if self.w2_scale is None else (id(self.w2), id(self.w2_scale))
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -409,7 +402,7 @@ class MedusaHeads(nn.Module):
         return super()._apply(moved, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # Copying from another dtype would convert silently, and what is stored in 8 bits means nothing converted.
+        # Copying from another dtype would convert silently, and converted 8-bit values are meaningless.
         stored = STORED.get(self.storage)
         given = state_dict.get(prefix + "w2")
         if given is not None and given.dtype != stored and (stored is not None or given.dtype in STORED.values()):
@@ -424,7 +417,7 @@ def not_finite(weights: Mapping[str, torch.Tensor]) -> list[str]:
     weights = {name: weight for name, weight in weights.items() if weight.numel()}
     if not weights:
         return []
-    # Both extremes are finite exactly when all values are. One copy to the host answers for all tensors.
+    # Both extremes are finite exactly when all values are. All tensors need only one copy to the host.
     extremes = [torch.stack(torch.aminmax(weight.detach())) for weight in weights.values()]
     finite = torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all(dim=1).tolist()
     return [name for name, held in zip(weights, finite, strict=True) if not held]
@@ -441,21 +434,17 @@ def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
 def is_hooked(module: nn.Module) -> bool:
     """Return whether calling the module does more than its class's forward.
 
-    transformers' hooks that record outputs do not count: the first call with `output_hidden_states` or
-    `output_attentions` leaves them on a model for good, and they do nothing in any other call.
+    transformers' hooks that record outputs do not count: they stay on a model after its first call with
+    `output_hidden_states` or `output_attentions`, and do nothing in any other call.
     """
     recording = "transformers.utils.output_capturing"
     hooks = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", None) != recording]
-    return bool(hooks or module._forward_pre_hooks) or _has_another_forward(module)
-
-
-def _has_another_forward(module: nn.Module) -> bool:
-    own = vars(module)
-    if "forward" not in own:
-        return False
-    # accelerate, taking its hooks off again, leaves the class's forward behind, bound to the module.
-    forward = own["forward"]
-    return getattr(forward, "__self__", None) is not module or forward.__func__ is not type(module).forward
+    if hooks or module._forward_pre_hooks:
+        return True
+    # accelerate, when it removes its hooks, leaves the class's forward bound to the module.
+    forward = vars(module).get("forward")
+    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    return "forward" in vars(module) and not own
 
 
 def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:
@@ -474,13 +463,13 @@ def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:
 
 
 def _quantise(name: str, weight: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> None:
-    """Store weight [V', H] in 8 bits: the nearest multiples of a scale a row, written into `stored` and `scale`."""
+    """Write weight [V', H] in 8 bits into `stored`, and the scale of each row into `scale`."""
     weight = weight.float()
     largest = weight.abs().amax(-1)
     if not bool(largest.isfinite().all()):
         raise ValueError(f"{name}: expected finite weights, got NaN or Inf")
     limit = 127.0 if stored.dtype == torch.int8 else torch.finfo(stored.dtype).max
-    # A row of zeros, or of numbers next to it, has a scale all the same.
+    # A row of zeros also needs a scale.
     scale.copy_((largest / limit).clamp(min=torch.finfo(torch.float32).tiny))
     multiples = (weight / scale[:, None]).clamp(-limit, limit)
     stored.copy_(multiples.round() if stored.dtype == torch.int8 else multiples)
