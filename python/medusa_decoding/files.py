@@ -172,7 +172,10 @@ def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterato
     token = _held.set(_held.get() | {lock})
     try:
         os.ftruncate(number, 0)
-        os.pwrite(number, _own_statement().encode("utf-8", "replace"), 0)
+        command = " ".join(shlex.join(sys.orig_argv).split())[:300]
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        statement = f"process {os.getpid()} on {socket.gethostname()} ({command}, since {since})\n"
+        os.pwrite(number, statement.encode("utf-8", "replace"), 0)
         yield
     finally:
         _held.reset(token)
@@ -220,12 +223,6 @@ def _is_file_at(number: int, path: Path) -> bool:
         return False
 
 
-def _own_statement() -> str:
-    command = " ".join(shlex.join(sys.orig_argv).split())[:300]
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    return f"process {os.getpid()} on {socket.gethostname()} ({command}, since {since})\n"
-
-
 def _statement_in(number: int) -> str:
     """Return who holds a lock file. Holders write their statement shortly after they lock the file."""
     for _ in range(50):
@@ -261,32 +258,27 @@ def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
         OSError: the files could not be written; a folder that was there before is unchanged. After Ctrl-C there is
             either that folder or the new one.
     """
-    with only_writer("folder", folder), _whole_folder(folder, replace) as staging:
-        yield staging
-
-
-@contextlib.contextmanager
-def _whole_folder(folder: Path, replace: bool) -> Iterator[Path]:
-    if folder.exists() and not replace:
-        raise ValueError(f"folder: expected a new one, got {folder}")
-    mark = secrets.token_hex(4)
-    staging, aside = (folder.parent / f".{folder.name}.{mark}.{end}" for end in ("tmp", "old"))
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        for file in staging.iterdir():
-            _on_disk(file)
-        if folder.exists():
-            os.rename(folder, aside)
-        os.rename(staging, folder)
-    finally:
-        # After Ctrl-C between any two of these lines there is still the old folder or the new one.
-        if aside.exists():
+    with only_writer("folder", folder):
+        if folder.exists() and not replace:
+            raise ValueError(f"folder: expected a new one, got {folder}")
+        mark = secrets.token_hex(4)
+        staging, aside = (folder.parent / f".{folder.name}.{mark}.{end}" for end in ("tmp", "old"))
+        staging.mkdir(parents=True)
+        try:
+            yield staging
+            for file in staging.iterdir():
+                _on_disk(file)
             if folder.exists():
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                os.rename(aside, folder)
-        shutil.rmtree(staging, ignore_errors=True)
+                os.rename(folder, aside)
+            os.rename(staging, folder)
+        finally:
+            # After Ctrl-C between any two of these lines there is still the old folder or the new one.
+            if aside.exists():
+                if folder.exists():
+                    shutil.rmtree(aside, ignore_errors=True)
+                else:
+                    os.rename(aside, folder)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _on_disk(path: Path) -> None:

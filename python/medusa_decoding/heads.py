@@ -218,7 +218,10 @@ class MedusaHeads(nn.Module):
         """
         states = self._states(hidden, self.num_layers)
         if self.w2 is not None:
-            logits = torch.bmm(states, self._own_projections(self.w2, states.dtype).transpose(1, 2))
+            w2 = self.w2
+            if self.w2_scale is not None:
+                w2 = (w2.float() * self.w2_scale[..., None]).to(states.dtype)
+            logits = torch.bmm(states, w2.transpose(1, 2))
         elif lm_head is None:
             raise ValueError("lm_head: expected the base model's lm_head (the heads share it), got None")
         else:
@@ -228,9 +231,6 @@ class MedusaHeads(nn.Module):
             tokens, mix, candidates = self.parent_term
             logits = logits + torch.bmm(tokens[parents.t()], mix) @ candidates.t()
         return logits.transpose(0, 1)
-
-    def _own_projections(self, w2: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return w2 if self.w2_scale is None else (w2.float() * self.w2_scale[..., None]).to(dtype)
 
     def propose(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None) -> DraftTokens:
         """Return each head's top k tokens at one position per row, best first, by the op `heads_topk`.

@@ -53,7 +53,7 @@ class GenerationLock:
         generation = object()
         try:
             with self._changed:
-                while not self._may_begin(me):
+                while self.holder is not None or (self._under_way and me not in self._under_way.values()):
                     taken = self._times_taken
                     if not self._changed.wait(PATIENCE) and self.holder is None and taken == self._times_taken:
                         break
@@ -94,9 +94,6 @@ class GenerationLock:
             return args[-1]
 
         return call
-
-    def _may_begin(self, me: int) -> bool:
-        return self.holder is None and (not self._under_way or me in self._under_way.values())
 
     def _end(self, generation: object, me: int) -> None:
         with self._changed:

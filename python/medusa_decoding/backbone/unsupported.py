@@ -46,6 +46,8 @@ METHODS_BEFORE = (
 )  # fmt: skip
 """Methods that transformers' `generate` calls before its loop, and `MedusaModel.generate` does not."""
 
+_CALLED = "embed_tokens, a decoder layer, an MLP, a norm, lm_head"
+
 
 def check(base: Any, causal: Any, now: bool = True) -> None:
     """Check that decoding writes the same text as a model's own `generate`.
@@ -65,7 +67,12 @@ def check(base: Any, causal: Any, now: bool = True) -> None:
     not_called = {"base_model": causal, "base_model.model": decoder}
     not_called |= {f"base_model.model.layers.{index}.self_attn": module for index, module in enumerate(attentions)}
     for name, module in not_called.items():
-        _check_hooks(name, module)
+        if is_hooked(module):
+            whose = " of accelerate's (accelerate.hooks.remove_hook_from_module)" if hasattr(module, "_hf_hook") else ""
+            raise ValueError(
+                f"{name}: expected no forward hooks on {type(module).__name__}, which decoding does not call, got some"
+                f"{whose}; remove them, or hook a module that decoding calls ({_CALLED})"
+            )
         _check_class(name, type(module))
     if type(causal.lm_head) is nn.Linear:  # its weight is read
         _check_class("base_model.lm_head", nn.Linear)
@@ -80,7 +87,14 @@ def check(base: Any, causal: Any, now: bool = True) -> None:
     # Layers usually share one config: check one layer per config, the first.
     for index in {id(attention.config): index for index, attention in reversed([*enumerate(attentions)])}.values():
         _check_attention_function(f"base_model.model.layers.{index}.self_attn", attentions[index])
-    _check_config(decoder, attentions)
+    count = decoder.config.num_hidden_layers
+    if len(decoder.layers) > count:
+        raise ValueError(
+            f"base_model.model.layers: expected at most config.num_hidden_layers = {count}, as transformers runs no "
+            f"more, got {len(decoder.layers)}; set it to the number of layers"
+        )
+    if not all(getattr(one, "is_causal", True) for one in (decoder.config, *attentions)):
+        raise ValueError("base_model: expected causal attention, got is_causal=False in the config or an attention")
     _check_modules(causal, now)
     if now:
         _check_adapters(base, causal)
@@ -170,15 +184,6 @@ def _foreign(function: Any) -> str | None:
     return None
 
 
-def _check_hooks(name: str, module: nn.Module) -> None:
-    if is_hooked(module):
-        whose = " of accelerate's (accelerate.hooks.remove_hook_from_module)" if hasattr(module, "_hf_hook") else ""
-        raise ValueError(
-            f"{name}: expected no forward hooks on {type(module).__name__}, which decoding does not call, got some"
-            f"{whose}; remove them, or hook a module that decoding calls ({_CALLED})"
-        )
-
-
 def _check_class(name: str, cls: type[nn.Module]) -> None:
     other = foreign_forward(cls)
     if other is not None:
@@ -187,9 +192,6 @@ def _check_class(name: str, cls: type[nn.Module]) -> None:
             f"does not call; put what it does into a module that decoding calls ({_CALLED}), or use transformers' own "
             "generate"
         )
-
-
-_CALLED = "embed_tokens, a decoder layer, an MLP, a norm, lm_head"
 
 
 def _check_methods(causal: Any, names: Sequence[str]) -> None:
@@ -233,17 +235,6 @@ def _check_attention_function(name: str, attention: Any) -> None:
             f"attention implementation {implementation!r}, which decoding does not call; call "
             "set_attn_implementation('sdpa') on the model, or use transformers' own generate"
         )
-
-
-def _check_config(decoder: Any, attentions: Sequence[Any]) -> None:
-    count = decoder.config.num_hidden_layers
-    if len(decoder.layers) > count:
-        raise ValueError(
-            f"base_model.model.layers: expected at most config.num_hidden_layers = {count}, as transformers runs no "
-            f"more, got {len(decoder.layers)}; set it to the number of layers"
-        )
-    if not all(getattr(one, "is_causal", True) for one in (decoder.config, *attentions)):
-        raise ValueError("base_model: expected causal attention, got is_causal=False in the config or an attention")
 
 
 def _check_adapters(base: Any, causal: Any) -> None:

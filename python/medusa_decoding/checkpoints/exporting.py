@@ -296,24 +296,21 @@ def _converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype |
         raise ValueError(f"dtype: expected float16, bfloat16, float32 or None, got {dtype}")
     if storage not in (None, "float", "int8", "fp8"):
         raise ValueError(f"storage: expected 'float', 'int8', 'fp8' or None, got {storage!r}")
-    found = _stored(heads, storage, heads.w1.dtype if dtype is None else dtype)
+    wanted = heads.w1.dtype if dtype is None else dtype
+    if storage in (None, heads.storage):
+        found = heads.to(wanted)
+    elif storage == "float":
+        found = heads.remade(dtype=wanted)
+        stored, scale, floats = heads.get_buffer("w2"), heads.get_buffer("w2_scale"), found.get_parameter("w2")
+        for head in range(heads.num_heads):
+            floats[head] = stored[head].float() * scale[head, :, None]
+    else:
+        # Quantised before the conversion, so that weights are rounded once.
+        found = heads.quantized(storage).to(wanted)
     for name, weight in unpack(found).items():
         # Weights in 8 bits have not been converted.
         if weight.is_floating_point() and weight.element_size() > 1 and not bool(weight.isfinite().all()):
             raise ValueError(f"dtype: expected one that holds {name}, got {dtype}, in which it is not finite")
-    return found
-
-
-def _stored(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype) -> MedusaHeads:
-    if storage in (None, heads.storage):
-        return heads.to(dtype)
-    if storage is not None and storage != "float":
-        # Quantised before the conversion, so that weights are rounded once.
-        return heads.quantized(storage).to(dtype)
-    found = heads.remade(dtype=dtype)
-    stored, scale, floats = heads.get_buffer("w2"), heads.get_buffer("w2_scale"), found.get_parameter("w2")
-    for head in range(heads.num_heads):
-        floats[head] = stored[head].float() * scale[head, :, None]
     return found
 
 

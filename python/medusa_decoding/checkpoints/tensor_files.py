@@ -115,37 +115,30 @@ def open_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
     return _open_safetensors(file, prefix) if file.suffix == ".safetensors" else _open_pytorch(file, prefix)
 
 
-def open_sharded(index_file: Path, prefix: str) -> dict[str, StoredTensor]:
-    """List the tensors of a sharded model whose names start with `prefix`; other shards stay closed.
+def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
+    """List the tensors of a model's folder whose names start with `prefix`; other shards stay closed.
 
-    Args:
-        index_file: the `*.index.json` with its `weight_map` from tensor names to file names.
-        prefix: the beginning of the wanted names.
+    Returns:
+        The tensors by name; none if there are no weights.
 
     Raises:
-        ValueError: a damaged index or shard, a shard that is missing or lies outside the folder, or shards that
-            disagree with the index about the wanted names.
+        ValueError: as `open_tensors` and `read_index`, or shards that disagree with the index about these names.
     """
-    wanted = read_index(index_file, prefix)
+    file = model_weights(folder)
+    if file is None or file.suffix != ".json":
+        return {} if file is None else open_tensors(file, prefix)
+    wanted = read_index(file, prefix)
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(wanted.values())):
-        for name, tensor in open_tensors(index_file.parent / shard, prefix).items():
+        for name, tensor in open_tensors(folder / shard, prefix).items():
             if wanted.get(name) != shard:
                 holder = wanted.get(name, "no file")
-                raise ValueError(f"{name}: expected in {holder} ({index_file.name}), got it in {shard}")
+                raise ValueError(f"{name}: expected in {holder} ({file.name}), got it in {shard}")
             found[name] = tensor
     missing = sorted(wanted.keys() - found.keys())
     if missing:
-        raise ValueError(f"{missing[0]}: expected in {wanted[missing[0]]} ({index_file.name}), got no such tensor")
+        raise ValueError(f"{missing[0]}: expected in {wanted[missing[0]]} ({file.name}), got no such tensor")
     return found
-
-
-def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
-    """List the tensors of a model's folder whose names start with `prefix`; none if there are no weights."""
-    file = model_weights(folder)
-    if file is None:
-        return {}
-    return open_sharded(file, prefix) if file.suffix == ".json" else open_tensors(file, prefix)
 
 
 def model_weights(folder: Path) -> Path | None:

@@ -262,21 +262,17 @@ def _mask_and_positions(model: Any, model_kwargs: dict[str, Any]) -> tuple[torch
         raise ValueError(
             f"{name}: expected None, got {type(value).__name__}; decoding goes by token ids and mask alone"
         )
-    if cache is not None:
-        _check_cache(cache)
+    if cache is not None:  # transformers itself makes an empty one
+        length = int(cache.get_seq_length()) if isinstance(cache, Cache) else "none of transformers' Cache"
+        if length != 0:
+            raise ValueError(
+                f"past_key_values: expected None or an empty cache, got {type(cache).__name__} (length: {length}); "
+                "decoding keeps its own. Give the whole text as input_ids, or use "
+                "MedusaModel.generate(session=Session())"
+            )
+        kind = "quantized" if isinstance(cache, QuantizedCache) else "offloaded" if cache.offloading else None
+        settings.check_cache("past_key_values", kind)
     return mask, positions
-
-
-def _check_cache(cache: Any) -> None:
-    """Raise `ValueError` for a cache that is more than an empty one, which is what transformers makes itself."""
-    length = int(cache.get_seq_length()) if isinstance(cache, Cache) else "none of transformers' Cache"
-    if length != 0:
-        raise ValueError(
-            f"past_key_values: expected None or an empty cache, got {type(cache).__name__} (length: {length}); "
-            "decoding keeps its own. Give the whole text as input_ids, or use MedusaModel.generate(session=Session())"
-        )
-    kind = "quantized" if isinstance(cache, QuantizedCache) else "offloaded" if cache.offloading else None
-    settings.check_cache("past_key_values", kind)
 
 
 def _prompts(
