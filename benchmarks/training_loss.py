@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import provenance
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.training.loss.losses import medusa_loss
+from medusa_decoding.training.loss.medusa import medusa_loss
 
 MIB = 2**20
 

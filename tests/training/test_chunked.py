@@ -20,11 +20,10 @@ from formulas import (
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_decoding.training.data.targets import (
-    IGNORE,
-)
-from medusa_decoding.training.loss import losses
-from medusa_decoding.training.loss.losses import distillation_loss, language_loss, medusa_loss
+from medusa_decoding.training.data.targets import IGNORE
+from medusa_decoding.training.loss.distillation import distillation_loss, without_adapter
+from medusa_decoding.training.loss.language import language_loss
+from medusa_decoding.training.loss.medusa import medusa_loss
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,10 +89,10 @@ def test_an_lm_head_that_is_not_plain_is_called(token_map):
     for mine, theirs in zip(gradients(found.loss, *inputs), gradients(expected, *inputs), strict=True):
         assert theirs.abs().max() > 1e-4
         torch.testing.assert_close(mine, theirs)
-    assert losses.without_adapter(lm_head) is lm_head.base_layer
+    assert without_adapter(lm_head) is lm_head.base_layer
     lm_head.merge()
     with pytest.raises(ValueError, match="merged"):
-        losses.without_adapter(lm_head)
+        without_adapter(lm_head)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -191,42 +190,6 @@ def test_autocast_and_heads_in_another_type():
     assert 0 < abs(rough - expected) < 0.02 * expected
 
 
-def test_a_projection_can_be_conditioned():
-    """A term on top of the logits, with weights of its own, that knows the positions: the place of a parent's score."""
-    heads = random_heads()
-    hidden, labels = random_text()
-    score = torch.randn(len(labels), VOCAB, dtype=torch.float64, requires_grad=True)
-    loss = medusa_loss(hidden, heads, labels, chunk=5, condition=lambda inner, rows: _Scored(inner, score, rows)).loss
-    logits = heads(hidden) + score[:, None]
-    expected = sum(
-        0.8 ** (k + 1) * F.cross_entropy(logits[:, k], plain_targets(labels, None, k + 2)[0]) for k in range(3)
-    )
-    torch.testing.assert_close(loss, expected)
-    inputs = [score, *heads.parameters()]
-    for mine, theirs in zip(gradients(loss, *inputs), gradients(expected, *inputs), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-class _Scored:
-    def __init__(self, inner, score, rows):
-        self.parameters = (*inner.parameters, score)
-        self._inner, self._score, self._rows = inner, score, rows
-        self._gradient = torch.zeros_like(score)
-
-    def logits(self, head, rows, states, wants_gradient):
-        return self._inner.logits(head, rows, states, wants_gradient) + self._score[self._rows[rows]]
-
-    def backward(self, head, rows, gradient, scale):
-        self._gradient[self._rows[rows]] += gradient * scale
-        return self._inner.backward(head, rows, gradient, scale)
-
-    def end_head(self, head):
-        self._inner.end_head(head)
-
-    def gradients(self):
-        return [*self._inner.gradients(), self._gradient]
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_lm_head(bits):
     bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -268,7 +231,7 @@ def test_the_teacher_is_the_model_with_its_adapter_off():
         original = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         teacher = decoder(ids, use_cache=False).last_hidden_state[0]
     hidden = decoder(ids, use_cache=False).last_hidden_state[0]
-    found = distillation_loss(hidden, lm_head, teacher, losses.without_adapter(lm_head), ids[0])
+    found = distillation_loss(hidden, lm_head, teacher, without_adapter(lm_head), ids[0])
     logits = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
     expected = F.kl_div(logits, original, log_target=True, reduction="batchmean")
     assert expected > 0.01

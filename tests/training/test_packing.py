@@ -15,7 +15,8 @@ from medusa_decoding.training.data.encoding import Example
 from medusa_decoding.training.data.packing import PackedDataset, collate, fit, model_inputs
 from medusa_decoding.training.data.records import Report
 from medusa_decoding.training.data.targets import IGNORE, head_targets, number_segments
-from medusa_decoding.training.loss.losses import language_loss, medusa_loss
+from medusa_decoding.training.loss.language import language_loss
+from medusa_decoding.training.loss.medusa import medusa_loss
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),

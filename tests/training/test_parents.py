@@ -10,7 +10,7 @@ from torch import nn
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.data.targets import IGNORE, Targets, head_targets, most_frequent_tokens
-from medusa_decoding.training.loss.losses import medusa_loss
+from medusa_decoding.training.loss.medusa import medusa_loss
 
 RANK = 2
 KINDS = {
@@ -155,21 +155,6 @@ def test_given_targets_bring_their_parents():
     torch.testing.assert_close(
         medusa_loss(hidden, heads, whole).loss, medusa_loss(hidden, heads, labels, tokens=tokens).loss
     )
-
-
-def test_condition_comes_on_top():
-    heads = conditioned()
-    hidden, labels, tokens = text_with_prompts()
-    seen = []
-
-    def condition(projection, rows):
-        seen.append((type(projection).__name__, len(rows)))
-        return projection
-
-    found = medusa_loss(hidden, heads, labels, tokens=tokens, condition=condition).loss
-    torch.testing.assert_close(found, medusa_loss(hidden, heads, labels, tokens=tokens).loss)
-    assert seen[0][0] == "Parents"
-    assert 0 < seen[0][1] < 23
 
 
 def test_autocast_and_16_bits():

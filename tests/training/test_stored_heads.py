@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from medusa_decoding.training.loss.fake_quant import store
+from medusa_decoding.training.loss.fake_quant import fake_quant
 
 
 class Largest(TorchDispatchMode):
@@ -28,7 +28,7 @@ class Largest(TorchDispatchMode):
 def test_a_row_s_numbers(storage, dtype):
     given = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     projections = torch.nn.Parameter(given.clone())
-    store(projections, storage, dtype)
+    fake_quant(projections, storage, dtype)
     rows = given.to(dtype).float()
     largest = rows.abs().amax(-1, keepdim=True)
     if storage == "int8":
@@ -42,9 +42,9 @@ def test_a_row_s_numbers(storage, dtype):
 def test_no_second_set_of_them_is_made():
     projections = torch.randn(6, 40, 4)
     with Largest(projections) as largest:
-        store(projections, "int8", torch.float32)
+        fake_quant(projections, "int8", torch.float32)
     assert 0 < largest.bytes <= projections.nbytes / 6
 
 
 def test_a_process_may_hold_none():
-    store(torch.empty(0, 5, 8), "int8", torch.float32)
+    fake_quant(torch.empty(0, 5, 8), "int8", torch.float32)

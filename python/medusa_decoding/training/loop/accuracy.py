@@ -1,6 +1,6 @@
-"""How often heads are right: counted on given targets, and what a tree gains by it (Medusa paper, section 2.3.3).
+"""How often heads are right on given targets, and what a tree gains by it (Medusa paper, section 2.3.3).
 
-A target that a trimmed vocabulary lacks is a miss. This module knows counts; it does not know where they come from.
+A target outside a trimmed vocabulary is a miss. This module does not know where the counts come from.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.training.loss.losses import TOP, Loss
+from medusa_decoding.training.loss.chunked import TOP
 from medusa_decoding.trees.tree import Tree
 
 
 @dataclass
 class HeadAccuracy:
-    """Targets that stood among the n likeliest candidates of each head.
+    """How many targets are among the top n candidates of each head.
 
     Attributes:
         hits: int64 [K, R], for n from 1 to R.
-        total: int64 [K], targets asked for, those outside of a trimmed vocabulary included.
+        total: int64 [K], all targets, including those outside a trimmed vocabulary.
     """
 
     hits: torch.Tensor
@@ -29,34 +29,35 @@ class HeadAccuracy:
 
     @classmethod
     def empty(cls, num_heads: int, ranks: int = TOP) -> HeadAccuracy:
-        """Start counting."""
+        """Return counts of zero."""
         zeros = torch.zeros(num_heads, ranks, dtype=torch.int64)
         return cls(zeros, zeros[:, 0].clone())
 
-    def add(self, loss: Loss) -> None:
-        """Count what a loss over held-out data saw; its candidates' number may be smaller in a tiny vocabulary."""
-        ranks = loss.hits.shape[1]
-        hits = loss.hits.cpu()
+    def add(self, hits: torch.Tensor, total: torch.Tensor) -> None:
+        """Add counts of held-out data: int64 [K, R'] and [K]. A tiny vocabulary has R' < R candidates."""
+        ranks = hits.shape[1]
+        hits = hits.cpu()
         self.hits[:, :ranks] += hits
         self.hits[:, ranks:] += hits[:, -1:]
-        self.total += (loss.counts + loss.outside).cpu()
+        self.total += total.cpu()
 
     @property
     def cumulative(self) -> list[list[float]]:
-        """Share of targets among the n likeliest, a row a head."""
-        shares = self.hits.double() / self.total.clamp(min=1)[:, None]
-        return [[float(value) for value in row] for row in shares]
+        """For each head, the share of targets among its top n candidates, for each n."""
+        found: list[list[float]] = (self.hits.double() / self.total.clamp(min=1)[:, None]).tolist()
+        return found
 
     @property
     def by_rank(self) -> list[list[float]]:
-        """Share of targets that are the head's n-th best alone: what `Tree.optimal` takes."""
+        """For each head, the share of targets that are its n-th candidate: what `Tree.optimal` takes."""
         alone = torch.diff(self.hits, dim=1, prepend=torch.zeros_like(self.hits[:, :1]))
-        return [[float(value) for value in row] for row in alone.double() / self.total.clamp(min=1)[:, None]]
+        found: list[list[float]] = (alone.double() / self.total.clamp(min=1)[:, None]).tolist()
+        return found
 
     def expected_tokens(self, num_nodes: int) -> float:
-        """Tokens a step of the best tree of so many nodes (root included), taking heads as independent (2.3.3).
+        """Return the tokens per step of the best tree of `num_nodes` nodes (root included), as section 2.3.3 has it.
 
-        Fewer nodes where the heads cannot fill as many.
+        The heads count as independent. The tree has fewer nodes if the heads cannot fill as many.
         """
         accuracies = self.by_rank
         possible, level = 1, 1
@@ -84,3 +85,40 @@ class HeadAccuracy:
             shapes = list(found.hits.shape), list(found.total.shape)
             raise ValueError(f"accuracy: expected hits [K, R] and total [K], got shapes {shapes[0]} and {shapes[1]}")
         return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of held-out data.
+
+    Attributes:
+        accuracy: of the heads.
+        model_loss: of the model itself, in nats per token.
+        model_top1: its next-token accuracy.
+    """
+
+    accuracy: HeadAccuracy
+    model_loss: float
+    model_top1: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as plain lists."""
+        return {
+            "model_loss": self.model_loss,
+            "model_top1": self.model_top1,
+            "head_top1": [row[0] for row in self.accuracy.cumulative],
+            "accuracy": self.accuracy.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: Any) -> Measured:
+        """Read what `to_json` returned.
+
+        Raises:
+            ValueError: anything else.
+        """
+        try:
+            accuracy = HeadAccuracy.from_json(values["accuracy"])
+            return cls(accuracy, float(values["model_loss"]), float(values["model_top1"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"measured: expected accuracy, model_loss and model_top1, got {values!r:.80}") from error

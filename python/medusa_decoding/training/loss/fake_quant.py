@@ -1,4 +1,4 @@
-"""The numbers that projections stored in 8 bits stand for. This module does not know files or losses."""
+"""The rounding that storage in 8 bits does to projections. This module does not know files or losses."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from medusa_decoding.heads import MedusaHeads, Storage
 
 
-def store(projections: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
-    """Put the numbers that projections are once they are stored in their place.
+def fake_quant(projections: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
+    """Round projections in place to the values that they have once they are stored in 8 bits.
 
     Args:
-        projections: [K, V', H] floats, changed; K may be 0.
+        projections: [K, V', H] floats; K may be 0.
         storage: "int8" or "fp8".
-        dtype: that they have before they are stored.
+        dtype: that they are converted to before they are stored.
     """
     for weight in projections.detach():
-        # One head at a time: at the end of a run there may be no room for a second set of all of them.
+        # One head at a time: there may be no memory for a second set of all heads at the end of a run.
         rows, size = weight.shape
         one = MedusaHeads(size, rows, 1, bias=False, dtype=dtype, device=weight.device)
         with torch.no_grad():

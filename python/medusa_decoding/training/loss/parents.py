@@ -1,8 +1,8 @@
 """The parents' term in training: A[parent] M_k C[candidate], added to a chunk of logits, and its gradient.
 
-A projection around another (see `chunked.Projection`), for heads with a `parent_rank`; decoding adds the same score to
-log-probabilities (`MedusaHeads.propose_children`). The term is computed in the type of the logits, fp32 (fp64 for fp64
-inputs), as decoding does; its rank makes that cheap. This module does not know where parents come from.
+For heads with a `parent_rank`; decoding adds the same score to log-probabilities (`MedusaHeads.propose_children`). Like
+there, the term is computed in the type of the logits, fp32 (fp64 for fp64 inputs); its low rank makes that cheap. This
+module does not know where parents come from.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.training.loss.chunked import Projection
+from medusa_decoding.training.loss.projections import Projection
 
 
 class Parents:
-    """Another projection's logits, and each row's score of its parent with every candidate.
+    """Another projection's logits plus, for each row, the score of its parent with every candidate.
 
     Args:
         inner: the projection of the states.
@@ -25,6 +25,7 @@ class Parents:
 
     def __init__(self, inner: Projection, heads: MedusaHeads, parents: Tensor) -> None:
         self._inner, self._parents, self._own = inner, parents, heads.parent_term
+        self.size = inner.size
         self.parameters: tuple[Tensor, ...] = (*inner.parameters, *self._own)
         self._wide: list[Tensor] = []
         self._sums: list[Tensor] = []
@@ -39,7 +40,7 @@ class Parents:
             return logits.addmm_(tokens[self._parents[head, rows]] @ mix[head], candidates.t())
 
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Take the gradient to A, M and C, and on to the inner projection; see `Projection`."""
+        """Add to the gradients of A, M and C, then ask the inner projection; see `Projection`."""
         if not self._sums:
             self._sums = [torch.zeros_like(tensor) for tensor in self._wide]
         tokens, mix, candidates = self._wide

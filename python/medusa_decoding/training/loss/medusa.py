@@ -1,0 +1,154 @@
+"""Medusa-1's loss: the heads' cross-entropies (Medusa paper, section 2.2.1, equation 1).
+
+    L = sum over heads k of lambda_k * L_k,   L_k = mean over positions t of -log p_k(t)[token at t + k + 1]
+
+with the paper's heads from 1 and lambda_k = 0.8^k. In the code heads are numbered from 0.
+
+**Which mean.** The paper writes the loss of one position. Here each head's cross-entropy is averaged over the positions
+that have a target for this head. Later heads have fewer targets in short conversations, so with one denominator for all
+heads they would count less than lambda_k says. A mean of means over micro-batches or processes would depend on how the
+text was divided: `normaliser` divides the sums by counts over all of them (`targets.target_counts`).
+
+A target that a trimmed vocabulary lacks is left out of the loss, counted as `outside`, and a miss in the accuracies.
+Heads whose drafts depend on their parent token (`parent_rank`) learn with the text's own parent tokens.
+This module does not know models, tokenizers or optimisers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.training.data.targets import (
+    IGNORE,
+    Targets,
+    check_ids,
+    check_range,
+    check_vector,
+    head_targets,
+)
+from medusa_decoding.training.loss.chunked import TOP, CrossEntropy, Loss, chunked_loss
+from medusa_decoding.training.loss.parents import Parents
+from medusa_decoding.training.loss.projections import Matrix, Projection, compute_type, lm_head_projection, sum_type
+
+HEAD_DECAY = 0.8
+
+
+def head_weights(num_heads: int, decay: float = HEAD_DECAY) -> Tensor:
+    """Return lambda_k of each head: decay, decay^2, ..., decay^K; fp64 [K]."""
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay: expected a number above 0 and at most 1, got {decay}")
+    return decay ** torch.arange(1, num_heads + 1, dtype=torch.float64)
+
+
+def medusa_loss(
+    hidden: Tensor,
+    heads: MedusaHeads,
+    labels: Tensor | Targets,
+    *,
+    tokens: Tensor | None = None,
+    segments: Tensor | None = None,
+    lm_head: nn.Module | Tensor | None = None,
+    weights: Tensor | None = None,
+    normaliser: Tensor | None = None,
+    through_backbone: bool = False,
+    chunk: int | None = None,
+    top: int = TOP,
+    repeatable: bool = False,
+) -> Loss:
+    """Medusa-1's loss: the sum over heads of lambda_k times the mean cross-entropy of head k (equation 1).
+
+    Computes only positions that are a target's for some head, whose number it reads back from the device.
+
+    Args:
+        hidden: [T, H] states after the model's final norm; any floating type (cast to that of the heads).
+        heads: K heads; their parameters get a gradient if they require one. Projections stored in 8 bits cannot be
+            trained, only measured, under `torch.no_grad()`.
+        labels: int64 [T], the token id at each position or IGNORE; or the `Targets` of positions picked from several
+            sequences, with their parents if the heads have a parent_rank.
+        tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank and
+            labels are not Targets. The parent of head k's target at position t is the token at t + k + 1.
+        segments: int64 [T], see `shifted_labels`; not with Targets.
+        lm_head: the model's own, needed exactly if the heads share it: its weight [V, H], or the module. A module that
+            is not a plain Linear without bias (LoRA around it, quantised) is called.
+        weights: [K] of lambda_k; 0.8^(k + 1) without it.
+        normaliser: [K], divides each head's sum; its own count of targets without it.
+        through_backbone: let the gradient reach `hidden` and a shared lm_head (Medusa-2). Otherwise both are detached
+            (Medusa-1).
+        chunk: positions whose logits are in memory at a time; as many as make 128 MiB without it.
+        top: accuracies are counted for the top 1 to `top` candidates; 0 for none.
+        repeatable: allow more than one backward pass; costs a copy of every gradient.
+
+    Returns:
+        A `Loss` with K entries.
+
+    Raises:
+        ValueError: shapes, dtypes or counts that do not fit, a label that is neither IGNORE nor in the vocabulary, a
+            missing or superfluous lm_head, missing or superfluous tokens or parents, 8-bit projections to be trained.
+    """
+    if hidden.ndim != 2 or hidden.shape[1] != heads.hidden_size or not hidden.is_floating_point():
+        raise ValueError(f"hidden: expected floats [T, {heads.hidden_size}], got {hidden.dtype} {list(hidden.shape)}")
+    if heads.storage != "float" and torch.is_grad_enabled():
+        raise ValueError(
+            "heads: expected projections in floats to be trained (others are measured, under torch.no_grad()), "
+            f"got {heads.storage}"
+        )
+    if (lm_head is not None) != heads.shared_projection:
+        wanted = "the model's lm_head (the heads share it)" if lm_head is None else "None (the heads own theirs)"
+        raise ValueError(f"lm_head: expected {wanted}, got {type(lm_head).__name__}")
+    targets = _targets(labels, heads, len(hidden), tokens, segments)
+
+    positions = (targets.index != IGNORE).any(0).nonzero().squeeze(1)
+    hidden = hidden if through_backbone else hidden.detach()
+    states = heads.residual(hidden.index_select(0, positions).to(heads.w1.dtype)).transpose(0, 1)
+    projection: Projection
+    if heads.w2 is not None:
+        projection = Matrix(heads.w2, compute_type(states), scale=heads.w2_scale)
+    else:
+        assert lm_head is not None
+        projection = lm_head_projection(lm_head, states, trains=through_backbone, heads=heads)
+    if targets.parents is not None:
+        projection = Parents(projection, heads, targets.parents.index_select(1, positions))
+    index = targets.index.index_select(1, positions)
+    return chunked_loss(
+        projection,
+        CrossEntropy(index, min(top, heads.num_candidates), sum_type(states.dtype)),
+        states,
+        targets.counts,
+        outside=targets.outside,
+        weights=head_weights(heads.num_heads) if weights is None else weights,
+        normaliser=normaliser,
+        chunk=chunk,
+        repeatable=repeatable,
+    )
+
+
+def _targets(
+    labels: Tensor | Targets, heads: MedusaHeads, length: int, tokens: Tensor | None, segments: Tensor | None
+) -> Targets:
+    """Return the targets of labels, or given ones once they are checked."""
+    if not isinstance(labels, Targets):
+        if heads.parent_rank and tokens is None:
+            raise ValueError("tokens: expected the text's ids (the heads have a parent_rank), got None")
+        if not heads.parent_rank and tokens is not None:
+            raise ValueError("tokens: expected None (the heads have no parent_rank), got a tensor")
+        check_vector("labels", labels, length)
+        check_range("labels", labels, heads.vocab_size)
+        return head_targets(labels, heads, segments, tokens)
+    for name, tensor in (("segments", segments), ("tokens", tokens)):
+        if tensor is not None:
+            raise ValueError(f"{name}: expected None with Targets, got a tensor")
+    shape, parents = (heads.num_heads, length), labels.parents
+    if labels.index.shape != shape:
+        raise ValueError(f"labels: expected targets {list(shape)}, got {list(labels.index.shape)}")
+    check_range("labels", labels.index, heads.num_candidates)
+    if not heads.parent_rank:
+        if parents is not None:
+            raise ValueError("labels: expected targets without parents (the heads have no parent_rank), got some")
+    elif parents is None or parents.shape != shape:
+        got = None if parents is None else list(parents.shape)
+        raise ValueError(f"labels: expected targets with parents {list(shape)}, got {got}")
+    else:
+        check_ids("labels.parents", parents, heads.vocab_size)
+    return labels

@@ -1,0 +1,262 @@
+"""Projections from states to logits, and back: a plain matrix, or a module that is called.
+
+Rounding: with 16-bit weights the operands of the three products (logits, gradient of the states, gradient of the
+weights) are 16-bit, their sums fp32. The gradient of the logits is rounded to 16 bits before its products while it
+still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32. This module does not know losses.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from medusa_decoding.heads import MedusaHeads, plain_weight
+
+SLABS = 8
+"""The gradient of a weight is computed in this many parts of the vocabulary, to keep products small."""
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Projection(Protocol):
+    """How a chunk's logits come from its states, and how their gradient goes back.
+
+    A term that depends on more than the state is a projection around another one, as in `parents.py`: `logits` adds the
+    term (`head` and `rows` say for which positions), and its own weights take their gradient in `backward`.
+
+    Attributes:
+        size: V', the number of logits per position.
+        parameters: the tensors that `gradients` returns the gradients of, in its order.
+    """
+
+    size: int
+    parameters: tuple[Tensor, ...]
+
+    def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
+        """Return the logits of one head: states [C, H] -> fp32 [C, V'], which the caller overwrites."""
+
+    def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
+        """Return the gradient of the states from that of the last `logits`: fp32 [C, V'] -> [C, H], times `scale`.
+
+        Adds to the gradient of the parameters, at the latest in `end_head`. Until then it may keep `gradient`, which
+        the caller must not change.
+        """
+
+    def end_head(self, head: int) -> None:
+        """Note that all chunks of this head are done."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients of `parameters`, in their dtypes."""
+
+
+def lm_head_projection(
+    lm_head: nn.Module | Tensor, hidden: Tensor, *, trains: bool, heads: MedusaHeads | None = None
+) -> Matrix | Called:
+    """Return the projection by a model's lm_head, to all of its vocabulary or to that of heads that share it.
+
+    Args:
+        lm_head: module or weight [V, H].
+        hidden: states [T, H], or those of heads: for their type.
+        trains: whether its parameters get a gradient.
+        heads: those that share it.
+
+    Raises:
+        ValueError: shapes that do not fit, or a module that does not state its size.
+    """
+    token_map = None if heads is None else heads.token_map
+    weight = lm_head if isinstance(lm_head, Tensor) else plain_weight(lm_head)
+    if weight is not None:
+        if heads is not None and weight.shape != (heads.vocab_size, heads.hidden_size):
+            wanted = [heads.vocab_size, heads.hidden_size]
+            raise ValueError(f"lm_head: expected weight {wanted}, got {list(weight.shape)}")
+        if heads is None and (weight.ndim != 2 or hidden.ndim != 2 or weight.shape[1] != hidden.shape[1]):
+            raise ValueError(f"hidden: expected [T, H] for lm_head {list(weight.shape)}, got {list(hidden.shape)}")
+        return Matrix(weight if trains else weight.detach(), compute_type(hidden), token_map)
+    assert isinstance(lm_head, nn.Module)
+    size = getattr(lm_head, "out_features", None) if heads is None else heads.num_candidates
+    if not isinstance(size, int):
+        raise ValueError(f"lm_head: expected a layer that states its out_features, got {type(lm_head).__name__}")
+    return Called(lm_head, size, token_map, trains)
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of sums over values of a type."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def compute_type(states: Tensor) -> torch.dtype:
+    """Return the type of the products' operands: autocast's if it is on, else that of the states."""
+    kind = states.device.type
+    if torch.is_autocast_enabled(kind) and states.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return states.dtype
+
+
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # Only CUDA multiplies 16-bit matrices into fp32; elsewhere the rounded values are widened first.
+    rounded = tensor.to(dtype)
+    return rounded if dtype not in _HALF or rounded.is_cuda else rounded.float()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.mm(a, b, out_dtype=torch.float32) if a.dtype in _HALF else torch.mm(a, b)
+
+
+class Matrix:
+    """A projection by a plain matrix.
+
+    Args:
+        weight: [K, V', H], one matrix per head, or [V, H], one for all heads.
+        dtype: of the products' operands.
+        token_map: int64 [V'], with one matrix for all: its rows that are the vocabulary.
+        scale: fp32 [K, V'], the factor of each row of a weight in 8 bits, which gets no gradient.
+    """
+
+    def __init__(
+        self, weight: Tensor, dtype: torch.dtype, token_map: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
+        self.size = weight.shape[-2] if token_map is None else len(token_map)
+        self.parameters: tuple[Tensor, ...] = (weight,)
+        self._weight, self._dtype, self._map, self._scale = weight.detach(), dtype, token_map, scale
+        self._trains, self._per_head = weight.requires_grad, weight.ndim == 3
+        self._operands: tuple[int, Tensor] | None = None
+        self._gradient: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._states = weight.new_empty(0)
+        self._pending: list[tuple[Tensor, Tensor]] = []  # gradients of logits, states
+
+    def _matrix(self, head: int) -> Tensor:
+        key = head if self._per_head else 0
+        if self._operands is None or self._operands[0] != key:
+            self._operands = None
+            weight = self._weight[head] if self._per_head else self._weight
+            rows = weight if self._map is None else weight.index_select(0, self._map)
+            rows = rows if self._scale is None else rows.float() * self._scale[head, :, None]
+            self._operands = key, _operand(rows, self._dtype)
+        return self._operands[1]
+
+    def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
+        """Multiply by the matrix; see `Projection`."""
+        self._states = _operand(states, self._dtype)
+        return _product(self._states, self._matrix(head).t())
+
+    def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
+        """Multiply by the matrix' transpose, and keep what the gradient of the matrix needs; see `Projection`."""
+        gradient = _operand(gradient, self._dtype)
+        if self._trains:
+            # With slabs, half of [V', H] keeps the peak below that of one product [V', H] per chunk.
+            room = gradient.shape[1] * self._states.shape[1] * sum_type(self._dtype).itemsize // 2
+            self._pending.append((gradient, self._states))
+            self._pending_scale = scale
+            if sum(pending.nbytes for pending, _ in self._pending) + gradient.nbytes > room:
+                self._add_pending(head)
+        return _product(gradient, self._matrix(head)).mul_(scale)
+
+    def _add_pending(self, head: int) -> None:
+        """Add the matrix' gradient of the pending chunks, in one product per slab of the vocabulary.
+
+        Reading and writing [V', H] in fp32 takes longer than one chunk's product, so several chunks share it.
+        """
+        if not self._pending:
+            return
+        gradients, states = zip(*self._pending, strict=True)
+        self._pending = []
+        total, all_states = self._total(head), _join(states)
+        slab = 16 * -(-len(total) // (16 * SLABS))  # aligned for tensor cores
+        for start in range(0, len(total), slab):
+            part = slice(start, start + slab)
+            gradient = _join([pending[:, part] for pending in gradients])
+            total[part].addcmul_(_product(gradient.t(), all_states), self._pending_scale)
+
+    def _total(self, head: int) -> Tensor:
+        """Return the tensor that sums a head's gradient: the gradient itself if it has the type of sums."""
+        kind = sum_type(self._dtype)
+        if self._per_head and self._weight.dtype == kind:
+            return self._whole_gradient()[head]
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._matrix(head), dtype=kind)
+        return self._sum
+
+    def _whole_gradient(self) -> Tensor:
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._weight)
+        return self._gradient
+
+    def end_head(self, head: int) -> None:
+        """Add the pending chunks, and round the head's gradient to the weight's type; see `Projection`."""
+        self._add_pending(head)
+        if self._per_head and self._sum is not None:
+            self._whole_gradient()[head] = self._sum
+            self._sum.zero_()
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradient of the weight; see `Projection`."""
+        if not self._trains:
+            return [None]
+        shared = None if self._per_head else self._sum
+        self._sum = self._operands = None
+        if shared is None:
+            return [self._whole_gradient()]
+        shared = shared.to(self._weight.dtype)
+        return [shared if self._map is None else self._whole_gradient().index_copy_(0, self._map, shared)]
+
+
+def _join(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Called:
+    """A projection by calling a module: LoRA around lm_head, quantised layers, layers with hooks.
+
+    Args:
+        module: maps [C, H] to [C, V].
+        size: V', the size of the vocabulary.
+        token_map: int64 [V'], the columns of its result that are the vocabulary, or None for all.
+        trains: whether its parameters get a gradient (those that require one).
+    """
+
+    def __init__(self, module: nn.Module, size: int, token_map: Tensor | None = None, trains: bool = True) -> None:
+        self.size = size
+        trained = [p for p in module.parameters() if p.requires_grad] if trains else []
+        self.parameters: tuple[Tensor, ...] = tuple(trained)
+        self._module, self._map = module, token_map
+        # The first type that is not of packed integers: with LoRA, that of the base layer.
+        self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        self._sums: list[Tensor] = []
+        self._graph: tuple[Tensor, Tensor] | None = None
+
+    def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
+        """Call the module; see `Projection`."""
+        if self._dtype is not None and not torch.is_autocast_enabled(states.device.type):
+            states = states.to(self._dtype)
+        with torch.set_grad_enabled(wants_gradient):
+            states = states.detach().requires_grad_(wants_gradient)
+            output = self._module(states)
+            output = output if self._map is None else output.index_select(-1, self._map)
+        self._graph = (states, output) if wants_gradient else None
+        return output.detach().to(sum_type(output.dtype), copy=True)
+
+    def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
+        """Take the gradient through the module by autograd; see `Projection`."""
+        assert self._graph is not None
+        (states, output), self._graph = self._graph, None
+        inputs = (states, *self.parameters)
+        found = torch.autograd.grad(output, inputs, gradient.to(output.dtype), allow_unused=True)
+        if not self._sums:
+            self._sums = [torch.zeros_like(p, dtype=sum_type(p.dtype)) for p in self.parameters]
+        for total, part in zip(self._sums, found[1:], strict=True):
+            if part is not None:
+                total.addcmul_(part.to(total.dtype), scale.to(total.dtype))
+        assert found[0] is not None
+        return found[0].to(sum_type(found[0].dtype)) * scale
+
+    def end_head(self, head: int) -> None:
+        """Nothing to do; see `Projection`."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the parameters' gradients; see `Projection`."""
+        sums = self._sums or [torch.zeros_like(p) for p in self.parameters]
+        return [total.to(p.dtype) for total, p in zip(sums, self.parameters, strict=True)]
