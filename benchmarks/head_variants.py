@@ -24,9 +24,9 @@ from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation.interval import ratio
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.training.config import Config
+from medusa_decoding.training import Config, train
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
-from medusa_decoding.training.loop.recipe import MEASURED, train
+from medusa_decoding.training.loop.writing import MEASURED
 from medusa_decoding.trees.tree import Tree
 from recipes.demo.seeds import write_seeds
 

@@ -10,7 +10,7 @@ import yaml
 from medusa_decoding import MedusaModel
 from medusa_decoding.cli import main
 from medusa_decoding.training.distill import distill
-from medusa_decoding.training.loop import recipe
+from medusa_decoding.training.loop import run as training_run
 
 QUESTIONS = [["how are you", "and then"], ["hello"], ["tell me more", "why"], ["a seat", "ten", "more"], ["no"]]
 
@@ -45,7 +45,7 @@ def trained(monkeypatch):
         asked.append((config, options))
         return SimpleNamespace(measured=None, heads="out/heads", base_model="../model", steps=7, seconds=1.0)
 
-    monkeypatch.setattr(recipe, "train", train)
+    monkeypatch.setattr(training_run, "train", train)
     return asked
 
 

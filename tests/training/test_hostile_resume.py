@@ -17,7 +17,7 @@ from limits import MIB, bounded
 
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.loop import saving
-from medusa_decoding.training.loop.recipe import train
+from medusa_decoding.training.loop.run import train
 from medusa_decoding.training.loop.states import StateCache
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop.schedules import Stage, lambda_0, learning_rates, parameter_groups, stages
+from medusa_decoding.training.loop.optimiser import parameter_groups
+from medusa_decoding.training.loop.schedules import Stage, lambda_0, learning_rates, stages
 
 
 def config(**sections):
@@ -17,14 +18,14 @@ def config(**sections):
 
 
 @pytest.mark.parametrize(
-    ("name", "behind"),
+    ("name", "after"),
     [
         ("cosine", [1 + math.cos(math.pi * s / 8) for s in range(9)]),
         ("linear", [2 * (8 - s) / 8 for s in range(9)]),
         ("constant", [2.0] * 9),
     ],
 )
-def test_rates_with_warm_up(name, behind):
+def test_rates_with_warm_up(name, after):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = learning_rates(optimizer, 4, 12, name)
     rates = []
@@ -33,7 +34,7 @@ def test_rates_with_warm_up(name, behind):
         optimizer.step()
         schedule.step()
     rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([2 * s / 4 for s in range(4)] + behind, abs=1e-12)
+    assert rates == pytest.approx([2 * s / 4 for s in range(4)] + after, abs=1e-12)
     for warmup in (-1, 12, 13):
         with pytest.raises(
             ValueError, match=f"warmup_steps: expected from 0 to below the 12 steps in all, got {warmup}"

@@ -23,11 +23,11 @@ from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
 from medusa_decoding.training.data.packing import PackedDataset
 from medusa_decoding.training.data.records import Report, read_records
-from medusa_decoding.training.loop import recipe, saving, trainer
+from medusa_decoding.training.loop import preflight, run, saving, trainer
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loop.objective import HIDDEN
 from medusa_decoding.training.loop.processes import Processes
-from medusa_decoding.training.loop.recipe import train
+from medusa_decoding.training.loop.run import train
 
 METHODS = ("medusa-1", "medusa-2", "self-distillation")
 
@@ -390,7 +390,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import workshop
-from medusa_decoding.training.loop.recipe import train
+from medusa_decoding.training.loop.run import train
 def kill(line):
     if line["step"] >= 5:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -513,7 +513,7 @@ def test_a_run_without_memory_for_its_last_figures_is_written_later(shop, tmp_pa
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer, "store", full)
+    monkeypatch.setattr(trainer, "fake_quant", full)
     with pytest.raises(OSError, match=r"could not be written \(CUDA out of memory\); --resume writes it from .*step-"):
         train(config)
     monkeypatch.undo()
@@ -522,13 +522,13 @@ def test_a_run_without_memory_for_its_last_figures_is_written_later(shop, tmp_pa
 
 
 def test_what_is_written_is_taken_out_before_it_is_turned_into_8_bits(shop, tmp_path, monkeypatch):
-    original = trainer.store
+    original = trainer.fake_quant
 
     def spoilt(projections, *arguments):
         original(projections, *arguments)
         projections.fill_(7.0)
 
-    monkeypatch.setattr(trainer, "store", spoilt)
+    monkeypatch.setattr(trainer, "fake_quant", spoilt)
     train(workshop.config(tmp_path / "spoilt", *shop, heads={"storage": "int8"}))
     monkeypatch.undo()
     train(workshop.config(tmp_path / "sound", *shop, heads={"storage": "int8"}))
@@ -643,7 +643,7 @@ def test_gradient_checkpointing_changes_nothing(shop, tmp_path):
 # Several processes
 
 
-@pytest.mark.parametrize("place", [(TrainingBackbone, "load"), (recipe, "make_heads")], ids=["model", "heads"])
+@pytest.mark.parametrize("place", [(TrainingBackbone, "load"), (run, "make_heads")], ids=["model", "heads"])
 def test_a_failure_of_one_process_ends_all(shop, tmp_path, monkeypatch, place):
     told, together = [], Processes.together
 
@@ -663,7 +663,7 @@ def test_a_failure_of_one_process_ends_all(shop, tmp_path, monkeypatch, place):
 
 def test_a_failure_of_another_process_ends_this_one(shop, tmp_path, monkeypatch):
     monkeypatch.setattr(Processes, "total", lambda self, tensor: tensor + 1)
-    monkeypatch.setattr(recipe, "make_heads", lambda *arguments: pytest.fail("went on"))
+    monkeypatch.setattr(run, "make_heads", lambda *arguments: pytest.fail("went on"))
     with pytest.raises(RuntimeError, match="another process of this run failed"):
         train(workshop.config(tmp_path / "run", *shop))
 
@@ -675,8 +675,8 @@ def test_a_quantised_model_is_not_divided(shop, tmp_path):
     (base / "config.json").write_text(json.dumps(settings))
     two = Processes(0, 2, torch.device("cpu"), True)
     with pytest.raises(ValueError, match=r"^model\.name: expected a model that is not quantised with divided weights"):
-        recipe.check(workshop.config(tmp_path / "run", base, shop[1]), two)
-    recipe.check(workshop.config(tmp_path / "run", *shop), two)
+        preflight.check(workshop.config(tmp_path / "run", base, shop[1]), two)
+    preflight.check(workshop.config(tmp_path / "run", *shop), two)
 
 
 LAUNCHED = """
@@ -685,7 +685,7 @@ import weakref
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import workshop
-from medusa_decoding.training.loop.recipe import train
+from medusa_decoding.training.loop.run import train
 config = workshop.config(Path({folder!r}), {base!r}, {data!r}, {method!r}, **{options!r})
 train(config, resume={resume!r})
 """
@@ -730,7 +730,7 @@ import json
 import torch
 from torch import nn
 from medusa_decoding.training.loop.processes import Processes, own, whole
-from medusa_decoding.training.loss.fake_quant import store
+from medusa_decoding.training.loss.fake_quant import fake_quant
 processes = Processes.join("full")
 facts = {{}}
 for case in ("dtypes", "shapes", "names", "more", "buffers"):
@@ -764,7 +764,7 @@ module = nn.ParameterDict({{"w2": torch.randn(3, 5, 8)}})
 plain = module["w2"].detach().clone()
 processes.shard(module, [])
 for projections in (own(module["w2"].detach()), plain):
-    store(projections, "int8", torch.float32)
+    fake_quant(projections, "int8", torch.float32)
 facts["stored"] = torch.equal(whole(module["w2"].detach()), plain)
 with open({facts!r} + str(processes.rank), "w") as file:
     json.dump(facts, file)

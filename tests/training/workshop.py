@@ -7,7 +7,7 @@ import toy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop.trainer import read_log
+from medusa_decoding.training.loop.log import read_log
 
 WORDS = ["Paris", "is", "the", "capital", "of", "France", "one", "two", "three", "Hello", "thank", "you"]
 BASE = {

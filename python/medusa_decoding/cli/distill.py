@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     if args.only_data:
         return _run(args, config)
     _check_trainable(config, args.resume)
+    from medusa_decoding.training.loop.preflight import hold
     from medusa_decoding.training.loop.processes import Processes
-    from medusa_decoding.training.loop.recipe import hold
 
     processes = Processes.join(config.optimisation.sharding)
     with hold(config, processes):
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int
     figures = finished(file, asked) if args.resume else None
     if figures is None:
         if processes is not None:
-            from medusa_decoding.training.loop.recipe import check
+            from medusa_decoding.training.loop.preflight import check
 
             check(on_own_data(config, file), processes, args.resume)
         with only_writer("output.folder", file):

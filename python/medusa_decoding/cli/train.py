@@ -89,11 +89,11 @@ def run(args: argparse.Namespace) -> int:
 
 def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
     """Train with a progress bar unless `quiet`; return the result as plain values."""
-    from medusa_decoding.training.loop import recipe
+    from medusa_decoding.training.loop import run as training_run
 
     bar = ProgressBar()
     try:
-        result = recipe.train(
+        result = training_run.train(
             config,
             resume=resume,
             watchers=[] if quiet else [bar],
@@ -114,7 +114,8 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
 def _check(config: Config, resume: bool) -> int:
     from medusa_decoding.checkpoints.pretrained import stated_vocab_size
     from medusa_decoding.training.loop.backbone import load_tokenizer
-    from medusa_decoding.training.loop.recipe import check, load_rows
+    from medusa_decoding.training.loop.preflight import check
+    from medusa_decoding.training.loop.rows import load_rows
     from medusa_decoding.training.loop.schedules import stages
 
     check(config, _processes(config), resume)

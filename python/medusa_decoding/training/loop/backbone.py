@@ -1,4 +1,4 @@
-"""The model that heads are trained on: loaded as configured, frozen or adapted, and asked for hidden states.
+"""The model that heads are trained on: loads it, freezes or adapts it, and returns its hidden states.
 
 Quantisation is bitsandbytes' through transformers, adapters are peft's. The teacher of self-distillation is the same
 model with its adapter off (Medusa paper, section 2.3.2). This module does not know data, losses or optimisers.
@@ -40,14 +40,14 @@ class TrainingBackbone:
 
     @classmethod
     def load(cls, config: Config, device: torch.device) -> TrainingBackbone:
-        """Load the model a configuration names, all of it frozen; with an adapter where one is asked for.
+        """Load the model of a configuration, frozen except for an adapter or weights that the run trains.
 
         Args:
             config: of the run.
-            device: where to; on "meta" the model has shapes alone, and its weights are never read.
+            device: of the model; on "meta" it has shapes only, and its weights are not read.
 
         Raises:
-            ValueError: no such model, a dtype that is not trained in, or an adapter that the model cannot take.
+            ValueError: no such model, a dtype that cannot be trained in, or an adapter that the model cannot take.
             ModuleNotFoundError: bitsandbytes or peft is missing.
         """
         settings = config.model
@@ -65,12 +65,10 @@ class TrainingBackbone:
         else:
             options |= pretrained.at(settings.revision)
             causal = pretrained.load_model(settings.name, argument=NAME, **options)
-        if settings.quantization == "4bit":
-            layers: list[Any] = list(causal.modules())
-            for module in layers:
-                if hasattr(module, "support_avx512bf16_for_cpu"):
-                    # On such CPUs a pass without gradients would repack the weights for a product that has none.
-                    module.support_avx512bf16_for_cpu = False
+        for module in causal.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # On such CPUs a pass without gradients would repack 4-bit weights for a product that has no gradient.
+                module.support_avx512bf16_for_cpu = False
         causal.requires_grad_(False)
         causal.eval()
         if settings.quantization == "none" and device.type != "meta":
@@ -85,10 +83,10 @@ class TrainingBackbone:
         return found
 
     def adapt(self, config: Config) -> None:
-        """Put a LoRA adapter around the linear layers (B.2), lm_head among them.
+        """Add a LoRA adapter to the linear layers (B.2), including lm_head.
 
         Raises:
-            ValueError: an lm_head tied to the embeddings that shall be adapted.
+            ValueError: lm_head is to be adapted but tied to the embeddings.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -116,7 +114,7 @@ class TrainingBackbone:
 
     @property
     def module(self) -> nn.Module:
-        """What holds all weights, the adapter's included."""
+        """The module with all weights, including the adapter's."""
         found: nn.Module = self.causal if self.lora is None else self.lora
         return found
 
@@ -132,16 +130,15 @@ class TrainingBackbone:
         return found
 
     def hidden(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the states after the final norm, [B, T, H], of a batch as `packing.collate` makes it."""
+        """Return the states after the final norm, [B, T, H], of a batch from `packing.collate`."""
         found: torch.Tensor = self.decoder(**model_inputs(batch)).last_hidden_state
         return found
 
     @contextlib.contextmanager
     def original(self) -> Iterator[None]:
-        """Be the original model for a while: without the adapter, without dropout.
+        """Be the original model inside the block: without the adapter, without dropout.
 
-        The adapter's layers are passed by, and their weights left alone: peft's own context also switches off their
-        gradients, which distributed wrappers do not follow.
+        Leaves the adapter's weights alone. peft's own context also turns off `requires_grad`, which DDP must not see.
         """
         layers: list[Any] = [module for module in self.module.modules() if hasattr(module, "_disable_adapters")]
         before = [layer._disable_adapters for layer in layers]
@@ -157,12 +154,12 @@ class TrainingBackbone:
             self.module.train(training)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return the weights that a run trains, by name: the adapter's, or all of them, or none."""
+        """Return the weights that a run trains by name: the adapter's, all, or none."""
         return {name: weight for name, weight in self.module.named_parameters() if weight.requires_grad}
 
 
 def check_adaptable(config: Config, model: Any) -> None:
-    """Raise `ValueError` where the adapter asked for cannot be put into a model of this transformers config."""
+    """Raise `ValueError` if a model of this transformers config cannot take the adapter, or cannot be trained."""
     if config.lora.enabled and config.lora.lm_head and getattr(model, "tie_word_embeddings", False):
         raise ValueError(
             "lora.lm_head: expected false for a model whose lm_head is tied to its embeddings (they would be "

@@ -1,8 +1,7 @@
 """The model card of trained heads: a README.md with Hugging Face's front matter, and a plot.
 
-It states data, settings, the course of the loss and what the heads reach on held-out data. It is made from what the
-trainer tells it and nothing else, so that equal facts give equal files. matplotlib is imported when a card is written,
-never before. This module does not know how anything was trained or measured.
+It states data, settings, losses and the accuracy on held-out data. Equal facts give equal files. matplotlib is
+imported only when a card is written. This module does not know how anything was trained or measured.
 """
 
 from __future__ import annotations
@@ -29,32 +28,28 @@ CURVE_POINTS = 9
 CARD, PLOT = "README.md", "accuracy.png"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt")
-# Every run states these; what is said of data and model is said elsewhere in the card.
+# Settings of every run, which other sections of the card show.
 _STATED = ("method", "model.name", "data.train", "output.folder")
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says.
+    """The content of a card.
 
     Attributes:
         config: of the run.
-        report: what came of the training data's records.
+        report: of reading the training data.
         train_records, held_out_records: sound records on each side of the split.
-        accuracy: of the heads, as they are stored, on the held-out data's text; its totals are 0 where there is none.
+        accuracy: of the heads, as they are stored, on the held-out data's text; its totals are 0 without such data.
         losses: (step, training loss), in order; steps count over all stages.
         steps: optimiser steps of all stages.
-        seconds: that training took.
-        held_out_report: of held-out data of its own (`data.held_out`), or None.
-        held_out_losses: (step, loss on held-out data), in order.
-        tokens: of training data, learnt or not, or None where nobody counted.
+        seconds: spent in them.
+        held_out_report: of reading `data.held_out`, or None without it.
+        tokens: of training data, learnt or not, or None if unknown.
         versions: library to version.
-        commit: of this package's checkout, or None.
-        command: that started the run, or None.
-        machine: it ran on, or None.
-        generated: what training data that a model has written was asked for with (`generated.asked_of`), by its path.
-        trained_model: folder of the backbone that was trained along, or of its adapter, which the heads need then; None
-            where the backbone was frozen.
+        machine: that the run used, or None.
+        generated: for each data file that a model has written, by path: the settings of that (`record_file.asked_of`).
+        trained_model: folder of the trained backbone, or of its adapter, which the heads need; None if it was frozen.
     """
 
     config: Config
@@ -66,22 +61,15 @@ class CardFacts:
     steps: int
     seconds: float
     held_out_report: Report | None = None
-    held_out_losses: Sequence[tuple[int, float]] = ()
     tokens: int | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    commit: str | None = None
-    command: str | None = None
     machine: str | None = None
     generated: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     trained_model: str | None = None
 
 
 def check_plotting() -> None:
-    """Raise where `write_card` would, for a trainer to call before it begins.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
+    """Raise `ModuleNotFoundError` if matplotlib is not installed: `write_card` needs it after training."""
     try:
         importlib.import_module("matplotlib")
     except ModuleNotFoundError as error:
@@ -91,11 +79,11 @@ def check_plotting() -> None:
 
 
 def write_card(folder: str | Path, facts: CardFacts) -> Path:
-    """Write README.md and accuracy.png into a folder; each appears whole or not at all.
+    """Write README.md and accuracy.png into a folder, each of them completely or not at all.
 
     Args:
-        folder: of the trained heads; it exists.
-        facts: what to say.
+        folder: of the trained heads; it must exist.
+        facts: content of the card.
 
     Returns:
         The card's path.
@@ -120,12 +108,12 @@ def card_text(facts: CardFacts) -> str:
     sections = [
         _front_matter(config),
         f"# Medusa heads for {escaped(_shown_name(config.model.name))}",
-        f"{config.heads.num_heads} heads that guess further tokens of {escaped(config.model.name)}{_revision(config)}, "
+        f"{config.heads.num_heads} heads that draft further tokens of {escaped(config.model.name)}{_revision(config)}, "
         f"trained with the method {config.method} of the [Medusa paper](https://arxiv.org/abs/2401.10774). "
         + (
-            "They are of use with that model only."
+            "Use them with that model only."
             if facts.trained_model is None
-            else f"The model was trained along; they are of use with what it has become, `{facts.trained_model}`, only."
+            else f"The model was trained too: use them with the trained one, `{facts.trained_model}`, only."
         ),
         f"![Accuracy of each head, and loss over steps]({PLOT})",
         *_accuracy(facts),
@@ -138,13 +126,13 @@ def card_text(facts: CardFacts) -> str:
 
 
 def escaped(value: object) -> str:
-    """Return a value as Markdown that shows it literally, in a line or in a table's cell."""
+    """Return a value as Markdown that shows it literally, in a line or a table cell."""
     text = " ".join(str(value).split()).replace("&", "&amp;")
     return re.sub(r"([\\`*_{}\[\]<>|#~$!])", r"\\\1", text)
 
 
 def _front_matter(config: Config) -> str:
-    """What the hub reads. Names that are no hub's (local files) would be refused there, and are left out."""
+    # Names of local files are left out: the hub would refuse them.
     values: dict[str, Any] = {"library_name": "medusa-kernels"}
     if _on_hub(config.model.name):
         values["base_model"] = config.model.name
@@ -183,14 +171,14 @@ def _accuracy(facts: CardFacts) -> list[str]:
     ]
     return [
         "## Accuracy",
-        "Percent of held-out tokens among each head's n likeliest candidates. Head k drafts the token k places beyond "
-        "the model's own next one."
+        "Percent of held-out tokens among each head's top n candidates. Head k drafts the token k places after the "
+        "model's own next one."
         + ("" if storage == "float" else f" Measured with the projections as they are stored, in {storage}."),
         _table(["", *(f"top-{n}" for n in range(1, ranks + 1)), "tokens"], rows),
-        "Expected tokens a step of the best tree of so many nodes (root included) by section 2.3.3 of the paper. It "
-        "takes the heads as independent of each other, and the accuracies are those on the data's text, not on the "
-        "text that the model itself writes: `medusa eval` measures that, and the tokens a step themselves.",
-        _table(["nodes", "expected tokens a step"], expected),
+        "Expected tokens per step of the best tree of a number of nodes (root included), by section 2.3.3 of the "
+        "paper. This treats the heads as independent of each other, and the accuracies are those on the data's text, "
+        "not on the text that the model itself writes: `medusa eval` measures that, and the real tokens per step.",
+        _table(["nodes", "expected tokens per step"], expected),
     ]
 
 
@@ -199,7 +187,7 @@ def _data(facts: CardFacts) -> list[str]:
     rows = [["training", *_source(source)] for source in config.data.train]
     rows += [["held out", *_source(source)] for source in config.data.held_out]
     if config.data.held_out:
-        split = "Held-out data has sources of its own."
+        split = "Held-out data has separate sources."
     else:
         split = (
             f"{100 * config.held_out_share:g} % of prompts are held out, by a hash of the prompt alone "
@@ -209,10 +197,15 @@ def _data(facts: CardFacts) -> list[str]:
     if facts.tokens is not None:
         counts += f" {facts.tokens:,} tokens of training data."
     found = ["## Data", _table(["", "source", "format", "split", "revision"], rows), counts]
-    found += [_written(path, settings) for path, settings in facts.generated.items()]
-    for what, report in (("", facts.report), ("Held-out data: ", facts.held_out_report)):
+    found += [_generated(path, settings) for path, settings in facts.generated.items()]
+    for prefix, report in (("", facts.report), ("Held-out data: ", facts.held_out_report)):
         if report is not None:
-            found += _came_of(what, report)
+            bad = report.bad.total()
+            end = ", because of:" if bad else "."
+            found.append(f"{prefix}{report.read} records read, {bad} of them left out{end}")
+            for header, numbers in ((["reason", "records"], report.bad), (["noted", "times"], report.notes)):
+                if numbers:
+                    found.append(_table(header, sorted(numbers.items(), key=lambda item: (-item[1], item[0]))))
     return found
 
 
@@ -222,31 +215,16 @@ def _source(source: SourceConfig) -> list[str]:
     return [name, source.format, source.split if hub else "", (source.revision or "newest") if hub else ""]
 
 
-def _written(path: str, settings: Mapping[str, Any]) -> str:
+def _generated(path: str, settings: Mapping[str, Any]) -> str:
     how, data = settings["generation"], settings["data"]
     seeds = ", ".join(escaped(source["path"]) for source in data["train"])
     drawn = f"drawn at temperature {how['temperature']:g}" if how["temperature"] else "greedy"
     nucleus = f", top-p {how['top_p']:g}" if how["temperature"] and how["top_p"] < 1 else ""
     return (
-        f"{escaped(path)} was written by {escaped(_shown_name(settings['model']['name']))} itself behind the prompts "
-        f"of {seeds}: {drawn}{nucleus}, at most {how['max_new_tokens']} tokens an answer, at most {how['turns']} "
+        f"{escaped(path)} contains answers of {escaped(_shown_name(settings['model']['name']))} itself to the prompts "
+        f"of {seeds}: {drawn}{nucleus}, at most {how['max_new_tokens']} tokens per answer, at most {how['turns']} "
         f"turns, seed {how['seed']}."
     )
-
-
-def _came_of(what: str, report: Report) -> list[str]:
-    bad = report.bad.total()
-    rows = [[reason, count] for reason, count in _most_first(report.bad)]
-    found = [f"{what}{report.read} records read, {bad} of them left out" + (", because of:" if bad else ".")]
-    if rows:
-        found.append(_table(["reason", "records"], rows))
-    if report.notes:
-        found.append(_table(["noted", "times"], [[note, count] for note, count in _most_first(report.notes)]))
-    return found
-
-
-def _most_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _training(facts: CardFacts) -> list[str]:
@@ -258,41 +236,16 @@ def _training(facts: CardFacts) -> list[str]:
             f"Training loss {_number(facts.losses[0][1])} at step {facts.losses[0][0]}, "
             f"{_number(facts.losses[-1][1])} at step {facts.losses[-1][0]}, lowest {_number(lowest)} at step {at}."
         )
-    for name, curve in (("training loss", facts.losses), ("held-out loss", facts.held_out_losses)):
-        if curve:
-            rows = [[step, _number(loss)] for step, loss in _spread(curve, CURVE_POINTS)]
-            found.append(_table(["step", name], rows))
+    if facts.losses:
+        count = min(len(facts.losses), CURVE_POINTS)  # at even distances, including the first and the last
+        points = [facts.losses[place * (len(facts.losses) - 1) // max(1, count - 1)] for place in range(count)]
+        found.append(_table(["step", "training loss"], [[step, _number(loss)] for step, loss in points]))
     return found
 
 
-def _spread(curve: Sequence[tuple[int, float]], count: int) -> list[tuple[int, float]]:
-    """Return up to `count` points of a curve, the first and the last of them, at even distances."""
-    if len(curve) <= count:
-        return list(curve)
-    return [curve[place * (len(curve) - 1) // (count - 1)] for place in range(count)]
-
-
 def _settings(config: Config) -> list[str]:
-    defaults, values = _flat(_defaults(config)), _flat(config)
-    meanings = {key: meaning for key, _, _, meaning, _ in config_schema.describe(Config)}
-    rows = [
-        [key, _setting(value), _setting(defaults[key]), meanings[key]]
-        for key, value in values.items()
-        if key not in _STATED and value != defaults[key]
-    ]
-    fence = _fence(config.to_yaml())
-    return [
-        "## Settings",
-        f"Those that differ from the defaults of {config.method}:" if rows else f"The defaults of {config.method}.",
-        *([_table(["setting", "value", "default", "meaning"], rows)] if rows else []),
-        f"<details>\n<summary>All settings</summary>\n\n{fence}yaml\n{config.to_yaml()}{fence}\n\n</details>",
-    ]
-
-
-def _defaults(config: Config) -> Config:
-    """Return the method's own settings for the same model, data and folder."""
     stated = dataclasses.asdict(config)
-    return Config.of(
+    defaults = Config.of(
         {
             "method": config.method,
             "model": {"name": config.model.name},
@@ -300,6 +253,21 @@ def _defaults(config: Config) -> Config:
             "output": {"folder": config.output.folder},
         }
     )
+    of_method, values = _flat(defaults), _flat(config)
+    meanings = {key: meaning for key, _, _, meaning, _ in config_schema.describe(Config)}
+    rows = [
+        [key, _setting(value), _setting(of_method[key]), meanings[key]]
+        for key, value in values.items()
+        if key not in _STATED and value != of_method[key]
+    ]
+    longest = max(map(len, re.findall("`+", config.to_yaml())), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [
+        "## Settings",
+        f"Those that differ from the defaults of {config.method}:" if rows else f"The defaults of {config.method}.",
+        *([_table(["setting", "value", "default", "meaning"], rows)] if rows else []),
+        f"<details>\n<summary>All settings</summary>\n\n{fence}yaml\n{config.to_yaml()}{fence}\n\n</details>",
+    ]
 
 
 def _flat(settings: Any, path: str = "") -> dict[str, Any]:
@@ -320,21 +288,9 @@ def _setting(value: Any) -> str:
 
 def _origin(facts: CardFacts) -> list[str]:
     rows = [[name, version] for name, version in facts.versions.items()]
-    rows += [
-        [name, value] for name, value in (("commit", facts.commit), ("machine", facts.machine)) if value is not None
-    ]
-    found = ["## Made with"]
-    if rows:
-        found.append(_table(["", "version"], rows))
-    if facts.command is not None:
-        fence = _fence(facts.command)
-        found.append(f"{fence}\n{facts.command}\n{fence}")
-    return found
-
-
-def _fence(text: str) -> str:
-    longest = max((len(run) for run in re.findall("`+", text)), default=0)
-    return "`" * max(3, longest + 1)
+    if facts.machine is not None:
+        rows.append(["machine", facts.machine])
+    return ["## Made with", *([_table(["", "version"], rows)] if rows else [])]
 
 
 def _table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -353,8 +309,7 @@ def _duration(seconds: float) -> str:
 
 
 def _plot(facts: CardFacts, path: Path) -> None:
-    """Draw top-1 to top-10 of each head, and losses over steps."""
-    # Figures without pyplot: no state of the process and no display is touched.
+    # pyplot would change the state of the process, and might open a display.
     figures = importlib.import_module("matplotlib.figure")
     figure = figures.Figure(figsize=(10, 4), layout="constrained")
     heads, loss = figure.subplots(1, 2)
@@ -365,16 +320,11 @@ def _plot(facts: CardFacts, path: Path) -> None:
         heads.legend()
     else:
         heads.text(0.5, 0.5, "no held-out data", ha="center", transform=heads.transAxes)
-    heads.set(
-        title="Held-out accuracy", xlabel="n likeliest candidates", ylabel="% of tokens among them", ylim=(0, 100)
-    )
+    heads.set(title="Held-out accuracy", xlabel="top n candidates", ylabel="% of tokens among them", ylim=(0, 100))
     heads.set_xticks(range(1, accuracy.hits.shape[1] + 1))
-    for name, curve in (("training", facts.losses), ("held out", facts.held_out_losses)):
-        if curve:
-            loss.plot(*zip(*curve, strict=True), label=name)
-    if facts.losses or facts.held_out_losses:
-        loss.legend()
-    loss.set(title="Loss", xlabel="step", ylabel="nats")
+    if facts.losses:
+        loss.plot(*zip(*facts.losses, strict=True))
+    loss.set(title="Training loss", xlabel="step", ylabel="nats")
     for panel in (heads, loss):
         panel.grid(alpha=0.3)
     with whole_file(path) as scratch:

@@ -1,7 +1,7 @@
-"""The processes that train together: who this one is, sums over all of them, and how the weights lie on them.
+"""The processes of a run: ranks, sums and errors over all of them, and replicated (DDP) or divided (FSDP) weights.
 
-Started by `accelerate launch` or torchrun, or one process alone. Weights are copied to every process (DDP) or divided
-over them (FSDP); both are torch's own, on GPUs and on CPUs alike. This module does not know models or losses.
+`accelerate launch` or torchrun starts several; otherwise there is one. DDP and FSDP are torch's own, on GPUs and CPUs.
+This module does not know models or losses.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that train together.
+    """This process and its relation to the others of the run.
 
     Attributes:
-        rank: its number, from 0.
-        size: how many there are.
-        device: where it computes.
+        rank: number of this process, from 0.
+        size: number of processes.
+        device: of this process.
         sharded: whether weights are divided over the processes.
     """
 
@@ -41,11 +41,11 @@ class Processes:
 
     @classmethod
     def join(cls, sharding: Sharding = "auto") -> Processes:
-        """Join the processes that were launched together, if any.
+        """Join the processes that were launched together.
 
         Raises:
             ModuleNotFoundError: accelerate is missing.
-            ValueError: weights to be divided over one process.
+            ValueError: divided weights are requested for one process.
         """
         try:
             from accelerate import PartialState
@@ -77,13 +77,8 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
-    def wait(self) -> None:
-        """Wait until all processes are here."""
-        if self.size > 1:
-            dist.barrier()
-
     def together(self, error: BaseException | None) -> None:
-        """Raise in every process if one of them brings an error, so that none waits for it for ever.
+        """Raise in every process if one of them has an error, so that none waits for it.
 
         Raises:
             BaseException: the process's own error.
@@ -96,23 +91,21 @@ class Processes:
             raise RuntimeError("another process of this run failed; see its message")
 
     def as_main(self, error: OSError | ValueError | None) -> None:
-        """Raise in every process if the main one has an error; what the others bring does not count.
+        """Raise in every process if the main one has an error; errors of other processes do not count.
 
         Raises:
             OSError, ValueError: the main process's own error; in the others a `ValueError` with its message.
         """
-        said = [None if error is None else str(error)]
+        message = [None if error is None else str(error)]
         if self.size > 1:
-            dist.broadcast_object_list(said, src=0)
+            dist.broadcast_object_list(message, src=0)
         if error is not None:
             raise error
-        if said[0] is not None:
-            raise ValueError(said[0])
+        if message[0] is not None:
+            raise ValueError(message[0])
 
     def each(self, work: Callable[[], T]) -> T:
-        """Do some work in every process, and end all of them where it fails in one.
-
-        The work itself must not wait for other processes.
+        """Do some work in every process, and end all of them if it fails in one. It must not wait for other processes.
 
         Raises:
             Exception: the process's own error.
@@ -127,12 +120,12 @@ class Processes:
         return found
 
     def agree(self, module: nn.Module) -> None:
-        """Have all processes hold what the main one holds, but for the values: names and shapes alike, its dtypes.
+        """Check that all processes have weights and buffers of the same names and shapes; take the main one's dtypes.
 
-        A module on the meta device is made of a model's config alone, that of the main process as the files say.
+        They may differ: the main process has read the model's files, the others have made it from its config.
 
         Raises:
-            ValueError: in every process, where one has a weight or buffer of another name or shape.
+            ValueError: in every process, if one has a weight or buffer of another name or shape.
         """
         held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         lists: list[Any] = [None] * self.size
@@ -151,10 +144,10 @@ class Processes:
                 tensor.data = tensor.data.to(dtype)
 
     def shard(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Divide a module's weights over the processes in place: each layer a unit, all else with the module itself.
+        """Divide a module's weights over the processes in place: each layer is a unit, and the rest is another.
 
-        Weights and buffers are the main process's; others may come on the meta device, and never hold more of them
-        than their shares and, for a moment, one whole weight.
+        The values are the main process's. Other processes may give the module on the meta device; they never hold more
+        than their shares and one whole weight at a time.
 
         Raises:
             ValueError: see `agree`.
@@ -168,7 +161,7 @@ class Processes:
         mesh = init_device_mesh(self.device.type, (self.size,))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-        # What a step ends with (lm_head, heads) is needed at once for the way back.
+        # The backward pass needs the last weights of a step (lm_head, heads) at once.
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
         if not self.main:
             module.to_empty(device=self.device)
@@ -181,21 +174,21 @@ class Processes:
                 dist.broadcast(buffer, 0)
 
     def replicated(self, module: nn.Module) -> nn.Module:
-        """Return a module to call whose gradients are averaged over the processes; the module itself where sharded."""
+        """Return a module whose gradients are averaged over the processes; the module itself if that is sharded."""
         if self.size == 1 or self.sharded:
             return module
         on_gpu = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=on_gpu, broadcast_buffers=False, init_sync=False)
 
     def divide_again(self, module: nn.Module) -> None:
-        """Divide what a forward pass without a way back left whole; else it is not found by its divided weights."""
+        """Divide the weights again that a forward pass without a backward pass has gathered."""
         if self.sharded:
             sharded: Any = module
             sharded.reshard()
 
     @contextlib.contextmanager
     def gradients_kept(self, module: nn.Module, keep: bool) -> Iterator[None]:
-        """While `keep`, backward passes leave gradients in this process: more micro-batches of the step follow."""
+        """Leave gradients in this process while `keep` is set: more micro-batches of the step follow."""
         if isinstance(module, DistributedDataParallel) and keep:
             with module.no_sync():
                 yield
@@ -207,7 +200,7 @@ class Processes:
 
 
 def fill(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy whole values into a weight that may be divided; then those of the main process, and all must ask."""
+    """Copy values into a weight. If it is divided, all processes must call; the values are the main process's."""
     spread = getattr(weight, "device_mesh", None)
     if spread is None:
         weight.copy_(values)
@@ -218,18 +211,18 @@ def fill(weight: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor that may be divided; to change it changes the tensor."""
+    """Return this process's part of a tensor that may be divided, as a view."""
     local = getattr(tensor, "to_local", None)
     return tensor if local is None else local()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor that may be divided over processes; all of them must ask."""
+    """Return the whole of a tensor that may be divided over processes; all of them must call."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()
 
 
 def _leave() -> None:
-    """End gloo's threads before Python ends: one that is left may abort a process whose work is done."""
+    """End gloo's threads before Python ends: a remaining one may abort a process whose work is done."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()

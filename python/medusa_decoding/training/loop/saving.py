@@ -1,14 +1,15 @@
-"""Training checkpoints: everything that a run goes on from, written whole or not at all.
+"""Training checkpoints: everything that a run needs to resume, written completely or not at all.
 
-A checkpoint is a folder `step-000200` with the trained weights, the optimiser's and the schedule's state, the random
-numbers of each process, and `state.json`. It is written aside and renamed at the end, so that a folder of that name is
-complete; then all but the last few are removed. `state.json` has a digest of itself and one of each other file, so that
-what was damaged, exchanged or edited is refused. This module does not know models or losses.
+A checkpoint is a folder `step-000200` with the trained weights, the state of optimiser and schedule, the random numbers
+of each process, and `state.json`. It is written under another name and renamed at the end; then all but the last few
+are removed. `state.json` has a digest of itself and of each other file, so that a damaged, exchanged or edited file is
+refused. This module does not know models or losses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: where they lie.
-        keep: the last so many are kept.
+        folder: of the checkpoints.
+        keep: how many to keep.
         processes: those of the run; all of them call `save`.
     """
 
@@ -63,45 +64,52 @@ class Checkpoints:
 
         Args:
             step: of the whole run.
-            state: what JSON can hold.
-            weights: tensors by name, of the main process.
-            optimiser: its state and the schedule's, likewise.
+            state: values that JSON can hold.
+            weights: tensors by name, in the main process.
+            optimiser: the state of optimiser and schedule, in the main process.
 
         Raises:
-            OSError: it could not be written (a full disk, say); what was there is left, and named.
+            OSError: it could not be written (a full disk, say). Earlier checkpoints stay, and the newest is named.
         """
-        processes, error = self.processes, None
-        staging = self.folder / f".step-{step:06d}.tmp"
-        try:
+        processes, staging = self.processes, self.folder / f".step-{step:06d}.tmp"
+
+        def prepare() -> None:
             if processes.main:
                 for left in self.folder.glob(".step-*.tmp"):
                     shutil.rmtree(left)  # of a run that was killed
                 staging.mkdir(parents=True)
-        except OSError as caught:
-            error = self._named(caught)
-        processes.together(error)
-        try:
+
+        def write() -> None:
             torch.save(random_state(processes.device), staging / f"random-{processes.rank}.pt")
             if processes.main:
                 torch.save(dict(weights), staging / WEIGHTS)
                 torch.save(dict(optimiser), staging / OPTIMISER)
-        except (OSError, RuntimeError) as caught:  # torch's writer has errors of its own for a full disk
-            error = self._named(caught)
+
+        def finish() -> None:
+            if processes.main:
+                _write_state(staging, state)
+                self._put_in_place(staging, step)
+
         try:
-            processes.together(error)
-            try:
-                if processes.main:
-                    _write_state(staging, state)
-                    self._put_in_place(staging, step)
-            except OSError as caught:
-                error = self._named(caught)
-            processes.together(error)
+            for part in (prepare, write, finish):
+                processes.each(functools.partial(self._named_errors, part))
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
 
+    def _named_errors(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (OSError, RuntimeError) as error:  # torch's writer has its own errors for a full disk
+            newest = self.newest()
+            kept = f"the last good one is {newest}" if newest is not None else "there is none before it"
+            free = ""
+            with contextlib.suppress(OSError):  # torch's messages do not mention a full disk
+                free = f"; {shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there"
+            raise OSError(f"{self.folder}: the checkpoint could not be written ({error}{free}); {kept}") from error
+
     def _put_in_place(self, staging: Path, step: int) -> None:
-        """Give a complete checkpoint its name, and remove those that are too many."""
+        """Rename a complete checkpoint, and remove the oldest ones."""
         for file in staging.iterdir():
             with open(file, "rb+") as written:
                 os.fsync(written.fileno())
@@ -110,48 +118,36 @@ class Checkpoints:
             shutil.rmtree(final)
         os.rename(staging, final)
         for old in self.all()[: -self.keep]:
-            # Renamed first: half of a checkpoint is never found under its name.
+            # Renamed first: half of a checkpoint must never have a checkpoint's name.
             gone = old.with_name(f".{old.name}.{secrets.token_hex(4)}.tmp")
             os.rename(old, gone)
             shutil.rmtree(gone, ignore_errors=True)
-
-    def _named(self, error: BaseException) -> OSError:
-        newest = self.newest()
-        kept = f"the last good one is {newest}" if newest is not None else "there is none before it"
-        # torch's own words for a full disk tell nobody.
-        free = ""
-        with contextlib.suppress(OSError):
-            free = f"; {shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there"
-        return OSError(f"{self.folder}: the checkpoint could not be written ({error}{free}); {kept}")
 
     def load(self, path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Read the weights, the optimiser and this process's random numbers; all processes fail if one does.
 
         Args:
             path: of the checkpoint.
-            state: what `read_state` has read from it.
+            state: the result of `read_state`.
 
         Raises:
             ValueError: a damaged checkpoint; it names the file.
         """
-        return self.processes.each(lambda: self._load(path, state))
-
-    def _load(self, path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         own = f"random-{self.processes.rank}.pt"
-        found: list[dict[str, Any]] = []
-        for name in (WEIGHTS, OPTIMISER, own):
+
+        def read(name: str) -> dict[str, Any]:
             try:
                 if self.processes.main or name == own:
                     _check_records(path / name, state["files"].get(name))
-                found.append(dict(torch.load(path / name, map_location="cpu", weights_only=True)))
+                return dict(torch.load(path / name, map_location="cpu", weights_only=True))
             except Exception as error:  # torch.load raises many types on damaged bytes
                 raise damaged(path, f"{name}: {error}") from error
-        weights, optimiser, numbers = found
-        return weights, optimiser, numbers
+
+        return self.processes.each(lambda: (read(WEIGHTS), read(OPTIMISER), read(own)))
 
 
 def damaged(path: Path, reason: str) -> ValueError:
-    """Return what is said of a checkpoint that a run cannot go on from."""
+    """Return the error for a checkpoint that a run cannot resume from."""
     return ValueError(
         f"{path}: expected a complete checkpoint, got a damaged one ({reason}); remove this folder to go on from the "
         "one before it, or begin anew in another output folder"
@@ -159,13 +155,13 @@ def damaged(path: Path, reason: str) -> ValueError:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint says of itself.
+    """Read the state of a checkpoint.
 
     Returns:
-        What was given to `Checkpoints.save`, and `files`, the marks of its files by name.
+        The state given to `Checkpoints.save`, and `files`, the digests of its files by name.
 
     Raises:
-        ValueError: a damaged file, one that was changed since, or one of a version that wrote no digest.
+        ValueError: a damaged or changed file, or one of a version that wrote no digest.
     """
     try:
         found = read_json_object(path / STATE)
@@ -203,14 +199,14 @@ def check_weights(path: Path, weights: Mapping[str, Any], expected: Mapping[str,
 def check_optimiser(
     path: Path, saved: Mapping[str, Any], optimiser: torch.optim.Optimizer, schedule: Any, step: int
 ) -> None:
-    """Refuse the state of another optimiser or schedule, or of another step; weights that are divided are not covered.
+    """Refuse the state of another optimiser or schedule, or of another step. Does not cover divided weights.
 
     Args:
         path: of the checkpoint, for messages.
         saved: as read from it: `optimiser` and `schedule`.
         optimiser: the run's, fresh.
         schedule: the run's, fresh.
-        step: how many steps of the stage are done.
+        step: steps of the stage that are done.
 
     Raises:
         ValueError: other groups, settings, shapes or rates, or values that are not finite.
@@ -224,21 +220,17 @@ def check_optimiser(
             other = [name for name, value in fresh.items() if name != "lr" and group.get(name, value) != value]
             if other or not math.isclose(group["lr"], rate, rel_tol=1e-9):
                 raise ValueError(f"a group has another {(*other, 'lr')[0]}")
-        shapes = {
-            number: tuple(weight.shape)
-            for group, held in zip(groups, optimiser.param_groups, strict=True)
-            for number, weight in zip(group["params"], held["params"], strict=True)
-        }
+        weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+        own = {"step", "exp_avg", "exp_avg_sq"} if type(optimiser) is torch.optim.AdamW else set()
         for number, values in states.items():
             for name, value in values.items():
                 if name in ("exp_avg", "exp_avg_sq"):
-                    _check_tensor(f"{name} of {number}", value, shapes[number], value.dtype)
+                    _check_tensor(f"{name} of {number}", value, tuple(weights[number].shape), value.dtype)
                 elif isinstance(value, torch.Tensor) and not _is_finite(value):
                     raise ValueError(f"{name} of {number} is not finite")
-        own = {"step", "exp_avg", "exp_avg_sq"} if type(optimiser) is torch.optim.AdamW else set()
-        if any(not own <= values.keys() or not 0 <= int(values.get("step", 0)) <= step for values in states.values()):
-            raise ValueError(f"a weight's state is not that of step {step}")
-    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if not own <= values.keys() or not 0 <= int(values.get("step", 0)) <= step:
+                raise ValueError(f"a weight's state is not that of step {step}")
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise damaged(path, f"{OPTIMISER}: {error!r:.200}") from error
 
 
@@ -252,15 +244,14 @@ def _check_tensor(name: str, value: Any, shape: tuple[int, ...], dtype: torch.dt
 
 
 def _is_finite(value: torch.Tensor) -> bool:
-    # A tensor that repeats a small storage could ask for any amount of memory.
+    # A tensor may repeat a small storage, and need any amount of memory once it is computed with.
     stored = value.numel() * value.itemsize <= value.untyped_storage().nbytes()
     return stored and bool(torch.isfinite(value).all())
 
 
 def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write what a checkpoint says of itself, beside its other files."""
     marks = {file.name: _mark(file) for file in sorted(folder.glob("*.pt"))}
-    values = json.loads(json.dumps({**state, "files": marks}))  # as it is read again
+    values = json.loads(json.dumps({**state, "files": marks}))  # the digest is of what a reader gets
     (folder / STATE).write_text(json.dumps(values | {"digest": _digest(values)}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -269,14 +260,14 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def _mark(file: Path) -> str:
-    """Return a digest of a torch file's list of records. It has their checksums, so that the file need not be read."""
+    """Return a digest of a torch file's list of records: it contains their checksums, so the file need not be read."""
     with zipfile.ZipFile(file) as records:
         listed = [(record.filename, record.file_size, record.CRC) for record in records.infolist()]
     return hashlib.blake2b(repr(listed).encode(), digest_size=16).hexdigest()
 
 
 def _check_records(file: Path, mark: str | None) -> None:
-    """Raise `ValueError` unless a file is the one that was marked, byte for byte; torch itself checks no sums."""
+    """Raise `ValueError` unless each record is as it was written; torch itself does not compare checksums."""
     if mark is None or _mark(file) != mark:
         raise ValueError("not the file that the run has written")
     with zipfile.ZipFile(file) as records:
@@ -288,7 +279,7 @@ def _check_records(file: Path, mark: str | None) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all random generators that training draws from."""
+    """Return the state of all random generators that training uses."""
     kind, keys, *rest = np.random.get_state()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -301,10 +292,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on from what `random_state` returned.
+    """Restore what `random_state` returned.
 
     Raises:
-        Exception: of several types, if it is not that.
+        Exception: of several types, if it is something else.
     """
     kind, keys, *rest = state["numpy"]
     for given, shape in ((state["torch"], torch.get_rng_state().shape), (keys, (624,))):

@@ -1,27 +1,22 @@
-"""How learning rates and the weight of the heads' loss move over a run (Medusa paper, sections 2.2.2, B.2 to B.4).
+"""Learning rates, the weight of the heads' loss, and the stages of a run (Medusa paper, sections 2.2.2, B.2 to B.4).
 
-The rates follow transformers' own schedules with linear warm-up, the cosine unless said otherwise (B.2); the heads
-have several times the backbone's (B.2: four). lambda_0, the weight of the heads' loss in equation 2, is constant (B.3)
-or rises to its value along a sine (B.4); in two-stage training (2.2.2, B.3) a first stage trains the heads alone. This
-module knows counts of steps; it does not know data or losses.
+The rates follow transformers' schedules with linear warm-up. lambda_0, the weight of the heads' loss in equation 2, is
+constant (B.3) or rises to its value along a sine (B.4). In two-stage training (2.2.2, B.3) a first stage trains the
+heads alone. This module knows numbers of steps; it does not know data or losses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import (
-    get_constant_schedule_with_warmup,
-    get_cosine_schedule_with_warmup,
-    get_linear_schedule_with_warmup,
-)
+from transformers import get_scheduler
 
 from medusa_decoding.training.config import Config
+
+_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+"""Our names of schedules -> transformers' names."""
 
 
 def learning_rates(
@@ -29,32 +24,28 @@ def learning_rates(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Return the rates' schedule: up from 0 over `warmup_steps`, then half a wave down to 0 (B.2).
 
-    Step s (from 0) has the factor s / warmup_steps before the end of the warm-up. With t the share of the steps behind
-    it, (s - warmup_steps) / (total_steps - warmup_steps), "cosine" then has (1 + cos(pi t)) / 2, "linear" 1 - t,
-    "constant" 1.
+    Step s (from 0) has the factor s / warmup_steps until the warm-up ends. Let t be the share of the other steps that
+    are done, (s - warmup_steps) / (total_steps - warmup_steps). Then "cosine" has the factor (1 + cos(pi t)) / 2,
+    "linear" 1 - t and "constant" 1.
 
     Raises:
         ValueError: no step after the warm-up, or another schedule.
     """
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"warmup_steps: expected from 0 to below the {total_steps} steps in all, got {warmup_steps}")
-    rates: torch.optim.lr_scheduler.LambdaLR
-    if schedule == "cosine":
-        rates = get_cosine_schedule_with_warmup(optimizer, warmup_steps, total_steps)
-    elif schedule == "linear":
-        rates = get_linear_schedule_with_warmup(optimizer, warmup_steps, total_steps)
-    elif schedule == "constant":
-        rates = get_constant_schedule_with_warmup(optimizer, warmup_steps)
-    else:
+    if schedule not in _SCHEDULES:
         raise ValueError(f"schedule: expected 'cosine', 'linear' or 'constant', got {schedule!r}")
+    rates: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
+        _SCHEDULES[schedule], optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps
+    )
     return rates
 
 
 def lambda_0(step: int, total_steps: int, value: float, schedule: str = "constant") -> float:
     """Return the weight of the heads' loss at a step (from 0) of a stage.
 
-    "constant" (B.3): `value`. "sine" (B.4, which has the weight rise along a sine to its peak at the end of training
-    and gives no formula): value * sin(pi / 2 * (step + 1) / total_steps), a quarter wave whose last step has `value`.
+    "constant" (B.3): `value`. "sine" (B.4): value * sin(pi / 2 * (step + 1) / total_steps), a quarter wave whose last
+    step has `value`. The paper says that the weight rises along a sine to its peak, and gives no formula.
 
     Raises:
         ValueError: another schedule, or a step outside the stage.
@@ -70,11 +61,11 @@ def lambda_0(step: int, total_steps: int, value: float, schedule: str = "constan
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run with an optimizer and schedules of its own.
+    """A part of a run with an optimiser and schedules of its own.
 
     Attributes:
         name: "heads" or "joint".
-        steps: optimizer steps.
+        steps: optimiser steps.
         trains_backbone: whether the backbone (its adapter) is trained too.
     """
 
@@ -88,19 +79,19 @@ def stages(config: Config, rows: int) -> list[Stage]:
 
     Args:
         config: of the run.
-        rows: of the training data; the last, smaller batch of an epoch counts as a step.
+        rows: number of training rows; the last, smaller batch of an epoch counts as a step.
 
     Raises:
         ValueError: a stage with fewer steps than its warm-up needs.
     """
     rates = config.optimisation
-    an_epoch = -(-rows // rates.batch_size)
-    parts = [("joint", rates.epochs, True)] if config.trains_backbone else [("heads", rates.epochs, False)]
+    steps_per_epoch = math.ceil(rows / rates.batch_size)
+    parts = [("joint" if config.trains_backbone else "heads", rates.epochs, config.trains_backbone)]
     if rates.heads_first_epochs > 0:
         parts.insert(0, ("heads", rates.heads_first_epochs, False))
     found = []
     for name, epochs, trains_backbone in parts:
-        steps = max(1, round(epochs * an_epoch))
+        steps = max(1, round(epochs * steps_per_epoch))
         steps = steps if rates.max_steps is None else min(steps, rates.max_steps)
         if steps <= rates.warmup_steps:
             raise ValueError(
@@ -109,44 +100,3 @@ def stages(config: Config, rows: int) -> list[Stage]:
             )
         found.append(Stage(name, steps, trains_backbone))
     return found
-
-
-def parameter_groups(
-    heads: nn.Module, backbone: Iterable[tuple[str, nn.Parameter]] = (), *, config: Config
-) -> list[dict[str, Any]]:
-    """Return an optimizer's groups: the heads at `heads_factor` times the rate of the backbone (2.2.2, B.2).
-
-    Args:
-        heads: their trainable parameters.
-        backbone: (name, parameter) of the backbone or its adapter; those that are not trainable are left out.
-        config: for rates and weight decay. Biases and vectors do not decay.
-
-    Returns:
-        Dictionaries of `params`, `lr`, `weight_decay` and `name`, none of them empty.
-
-    Raises:
-        ValueError: nothing to train, or a parameter in both.
-    """
-    rates = config.optimisation
-    of_heads = [(name, p) for name, p in heads.named_parameters() if p.requires_grad]
-    of_backbone = [(name, p) for name, p in backbone if p.requires_grad]
-    if not of_heads and not of_backbone:
-        raise ValueError("heads: expected parameters that require a gradient, got none")
-    if {id(p) for _, p in of_heads} & {id(p) for _, p in of_backbone}:
-        raise ValueError("backbone: expected parameters that are not the heads', got some of theirs")
-    found = []
-    for group, named, rate in (
-        ("heads", of_heads, rates.learning_rate * rates.heads_factor),
-        ("backbone", of_backbone, rates.learning_rate),
-    ):
-        for kind, decay in (("matrices", rates.weight_decay), ("vectors", 0.0)):
-            chosen = [p for name, p in named if _is_vector(name, p) == (kind == "vectors")]
-            if chosen:
-                found.append({"params": chosen, "lr": rate, "weight_decay": decay, "name": f"{group}, {kind}"})
-    return found
-
-
-def _is_vector(name: str, parameter: nn.Parameter) -> bool:
-    # The heads' biases are packed: b1 has more than one axis.
-    last = name.rpartition(".")[2]
-    return parameter.ndim < 2 or last in ("bias", "b1")

@@ -1,7 +1,7 @@
-"""Hidden states on disk: a frozen backbone's last states of every row, computed once and read in every epoch after.
+"""A cache of hidden states on disk: a frozen backbone computes the states of each row once, later epochs read them.
 
-One file holds all rows, mapped into memory; a byte a row says whether it is there. The folder belongs to one model and
-one set of rows, whose fingerprint lies beside them. This module does not know models.
+One file holds all rows, mapped into memory; another has one byte per row that says whether the row is there. The folder
+belongs to one model and one set of rows: a third file has their fingerprint. This module does not know models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATES, THERE, ABOUT = "states.bin", "there.bin", "about.json"
 
 
 def fingerprint(rows: PackedDataset, settings: Mapping[str, Any]) -> str:
-    """Return a hash of all rows' tokens and of what the states depend on besides."""
+    """Return a hash of all rows' tokens and of settings that the states depend on."""
     digest = hashlib.blake2b(json.dumps(dict(settings), sort_keys=True).encode(), digest_size=16)
     for number in range(len(rows)):
         row = rows[number]
@@ -35,10 +35,10 @@ def fingerprint(rows: PackedDataset, settings: Mapping[str, Any]) -> str:
 
 
 class StateCache:
-    """States [length, H] of rows, kept in a folder.
+    """States [length, H] of rows in a folder.
 
     Args:
-        folder: made if it is not there.
+        folder: made if it is missing.
         key: see `fingerprint`.
         shape: rows, length, H.
         dtype: of the states.
@@ -46,7 +46,7 @@ class StateCache:
 
     Raises:
         ValueError: a folder with the states of other rows or of another model, or with damaged files.
-        OSError: too little room on the disk; it says how much is needed.
+        OSError: too little space on the disk; the message says how much is needed.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class StateCache:
         error: BaseException | None = None
         if processes.main:
             try:
-                # Two that make the files at once would cut off what the other has mapped.
+                # Two processes that make the files at once would truncate what the other has mapped.
                 with only_writer("data.cache_hidden", folder, inside=True):
                     if (folder / ABOUT).is_file():
                         _check(folder, facts, size)
@@ -76,13 +76,13 @@ class StateCache:
 
         Args:
             rows: B numbers of rows.
-            pinned: read them into pinned memory, from which a GPU copies while the host goes on.
+            pinned: read them into pinned memory, so that the copy to a GPU overlaps with the host's work.
 
         Returns:
             A copy, [B, length, H] on the CPU, in the cache's dtype.
 
         Raises:
-            ValueError: states that are not finite, which are never kept.
+            ValueError: states that are not finite: the file is damaged.
         """
         numbers = torch.tensor(rows)
         if not bool(self._there[numbers].all()):
@@ -94,16 +94,16 @@ class StateCache:
         return found
 
     def put(self, rows: Sequence[int], states: Tensor) -> None:
-        """Keep the states of rows; states that are not finite are not kept."""
+        """Write the states of rows, unless they are not finite."""
         if not bool(torch.isfinite(states).all()):
             return
         numbers = torch.tensor(rows)
         self._states[numbers] = states.detach().to("cpu", self._states.dtype)
-        self._there[numbers] = 1  # behind the states: a kill in between leaves a row that is computed again
+        self._there[numbers] = 1  # after the states: a kill between the two leaves a row that is computed again
 
     @property
     def filled(self) -> int:
-        """How many rows are there."""
+        """Number of rows that are there."""
         return int(self._there.sum())
 
 
@@ -116,7 +116,7 @@ def _make(folder: Path, facts: Mapping[str, Any], size: int) -> None:
             f"{rows} rows of {length} states, got {free / 2**30:.1f} GiB"
         )
     with open(folder / STATES, "wb") as file:
-        # Its room is taken now: writing through a map has no way to report a full disk.
+        # Takes the space now: a write through a memory map cannot report a full disk.
         os.posix_fallocate(file.fileno(), 0, size)
     (folder / THERE).write_bytes(bytes(rows))
     write_json(folder / ABOUT, facts)
@@ -130,7 +130,7 @@ def _check(folder: Path, facts: Mapping[str, Any], size: int) -> None:
                 f"data.cache_hidden: expected an empty folder or the states of these rows and this model, got "
                 f"{folder} with another {name}"
             )
-    # A file that is too short would be filled up with zeros.
+    # torch would extend a file that is too short with zeros.
     for name, wanted in ((STATES, size), (THERE, facts["shape"][0])):
         file = folder / name
         got = file.stat().st_size if file.is_file() else "no file"

@@ -1,0 +1,108 @@
+"""The heads of a run: fresh ones, or given ones to train further. This module does not know steps or losses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.training.config import Config, HeadsConfig
+from medusa_decoding.training.data.targets import most_frequent_tokens
+from medusa_decoding.training.loop.backbone import TrainingBackbone
+
+
+def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequencies: Counter[int]) -> MedusaHeads:
+    """Return heads to train, in float32 on the model's device: W1 zero and W2 the lm_head (2.1.1), or those given.
+
+    Args:
+        config: of the run.
+        backbone: the model that the heads are for.
+        tokenizer: of the model.
+        frequencies: of tokens in the training data, for a trimmed vocabulary.
+
+    Raises:
+        ValueError: given heads that the configuration contradicts, or an lm_head that heads cannot start from.
+    """
+    settings, model = config.heads, backbone.causal.config
+    vocabulary, size = int(model.vocab_size), int(model.hidden_size)
+    device = next(backbone.module.parameters()).device
+    if settings.initial is not None:
+        given = given_heads(config, size, vocabulary)
+        heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device)
+        copy_weights(heads, dict(given.named_parameters()))
+        return heads
+    token_map = None
+    if settings.token_map_size is not None:
+        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        counts = {token: frequencies.get(token, 0) for token in range(vocabulary)}
+        token_map = most_frequent_tokens(counts, settings.token_map_size, always=ends)
+    heads = new_heads(settings, size, vocabulary, token_map, torch.float32, device)
+    if heads.w2 is not None:
+        layer: Any = getattr(backbone.lm_head, "base_layer", backbone.lm_head)
+        weight = layer.weight.detach()
+        if weight.shape != (vocabulary, size) or not weight.is_floating_point():
+            raise ValueError(
+                f"model: expected an lm_head [{vocabulary}, {size}] of floats to start heads from, got "
+                f"{weight.dtype} {list(weight.shape)}"
+            )
+        with torch.no_grad():
+            heads.w2.copy_((weight if token_map is None else weight[token_map.to(weight.device)]).expand_as(heads.w2))
+    return heads
+
+
+def new_heads(
+    settings: HeadsConfig,
+    hidden_size: int,
+    vocab_size: int,
+    token_map: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> MedusaHeads:
+    """Return fresh heads as configured, with this token_map."""
+    return MedusaHeads(
+        hidden_size,
+        vocab_size,
+        settings.num_heads,
+        settings.num_layers,
+        shared_projection=settings.shared_projection,
+        bias=settings.bias,
+        token_map=None if token_map is None else token_map.cpu(),
+        parent_rank=settings.parent_rank,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def copy_weights(heads: MedusaHeads, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy named weights into heads; others stay as they are."""
+    with torch.no_grad():
+        for name, weight in weights.items():
+            heads.get_parameter(name).copy_(weight)
+
+
+def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHeads:
+    """Read the heads that `heads.initial` names.
+
+    Raises:
+        ValueError: the configuration contradicts them, or they are in 8 bits.
+    """
+    settings, name = config.heads, str(config.heads.initial)
+    heads = read_heads(name, hidden_size=hidden_size, vocab_size=vocab_size, dtype=torch.float32).heads
+    if heads.storage != "float":
+        raise ValueError(f"heads.initial: expected heads in floats, got some in {heads.storage}")
+    for key, got in (
+        ("num_heads", heads.num_heads),
+        ("num_layers", heads.num_layers),
+        ("shared_projection", heads.shared_projection),
+        ("bias", heads.b1 is not None),
+        ("token_map_size", None if heads.token_map is None else len(heads.token_map)),
+        ("parent_rank", heads.parent_rank or settings.parent_rank),  # a missing term is made
+    ):
+        wanted = getattr(settings, key)
+        if wanted != got:
+            raise ValueError(f"heads.{key}: expected {got} like the heads in {name}, got {wanted}")
+    return heads

@@ -1,0 +1,137 @@
+"""Checks before a run: refuses whatever must fail later, before data is read or a model is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.files import only_writer
+from medusa_decoding.training import config_schema
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.loop import card
+from medusa_decoding.training.loop.backbone import NAME, check_adaptable
+from medusa_decoding.training.loop.heads import given_heads
+from medusa_decoding.training.loop.processes import Processes
+from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
+
+
+@contextlib.contextmanager
+def hold(config: Config, processes: Processes) -> Iterator[None]:
+    """Hold the output folder inside the block, so that no other run writes there; the main process does it for all.
+
+    Raises:
+        ValueError: in every process, with one message: another run holds the folder (the message says which), or it
+            cannot be written to.
+        OSError: the same, in the main process.
+    """
+    with contextlib.ExitStack() as stack:
+        error: OSError | ValueError | None = None
+        if processes.main:
+            try:
+                _check_folder(Path(config.output.folder))
+                stack.enter_context(only_writer("output.folder", config.output.folder, inside=True))
+            except (OSError, ValueError) as caught:
+                error = caught
+        processes.as_main(error)
+        yield
+
+
+def check(config: Config, processes: Processes, resume: bool = False) -> Path | None:
+    """Refuse a run that is known to fail.
+
+    Returns:
+        The checkpoint that the run resumes from, None for a new run.
+
+    Raises:
+        ValueError: settings that contradict the model, the given heads, the processes or the content of the output
+            folder; an output folder that cannot be written to, or that another run writes to.
+        ModuleNotFoundError: a library that they need.
+    """
+    folder = Path(config.output.folder)
+    _check_folder(folder)
+    if processes.main and folder.is_dir():
+        with only_writer("output.folder", folder, inside=True):
+            pass  # no other run holds it
+    start = _checkpoint_to_resume(config, folder, resume)
+    card.check_plotting()
+    model = pretrained.load_config(config.model.name, config.model.revision, argument=NAME)
+    check_adaptable(config, model)
+    vocabulary, trimmed = int(model.vocab_size), config.heads.token_map_size
+    if trimmed is not None and trimmed > vocabulary:
+        raise ValueError(f"heads.token_map_size: expected at most the {vocabulary} tokens there are, got {trimmed}")
+    if config.heads.initial is not None:
+        given_heads(config, int(model.hidden_size), vocabulary)
+    if processes.sharded:
+        quantised = getattr(model, "quantization_config", None) is not None
+        for broken, expected in (
+            (config.data.cache_hidden is not None, "data.cache_hidden: expected null"),
+            (config.model.quantization != "none", "model.quantization: expected none"),
+            (quantised, "model.name: expected a model that is not quantised"),
+            (config.optimisation.optimizer != "adamw", "optimisation.optimizer: expected adamw"),
+        ):
+            if broken:
+                raise ValueError(f"{expected} with divided weights, got another")
+    if config.output.tensorboard and processes.main:
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "tensorboard: expected the library for output.tensorboard "
+                "(pip install 'medusa-kernels[train]', or set it to false), got none"
+            ) from error
+    return start
+
+
+def _check_folder(folder: Path) -> None:
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"output.folder: expected one that is there or can be made, got {folder}")
+
+
+def _checkpoint_to_resume(config: Config, folder: Path, resume: bool) -> Path | None:
+    alone = Processes(0, 1, torch.device("cpu"), False)
+    newest = Checkpoints(folder / "checkpoints", 1, alone).newest()
+    if newest is None:
+        for name in ("heads", "model", "adapter"):
+            if (folder / name).exists():
+                raise ValueError(f"output.folder: expected a new one, got {folder}, in which there is {name}")
+        return None
+    if not resume:
+        raise ValueError(
+            f"output.folder: expected a new one (or --resume to go on from {newest.name}), got {folder} with a run"
+        )
+    state = read_state(newest)
+    try:
+        before = Config.of(config_schema.parse_yaml(str(state.get("config"))))
+    except ValueError as error:
+        raise damaged(newest, f"{STATE}: config: {error}") from error
+    if different := _first_difference(_fixed_settings(before), _fixed_settings(config)):
+        raise ValueError(f"{different}: expected what the run in {folder} was begun with, got another; start a new one")
+    return newest
+
+
+def _fixed_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that a resumed run cannot change."""
+    values = dataclasses.asdict(config)
+    for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "tensorboard", "merge"):
+        del values["output"][name]
+    del values["generation"]
+    return values
+
+
+def _first_difference(one: Any, other: Any, path: str = "") -> str:
+    """Return the path of the first setting that differs, "" if none does."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in one:
+            if one[name] != other[name]:
+                return _first_difference(one[name], other[name], f"{path}.{name}" if path else name)
+    return path

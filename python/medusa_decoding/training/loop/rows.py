@@ -1,0 +1,93 @@
+"""The rows of a run: reads records, encodes them, splits off held-out data and packs both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.data import encoding, packing
+from medusa_decoding.training.data import records as data
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The data of a run.
+
+    Attributes:
+        train, held_out: packed rows to train on and to measure on; the latter may be None.
+        report: of reading the training data.
+        held_out_report: of reading `data.held_out`, or None without it.
+        records: number of training and of held-out records.
+        frequencies: how often each token is learnt in the training data.
+    """
+
+    train: packing.PackedDataset
+    held_out: packing.PackedDataset | None
+    report: data.Report
+    held_out_report: data.Report | None
+    records: tuple[int, int]
+    frequencies: Counter[int]
+
+
+def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> Rows:
+    """Read, encode, split and pack the data of a configuration.
+
+    Args:
+        config: of the run.
+        tokenizer: of the model.
+        vocab_size: of the model, which bounds the ids of tokenized records; None for the tokenizer's.
+
+    Raises:
+        ValueError: unreadable data, too many bad records, or nothing to learn.
+    """
+    settings = config.data
+    encoder = encoding.ChatEncoder(
+        tokenizer,
+        settings.template,
+        turns=settings.turns,
+        arguments=settings.template_arguments,
+        vocab_size=vocab_size,
+    )
+    report = data.Report()
+    records = list(data.read_records(settings.train, report, system=settings.system, limit=settings.limit))
+    held_out: list[data.Record] = []
+    held_out_report = None
+    if settings.held_out:
+        held_out_report = data.Report()
+        trained = {data.prompt_key(record.prompt) for record in records}
+        for record in data.read_records(
+            settings.held_out, held_out_report, system=settings.system, limit=settings.limit
+        ):
+            if data.prompt_key(record.prompt) in trained:
+                held_out_report.notes["held-out prompts that are also trained on: left out"] += 1
+            else:
+                held_out.append(record)
+    elif config.held_out_share > 0:
+        records, held_out = data.split_records(records, config.held_out_share, settings.split_seed)
+
+    def encode(part: Sequence[data.Record], report: data.Report) -> list[encoding.Example]:
+        encoded = encoding.encode_records(part, encoder, report)
+        return list(packing.fit(encoded, settings.length, report, settings.overlong))
+
+    examples, held_out_examples = encode(records, report), encode(held_out, held_out_report or report)
+    largest = max((int(example.ids.max()) for example in [*examples, *held_out_examples]), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(f"data: expected token ids below the model's {vocab_size}, got {largest} from its tokenizer")
+    for one in (report, held_out_report):
+        if one is not None:
+            one.check(settings.max_bad_share)
+    fills = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    pad = next((token for token in fills if token is not None and (vocab_size is None or token < vocab_size)), 0)
+    train, measured = (
+        packing.PackedDataset(part, settings.length, pad, pack=settings.pack) if part else None
+        for part in (examples, held_out_examples)
+    )
+    if train is None:
+        raise ValueError(f"data.train: expected something to learn, got nothing; {report}")
+    frequencies: Counter[int] = Counter()
+    for example in examples:
+        frequencies.update(example.ids[example.learnt].tolist())
+    return Rows(train, measured, report, held_out_report, (len(records), len(held_out)), frequencies)
