@@ -197,7 +197,7 @@ def test_heads_come_of_it(capsys, place, method):
     assert out["training"]["steps"] == 4
     card = (place.file.parents[1] / "heads" / "README.md").read_text()
     assert re.search(
-        r"records.jsonl was written by base itself behind the prompts of .*seeds.jsonl: greedy, at most 9", card
+        r"records.jsonl contains answers of base itself to the prompts of .*seeds.jsonl: greedy, at most 9", card
     )
     with MedusaModel.from_pretrained(out["training"]["heads"]) as model:
         assert model.heads.num_heads == 2

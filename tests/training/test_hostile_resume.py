@@ -20,6 +20,8 @@ from medusa_decoding.training.loop import saving
 from medusa_decoding.training.loop.run import train
 from medusa_decoding.training.loop.states import StateCache
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 
 class StoppedError(Exception):
     pass

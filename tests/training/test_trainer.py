@@ -1,9 +1,11 @@
 """Runs of a few steps: what they minimise, what they change, how they stop and go on."""
 
 import errno
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,12 +32,24 @@ from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.run import train
 
 METHODS = ("medusa-1", "medusa-2", "self-distillation")
+pytestmark = pytest.mark.usefixtures("without_plots")
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workshop")
     return workshop.make_base(folder / "base"), workshop.make_data(folder / "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def finished(shop, without_plots):
+    """Finished runs of `workshop.config` by method, with all checkpoints. They are not to be changed: copy them."""
+
+    @functools.cache
+    def run_of(method):
+        return train(workshop.config(shop[0].parent / method, *shop, method, output={"keep_checkpoints": 99}))
+
+    return run_of
 
 
 class StoppedError(Exception):
@@ -187,14 +201,14 @@ def test_measuring_what_is_stored_leaves_what_is_trained(shop, tmp_path):
         json.loads((tmp_path / "run" / "heads" / "measured.json").read_text()),
         heads_tensors(tmp_path / "run"),
     )
-    subprocess.run(["rm", "-r", str(tmp_path / "run" / "heads")], check=True)
+    shutil.rmtree(tmp_path / "run" / "heads")
     train(config, resume=True)
     assert json.loads((tmp_path / "run" / "heads" / "measured.json").read_text()) == measured
     found = heads_tensors(tmp_path / "run")
     assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in tensors.items())
 
 
-def test_the_base_model_s_revision_is_recorded(shop, tmp_path):
+def test_the_base_model_s_revision_is_recorded(shop, tmp_path, finished):
     base, data = shop
     model = {"revision": "v1.1"}  # of a folder it says nothing, and is kept all the same
     for method, recorded in (("medusa-1", "v1.1"), ("medusa-2", None)):
@@ -202,8 +216,9 @@ def test_the_base_model_s_revision_is_recorded(shop, tmp_path):
         assert read_heads(result.heads).base_revision == recorded
         assert workshop.settings_of(tmp_path / method).get("base_model_revision") == recorded
         assert r"(revision v1.1), trained with the method" in (result.heads / "README.md").read_text()
-    assert read_heads(train(workshop.config(tmp_path / "none", base, data)).heads).base_revision is None
-    assert "(revision" not in (tmp_path / "none" / "heads" / "README.md").read_text()
+    heads = finished("medusa-1").heads
+    assert read_heads(heads).base_revision is None
+    assert "(revision" not in (heads / "README.md").read_text()
 
 
 def test_a_step_s_rows_are_made_once(shop, tmp_path, monkeypatch):
@@ -230,9 +245,9 @@ def test_a_step_s_rows_are_made_once(shop, tmp_path, monkeypatch):
     assert all(1 <= len(numbers) <= 4 and len(set(numbers)) == len(numbers) for numbers in steps)
 
 
-def test_medusa_2_trains_heads_alone_and_then_both_at_their_rates(shop, tmp_path):
-    result = train(workshop.config(tmp_path / "run", *shop, "medusa-2"))
-    lines = [line for line in curve(tmp_path / "run") if "loss" in line]
+def test_medusa_2_trains_heads_alone_and_then_both_at_their_rates(shop, finished):
+    result = finished("medusa-2")
+    lines = [line for line in curve(result.folder) if "loss" in line]
     names = [line["stage"] for line in lines]
     assert names == sorted(names)
     assert set(names) == {"heads", "joint"}
@@ -242,7 +257,7 @@ def test_medusa_2_trains_heads_alone_and_then_both_at_their_rates(shop, tmp_path
     assert joint[1]["rates"]["heads"] == pytest.approx(4 * joint[1]["rates"]["backbone"])
     assert joint[1]["lambda_0"] == 0.2
     assert result.base_model == "../model"
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    merged = AutoModelForCausalLM.from_pretrained(result.folder / "model")
     original = AutoModelForCausalLM.from_pretrained(shop[0])
     changed = {
         name.rpartition(".")[0].rpartition(".")[2]
@@ -368,18 +383,24 @@ def test_self_distillation_starts_at_its_teacher_and_ramps_the_heads_weight(shop
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(shop, tmp_path, method):
-    train(workshop.config(tmp_path / "whole", *shop, method))
-    expected, tensors = curve(tmp_path / "whole"), heads_tensors(tmp_path / "whole")
-    steps = max(line["step"] for line in expected)
-    for stop in range(2, steps + 1):
-        folder = tmp_path / f"stopped-{stop}"
-        config = workshop.config(folder, *shop, method)
-        with pytest.raises(StoppedError):
-            train(config, watchers=[stop_at(stop)])
-        if not saving.Checkpoints(folder / "checkpoints", 1, None).all():
-            continue
-        train(config, resume=True)
+def test_a_run_goes_on_from_any_checkpoint_to_the_same_bits(shop, tmp_path, finished, method):
+    whole = finished(method).folder
+    expected, tensors = curve(whole), heads_tensors(whole)
+    stopped = tmp_path / "stopped"
+    with pytest.raises(StoppedError):
+        train(workshop.config(stopped, *shop, method), watchers=[stop_at(5)])
+    assert max(line["step"] for line in curve(stopped)) == 5
+    folders = [stopped]
+    checkpoints = saving.Checkpoints(whole / "checkpoints", 1, None).all()
+    assert len(checkpoints) >= 3
+    for number in range(1, len(checkpoints) + 1):
+        # The log has lines of later steps, as of a run that was stopped at any time after the checkpoint.
+        folders.append(tmp_path / checkpoints[number - 1].name)
+        shutil.copytree(whole, folders[-1], ignore=shutil.ignore_patterns("heads", "model"))
+        for later in checkpoints[number:]:
+            shutil.rmtree(folders[-1] / "checkpoints" / later.name)
+    for folder in folders:
+        train(workshop.config(folder, *shop, method), resume=True)
         assert curve(folder) == expected
         found = heads_tensors(folder)
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
@@ -398,19 +419,17 @@ train(workshop.config(Path({folder!r}), {base!r}, {data!r}, "medusa-2"), watcher
 """
 
 
-def test_a_killed_process_goes_on(shop, tmp_path):
-    train(workshop.config(tmp_path / "whole", *shop, "medusa-2"))
+@pytest.mark.slow
+def test_a_killed_process_goes_on(shop, tmp_path, finished):
     folder = tmp_path / "killed"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
     done = subprocess.run([sys.executable, "-c", KILLED.format(**names)], env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == -signal.SIGKILL
     train(workshop.config(folder, *shop, "medusa-2"), resume=True)
-    assert [line["loss"] for line in curve(folder) if "loss" in line] == pytest.approx(
-        losses(tmp_path / "whole"), rel=1e-5
-    )
+    assert losses(folder) == pytest.approx(losses(finished("medusa-2").folder), rel=1e-5)
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint_named(shop, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint_named(shop, tmp_path, finished, monkeypatch):
     config = workshop.config(tmp_path / "run", *shop)
     measure = trainer.Trainer._micro_batches
 
@@ -425,8 +444,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint_named(sho
         train(config)
     monkeypatch.undo()
     train(config, resume=True)
-    train(workshop.config(tmp_path / "whole", *shop))
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert curve(tmp_path / "run") == curve(finished("medusa-1").folder)
 
 
 def test_a_full_disk_names_the_last_good_checkpoint_and_leaves_it(shop, tmp_path, monkeypatch):
@@ -456,9 +474,9 @@ def test_only_the_last_checkpoints_are_kept(shop, tmp_path):
     assert names == [f"step-{step:06d}" for step in last]
 
 
-def test_a_folder_with_a_run_is_not_trained_over(shop, tmp_path):
+def test_a_folder_with_a_run_is_not_trained_over(shop, tmp_path, finished):
     config = workshop.config(tmp_path / "run", *shop)
-    train(config)
+    shutil.copytree(finished("medusa-1").folder, tmp_path / "run")
     with pytest.raises(ValueError, match=r"output.folder: expected a new one \(or --resume"):
         train(config)
     changed = workshop.config(tmp_path / "run", *shop, optimisation={"learning_rate": 1e-3})
@@ -574,9 +592,9 @@ def test_an_adapter_is_found_from_any_folder(shop, tmp_path, monkeypatch):
         assert model.generate(torch.tensor([[5, 9, 30]]), max_new_tokens=4).sequences.shape == (1, 7)
 
 
-def test_a_damaged_checkpoint_is_named(shop, tmp_path):
+def test_a_damaged_checkpoint_is_named(shop, tmp_path, finished):
     config = workshop.config(tmp_path / "run", *shop)
-    train(config)
+    shutil.copytree(finished("medusa-1").folder, tmp_path / "run")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     (newest / saving.WEIGHTS).write_bytes(b"no tensors")
     damaged = rf"{newest.name}: expected a complete checkpoint, got a damaged one \(weights.pt: "
@@ -687,7 +705,19 @@ sys.path.insert(0, {tests!r})
 import workshop
 from medusa_decoding.training.loop.run import train
 config = workshop.config(Path({folder!r}), {base!r}, {data!r}, {method!r}, **{options!r})
-train(config, resume={resume!r})
+train(config)
+"""
+CUT_BACK = """
+import shutil
+import torch.distributed as dist
+folder = Path(config.output.folder)
+if dist.get_rank() == 0:
+    shutil.copytree(folder, folder.with_name("two-before"))
+    checkpoints = sorted((folder / "checkpoints").iterdir())
+    for path in (*checkpoints[1:], folder / "heads", folder / "model", folder / "adapter"):
+        shutil.rmtree(path, ignore_errors=True)
+dist.barrier()
+train(config, resume=True)
 """
 
 
@@ -818,7 +848,9 @@ def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
     folder = tmp_path / "two"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
     names |= {"method": method, "options": options}
-    launch(LAUNCHED.format(resume=False, **names), folder, sharding)
+    # Cut back to an earlier checkpoint, the two go on to the same end.
+    launch(LAUNCHED.format(**names) + CUT_BACK, folder, sharding)
+    resumed, folder = folder, folder.with_name("two-before")
     state = json.loads((max((folder / "checkpoints").iterdir()) / saving.STATE).read_text())
     assert (state["processes"], state["sharded"]) == (2, sharding == "full")
     one, two = curve(tmp_path / "one"), curve(folder)
@@ -829,13 +861,8 @@ def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
     expected = heads_tensors(tmp_path / "one")
     for name, tensor in heads_tensors(folder).items():
         assert torch.allclose(tensor, expected[name], atol=2e-3), name
-    # Cut back to an earlier checkpoint, the two go on to the same end.
-    checkpoints = sorted((folder / "checkpoints").iterdir())
-    for path in (*checkpoints[1:], folder / "heads", folder / "model", folder / "adapter"):
-        if path.exists():
-            subprocess.run(["rm", "-r", str(path)], check=True)
-    launch(LAUNCHED.format(resume=True, **names), folder, sharding)
-    assert losses(folder) == pytest.approx([line["loss"] for line in two if "loss" in line], rel=1e-6)
+    assert losses(resumed) == pytest.approx(losses(folder), rel=1e-6)
+    assert (resumed / "heads").is_dir()
 
 
 @pytest.mark.slow
@@ -853,7 +880,7 @@ def test_divided_weights_are_the_main_process_s_alone_before(shop, tmp_path, tie
     folder = tmp_path / "two"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(base), "data": str(shop[1])}
     names |= {"method": method, "options": options}
-    script = WATCHED.format(facts=str(tmp_path / "facts-")) + LAUNCHED.format(resume=False, **names)
+    script = WATCHED.format(facts=str(tmp_path / "facts-")) + LAUNCHED.format(**names)
     launch(script, folder, "full")
     main, other = (json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in range(2))
     assert (main["loads"], other["loads"]) == (1, 0)
