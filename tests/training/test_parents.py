@@ -9,7 +9,7 @@ from formulas import HIDDEN, MAP, VOCAB, Largest, gradients, plain_targets, rand
 from torch import nn
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.training.data.targets import IGNORE, Targets, head_targets, most_frequent_tokens
+from medusa_decoding.training.data.targets import IGNORE, most_frequent_tokens
 from medusa_decoding.training.loss.medusa import medusa_loss
 
 RANK = 2
@@ -137,26 +137,6 @@ def test_hits_are_counted_with_the_term():
         assert base.tolist() != hits.tolist(), "the term makes no difference: the case shows nothing"
 
 
-def test_given_targets_bring_their_parents():
-    heads = conditioned()
-    hidden, labels, tokens = text_with_prompts()
-    drawn = torch.tensor([17, 3, 3, 8])
-    whole = head_targets(labels, heads, tokens=tokens)
-    picked = Targets(whole.index[:, drawn], torch.zeros(3, dtype=torch.int64), whole.parents[:, drawn])
-    found = medusa_loss(hidden[drawn], heads, picked, top=0)
-    value = dict(heads.named_parameters())
-    terms = [value[name] for name in ("w1", "b1", "w2", "parent_tokens", "parent_mix", "candidate_tokens")]
-    for head in range(3):
-        target, _ = plain_targets(labels, None, head + 2)
-        logits = plain_logits(hidden, tokens, *terms, head)
-        expected = F.cross_entropy(logits[drawn], target[drawn], ignore_index=IGNORE, reduction="sum")
-        torch.testing.assert_close(found.sums[head], expected.detach())
-    assert found.counts.min() > 0
-    torch.testing.assert_close(
-        medusa_loss(hidden, heads, whole).loss, medusa_loss(hidden, heads, labels, tokens=tokens).loss
-    )
-
-
 def test_autocast_and_16_bits():
     hidden, labels, tokens = text_with_prompts(dtype=torch.float32)
     exact = conditioned()
@@ -203,16 +183,6 @@ def test_8_bit_heads_are_measured_but_not_trained(storage):
     assert 1e-6 < abs(found.loss - unquantised) < 0.05 * unquantised
 
 
-def given(heads, tokens=None, labels=None):
-    hidden, usual, _ = text_with_prompts()
-    return medusa_loss(hidden, heads, usual if labels is None else labels, tokens=tokens)
-
-
-def targets(parents):
-    index = torch.zeros(3, 23, dtype=torch.int64)
-    return Targets(index, torch.zeros(3, dtype=torch.int64), parents)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -221,26 +191,16 @@ def targets(parents):
         ({"tokens": torch.zeros(23)}, r"tokens: expected int64 \[23\], got torch.float32 \[23\]"),
         ({"tokens": torch.full((23,), IGNORE)}, r"tokens: expected ids in \[0, 13\), got -100 to -100"),
         ({"tokens": torch.full((23,), 13)}, r"tokens: expected ids in \[0, 13\), got 13 to 13"),
-        ({"labels": targets(None)}, r"labels: expected targets with parents \[3, 23\], got None"),
-        ({"labels": targets(torch.zeros(3, 22).long())}, r"with parents \[3, 23\], got \[3, 22\]"),
-        ({"labels": targets(torch.full((3, 23), -1))}, r"labels.parents: expected ids in \[0, 13\), got -1 to -1"),
-        (
-            {"labels": targets(torch.zeros(3, 23).long()), "tokens": torch.zeros(23).long()},
-            "tokens: expected None with Targets",
-        ),
         (
             {"heads": random_heads(), "tokens": torch.zeros(23).long()},
             r"tokens: expected None \(the heads have no parent_rank\), got a tensor",
         ),
-        (
-            {"heads": random_heads(), "labels": targets(torch.zeros(3, 23).long())},
-            "labels: expected targets without parents",
-        ),
     ],
 )
 def test_bad_input_is_named(change, message):
+    hidden, labels, _ = text_with_prompts()
     with pytest.raises(ValueError, match=message):
-        given(**({"heads": conditioned()} | change))
+        medusa_loss(hidden, labels=labels, **{"heads": conditioned()} | change)
 
 
 def test_the_most_frequent_tokens():

@@ -18,11 +18,7 @@ from medusa_decoding.training.loop.backbone import TrainingBackbone
 def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequencies: Counter[int]) -> MedusaHeads:
     """Return heads to train, in float32 on the model's device: W1 zero and W2 the lm_head (2.1.1), or those given.
 
-    Args:
-        config: of the run.
-        backbone: the model that the heads are for.
-        tokenizer: of the model.
-        frequencies: of tokens in the training data, for a trimmed vocabulary.
+    A trimmed vocabulary has the most frequent tokens of the training data.
 
     Raises:
         ValueError: given heads that the configuration contradicts, or an lm_head that heads cannot start from.

@@ -33,16 +33,11 @@ class Normalisers:
     model: Tensor
 
     @classmethod
-    def count(cls, batches: list[dict[str, Any]], heads: MedusaHeads) -> Normalisers:
-        """Count the targets of batches on the CPU."""
-        of_heads = torch.zeros(heads.num_heads, dtype=torch.int64)
-        of_model = torch.zeros(1, dtype=torch.int64)
-        for batch in batches:
-            labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])
-            of_heads += target_counts(labels, heads, segments)
-            follows = (labels[1:] != IGNORE) & (segments[1:] == segments[:-1])
-            of_model += follows.sum()
-        return cls(of_heads, of_model)
+    def count(cls, batch: dict[str, Any], heads: MedusaHeads) -> Normalisers:
+        """Count the targets of a batch on the CPU."""
+        labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])
+        follows = (labels[1:] != IGNORE) & (segments[1:] == segments[:-1])
+        return cls(target_counts(labels, heads, segments), follows.sum()[None])
 
     def to(self, device: torch.device) -> Normalisers:
         """Copy to a device."""

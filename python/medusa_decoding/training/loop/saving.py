@@ -126,12 +126,8 @@ class Checkpoints:
     def load(self, path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Read the weights, the optimiser and this process's random numbers; all processes fail if one does.
 
-        Args:
-            path: of the checkpoint.
-            state: the result of `read_state`.
-
         Raises:
-            ValueError: a damaged checkpoint; it names the file.
+            ValueError: a damaged checkpoint, or one that does not match its `read_state`; it names the file.
         """
         own = f"random-{self.processes.rank}.pt"
 
@@ -176,16 +172,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_weights(path: Path, weights: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse weights that are not those of the run.
-
-    Args:
-        path: of the checkpoint, for messages.
-        weights: as read from it.
-        expected: the run's own by name, of the same shapes and dtypes.
-
-    Raises:
-        ValueError: other names, shapes or dtypes, or values that are not finite.
-    """
+    """Raise `ValueError` for weights of other names, shapes or dtypes than the run's, or values that are not finite."""
     if weights.keys() != expected.keys():
         apart = min(map(str, weights.keys() ^ expected.keys()))
         raise damaged(path, f"{WEIGHTS}: expected the weights that this run trains, got others, {apart:.80} say")
@@ -199,17 +186,9 @@ def check_weights(path: Path, weights: Mapping[str, Any], expected: Mapping[str,
 def check_optimiser(
     path: Path, saved: Mapping[str, Any], optimiser: torch.optim.Optimizer, schedule: Any, step: int
 ) -> None:
-    """Refuse the state of another optimiser or schedule, or of another step. Does not cover divided weights.
+    """Raise `ValueError` unless a saved state fits the run's fresh optimiser and schedule after `step` steps.
 
-    Args:
-        path: of the checkpoint, for messages.
-        saved: as read from it: `optimiser` and `schedule`.
-        optimiser: the run's, fresh.
-        schedule: the run's, fresh.
-        step: steps of the stage that are done.
-
-    Raises:
-        ValueError: other groups, settings, shapes or rates, or values that are not finite.
+    Checks groups, settings, rates, shapes, and that values are finite. Does not cover divided weights.
     """
     try:
         rates, groups, states = saved["schedule"], saved["optimiser"]["param_groups"], saved["optimiser"]["state"]
@@ -292,11 +271,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what `random_state` returned.
-
-    Raises:
-        Exception: of several types, if it is something else.
-    """
+    """Restore what `random_state` returned; raises many types of exceptions for anything else."""
     kind, keys, *rest = state["numpy"]
     for given, shape in ((state["torch"], torch.get_rng_state().shape), (keys, (624,))):
         if given.shape != shape:  # before it is copied

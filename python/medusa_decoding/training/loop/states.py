@@ -101,11 +101,6 @@ class StateCache:
         self._states[numbers] = states.detach().to("cpu", self._states.dtype)
         self._there[numbers] = 1  # after the states: a kill between the two leaves a row that is computed again
 
-    @property
-    def filled(self) -> int:
-        """Number of rows that are there."""
-        return int(self._there.sum())
-
 
 def _make(folder: Path, facts: Mapping[str, Any], size: int) -> None:
     rows, length, _ = facts["shape"]

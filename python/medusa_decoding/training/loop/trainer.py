@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ class Trainer:
         # Every process reads all rows, to count the targets of the whole step; only its own rows go to the device.
         rows = {number: self.rows[number] for number in numbers}
         parts = self._micro_batches(numbers)
-        normalisers = self._normalisers(rows.values()).to(processes.device)
+        normalisers = Normalisers.count(collate(list(rows.values())), self._shape_of_heads).to(processes.device)
         weight = config.loss.lambda_0
         if weight is not None and stage.trains_backbone:
             weight = lambda_0(self.at.step, stage.steps, weight, config.loss.lambda_0_schedule)
@@ -250,9 +250,6 @@ class Trainer:
         if states is not None:
             batch[HIDDEN] = states
         return _moved(batch, self.processes.device)
-
-    def _normalisers(self, rows: Iterable[dict[str, Tensor]]) -> Normalisers:
-        return Normalisers.count([collate(list(rows))], self._shape_of_heads)
 
     @functools.cached_property
     def _shape_of_heads(self) -> MedusaHeads:

@@ -32,10 +32,10 @@ def distillation_loss(
         teacher_hidden: [T, H] states of the same model with its adapter off.
         teacher_lm_head: the model's lm_head without the adapter; see `without_adapter`.
         labels: int64 [T] or IGNORE; only their positions matter.
-        segments: as in `language_loss`, like all further arguments.
-        normaliser: [1].
-        chunk: positions at a time.
-        repeatable: allow more than one backward pass.
+        segments: int64 [T], as in `language_loss`.
+        normaliser: [1], as in `language_loss`.
+        chunk: as in `language_loss`.
+        repeatable: as in `language_loss`.
 
     Returns:
         A `Loss` with one entry, in nats, without hits.

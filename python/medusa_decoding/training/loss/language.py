@@ -62,18 +62,9 @@ def next_token_loss(
     segments: Tensor | None,
     **options: Any,
 ) -> Loss:
-    """Return a loss over the positions that have a next token to learn.
+    """Return the mean loss of the positions that have a next token to learn; see `language_loss` and `chunked_loss`.
 
-    Args:
-        hidden: as in `language_loss`.
-        projection: from states to logits.
-        criterion: makes one from the targets [1, R] and their positions [R].
-        labels: as in `language_loss`.
-        segments: as in `language_loss`.
-        **options: of `chunked_loss`.
-
-    Raises:
-        ValueError: as `language_loss`.
+    `criterion` makes a criterion from the targets [1, R] and their positions [R].
     """
     check_vector("labels", labels, len(hidden))
     check_range("labels", labels, projection.size)

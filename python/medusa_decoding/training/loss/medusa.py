@@ -20,14 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.training.data.targets import (
-    IGNORE,
-    Targets,
-    check_ids,
-    check_range,
-    check_vector,
-    head_targets,
-)
+from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, head_targets
 from medusa_decoding.training.loss.chunked import TOP, CrossEntropy, Loss, chunked_loss
 from medusa_decoding.training.loss.parents import Parents
 from medusa_decoding.training.loss.projections import Matrix, Projection, compute_type, lm_head_projection, sum_type
@@ -45,7 +38,7 @@ def head_weights(num_heads: int, decay: float = HEAD_DECAY) -> Tensor:
 def medusa_loss(
     hidden: Tensor,
     heads: MedusaHeads,
-    labels: Tensor | Targets,
+    labels: Tensor,
     *,
     tokens: Tensor | None = None,
     segments: Tensor | None = None,
@@ -65,11 +58,10 @@ def medusa_loss(
         hidden: [T, H] states after the model's final norm; any floating type (cast to that of the heads).
         heads: K heads; their parameters get a gradient if they require one. Projections stored in 8 bits cannot be
             trained, only measured, under `torch.no_grad()`.
-        labels: int64 [T], the token id at each position or IGNORE; or the `Targets` of positions picked from several
-            sequences, with their parents if the heads have a parent_rank.
-        tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank and
-            labels are not Targets. The parent of head k's target at position t is the token at t + k + 1.
-        segments: int64 [T], see `shifted_labels`; not with Targets.
+        labels: int64 [T], the token id at each position or IGNORE.
+        tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank. The
+            parent of head k's target at position t is the token at t + k + 1.
+        segments: int64 [T], see `shifted_labels`.
         lm_head: the model's own, needed exactly if the heads share it: its weight [V, H], or the module. A module that
             is not a plain Linear without bias (LoRA around it, quantised) is called.
         weights: [K] of lambda_k; 0.8^(k + 1) without it.
@@ -85,7 +77,7 @@ def medusa_loss(
 
     Raises:
         ValueError: shapes, dtypes or counts that do not fit, a label that is neither IGNORE nor in the vocabulary, a
-            missing or superfluous lm_head, missing or superfluous tokens or parents, 8-bit projections to be trained.
+            missing or superfluous lm_head or tokens, 8-bit projections to be trained.
     """
     if hidden.ndim != 2 or hidden.shape[1] != heads.hidden_size or not hidden.is_floating_point():
         raise ValueError(f"hidden: expected floats [T, {heads.hidden_size}], got {hidden.dtype} {list(hidden.shape)}")
@@ -97,7 +89,13 @@ def medusa_loss(
     if (lm_head is not None) != heads.shared_projection:
         wanted = "the model's lm_head (the heads share it)" if lm_head is None else "None (the heads own theirs)"
         raise ValueError(f"lm_head: expected {wanted}, got {type(lm_head).__name__}")
-    targets = _targets(labels, heads, len(hidden), tokens, segments)
+    if heads.parent_rank and tokens is None:
+        raise ValueError("tokens: expected the text's ids (the heads have a parent_rank), got None")
+    if not heads.parent_rank and tokens is not None:
+        raise ValueError("tokens: expected None (the heads have no parent_rank), got a tensor")
+    check_vector("labels", labels, len(hidden))
+    check_range("labels", labels, heads.vocab_size)
+    targets = head_targets(labels, heads, segments, tokens)
 
     positions = (targets.index != IGNORE).any(0).nonzero().squeeze(1)
     hidden = hidden if through_backbone else hidden.detach()
@@ -122,33 +120,3 @@ def medusa_loss(
         chunk=chunk,
         repeatable=repeatable,
     )
-
-
-def _targets(
-    labels: Tensor | Targets, heads: MedusaHeads, length: int, tokens: Tensor | None, segments: Tensor | None
-) -> Targets:
-    """Return the targets of labels, or given ones once they are checked."""
-    if not isinstance(labels, Targets):
-        if heads.parent_rank and tokens is None:
-            raise ValueError("tokens: expected the text's ids (the heads have a parent_rank), got None")
-        if not heads.parent_rank and tokens is not None:
-            raise ValueError("tokens: expected None (the heads have no parent_rank), got a tensor")
-        check_vector("labels", labels, length)
-        check_range("labels", labels, heads.vocab_size)
-        return head_targets(labels, heads, segments, tokens)
-    for name, tensor in (("segments", segments), ("tokens", tokens)):
-        if tensor is not None:
-            raise ValueError(f"{name}: expected None with Targets, got a tensor")
-    shape, parents = (heads.num_heads, length), labels.parents
-    if labels.index.shape != shape:
-        raise ValueError(f"labels: expected targets {list(shape)}, got {list(labels.index.shape)}")
-    check_range("labels", labels.index, heads.num_candidates)
-    if not heads.parent_rank:
-        if parents is not None:
-            raise ValueError("labels: expected targets without parents (the heads have no parent_rank), got some")
-    elif parents is None or parents.shape != shape:
-        got = None if parents is None else list(parents.shape)
-        raise ValueError(f"labels: expected targets with parents {list(shape)}, got {got}")
-    else:
-        check_ids("labels.parents", parents, heads.vocab_size)
-    return labels

@@ -54,13 +54,9 @@ class Projection(Protocol):
 def lm_head_projection(
     lm_head: nn.Module | Tensor, hidden: Tensor, *, trains: bool, heads: MedusaHeads | None = None
 ) -> Matrix | Called:
-    """Return the projection by a model's lm_head, to all of its vocabulary or to that of heads that share it.
+    """Return the projection by a model's lm_head (module or weight [V, H]), or by that of heads that share it.
 
-    Args:
-        lm_head: module or weight [V, H].
-        hidden: states [T, H], or those of heads: for their type.
-        trains: whether its parameters get a gradient.
-        heads: those that share it.
+    Its parameters get a gradient if it `trains`.
 
     Raises:
         ValueError: shapes that do not fit, or a module that does not state its size.
