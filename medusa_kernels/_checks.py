@@ -1,6 +1,6 @@
-"""Argument checks shared by every implementation of an op: one place, one wording.
+"""Argument checks shared by all ops.
 
-Each check raises `ValueError` naming the argument, what was expected and what came.
+Each check raises `ValueError` with the argument's name, what was expected and what was received.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dtype(name: str, tensor: torch.Tensor, *expected: torch.dtype) -> None:
 
 
 def same_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Check that two arguments lie on one device."""
+    """Check that two arguments are on one device."""
     if tensor.device != other.device:
         raise ValueError(f"{name}: expected on {other.device} like {other_name}, got {tensor.device}")
 
@@ -47,16 +47,31 @@ def contiguous(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
 
 
-def match(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Check that an argument has the dtype and the device of another one."""
+def match(name: str, tensor: torch.Tensor, expected: Sequence[int | str], other_name: str, other: torch.Tensor) -> None:
+    """Check an argument's shape, and that it has the dtype and the device of another one."""
+    shape(name, tensor, expected)
     if tensor.dtype != other.dtype:
         wanted, got = (str(t.dtype).removeprefix("torch.") for t in (other, tensor))
         raise ValueError(f"{name}: expected dtype {wanted} like {other_name}, got {got}")
     same_device(name, tensor, other_name, other)
 
 
+def typed(
+    name: str,
+    tensor: torch.Tensor,
+    expected: Sequence[int | str],
+    wanted: torch.dtype,
+    other_name: str,
+    other: torch.Tensor,
+) -> None:
+    """Check an argument's shape and dtype, and that it is on the device of another one."""
+    shape(name, tensor, expected)
+    dtype(name, tensor, wanted)
+    same_device(name, tensor, other_name, other)
+
+
 def rows_fit(lengths: Sequence[int], added: int, capacity: int) -> None:
-    """Check on the host that `added` rows behind each cached prefix lie within the cache."""
+    """Check on the host that `added` rows after each cached prefix are within the cache."""
     for row, length in enumerate(lengths):
         if length < 0 or length + added > capacity:
             raise ValueError(

@@ -1,21 +1,23 @@
-"""Where ops are declared and where the choice of an implementation is made, logged and reported.
+"""Declares the ops, and chooses, logs and reports the implementation that serves each of them.
 
-Each op is a `torch.library` op in the namespace `medusa_kernels` with one schema, one fake and one implementation a
-device. Which implementation serves a device is chosen at the first call there, by a function that also says why; GPUs
-of one machine may differ, so each gets its own answer. The choice is logged once per device and `served_by` (used by
-`medusa doctor`) reports it. Nothing falls back silently.
+Each op is a `torch.library` op in the namespace `medusa_kernels`. Its signature is written once, at the public function
+of its name: the schema is inferred from it, and the reference and all implementations name the same arguments. The
+implementation is chosen at the first call on each device, because GPUs of one machine may differ. The choice is logged
+once per device, with its reason, and `served_by` (used by `medusa doctor`) reports it. Nothing falls back silently.
 
-The ops are for decoding and are not differentiable: what they return never requires a gradient.
+The ops are for decoding and are not differentiable: their results never require a gradient.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,26 +48,54 @@ class Implementation:
     reason: str
 
 
+Chooser = Callable[[torch.device], Implementation]
+
 LOWEST_CAPABILITY = (8, 0)
 """The oldest GPUs that the Triton kernels are written and compiled for (bf16 tensor cores, asynchronous copies)."""
 
-_choosers: dict[tuple[str, str], Callable[[torch.device], Implementation]] = {}
+_choosers: dict[tuple[str, str], Chooser] = {}
 _chosen: dict[tuple[str, torch.device], Implementation] = {}
 
 
-def declare(schema: str, fake: Callable[..., Any]) -> str:
-    """Declare an op by its schema (with mutations marked) and its fake; return the op's name."""
-    name = schema.split("(", 1)[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+def register(
+    public: Callable[..., Any],
+    outputs: Callable[[Any], Any],
+    *,
+    cpu: Chooser,
+    cuda: Chooser | None = None,
+    mutates: Sequence[str] = (),
+    schema: str | None = None,
+) -> None:
+    """Register the op of a public function.
+
+    Args:
+        public: the typed function that checks the arguments and calls the op. The op has its name.
+        outputs: returns empty tensors like the op's results, from a namespace with all arguments by name.
+        cpu: chooses what serves the op on a CPU.
+        cuda: chooses what serves it on a CUDA device; None: the same as `cpu`.
+        mutates: names of the arguments that the op writes.
+        schema: the arguments and results, if PyTorch cannot infer them from `public`.
+    """
+    name, signature = public.__name__, inspect.signature(public)
+    # A plain int: torch.compile takes the value of such an argument as a constant.
+    inferred = schema or torch.library.infer_schema(public, mutates_args=mutates).replace("SymInt", "int")
+    LIBRARY.define(name + inferred, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return outputs(SimpleNamespace(**bound.arguments))
+
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    return name
+    serve(name, "cpu", cpu)
+    serve(name, "cuda", cuda or cpu)
 
 
-def serve(op: str, device_type: str, choose: Callable[[torch.device], Implementation]) -> None:
+def serve(op: str, device_type: str, choose: Chooser) -> None:
     """Let `choose` decide, at the first call on each device of a type ("cpu" or "cuda"), what serves `op` there.
 
-    The first argument of every op is a tensor; its device is the op's.
+    The first argument of every op is a tensor, whose device decides.
     """
     _choosers[op, device_type] = choose
 
@@ -108,27 +138,32 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def triton_or(op: str, name: str, function: Callable[..., Any], why: str, *, device: torch.device) -> Implementation:
-    """Choose the op's Triton kernel where it can run, else the given implementation.
+def triton_or(op: str, name: str, function: Callable[..., Any], why: str = "") -> Chooser:
+    """Return a chooser of the op's Triton kernel if it can run, else of another implementation.
 
     Args:
-        op: the op; its kernel is the function of that name in `medusa_kernels._triton.<op>`.
+        op: the op; its kernel is launched by the function of that name in `medusa_kernels._triton.<op>`.
         name: the other implementation's short name.
         function: the other implementation.
-        why: on a CPU, the reason to choose the other implementation.
-        device: a CPU, where kernels run in Triton's interpreter only, or a CUDA device.
+        why: the reason for it on a CPU, where Triton kernels run in Triton's interpreter only.
     """
-    if device.type == "cpu" and not interpreted():
-        return Implementation(name, function, why)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            return Implementation(name, function, "PyTorch finds no CUDA device")
-        capability = torch.cuda.get_device_capability(device)
-        if capability < LOWEST_CAPABILITY:
-            return Implementation(name, function, f"Triton kernels need compute capability 8.0, got {capability}")
-    try:
-        module = importlib.import_module(f"medusa_kernels._triton.{op}")
-    except ImportError as error:
-        return Implementation(name, function, f"the Triton kernel cannot be imported: {error}")
-    reason = "Triton kernel in Triton's interpreter: TRITON_INTERPRET=1 is set" if interpreted() else "Triton kernel"
-    return Implementation("triton", getattr(module, op), reason)
+
+    def choose(device: torch.device) -> Implementation:
+        if device.type == "cpu" and not interpreted():
+            return Implementation(name, function, why)
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                return Implementation(name, function, "PyTorch finds no CUDA device")
+            capability = torch.cuda.get_device_capability(device)
+            if capability < LOWEST_CAPABILITY:
+                return Implementation(name, function, f"Triton kernels need compute capability 8.0, got {capability}")
+        try:
+            module = importlib.import_module(f"medusa_kernels._triton.{op}")
+        except ImportError as error:
+            return Implementation(name, function, f"the Triton kernel cannot be imported: {error}")
+        reason = (
+            "Triton kernel in Triton's interpreter: TRITON_INTERPRET=1 is set" if interpreted() else "Triton kernel"
+        )
+        return Implementation("triton", getattr(module, op), reason)
+
+    return choose

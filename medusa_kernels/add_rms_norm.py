@@ -1,15 +1,16 @@
 """Residual addition and RMS normalisation (Zhang and Sennrich 2019) in one pass over the hidden states.
 
-It does not know which layer it stands in front of, nor where the sum goes.
+It does not know which layer follows, nor where the sum goes.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from medusa_kernels import _checks
-from medusa_kernels._registry import declare, serve, triton_or
+from medusa_kernels._registry import register, triton_or
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -25,24 +26,22 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
         eps: added to the mean of the squares.
 
     Returns:
-        The sum (x itself where delta is None) and the normalised sum, `[..., H]` in the dtype of x; new contiguous
-        tensors but for that x.
+        The sum (x itself if delta is None) and the normalised sum, `[..., H]` in the dtype of x; new contiguous
+        tensors, except for x itself.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or device.
     """
     _checks.require(x.dim() >= 1 and x.shape[-1] > 0, "x", "shape [..., H] with H of at least 1", list(x.shape))
     _checks.dtype("x", x, *_checks.FLOATS)
-    _checks.shape("weight", weight, (x.shape[-1],))
-    _checks.match("weight", weight, "x", x)
+    _checks.match("weight", weight, (x.shape[-1],), "x", x)
     if delta is not None:
-        _checks.shape("delta", delta, tuple(x.shape))
-        _checks.match("delta", delta, "x", x)
+        _checks.match("delta", delta, tuple(x.shape), "x", x)
     total, normed = torch.ops.medusa_kernels.add_rms_norm.default(x, delta, weight, eps)
     return (x if delta is None else total), normed
 
 
-def _eager(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _eager(x, delta, weight, eps):
     """Run the op in PyTorch on any device; without delta the sum is empty."""
     total = x if delta is None else (x + delta).contiguous()
     wide = total.float()
@@ -51,12 +50,9 @@ def _eager(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple
     return (x.new_empty(0) if delta is None else total), normed
 
 
-def _fake(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0 if delta is None else x.shape), x.new_empty(x.shape)
-
-
-# Without delta the op has no sum to return, and an output of an op must not be one of its inputs.
-declare("add_rms_norm(Tensor x, Tensor? delta, Tensor weight, float eps) -> (Tensor, Tensor)", _fake)
-_CPU = "PyTorch, operation by operation"
-serve("add_rms_norm", "cpu", lambda device: triton_or("add_rms_norm", "eager", _eager, _CPU, device=device))
-serve("add_rms_norm", "cuda", lambda device: triton_or("add_rms_norm", "eager", _eager, "", device=device))
+register(
+    add_rms_norm,
+    # Without delta the op has no sum to return, and an output of an op must not be one of its inputs.
+    lambda a: (a.x.new_empty(0 if a.delta is None else a.x.shape), a.x.new_empty(a.x.shape)),
+    cpu=triton_or("add_rms_norm", "eager", _eager, "PyTorch, operation by operation"),
+)

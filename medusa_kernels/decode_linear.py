@@ -3,6 +3,7 @@
 It does not know what is projected (queries, keys and values, or an MLP), and never packs or copies a weight.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from medusa_kernels import _checks
-from medusa_kernels._registry import Implementation, declare, serve, triton_or
+from medusa_kernels._registry import Implementation, register, triton_or
 
 MOST_WEIGHTS = 3
 MOST_ROWS = 64
-"""Rows up to which the Triton kernel streams the weights; with more, the product is no longer bound by reading them."""
+"""Rows up to which the Triton kernel streams the weights; with more, reading the weights is no longer the limit."""
 
 
 def decode_linear(
@@ -41,50 +42,34 @@ def decode_linear(
     Returns:
         `[..., sum of N_i]` in the order of the weights (gated: `[..., N]`), dtype of x, a new contiguous tensor.
         Products are accumulated in fp32; bias, gate and residual are applied in fp32, and the result is rounded once.
-        The PyTorch implementation rounds after each of these steps. It serves CPUs, and more than 64 rows on a GPU too,
-        where the product is no longer bound by reading the weights.
+        The PyTorch implementation rounds after each of these steps. It serves CPUs, and also more than 64 rows on a
+        GPU, when the product is no longer bound by reading the weights.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.
     """
-    _check(x, weights, biases, gate, residual)
-    bias_list = None if biases is None else list(biases)
-    return torch.ops.medusa_kernels.decode_linear.default(x, list(weights), bias_list, gate=gate, residual=residual)
-
-
-def _check(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None, gate: bool, residual: Tensor | None
-) -> None:
     _checks.require(x.dim() >= 1, "x", "shape [..., K]", list(x.shape))
     _checks.dtype("x", x, *_checks.FLOATS)
     count, size = len(weights), x.shape[-1]
     _checks.require(1 <= count <= MOST_WEIGHTS, "weights", f"1 to {MOST_WEIGHTS} matrices", count)
     _checks.require(not gate or count == 2, "weights", "two matrices, as gate is set", count)
     for i, weight in enumerate(weights):
-        _checks.shape(f"weights[{i}]", weight, (weights[0].shape[0] if gate and i else "N", size))
-        _checks.match(f"weights[{i}]", weight, "x", x)
+        _checks.match(f"weights[{i}]", weight, (weights[0].shape[0] if gate and i else "N", size), "x", x)
         if size > 1 and weight.stride(1) != 1:
             raise ValueError(f"weights[{i}]: expected a row's elements adjacent, got strides {weight.stride()}")
     if biases is not None:
-        _checks.require(len(biases) == count, "biases", f"{count}, one a weight", len(biases))
+        _checks.require(len(biases) == count, "biases", f"{count}, one per weight", len(biases))
         for i, (bias, weight) in enumerate(zip(biases, weights, strict=True)):
             if bias is not None:
-                _checks.shape(f"biases[{i}]", bias, (weight.shape[0],))
-                _checks.match(f"biases[{i}]", bias, "x", x)
+                _checks.match(f"biases[{i}]", bias, (weight.shape[0],), "x", x)
     if residual is not None:
         _checks.require(count == 1, "residual", "None with several weights", list(residual.shape))
-        _checks.shape("residual", residual, (*x.shape[:-1], weights[0].shape[0]))
-        _checks.match("residual", residual, "x", x)
+        _checks.match("residual", residual, (*x.shape[:-1], weights[0].shape[0]), "x", x)
+    bias_list = None if biases is None else list(biases)
+    return torch.ops.medusa_kernels.decode_linear.default(x, list(weights), bias_list, gate=gate, residual=residual)
 
 
-def with_linear(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None] | None = None,
-    *,
-    gate: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
+def with_linear(x, weights, biases=None, *, gate=False, residual=None):
     """Run the op as matrix products in the dtype of x, each written to its place in the result, on any device."""
     rows = x.reshape(-1, x.shape[-1])
     sizes = [weight.shape[0] for weight in weights]
@@ -102,29 +87,19 @@ def with_linear(
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _fake(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor | None] | None = None,
-    *,
-    gate: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    features = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)
-    return x.new_empty(*x.shape[:-1], features)
-
-
 def _choose(device: torch.device) -> Implementation:
-    chosen = triton_or("decode_linear", "linear", with_linear, "PyTorch matrix products", device=device)
+    chosen = triton_or("decode_linear", "linear", with_linear, "PyTorch matrix products")(device)
     if chosen.name != "triton":
         return chosen
     return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows")
 
 
-declare(
-    "decode_linear(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None) "
-    "-> Tensor",
-    _fake,
+register(
+    decode_linear,
+    lambda a: a.x.new_empty(
+        *a.x.shape[:-1], a.weights[0].shape[0] if a.gate else sum(weight.shape[0] for weight in a.weights)
+    ),
+    cpu=_choose,
+    # Optional lists of optional tensors are not among the types that PyTorch infers.
+    schema="(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None) -> Tensor",
 )
-serve("decode_linear", "cpu", _choose)
-serve("decode_linear", "cuda", _choose)

@@ -1,16 +1,19 @@
 """The Medusa heads of one node: residual block, vocabulary projection and top-k, for all heads at once.
 
-It does not know which hidden state it is given, how the heads were trained or what becomes of the tokens.
+It does not know which hidden state it is given, how the heads were trained or how the tokens are used.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
 
 from medusa_kernels import _checks
-from medusa_kernels._registry import declare, serve, triton_or
+from medusa_kernels._registry import register, triton_or
 
 MAX_K = 32
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -32,8 +35,8 @@ def heads_topk(
     Head j computes `W2_j (h + SiLU(W1_j h + b1_j))`, then the log-softmax over the V' rows of `W2_j`.
 
     Args:
-        hidden: hidden states `[B, H]`, or `[B, K, H]` where each head has its own (heads of several residual blocks run
-            all but the last outside); fp16, bf16 or fp32.
+        hidden: hidden states `[B, H]`, or `[B, K, H]` if each head has its own (residual blocks before the last are
+            computed outside); fp16, bf16 or fp32.
         w1: `[K, H, H]`, dtype of hidden; any strides.
         b1: `[K, H]`, dtype of hidden, or None.
         w2: `[K, V', H]`, or `[V', H]` for one projection shared by all heads; dtype of hidden, int8 or float8_e4m3fn.
@@ -57,44 +60,29 @@ def heads_topk(
     _checks.shape("w1", w1, (heads, size, size))
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
     _checks.shape("hidden", hidden, ("B", size) if hidden.dim() == 2 else ("B", heads, size))
-    _checks.match("w1", w1, "hidden", hidden)
+    _checks.match("w1", w1, w1.shape, "hidden", hidden)
     if b1 is not None:
-        _checks.shape("b1", b1, (heads, size))
-        _checks.match("b1", b1, "hidden", hidden)
+        _checks.match("b1", b1, (heads, size), "hidden", hidden)
     _checks.shape("w2", w2, ("V'", size) if w2.dim() == 2 else (heads, "V'", size))
     _checks.dtype("w2", w2, hidden.dtype, *QUANTISED)
     _checks.same_device("w2", w2, "hidden", hidden)
     _checks.require(not gather or token_map is not None, "token_map", "the rows to gather", None)
     vocabulary = w2.shape[-2]
     if token_map is not None:
-        _checks.shape("token_map", token_map, ("V'",) if gather else (vocabulary,))
-        _checks.dtype("token_map", token_map, torch.int64)
-        _checks.same_device("token_map", token_map, "hidden", hidden)
+        mapped = ("V'",) if gather else (vocabulary,)
+        _checks.typed("token_map", token_map, mapped, torch.int64, "hidden", hidden)
         vocabulary = token_map.shape[0]
     _checks.require(1 <= k <= min(MAX_K, vocabulary), "k", f"1 to {min(MAX_K, vocabulary)}", k)
     if w2_scale is not None:
-        _checks.shape("w2_scale", w2_scale, tuple(w2.shape[:-1]))
-        _checks.dtype("w2_scale", w2_scale, torch.float32)
-        _checks.same_device("w2_scale", w2_scale, "hidden", hidden)
-    _checks.require(
-        w2_scale is not None or w2.dtype not in QUANTISED, "w2_scale", "a scale a row for int8 and fp8 weights", None
-    )
+        _checks.typed("w2_scale", w2_scale, w2.shape[:-1], torch.float32, "hidden", hidden)
+    scaled = w2_scale is not None or w2.dtype not in QUANTISED
+    _checks.require(scaled, "w2_scale", "one scale per row of int8 and fp8 weights", None)
     return torch.ops.medusa_kernels.heads_topk.default(
         hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather
     )
 
 
-def _matmul(
-    hidden: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    k: int,
-    *,
-    w2_scale: Tensor | None = None,
-    token_map: Tensor | None = None,
-    gather: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _matmul(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
     """Run the op as matrix products in the dtype of hidden and a top-k over the logits, on any device."""
     heads, size = w1.shape[0], w1.shape[2]
     states = _residual_block(hidden, w1, b1)
@@ -102,7 +90,7 @@ def _matmul(
         w2 = w2[..., token_map, :]
         w2_scale = None if w2_scale is None else w2_scale[..., token_map]
     if w2_scale is not None and states.dtype == torch.float16:
-        # Before the scale is applied a logit may be beyond what float16 holds: 127 is an ordinary int8 weight.
+        # Without its scale a logit may overflow float16: 127 is an ordinary int8 weight.
         states = states.float()
     weight = w2.to(states.dtype)
     if w2.dim() == 2:
@@ -129,26 +117,9 @@ def _residual_block(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
     return hidden + silu(inner if b1 is None else inner + b1)
 
 
-def _fake(
-    hidden: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    k: int,
-    *,
-    w2_scale: Tensor | None = None,
-    token_map: Tensor | None = None,
-    gather: bool = False,
-) -> tuple[Tensor, Tensor]:
-    best = (hidden.shape[0], w1.shape[0], k)
-    return hidden.new_empty(best, dtype=torch.float32), hidden.new_empty(best, dtype=torch.int64)
+def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    shape = a.hidden.shape[0], a.w1.shape[0], a.k
+    return a.hidden.new_empty(shape, dtype=torch.float32), a.hidden.new_empty(shape, dtype=torch.int64)
 
 
-declare(
-    "heads_topk(Tensor hidden, Tensor w1, Tensor? b1, Tensor w2, int k, *, Tensor? w2_scale=None, "
-    "Tensor? token_map=None, bool gather=False) -> (Tensor, Tensor)",
-    _fake,
-)
-_CPU = "PyTorch matrix products, then top-k"
-serve("heads_topk", "cpu", lambda device: triton_or("heads_topk", "matmul", _matmul, _CPU, device=device))
-serve("heads_topk", "cuda", lambda device: triton_or("heads_topk", "matmul", _matmul, "", device=device))
+register(heads_topk, _outputs, cpu=triton_or("heads_topk", "matmul", _matmul, "PyTorch matrix products, then top-k"))

@@ -1,7 +1,7 @@
-"""Moving the accepted rows of the KV cache behind the prefix, in place, in every layer at once.
+"""Moves the accepted rows of the KV cache to the end of the prefix, in place, in every layer at once.
 
-The native libraries of `csrc/` do the moving; this file checks arguments, calls them and words their errors. Of a cache
-it knows the shape and the size of its elements only, and it does not know how a path was chosen.
+The native libraries of `csrc/` move the rows; this file checks arguments, calls the libraries and words their errors.
+It knows only the shape of a cache and the size of its elements, not how a path was chosen.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from medusa_kernels import _checks, _native, reference
-from medusa_kernels._registry import Implementation, declare, serve
+from medusa_kernels._registry import Implementation, register
 
 
 def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
     """Move row `cache_lens[b] + path[b, i]` to row `cache_lens[b] + i` for `i < accept_lens[b] + 1`, in every layer.
 
-    A step's accepted path (root included, hence the + 1) is scattered over the tree's rows and becomes the end of the
-    prefix. The result is as if all rows were read before any is written, although sources and targets overlap.
+    The accepted path of a step (root included, hence the + 1) is scattered over the tree's rows; afterwards it is the
+    end of the prefix. The result is as if all rows were read before any is written, although the rows overlap.
 
     Args:
         kv: the cache `[L, 2, B, Hkv, S, D]`, contiguous, of any dtype. Mutated.
@@ -30,23 +30,20 @@ def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or strides, or (on the CPU; on a GPU values are not
-            read) a row would lie outside the cache or a path does not ascend. Nothing has been moved then.
+            read) a row would be outside the cache or a path does not ascend. Nothing has been moved then.
     """
     _checks.shape("kv", kv, ("L", 2, "B", "Hkv", "S", "D"))
     _checks.contiguous("kv", kv)
     batch = kv.shape[2]
-    _checks.shape("cache_lens", cache_lens, (batch,))
-    _checks.shape("path", path, (batch, "P"))
+    _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "kv", kv)
+    _checks.typed("path", path, (batch, "P"), torch.int32, "kv", kv)
     _checks.require(path.shape[1] >= 1, "path", "at least 1 step", path.shape[1])
-    _checks.shape("accept_lens", accept_lens, (batch,))
-    for name, tensor in (("cache_lens", cache_lens), ("path", path), ("accept_lens", accept_lens)):
-        _checks.dtype(name, tensor, torch.int32)
-        _checks.same_device(name, tensor, "kv", kv)
+    _checks.typed("accept_lens", accept_lens, (batch,), torch.int32, "kv", kv)
     torch.ops.medusa_kernels.kv_compact.default(kv, cache_lens, path, accept_lens)
 
 
 def _check_values(rows: int, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
-    """Raise the error for the first bad value of tensors that lie on the host."""
+    """Raise the error for the first bad value of tensors on the host."""
     steps = path.shape[1]
     values = zip(cache_lens.tolist(), path.tolist(), accept_lens.tolist(), strict=True)
     for b, (length, nodes, accepted) in enumerate(values):
@@ -122,10 +119,4 @@ def _choose_cuda(device: torch.device) -> Implementation:
     return Implementation("cuda", move, "CUDA library of csrc/")
 
 
-def _fake(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
-    return None
-
-
-declare("kv_compact(Tensor(a!) kv, Tensor cache_lens, Tensor path, Tensor accept_lens) -> ()", _fake)
-serve("kv_compact", "cpu", _choose_cpu)
-serve("kv_compact", "cuda", _choose_cuda)
+register(kv_compact, lambda a: None, cpu=_choose_cpu, cuda=_choose_cuda, mutates=["kv"])

@@ -7,9 +7,8 @@ device data on the host, so all of them are safe to capture in a CUDA graph. The
 public functions, one file per op, do that.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -45,17 +44,7 @@ def visible_nodes(ancestors: Tensor, nodes: int) -> Tensor:
     return ((ancestors[..., node // WORD] >> (node % WORD)) & 1).bool()
 
 
-def tree_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_lens: Tensor,
-    ancestors: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None):
     """Attention of tree nodes over the cached prefix and their own ancestors; see the public `tree_attention`."""
     batch, nodes, heads, head_dim = q.shape
     kv_heads, rows = k_cache.shape[1:3]
@@ -91,17 +80,7 @@ def _visible_rows(cache_lens: Tensor, ancestors: Tensor, nodes: int, rows: int, 
     return visible
 
 
-def rope_append(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_lens: Tensor,
-    depths: Tensor,
-) -> Tensor:
+def rope_append(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
     """Rotate q and k, write k and v to their cache rows; see the public `rope_append`."""
     batch, nodes = q.shape[:2]
     row = torch.arange(batch, device=q.device)[:, None]
@@ -120,17 +99,7 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def heads_topk(
-    hidden: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    k: int,
-    *,
-    w2_scale: Tensor | None = None,
-    token_map: Tensor | None = None,
-    gather: bool = False,
-) -> tuple[Tensor, Tensor]:
+def heads_topk(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
     """Residual block, vocabulary projection and top-k of every head; see the public `heads_topk`."""
     hidden = _wide(hidden)
     if hidden.dim() == 2:
@@ -151,16 +120,7 @@ def heads_topk(
     return best, tokens if token_map is None else token_map[tokens]
 
 
-def tree_verify(
-    hidden: Tensor,
-    weight: Tensor,
-    candidates: Tensor,
-    parents: Tensor | None = None,
-    *,
-    temperature: float = 0.0,
-    noise: Tensor | None = None,
-    want_stats: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tree_verify(hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True):
     """Next token and statistics of every node; see the public `tree_verify`."""
     logits = _wide(hidden) @ _wide(weight).T
     if temperature > 0:
@@ -194,7 +154,7 @@ def verify_stats(logits: Tensor, candidates: Tensor, parents: Tensor | None) -> 
     return logsumexp, entropy, torch.where(parents < 0, 0.0, of_child)
 
 
-def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
+def kv_compact(kv, cache_lens, path, accept_lens):
     """Move the accepted rows behind the prefix, in every layer; see the public `kv_compact`."""
     batch, steps = path.shape
     step = torch.arange(steps, device=path.device).expand(batch, steps)
@@ -210,14 +170,7 @@ def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor
     data[:, :, row, :, target] = data[:, :, row, :, source]
 
 
-def decode_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
-    *,
-    gate: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
+def decode_linear(x, weights, biases=None, *, gate=False, residual=None):
     """Products with several weights, side by side or one gating the other; see the public `decode_linear`."""
     products = [_wide(x) @ _wide(weight).T for weight in weights]
     for product, bias in zip(products, biases or [None] * len(products), strict=True):
@@ -227,7 +180,7 @@ def decode_linear(
     return (out if residual is None else out + _wide(residual)).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x, delta, weight, eps):
     """Residual sum and its RMS normalisation; see the public `add_rms_norm`."""
     total = x if delta is None else (_wide(x) + _wide(delta)).to(x.dtype)
     wide = _wide(total)
@@ -236,23 +189,23 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def tree_accept(
-    tokens: Tensor,
-    next_tokens: Tensor,
-    hidden: Tensor,
-    depths: Tensor,
-    paths: Tensor,
-    eos: Tensor,
-    max_new: Tensor,
-    step: Tensor,
+    tokens,
+    next_tokens,
+    hidden,
+    depths,
+    paths,
+    eos,
+    max_new,
+    step,
     *,
-    lengths: Tensor,
-    root: Tensor,
-    state_hidden: Tensor,
-    output: Tensor,
-    count: Tensor,
-    finished: Tensor,
-    log: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+    lengths,
+    root,
+    state_hidden,
+    output,
+    count,
+    finished,
+    log,
+):
     """The longest right path, and what a row carries to its next step; see the public `tree_accept`."""
     (batch, nodes), places = tokens.shape, paths.shape[-1]
     row = torch.arange(batch, device=tokens.device)
@@ -288,9 +241,7 @@ def tree_accept(
     return path.to(torch.int32), kept, old_lengths
 
 
-def tree_select(
-    tokens: Tensor, logprobs: Tensor, depths: Tensor, paths: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def tree_select(tokens, logprobs, depths, paths, nodes):
     """Keep the candidates with the most probable paths; see the public `tree_select`."""
     batch, places = len(tokens), paths.shape[1]
     own = logprobs.clamp(max=0.0).nan_to_num(nan=-torch.inf, neginf=-torch.inf)

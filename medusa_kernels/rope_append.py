@@ -1,19 +1,20 @@
-"""Rotary embedding of the queries and keys of a forward pass, and the writing of keys and values to the cache.
+"""Rotary embedding of the queries and keys of a forward pass, and the append of keys and values to the cache.
 
 It does not know how the tables of cosines and sines were made (which RoPE variant), nor what a tree is: here a node is
 a depth and an index.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from medusa_kernels import _checks, reference
-from medusa_kernels._registry import declare, serve, triton_or
+from medusa_kernels._last_result import LastResult
+from medusa_kernels._registry import register, triton_or
 
 
 def rope_append(
@@ -48,9 +49,9 @@ def rope_append(
         The rotated queries `[B, N, Hq, D]`, a new contiguous tensor.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also where a row would lie outside
-            the cache or a position outside the tables; on a GPU values are not read: such a row is not written, and
-            at such a position q and k come out as NaN).
+        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row would be outside the
+            cache or a position outside the tables; on a GPU values are not read: such a row is not written, and q and
+            k become NaN at such a position).
     """
     _checks.axes("q", q, "B", "N", "Hq", "D")
     _checks.axes("k", k, "B", "N", "Hkv", "D")
@@ -59,33 +60,18 @@ def rope_append(
     kv_heads, rows = k.shape[2], k_cache.shape[2]
     _checks.dtype("q", q, *_checks.FLOATS)
     _checks.require(head_dim % 2 == 0, "q", "an even head size", head_dim)
-    _checks.shape("k", k, (batch, nodes, kv_heads, head_dim))
-    _checks.shape("v", v, (batch, nodes, kv_heads, head_dim))
-    _checks.shape("cos", cos, ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim))
-    _checks.shape("sin", sin, cos.shape)
-    _checks.shape("k_cache", k_cache, (batch, kv_heads, rows, head_dim))
-    _checks.shape("v_cache", v_cache, (batch, kv_heads, rows, head_dim))
-    for name, tensor in (("k", k), ("v", v), ("cos", cos), ("sin", sin), ("k_cache", k_cache), ("v_cache", v_cache)):
-        _checks.match(name, tensor, "q", q)
-    _checks.shape("cache_lens", cache_lens, (batch,))
-    _checks.shape("depths", depths, (nodes,) if depths.dim() == 1 else (batch, nodes))
-    for name, tensor in (("cache_lens", cache_lens), ("depths", depths)):
-        _checks.dtype(name, tensor, torch.int32)
-        _checks.same_device(name, tensor, "q", q)
+    _checks.match("k", k, (batch, nodes, kv_heads, head_dim), "q", q)
+    _checks.match("v", v, (batch, nodes, kv_heads, head_dim), "q", q)
+    _checks.match("cos", cos, ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim), "q", q)
+    _checks.match("sin", sin, cos.shape, "q", q)
+    _checks.match("k_cache", k_cache, (batch, kv_heads, rows, head_dim), "q", q)
+    _checks.match("v_cache", v_cache, (batch, kv_heads, rows, head_dim), "q", q)
+    _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "q", q)
+    _checks.typed("depths", depths, (nodes,) if depths.dim() == 1 else (batch, nodes), torch.int32, "q", q)
     return torch.ops.medusa_kernels.rope_append.default(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths)
 
 
-def _sliced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_lens: Tensor,
-    depths: Tensor,
-) -> Tensor:
+def _sliced(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
     """Run the op on the CPU: lengths are read, and cache rows are written as slices."""
     nodes, head_dim = q.shape[1], q.shape[3]
     lens = cache_lens.tolist()
@@ -99,19 +85,7 @@ def _sliced(
     return (q * cos).add_(q.roll(half, -1).mul_(sin)).contiguous()
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """The factors of a rotation, with what they were made from."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    values: tuple[int, int, int, list[int]]
-    cos: Tensor
-    sin: Tensor
-
-
-# The factors of the last call: within a forward pass every layer asks for the same ones. Replaced as a whole and never
-# changed, so that threads at worst make them twice.
-_last_factors: _Factors | None = None
+_last_factors = LastResult[tuple[Tensor, Tensor]]()
 
 
 def _factors(cos: Tensor, sin: Tensor, lens: list[int], cache_lens: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,24 +93,13 @@ def _factors(cos: Tensor, sin: Tensor, lens: list[int], cache_lens: Tensor, dept
 
     `rotate_half(x) * sin == roll(x) * (-sin, sin)`: negating a factor is exact, and the small table is negated once.
     """
-    global _last_factors
-    # An inference tensor has no version counter that would tell of a change in place.
-    keep = not (cos.is_inference() or sin.is_inference() or depths.is_inference())
-    last, values = _last_factors, (0, 0, 0, lens)
-    if keep:
-        values = (cos._version, sin._version, depths._version, lens)
-        if last is not None and last.values == values and _same(last.tensors, (cos, sin, depths)):
-            return last.cos, last.sin
+    found = _last_factors.get((cos, sin, depths), lens)
+    if found is not None:
+        return found
     positions = depths + (lens[0] if len(lens) == 1 else cache_lens[:, None])
     at_cos, at_sin = _table_rows(cos, positions, len(lens)), _table_rows(sin, positions, len(lens))
     at_sin = at_sin * _half_signs(sin.shape[-1], sin.dtype)
-    if keep:
-        _last_factors = _Factors((cos, sin, depths), values, at_cos, at_sin)
-    return at_cos, at_sin
-
-
-def _same(these: tuple[Tensor, ...], those: tuple[Tensor, ...]) -> bool:
-    return all(a is b for a, b in zip(these, those, strict=True))
+    return _last_factors.keep((cos, sin, depths), lens, (at_cos, at_sin))
 
 
 def _table_rows(table: Tensor, positions: Tensor, batch: int) -> Tensor:
@@ -163,29 +126,12 @@ def _half_signs(head_dim: int, dtype: torch.dtype) -> Tensor:
     return signs
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_lens: Tensor,
-    depths: Tensor,
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-declare(
-    "rope_append(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor cache_lens, Tensor depths) -> Tensor",
-    _fake,
-)
-_CPU = "PyTorch, with lengths read on the host and rows written as slices"
-serve("rope_append", "cpu", lambda device: triton_or("rope_append", "sliced", _sliced, _CPU, device=device))
-serve(
-    "rope_append",
-    "cuda",
-    lambda device: triton_or("rope_append", "reference", reference.rope_append, "", device=device),
+register(
+    rope_append,
+    lambda a: a.q.new_empty(a.q.shape),
+    mutates=["k_cache", "v_cache"],
+    cpu=triton_or(
+        "rope_append", "sliced", _sliced, "PyTorch, with lengths read on the host and rows written as slices"
+    ),
+    cuda=triton_or("rope_append", "reference", reference.rope_append),
 )

@@ -1,6 +1,6 @@
-"""What follows verification: the accepted path, and everything that a row carries to its next step.
+"""The step after verification: accept a path, and update everything that a row carries to its next step.
 
-It does not know how the model chose its tokens, nor caches: it says which of their rows `kv_compact` is to keep.
+It does not know how the model chose its tokens, nor caches: it returns which of their rows `kv_compact` keeps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_kernels import _checks, reference
-from medusa_kernels._registry import Implementation, declare, serve, triton_or
+from medusa_kernels._registry import register, triton_or
 
 
 def tree_accept(
@@ -32,25 +32,25 @@ def tree_accept(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept the longest path that the model agrees with (the paper's section 2.3.1, greedy), and commit it.
 
-    A node is right if its token is the model's choice at its parent; the root always is. The accepted path is the
-    longest of right nodes, the one with the lowest last node among equals. The step emits the model's choices at its
-    nodes, cut behind the first EOS token and at the budget, where the row ends. A row that had ended before the step
-    emits nothing.
+    A node is right if its token is the model's next token at its parent; the root always is. The accepted path is the
+    longest path of right nodes, of equal ones that with the lowest last node. The step emits the model's next tokens at
+    its nodes, cut after the first EOS token and at the budget; either ends the row. A row that had ended before the
+    step emits nothing.
 
     Args:
         tokens: int64 `[B, N]`, the token of each node.
-        next_tokens: int64 `[B, N]`, the model's choice at each node.
+        next_tokens: int64 `[B, N]`, the model's next token at each node.
         hidden: `[B, N, H]`, of any dtype.
-        depths: int32 `[N]`, or `[B, N]` where rows have trees of their own; 0 for the root.
+        depths: int32 `[N]`, or `[B, N]` if each row has its own tree; 0 for the root.
         paths: int64 `[N, P]` or `[B, N, P]`, the nodes from the root to each node, padded with the last; P is at least
             the greatest depth + 1.
         eos: int64 `[E]`, tokens that end a row.
         max_new: int32 `[B]`, tokens that a row may emit.
         step: int64 `[1]`, the column of `log` that the step writes.
-        lengths: int32 `[B]`, cached rows. Mutated: grows by the accepted path's nodes, in rows that have not ended.
-        root: int64 `[B]`. Mutated: the model's choice at the last accepted node.
+        lengths: int32 `[B]`, cached rows. Mutated: grows by the nodes of the accepted path, in rows that had not ended.
+        root: int64 `[B]`. Mutated: the model's next token at the last accepted node.
         state_hidden: `[B, H]`, dtype of hidden. Mutated: the hidden state of the last accepted node.
-        output: int64 `[B, W]`. Mutated: what is emitted stands from column `count` on; nothing else changes.
+        output: int64 `[B, W]`. Mutated: emitted tokens are written from column `count` on; nothing else changes.
         count: int32 `[B]`. Mutated: grows by the tokens emitted.
         finished: bool `[B]`. Mutated: set in rows that end.
         log: int32 `[B, W2]`. Mutated: column `step` gets the tokens emitted.
@@ -88,9 +88,7 @@ def tree_accept(
         "log": (log, (batch, "W2"), torch.int32),
     }
     for name, (tensor, shape, dtype) in (expected | mutated).items():
-        _checks.shape(name, tensor, shape)
-        _checks.dtype(name, tensor, dtype)
-        _checks.same_device(name, tensor, "tokens", tokens)
+        _checks.typed(name, tensor, shape, dtype, "tokens", tokens)
     for name, (tensor, _, _) in mutated.items():
         _checks.contiguous(name, tensor)
     return torch.ops.medusa_kernels.tree_accept.default(
@@ -99,33 +97,9 @@ def tree_accept(
     )  # fmt: skip
 
 
-def _fake(
-    tokens: Tensor,
-    next_tokens: Tensor,
-    hidden: Tensor,
-    depths: Tensor,
-    paths: Tensor,
-    eos: Tensor,
-    max_new: Tensor,
-    step: Tensor,
-    **mutated: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, places = tokens.shape[0], paths.shape[-1]
-    return depths.new_empty(batch, places), depths.new_empty(batch), depths.new_empty(batch)
-
-
-declare(
-    "tree_accept(Tensor tokens, Tensor next_tokens, Tensor hidden, Tensor depths, Tensor paths, Tensor eos, "
-    "Tensor max_new, Tensor step, *, Tensor(a!) lengths, Tensor(b!) root, Tensor(c!) state_hidden, Tensor(d!) output, "
-    "Tensor(e!) count, Tensor(f!) finished, Tensor(g!) log) -> (Tensor, Tensor, Tensor)",
-    _fake,
+register(
+    tree_accept,
+    lambda a: tuple(a.depths.new_empty(a.tokens.shape[0], *size) for size in ((a.paths.shape[-1],), (), ())),
+    mutates=["lengths", "root", "state_hidden", "output", "count", "finished", "log"],
+    cpu=triton_or("tree_accept", "reference", reference.tree_accept, "PyTorch, operation by operation"),
 )
-_CPU = "PyTorch, operation by operation"
-
-
-def _choose(device: torch.device) -> Implementation:
-    return triton_or("tree_accept", "reference", reference.tree_accept, _CPU, device=device)
-
-
-serve("tree_accept", "cpu", _choose)
-serve("tree_accept", "cuda", _choose)

@@ -1,20 +1,20 @@
-"""Tree attention: N tree nodes a batch row attend to the cached prefix and to their own ancestors in the tree.
+"""Tree attention: N tree nodes per batch row attend to the cached prefix and to their own ancestors in the tree.
 
-On a GPU it is a Triton kernel (`_triton/tree_attention.py`), on the CPU `scaled_dot_product_attention` over the valid
-rows. It does not know positions beyond what the window needs, and it does not write the cache: `rope_append` has done
-that.
+It runs as a Triton kernel on a GPU (`_triton/tree_attention.py`), and as `scaled_dot_product_attention` over the valid
+rows on a CPU. It knows positions only as far as the window needs them, and it does not write the cache: `rope_append`
+did that before.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from medusa_kernels import _checks, reference
-from medusa_kernels._registry import declare, serve, triton_or
+from medusa_kernels._last_result import LastResult
+from medusa_kernels._registry import register, triton_or
 
 MAX_NODES = 256
 
@@ -30,7 +30,7 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend from N tree nodes a batch row (the paper's tree attention, section 2.1.2) over cached keys and values.
+    """Attend from N tree nodes per batch row (the paper's tree attention, section 2.1.2) over cached keys and values.
 
     Node i of row b sees the cache rows `[0, cache_lens[b])` and the tree row `cache_lens[b] + j` for every node j in
     its ancestor set. Query head h uses KV head `h // (Hq // Hkv)`. Rows from `cache_lens[b] + N` on are never read into
@@ -53,8 +53,8 @@ def tree_attention(
         equal bits.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also where a row of the tree would
-            lie outside the cache; on a GPU the lengths are not read).
+        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row of the tree would be
+            outside the cache; on a GPU the lengths are not read).
     """
     _checks.axes("q", q, "B", "N", "Hq", "D")
     _checks.axes("k_cache", k_cache, "B", "Hkv", "S", "D")
@@ -62,18 +62,13 @@ def tree_attention(
     kv_heads, rows = k_cache.shape[1], k_cache.shape[2]
     _checks.dtype("q", q, *_checks.FLOATS)
     _checks.require(1 <= nodes <= MAX_NODES, "q", f"1 to {MAX_NODES} nodes", nodes)
-    _checks.shape("k_cache", k_cache, (batch, kv_heads, rows, head_dim))
-    _checks.shape("v_cache", v_cache, (batch, kv_heads, rows, head_dim))
-    _checks.match("k_cache", k_cache, "q", q)
-    _checks.match("v_cache", v_cache, "q", q)
+    _checks.match("k_cache", k_cache, (batch, kv_heads, rows, head_dim), "q", q)
+    _checks.match("v_cache", v_cache, (batch, kv_heads, rows, head_dim), "q", q)
     _checks.require(kv_heads > 0 and heads % kv_heads == 0, "q", f"a multiple of {kv_heads} heads", heads)
-    _checks.shape("cache_lens", cache_lens, (batch,))
-    _checks.dtype("cache_lens", cache_lens, torch.int32)
-    _checks.same_device("cache_lens", cache_lens, "q", q)
+    _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "q", q)
     words = -(-nodes // reference.WORD)
-    _checks.shape("ancestors", ancestors, (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words))
-    _checks.dtype("ancestors", ancestors, torch.int64)
-    _checks.same_device("ancestors", ancestors, "q", q)
+    shape = (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words)
+    _checks.typed("ancestors", ancestors, shape, torch.int64, "q", q)
     _checks.require(window is None or window >= 1, "window", "None or at least 1", window)
     _checks.require(softcap is None or softcap > 0, "softcap", "None or more than 0", softcap)
     return torch.ops.medusa_kernels.tree_attention.default(
@@ -81,34 +76,16 @@ def tree_attention(
     )
 
 
-def _sdpa(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_lens: Tensor,
-    ancestors: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Run the op on the CPU, where reading the lengths is free: only valid rows are sliced out and attended to."""
+def _sdpa(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None):
+    """Run the op on the CPU, where reading the lengths is free: attend to a slice of the valid rows only."""
     nodes = q.shape[1]
     lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
     longest = max(lens, default=0)
     if softcap is not None:
-        end = longest + nodes
-        return reference.tree_attention(
-            q,
-            k_cache[:, :, :end],
-            v_cache[:, :, :end],
-            cache_lens,
-            ancestors,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
+        keys, values = (cache[:, :, : longest + nodes] for cache in (k_cache, v_cache))
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        return reference.tree_attention(q, keys, values, cache_lens, ancestors, **options)
     bias = None
     if nodes > 1:
         seen = longest if window is None else min(longest, window - 1)
@@ -123,24 +100,16 @@ def _sdpa(
     return torch.cat(parts)
 
 
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    length: int,
-    bias: Tensor | None,
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
+def _attend(q, k_cache, v_cache, length, bias, scale, window):
     """Attend for batch rows of one length.
 
-    The query heads of one KV head are packed into its rows: keys and values are then read once for all of them, where
+    The query heads of one KV head are packed into its rows, so that keys and values are read once for all of them;
     `enable_gqa` reads them again for each.
     """
     batch, nodes, heads, head_dim = q.shape
     kv_heads = k_cache.shape[1]
     groups = heads // kv_heads
-    # With a window, rows that the root, the lowest node, cannot see are seen by nobody.
+    # With a window, no node sees a row that the root, which is the lowest, does not see.
     start = 0 if window is None else max(0, length + 1 - window)
     keys = k_cache[:, :, start : length + nodes]
     values = v_cache[:, :, start : length + nodes]
@@ -158,50 +127,27 @@ def _attend(
     return out.view(batch, kv_heads, nodes, groups, head_dim).transpose(1, 2).reshape(q.shape).contiguous()
 
 
-@dataclass(frozen=True)
-class _Bias:
-    """An additive mask, with what it was made from."""
-
-    ancestors: Tensor
-    version: int
-    form: tuple[int, int | None, torch.dtype]
-    prefix: int
-    mask: Tensor
-
-
-# The mask of the last tree. One decode step asks for it once a layer, and every step of a static tree does; rows with
-# trees of their own have others at every step. Replaced as a whole and never changed, so that threads at worst make it
-# twice.
-_last_bias: _Bias | None = None
+# The mask of the last tree: every layer asks for it, and with a static tree every step does.
+_last_bias = LastResult[Tensor]()
 _PREFIX_STEP = 512
 
 
 def _tree_bias(ancestors: Tensor, nodes: int, groups: int, seen: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return an additive mask `[1 or B, 1, N * groups, P + N]` with `P >= seen`, for the last P + N valid keys.
 
-    What a node sees depends on a key's distance from the prefix's end only, also with a window. One mask therefore
-    serves every length up to P: a shorter prefix takes the last columns.
+    What a node sees depends only on a key's distance from the end of the prefix, also with a window. So one mask serves
+    every length up to P: a shorter prefix takes the last columns.
     """
-    global _last_bias
-    # An inference tensor has no version counter that would tell of a change in place.
-    if ancestors.is_inference():
-        return _build_bias(ancestors, nodes, groups, seen, window, dtype)
-    last, version, form = _last_bias, ancestors._version, (groups, window, dtype)
-    if (
-        last is None
-        or last.ancestors is not ancestors
-        or last.version != version
-        or last.form != form
-        or last.prefix < seen
-    ):
-        # A tree of the rows' own is another one at the next step: no longer prefix is looked ahead to, and the last
-        # mask makes room for the new one.
-        own = ancestors.dim() == 3
-        last = _last_bias = None if own else last
-        prefix = seen if own else -(-seen // _PREFIX_STEP) * _PREFIX_STEP
-        mask = _build_bias(ancestors, nodes, groups, prefix, window, dtype)
-        last = _last_bias = _Bias(ancestors, version, form, prefix, mask)
-    return last.mask
+    form = groups, window, dtype
+    mask = _last_bias.get((ancestors,), form)
+    if mask is None or mask.shape[-1] - nodes < seen:
+        prefix = -(-seen // _PREFIX_STEP) * _PREFIX_STEP
+        if ancestors.dim() == 3 or ancestors.is_inference():
+            # These trees are others at the next step: do not look ahead, and free the last mask first.
+            _last_bias.forget()
+            prefix = seen
+        mask = _last_bias.keep((ancestors,), form, _build_bias(ancestors, nodes, groups, prefix, window, dtype))
+    return mask
 
 
 def _build_bias(
@@ -221,29 +167,10 @@ def _build_bias(
     return bias.repeat_interleave(groups, dim=1).unsqueeze(1)
 
 
-def _fake(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_lens: Tensor,
-    ancestors: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-declare(
-    "tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_lens, Tensor ancestors, *, "
-    "float? scale=None, int? window=None, float? softcap=None) -> Tensor",
-    _fake,
-)
-_CPU = "scaled_dot_product_attention over the valid rows; with a softcap, which it lacks, the reference"
-serve("tree_attention", "cpu", lambda device: triton_or("tree_attention", "sdpa", _sdpa, _CPU, device=device))
-serve(
-    "tree_attention",
-    "cuda",
-    lambda device: triton_or("tree_attention", "reference", reference.tree_attention, "", device=device),
+_WHY = "scaled_dot_product_attention over the valid rows; with a softcap, which it lacks, the reference"
+register(
+    tree_attention,
+    lambda a: a.q.new_empty(a.q.shape),
+    cpu=triton_or("tree_attention", "sdpa", _sdpa, _WHY),
+    cuda=triton_or("tree_attention", "reference", reference.tree_attention),
 )

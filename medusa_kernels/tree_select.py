@@ -1,16 +1,19 @@
-"""The likeliest nodes of a tree of candidates: a tree for this very step, of a size that never changes.
+"""Dynamic trees: keep the likeliest nodes of a tree of candidates, always the same number of them.
 
-It does not know heads or tokenizers: what a candidate's probability is, and which tree the candidates form, is given.
+It does not know heads or tokenizers: the candidates' probabilities and the tree that they form are given.
 """
 
+# mypy: allow-untyped-defs
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from medusa_kernels import _checks, reference
-from medusa_kernels._registry import declare, serve, triton_or
+from medusa_kernels._registry import register, triton_or
 
 MAX_CANDIDATES = 8192
 
@@ -27,8 +30,8 @@ def tree_select(
     Args:
         tokens: int64 `[B, M]`, the token of each candidate; candidate 0 is the root, which is always kept. M is at most
             8,192.
-        logprobs: fp32 `[B, M]`, natural log of each candidate's probability behind its parent; the root's is not read.
-        depths: int32 `[M]`, 0 for the root. Parents stand before their children.
+        logprobs: fp32 `[B, M]`, natural log of each candidate's probability given its parent; the root's is not read.
+        depths: int32 `[M]`, 0 for the root. Parents come before their children.
         paths: int64 `[M, P]`, the candidates from the root to each one, padded with the last; P is the greatest
             depth + 1.
         nodes: N, how many to keep, the root included; 1 to min(256, M).
@@ -54,16 +57,12 @@ def tree_select(
         ("depths", depths, (candidates,), torch.int32),
         ("paths", paths, (candidates, "P"), torch.int64),
     ):
-        _checks.shape(name, tensor, shape)
-        _checks.dtype(name, tensor, dtype)
-        _checks.same_device(name, tensor, "tokens", tokens)
+        _checks.typed(name, tensor, shape, dtype, "tokens", tokens)
     return torch.ops.medusa_kernels.tree_select.default(tokens, logprobs, depths, paths, nodes)
 
 
-def _on_host(
-    tokens: Tensor, logprobs: Tensor, depths: Tensor, paths: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the op on the CPU through NumPy, whose calls on some hundred numbers take a fraction of PyTorch's."""
+def _on_host(tokens, logprobs, depths, paths, nodes):
+    """Run the op on the CPU in NumPy, whose calls on a few hundred numbers take a fraction of PyTorch's time."""
     batch, (candidates, places) = len(tokens), paths.shape
     all_paths, all_depths, own = paths.numpy(), depths.numpy(), logprobs.numpy()
     own = np.where(own != own, np.float32(-np.inf), np.minimum(own, np.float32(0)))
@@ -71,7 +70,7 @@ def _on_host(
     for place in range(1, places):
         node = all_paths[:, place]
         scores += np.where(node != all_paths[:, place - 1], own[:, node], np.float32(0))
-    # Stable: of equals the parent, which stands first, is taken first.
+    # Stable: of equal scores the parent, which comes first, is taken first.
     chosen = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :nodes], axis=1)
     rows = np.arange(batch)[:, None]
     numbers = np.zeros((batch, candidates), dtype=np.int64)
@@ -96,28 +95,15 @@ def _on_host(
     )
 
 
-def _fake(
-    tokens: Tensor, logprobs: Tensor, depths: Tensor, paths: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, places = tokens.shape[0], paths.shape[1]
-    return (
-        tokens.new_empty(batch, nodes),
-        depths.new_empty(batch, nodes),
-        depths.new_empty(batch, nodes),
-        tokens.new_empty(batch, nodes, -(-nodes // reference.WORD)),
-        tokens.new_empty(batch, nodes, places),
-    )
+def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape, words = (a.tokens.shape[0], a.nodes), -(-a.nodes // reference.WORD)
+    tokens, ancestors, paths = (a.tokens.new_empty(*shape, *rest) for rest in ((), (words,), (a.paths.shape[1],)))
+    return tokens, a.depths.new_empty(shape), a.depths.new_empty(shape), ancestors, paths
 
 
-declare(
-    "tree_select(Tensor tokens, Tensor logprobs, Tensor depths, Tensor paths, int nodes) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _fake,
-)
-_CPU = "NumPy, a call for all rows"
-serve("tree_select", "cpu", lambda device: triton_or("tree_select", "numpy", _on_host, _CPU, device=device))
-serve(
-    "tree_select",
-    "cuda",
-    lambda device: triton_or("tree_select", "reference", reference.tree_select, "", device=device),
+register(
+    tree_select,
+    _outputs,
+    cpu=triton_or("tree_select", "numpy", _on_host, "NumPy, one call for all rows"),
+    cuda=triton_or("tree_select", "reference", reference.tree_select),
 )

@@ -345,7 +345,7 @@ BAD = {
     "weights-size": ({"weights": [W, torch.zeros(5, 3)]}, r"weights\[1\]: expected shape \[N, 4\], got \[5, 3\]"),
     "weights-dtype": ({"weights": [W.half()]}, r"weights\[0\]: expected dtype float32 like x"),
     "weights-columns": ({"weights": [torch.zeros(4, 5).T]}, r"weights\[0\]: expected a row's elements adjacent"),
-    "biases-count": ({"biases": [None, None]}, "biases: expected 1, one a weight, got 2"),
+    "biases-count": ({"biases": [None, None]}, "biases: expected 1, one per weight, got 2"),
     "biases-shape": ({"biases": [torch.zeros(4)]}, r"biases\[0\]: expected shape \[5\]"),
     "biases-dtype": ({"biases": [torch.zeros(5).half()]}, r"biases\[0\]: expected dtype"),
     "gate-count": ({"gate": True}, "weights: expected two matrices, as gate is set, got 1"),

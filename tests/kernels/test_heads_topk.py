@@ -308,7 +308,7 @@ BAD = {
     "k-low": ({"k": 0}, "k: expected 1 to 9, got 0"),
     "k-vocabulary": ({"k": 10}, "k: expected 1 to 9, got 10"),
     "k-most": ({"k": 33, "w2": torch.zeros(40, 4)}, "k: expected 1 to 32, got 33"),
-    "w2_scale-missing": ({"w2": torch.zeros(9, 4, dtype=torch.int8)}, "w2_scale: expected a scale a row"),
+    "w2_scale-missing": ({"w2": torch.zeros(9, 4, dtype=torch.int8)}, "w2_scale: expected one scale per row"),
     "w2_scale-shape": ({"w2_scale": torch.zeros(9)}, "w2_scale: expected shape"),
     "w2_scale-dtype": ({"w2_scale": torch.zeros(3, 9).half()}, "w2_scale: expected dtype float32"),
     "token_map-shape": ({"token_map": torch.zeros(8, dtype=torch.int64)}, "token_map: expected shape"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import medusa_kernels as mk
-from medusa_kernels import _registry, selftest
+from medusa_kernels import _registry, reference, selftest
 from medusa_kernels._registry import OPS, Implementation, served_by
 
 
@@ -30,6 +31,33 @@ def test_every_op_has_an_implementation_and_a_reason(op: str, device_type: str) 
     assert chosen.name
     assert chosen.reason
     assert callable(chosen.function)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_form_of_an_op_names_the_arguments_of_the_public_function(op: str) -> None:
+    """The one signature that the schema is inferred from."""
+    functions = [getattr(reference, op), *(served_by(op, device).function for device in ("cpu", "cuda"))]
+    if op != "kv_compact":
+        functions.append(getattr(pytest.importorskip(f"medusa_kernels._triton.{op}"), op))
+    wanted = [(p.name, p.kind, p.default) for p in inspect.signature(getattr(mk, op)).parameters.values()]
+    for function in functions:
+        assert [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()] == wanted
+    schema = getattr(torch.ops.medusa_kernels, op).default._schema
+    assert [(a.name, a.kwarg_only) for a in schema.arguments] == [(n, k is k.KEYWORD_ONLY) for n, k, _ in wanted]
+
+
+MUTATED = {
+    "kv_compact": ["kv"],
+    "rope_append": ["k_cache", "v_cache"],
+    "tree_accept": ["lengths", "root", "state_hidden", "output", "count", "finished", "log"],
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_schema_tells_which_arguments_are_written(op: str) -> None:
+    schema = getattr(torch.ops.medusa_kernels, op).default._schema
+    assert [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] == MUTATED.get(op, [])
+    assert "SymInt" not in str(schema)
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from medusa_decoding.checkpoints.base import stated_vocab_size
 from medusa_decoding.checkpoints.pretrained import stated_vocab_size
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.training.config import Config
