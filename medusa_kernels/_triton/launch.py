@@ -1,8 +1,8 @@
-"""What the Triton kernels share on the host: facts of a device, and how a specialisation is described.
+"""Host code shared by the Triton kernels: the description of a device, and of a compiled form of a kernel.
 
-A launch configuration is a function of a `Device`, dtypes and sizes, never of values. Each kernel file lists, through
-`specialisations(device)`, every configuration that its launches may ask for; the inspection
-(`medusa_kernels.inspection`) compiles all of them without a GPU.
+A launch configuration is a function of a `Device`, dtypes and sizes, never of values. Each kernel file lists every form
+that its launches may ask for in `specialisations(device)`; `medusa_kernels.inspection` compiles all of them without a
+GPU.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from medusa_kernels._registry import interpreted
 
 OPTIONS = {"enable_fp_fusion": True}
-"""Compiler options of every launch, to which a kernel's file may add. Fusing a product and a sum is asked for because
-Triton's default changes: it is on up to 3.9 and off from 3.10."""
+"""Compiler options of every launch, to which a kernel's file may add. Fusion of products and sums is set because
+Triton's default changes: on up to 3.9, off from 3.10."""
 
 RESERVED = 1024
-"""Bytes of shared memory that each block takes besides its own, from compute capability 8.0 on."""
+"""Bytes of shared memory that the system reserves per block, from compute capability 8.0 on."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What launch configurations are chosen by.
+    """The properties of a GPU that launch configurations depend on.
 
     Attributes:
-        capability: compute capability. What tensor-core instructions there are depends on its first number: 9 has
-            asynchronous ones over shared memory (wgmma), which neither 8 nor 10 nor 12 has.
+        capability: compute capability. Its first number decides which tensor-core instructions exist: only 9 has
+            asynchronous ones over shared memory (wgmma).
         multiprocessors: how many there are to fill.
-        shared_memory: bytes that one block may have at most.
+        shared_memory: most bytes that one block may have.
         multiprocessor_memory: bytes of shared memory of a multiprocessor.
     """
 
@@ -49,11 +49,11 @@ class Device:
 
     @property
     def roomy(self) -> bool:
-        """Whether blocks have the shared memory of the data centres' GPUs."""
+        """Whether blocks have as much shared memory as on data-centre GPUs."""
         return self.shared_memory >= 160 * 1024
 
     def blocks(self, shared: int) -> int:
-        """Return how many blocks of so many bytes of shared memory a multiprocessor holds at once."""
+        """Return how many blocks with this many bytes of shared memory a multiprocessor holds at once."""
         return self.multiprocessor_memory // (shared + RESERVED)
 
 
@@ -65,8 +65,8 @@ TARGETS = {
     "100": Device((10, 0), 148, 227 * 1024, 228 * 1024),  # B200
     "120": Device((12, 0), 170, 99 * 1024, 100 * 1024),  # RTX 5090
 }
-"""A GPU of each compilation target that kernels are checked for, by the target's number; shared memory from the CUDA
-C++ programming guide, table of technical specifications."""
+"""One GPU per compilation target for which kernels are checked; shared memory from the CUDA C++ programming guide,
+table of technical specifications."""
 
 TRITON_TYPES = {
     torch.float16: "fp16",
@@ -77,7 +77,7 @@ TRITON_TYPES = {
     torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
 }
-"""Triton's names of dtypes, as signatures have them."""
+"""Names of dtypes in Triton's signatures."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ class Specialisation:
     """One compiled form of a kernel.
 
     Attributes:
-        name: op, kernel and what tells this form from its siblings: "tree_attention bf16 D128 M64".
+        name: op, kernel and what distinguishes this form: "tree_attention bf16 D128 M64".
         kernel: the `triton.jit` function.
-        signature: Triton type of every argument that is not a constant, in order: "*bf16", "i32", "fp32".
+        signature: Triton type of every argument that is not a constant: "*bf16", "i32", "fp32".
         constants: value of every `tl.constexpr` argument.
-        num_warps: warps a program.
+        num_warps: warps per program.
         num_stages: depth of software pipelining.
-        aligned: arguments that a launch always passes as multiples of 16 (addresses, strides), which is what lets the
-            compiler load 16 bytes at once. Pointers are always taken as aligned.
-        programs: programs that a launch counts on to share a multiprocessor; 0 if it counts on nothing.
+        aligned: integers that a launch always passes as multiples of 16, so that the compiler may load 16 bytes at
+            once. Pointers always count as aligned.
+        programs: programs per multiprocessor that a launch counts on; 0 if it does not.
     """
 
     name: str
@@ -106,12 +106,49 @@ class Specialisation:
     programs: int = 0
 
 
+class Launch(Protocol):
+    """A launch configuration: how a problem is cut, which depends on the kernel, and these two."""
+
+    @property
+    def num_warps(self) -> int:
+        """Warps per program."""
+
+    @property
+    def num_stages(self) -> int:
+        """Depth of software pipelining."""
+
+
+@dataclass(frozen=True)
+class Warps:
+    """The launch configuration of a kernel that needs no other."""
+
+    num_warps: int
+    num_stages: int
+
+
+def specialise(
+    name: str,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    config: Launch,
+    *,
+    aligned: tuple[str, ...] = (),
+    programs: int = 0,
+) -> Specialisation:
+    """Describe a compiled form of a kernel.
+
+    The keys of `types` are names of arguments, separated by spaces, its values their Triton type. All other arguments
+    that are not constants are "i32".
+    """
+    type_of = {argument: kind for arguments, kind in types.items() for argument in arguments.split()}
+    signature = {argument: type_of.get(argument, "i32") for argument in kernel.arg_names if argument not in constants}
+    return Specialisation(name, kernel, signature, constants, config.num_warps, config.num_stages, aligned, programs)
+
+
 @functools.cache
 def describe(device: torch.device) -> Device:
-    """Describe a device by its own properties.
-
-    The interpreter stands in as an H200 of few multiprocessors, since a program is slow there.
-    """
+    """Describe a device; the interpreter as an H200 with few multiprocessors, because a program is slow there."""
     if interpreted():
         return replace(TARGETS["90"], multiprocessors=4)
     found: Any = torch.cuda.get_device_properties(device)  # PyTorch's stubs do not know all of it
@@ -124,5 +161,5 @@ def describe(device: torch.device) -> Device:
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's device the current one, which is where Triton launches."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,8 +1,8 @@
-"""Programmatic dependent launch: a kernel begins while the one before it in the stream ends.
+"""Programmatic dependent launch: a kernel starts while the kernel before it in the stream is still ending.
 
-A kernel launched so runs `gdc_wait` before it reads what earlier kernels wrote and before it stores anything. That
-returns once the kernel before it, which waited likewise, is complete with its writes visible: the order of writes and
-reads in a stream stays what it was. `gdc_launch_dependents` lets the next kernel begin once every program has run it.
+Such a kernel runs `gdc_wait` before it reads results of earlier kernels and before it stores anything. That returns
+when the kernel before it, which waited likewise, is complete and its writes are visible, so the order of writes and
+reads in a stream does not change. `gdc_launch_dependents` lets the next kernel start when every program has run it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device, describe
 
 PROGRAMMATIC_LAUNCH = True
-"""Whether kernels are launched so where the device and Triton can."""
+"""Whether to use it if the device and Triton can."""
 
 LOWEST_CAPABILITY = (9, 0)
 
@@ -46,5 +46,5 @@ def _in_triton() -> bool:
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Return the keyword arguments of a launch; none without it, for a Triton that does not know them."""
+    """Return the keyword arguments of a launch; none if it is off, because older versions of Triton lack them."""
     return {"launch_pdl": True} if pdl else {}

@@ -1,12 +1,13 @@
-"""Streaming a weight matrix once past a few activation rows: what the projections of the heads and of the nodes share.
+"""Stream a weight matrix once past a few activation rows: shared by `heads_topk` and `tree_verify`.
 
-A launch has a fixed number of programs a multiprocessor, and every program works through an equal share of the rows of
-the weight, tile by tile, keeping what it needs of its products in registers. This file does not know what that is.
+A launch has a fixed number of programs per multiprocessor. Every program works through an equal share of the weight's
+rows, tile by tile, and reduces its products in registers. This file does not know to what they are reduced.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +17,8 @@ import triton.language as tl
 from medusa_kernels._triton import launch
 
 OPTIONS = launch.OPTIONS | {"maxnreg": 255}
-"""Compiler options of every launch. Left alone, the assembler spills to let more programs share a multiprocessor than
-there is shared memory for."""
+"""Compiler options of every launch. Without the limit, the assembler spills registers to fit more programs on a
+multiprocessor than its shared memory holds."""
 
 LOWEST_ROWS = 16
 """Fewest weight rows worth a program."""
@@ -28,12 +29,12 @@ class Config:
     """How a weight is streamed.
 
     Attributes:
-        block_m: activation rows a tile.
-        block_v: weight rows a tile.
-        block_k: columns a step.
-        num_warps: warps a program.
-        num_stages: steps in shared memory at once: all but one of them are on their way.
-        programs: programs launched a multiprocessor; beyond what runs at once, they even out its differences in speed.
+        block_m: activation rows per tile.
+        block_v: weight rows per tile.
+        block_k: columns per step.
+        num_warps: warps per program.
+        num_stages: steps in shared memory at once; all but one of them are being loaded.
+        programs: programs launched per multiprocessor. More than run at once even out differences in speed.
     """
 
     block_m: int
@@ -46,9 +47,9 @@ class Config:
 
 @dataclass(frozen=True)
 class Shares:
-    """Rows dealt out evenly: `programs` programs of `tiles` tiles of `step` rows.
+    """Rows divided evenly: `programs` programs of `tiles` tiles of `step` rows.
 
-    Tile t of program p starts at row `(t * programs + p) * step`, so that what is read at one time lies close together.
+    Tile t of program p starts at row `(t * programs + p) * step`, so that rows read at one time are close together.
     """
 
     programs: int
@@ -57,7 +58,7 @@ class Shares:
 
 
 def shares(rows: int, programs: int, block: int, multiple: int = 1) -> Shares:
-    """Deal out `rows` to at most `programs` programs in tiles of at most `block` rows; no program is left without.
+    """Divide `rows` among at most `programs` programs, in tiles of at most `block` rows; every program gets some.
 
     The rows of a tile are a multiple of `multiple`, a divisor of the block.
     """
@@ -80,19 +81,33 @@ def wide(elements: int, *dtypes: torch.dtype) -> bool:
     return all(elements * dtype.itemsize >= min(16, 8 * dtype.itemsize) for dtype in dtypes)
 
 
+def timed(chosen: Config, shapes: Sequence[tuple[int, int, int, int, int]]) -> list[Config]:
+    """List the chosen configuration, then those of other shapes: block_v, block_k, warps, stages, programs."""
+    configs = (Config(chosen.block_m, *shape) for shape in shapes)
+    return [chosen, *(config for config in configs if config != chosen)]
+
+
+NARROW_SHAPES = [
+    (64, 128, 4, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 6, 2), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2),
+    (32, 128, 4, 5, 3), (32, 256, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 8, 5, 1), (64, 256, 8, 5, 1),
+    (64, 128, 4, 4, 8), (64, 64, 4, 6, 12), (32, 128, 4, 5, 12),
+]  # fmt: skip
+"""Shapes worth timing for 16-bit weights and few rows."""
+
+
 def interpreted_config(rows: int) -> Config:
-    """Return what suits Triton's interpreter, where an operation on a tile costs the same whatever its size."""
+    """Return a configuration for Triton's interpreter, in which an operation costs the same for any tile size."""
     return Config(min(128, max(16, triton.next_power_of_2(rows))), 256, 128, 4, 1, 1)
 
 
 @triton.jit
-def decode_e4m3(p_bytes):
+def decode_e4m3(b_bytes):
     """Return 1/256 of the float8_e4m3fn numbers with these bytes, exactly, in fp16 (NaN is not recognised).
 
-    The exponent moves into the wider field of fp16, whose bias is larger by 8; subnormal numbers come out right too.
-    Not every target has an instruction for it.
+    The exponent moves into the wider field of fp16, whose bias is larger by 8; subnormal numbers are right too. It is
+    for targets without an instruction for this conversion.
     """
-    b_wide = p_bytes.to(tl.uint16)
+    b_wide = b_bytes.to(tl.uint16)
     return (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
@@ -102,52 +117,53 @@ def product(
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
-    """Return activations times transposed weights over `size` columns, fp32 `[BLOCK_M, BLOCK_V]`.
+    """Return A W^T over `size` columns, accumulated in fp32 and not rounded: `[BLOCK_M, BLOCK_V]`.
 
-    p_a and p_w are the addresses of the rows' first elements, m_a and m_w say which rows exist. EVEN: BLOCK_K divides
+    p_a [BLOCK_M] and p_w [BLOCK_V] point at the first elements of rows, m_a and m_w mask them. EVEN: BLOCK_K divides
     the size. E4M3: the weights are bytes of float8_e4m3fn, and the product is 1/256 of the true one.
     """
     o_k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-    comp = acc
+    b_acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    b_comp = b_acc
     for k in range(0, size, BLOCK_K):
         if EVEN:
             m_at, m_wt = m_a[:, None], m_w[:, None]
         else:
             m_k = (k + o_k) < size
             m_at, m_wt = m_a[:, None] & m_k[None, :], m_w[:, None] & m_k[None, :]
-        # [BLOCK_M, BLOCK_K], [BLOCK_V, BLOCK_K]
+        # [BLOCK_M, BLOCK_K]
         b_a = tl.load(p_a[:, None] + (k + o_k)[None, :], mask=m_at, other=0.0)
+        # [BLOCK_V, BLOCK_K]
         b_w = tl.load(p_w[:, None] + (k + o_k)[None, :], mask=m_wt, other=0.0)
         if E4M3:
             b_w = decode_e4m3(b_w)
         b_b = tl.trans(b_w.to(b_a.dtype))
         if b_a.dtype == tl.float32:
-            acc, comp = dot_accumulate(b_a, b_b, acc, comp)
+            b_acc, b_comp = dot_accumulate(b_a, b_b, b_acc, b_comp)
         else:
-            acc = tl.dot(b_a, b_b, acc)
-    return acc
+            b_acc = tl.dot(b_a, b_b, b_acc)
+    return b_acc
 
 
 @triton.jit
-def dot_accumulate(b_a, b_b, acc, comp):
-    """Add the product of two fp32 tiles to a sum by compensated summation (Kahan 1965): return both anew.
+def dot_accumulate(b_a, b_b, b_acc, b_comp):
+    """Return b_acc + A B of fp32 tiles by compensated summation (Kahan 1965), and the new compensation b_comp.
 
-    Alone, `tl.dot` with an accumulator is one chain of multiply-adds over all columns, each rounded at the size of the
-    whole sum. Here a chain is as long as the tile and starts at zero. Both `acc` and `comp` start at zero too. The
-    product is subtracted from, not added to: Triton would make a sum of it one product with an accumulator again.
+    `tl.dot` with an accumulator is one chain of multiply-adds over all columns, each rounded at the size of the whole
+    sum. Here a chain is as long as the tile and starts at zero, as b_acc and b_comp do. b_comp is subtracted from the
+    product: Triton would fuse an addition into one product with an accumulator again.
     """
-    b_y = tl.dot(b_a, b_b, input_precision="ieee") - comp
-    total = acc + b_y
-    return total, (total - acc) - b_y
+    b_y = tl.dot(b_a, b_b, input_precision="ieee") - b_comp
+    total = b_acc + b_y
+    return total, (total - b_acc) - b_y
 
 
 @triton.jit
 def exponential(b_x, EXACT: tl.constexpr):
-    """Return e to the power of numbers that are 0 or less; on request exact to fp32 rounding.
+    """Return exp(x) for x <= 0, on request exact to fp32 rounding.
 
-    The hardware computes powers of two, of arguments that have then been rounded: an error that grows with the
-    argument. Exact: Cody and Waite's reduction by a ln 2 in two parts, then the Taylor series within half of it.
+    The hardware computes powers of two, whose argument has been rounded: the error grows with the argument. Exact: Cody
+    and Waite's reduction by ln 2 in two parts, then the Taylor series within half of ln 2.
     """
     if EXACT:
         b_n = tl.floor(b_x * 1.4426950408889634 + 0.5)
@@ -160,7 +176,7 @@ def exponential(b_x, EXACT: tl.constexpr):
         b_e = b_e * b_r + 0.5
         b_e = b_e * b_r + 1.0
         b_e = b_e * b_r + 1.0
-        # Below the normal numbers there is only 0, and no exponent to make the power of two of.
+        # Below the normal numbers the result is 0: there is no exponent for the power of two.
         m_tiny = b_x < -87.0
         b_bits = (tl.where(m_tiny, 0.0, b_n).to(tl.int32) + 127) << 23
         b_exp = tl.where(m_tiny, 0.0, b_e * b_bits.to(tl.float32, bitcast=True))
@@ -173,7 +189,7 @@ def exponential(b_x, EXACT: tl.constexpr):
 def ordered(b_x):
     """Return int32 numbers above -2^31 in the order of the fp32 ones. Zeros of both signs are equal.
 
-    A NaN comes behind or before all numbers, by its sign, but stays a number of the order: its index is a valid one.
+    A NaN comes after or before all numbers, by its sign. It stays in the order, so its index is valid.
     """
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
     # Two's complement orders positive floats as they are, negative ones backwards. The NaN of all ones would be -2^31.

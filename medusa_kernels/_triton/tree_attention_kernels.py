@@ -1,14 +1,11 @@
-"""The kernels of tree attention: shares of the keys attended to by packed rows, and the merge of the shares.
+"""The kernels of tree attention: attend to shares of the keys, then merge the shares.
 
-The query heads of one KV head are packed into rows, row r being node `r // G` of head `r % G` (G heads a KV head), so
-that keys and values are read for all of them at once. The keys of a batch row are cut into units: whole blocks of the
-prefix, which carry no mask, then blocks that do, namely the ragged end of the prefix and the tree, whose blocks start
-exactly at row `cache_lens[b]` so that each lies in one ancestor word. The units are dealt in order to at most `splits`
-programs. Each writes its sum of values with the largest score and the sum of exponentials that it is relative to;
-where there is one only, it writes the result. The kernels do not know what device they run on, nor how many programs
-fill it.
-
-Prefixes of names: `o_` offsets, `m_` masks, `p_` pointers.
+The query heads of one KV head are packed into rows, so that keys and values are read once for all of them: row r is
+node `r // G` of head `r % G` (G query heads per KV head). The keys of a batch row are divided into units: whole blocks
+of the prefix, which need no mask, then blocks that do, namely the ragged end of the prefix and the tree. The blocks of
+the tree start exactly at row `cache_lens[b]`, so that each is within one ancestor word. Units go in order to at most
+`splits` programs. Each stores its sum of values, its largest score and its sum of exponentials; a single program stores
+the result. The kernels do not know what device they run on, nor how many programs fill it.
 """
 
 from __future__ import annotations
@@ -23,19 +20,13 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def _shares(
-    length,
-    nodes,
-    window,
-    splits,
-    SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE_BLOCK: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-):
-    """Cut the keys of a batch row into units: the first block seen, whole blocks, ragged ones, all units, programs.
+    length, nodes, window, splits,
+    SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr, MIN_UNITS: tl.constexpr,
+):  # fmt: skip
+    """Divide the keys of a batch row into units: the first visible block, whole blocks, ragged ones, units, programs.
 
-    A single node sees itself like one more key of the prefix, and has no tree.
+    A single node has no tree: it is one more key of the prefix.
     """
     prefix = length + 1 if SINGLE else length
     # The root, which has the lowest position, sees the lowest keys.
@@ -50,206 +41,187 @@ def _shares(
 
 
 @triton.jit
-def _depths(anc_ptr, stride_an, stride_aw, node, end, nodes):
-    """Size of each node's ancestor set less one, node being < end where it is one: bits counted by halving."""
-    count = tl.zeros_like(node).to(tl.int64)
-    # As many words as there can be: with a loop in it, a loop over blocks would not be pipelined.
+def _depths(ancestors, stride_ancestors_n, stride_ancestors_w, o_node, end, nodes):
+    """Return the depth of nodes below `end`: the size of the ancestor set less one, bits counted by halving."""
+    b_count = tl.zeros_like(o_node).to(tl.int64)
+    # As many words as there can be: an inner loop would keep a loop over blocks from being pipelined.
     for word in tl.static_range(4):
-        m_x = node < tl.where(word * 64 < nodes, end, 0)
-        x = tl.load(anc_ptr + node * stride_an + word * stride_aw, mask=m_x, other=0)
-        x = x - ((x >> 1) & 0x5555555555555555)
-        x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-        x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-        x = x + (x >> 8)
-        x = x + (x >> 16)
-        count += (x + (x >> 32)) & 0x7F
-    return count.to(tl.int32) - 1
+        m_x = o_node < tl.where(word * 64 < nodes, end, 0)
+        # the shape of o_node
+        b_x = tl.load(ancestors + o_node * stride_ancestors_n + word * stride_ancestors_w, mask=m_x, other=0)
+        b_x = b_x - ((b_x >> 1) & 0x5555555555555555)
+        b_x = (b_x & 0x3333333333333333) + ((b_x >> 2) & 0x3333333333333333)
+        b_x = (b_x + (b_x >> 4)) & 0x0F0F0F0F0F0F0F0F
+        b_x = b_x + (b_x >> 8)
+        b_x = b_x + (b_x >> 16)
+        b_count += (b_x + (b_x >> 32)) & 0x7F
+    return b_count.to(tl.int32) - 1
 
 
 @triton.jit
-def _power(x, EXACT: tl.constexpr):
-    """Two to the power of x <= 0; exact to fp32 rounding on request, where the hardware's own is off by some units.
+def _power(b_x, EXACT: tl.constexpr):
+    """Return 2^x for x <= 0, on request exact to fp32 rounding, where the hardware is off by a few units.
 
     The coefficients are the Taylor series' about 0, good to 1e-9 within half a unit of it. -inf gives 0.
     """
     if EXACT:
-        whole = tl.floor(x + 0.5)
-        f = x - whole
-        value = 1.5252733804059841e-05
-        value = value * f + 1.5403530393381608e-04
-        value = value * f + 1.3333558146428443e-03
-        value = value * f + 9.6181291076284772e-03
-        value = value * f + 5.5504108664821580e-02
-        value = value * f + 2.4022650695910071e-01
-        value = value * f + 6.9314718055994531e-01
-        value = value * f + 1.0
-        # The power of two is made of its exponent's bits. Below the normal numbers there is only 0.
-        tiny = x < -126.0
-        bits = (tl.where(tiny, 0.0, whole).to(tl.int32) + 127) << 23
-        power = tl.where(tiny, 0.0, value * bits.to(tl.float32, bitcast=True))
+        b_whole = tl.floor(b_x + 0.5)
+        b_f = b_x - b_whole
+        b_value = 1.5252733804059841e-05
+        b_value = b_value * b_f + 1.5403530393381608e-04
+        b_value = b_value * b_f + 1.3333558146428443e-03
+        b_value = b_value * b_f + 9.6181291076284772e-03
+        b_value = b_value * b_f + 5.5504108664821580e-02
+        b_value = b_value * b_f + 2.4022650695910071e-01
+        b_value = b_value * b_f + 6.9314718055994531e-01
+        b_value = b_value * b_f + 1.0
+        # The bits of the exponent are the power of two. Below the normal numbers the result is 0.
+        m_tiny = b_x < -126.0
+        b_bits = (tl.where(m_tiny, 0.0, b_whole).to(tl.int32) + 127) << 23
+        b_power = tl.where(m_tiny, 0.0, b_value * b_bits.to(tl.float32, bitcast=True))
     else:
-        power = tl.exp2(x)
-    return power
+        b_power = tl.exp2(b_x)
+    return b_power
 
 
 @triton.jit
-def _tanh(x):
-    """Hyperbolic tangent to fp32 rounding: an odd polynomial where 1 - 2 / (exp(2x) + 1) would cancel.
+def _tanh(b_x):
+    """Return tanh(x) to fp32 rounding: an odd polynomial for small x, where 1 - 2 / (exp(2x) + 1) would cancel.
 
     The coefficients interpolate (tanh(x) / x - 1) / x^2 at the Chebyshev points of x^2 in [0, 0.36].
     """
-    t = x * x
-    small = 0.002373515162616968
-    small = small * t - 0.008412553928792477
-    small = small * t + 0.021789107471704483
-    small = small * t - 0.053961653262376785
-    small = small * t + 0.13333313167095184
-    small = small * t - 0.3333333432674408
-    magnitude = tl.minimum(tl.abs(x), 20.0)
-    large = 1.0 - 2.0 / (tl.exp(2.0 * magnitude) + 1.0)
-    return tl.where(magnitude < 0.6, x + x * (t * small), tl.where(x < 0, -large, large))
+    b_t = b_x * b_x
+    b_small = 0.002373515162616968
+    b_small = b_small * b_t - 0.008412553928792477
+    b_small = b_small * b_t + 0.021789107471704483
+    b_small = b_small * b_t - 0.053961653262376785
+    b_small = b_small * b_t + 0.13333313167095184
+    b_small = b_small * b_t - 0.3333333432674408
+    b_magnitude = tl.minimum(tl.abs(b_x), 20.0)
+    b_large = 1.0 - 2.0 / (tl.exp(2.0 * b_magnitude) + 1.0)
+    return tl.where(b_magnitude < 0.6, b_x + b_x * (b_t * b_small), tl.where(b_x < 0, -b_large, b_large))
 
 
 @triton.jit
-def _scores(q, keys, scale, softcap, NEGATIVE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """Scores of a tile, still without their scale's size; with a cap they are final."""
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+def _scores(b_q, b_k, scale, softcap, NEGATIVE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Return softcap tanh(q k^T scale / softcap), or without a cap +-q k^T, whose scale comes later: fp32 [M, n]."""
+    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if NEGATIVE:
-        scores = -scores
+        b_scores = -b_scores
     if HAS_SOFTCAP:
-        scores = softcap * _tanh(scores * (scale / softcap))
-    return scores
+        b_scores = softcap * _tanh(b_scores * (scale / softcap))
+    return b_scores
 
 
 @triton.jit
-def _accumulate(scores, values, acc, high, total, factor, MASKED: tl.constexpr):
-    """Add one block to the running softmax: acc [M, D] and total [M], both relative to the largest score so far."""
-    new_high = tl.maximum(high, tl.max(scores, 1))
+def _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, MASKED: tl.constexpr):
+    """Add one block to the running softmax: acc = sum p v [M, D] and sum p [M], with p = 2^((score - high) factor).
+
+    high [M] is the largest score so far. The probabilities p are rounded to the dtype of v for the product; sums are
+    fp32.
+    """
+    b_new_high = tl.maximum(b_high, tl.max(b_scores, 1))
     # Until a row has seen a key its largest score is -inf, and -inf less -inf would be NaN.
-    base = tl.where(new_high == float("-inf"), 0.0, new_high) if MASKED else new_high
-    if values.dtype == tl.float32:
-        probs = _power((scores - base[:, None]) * factor, True)
+    b_base = tl.where(b_new_high == float("-inf"), 0.0, b_new_high) if MASKED else b_new_high
+    if b_v.dtype == tl.float32:
+        b_p = _power((b_scores - b_base[:, None]) * factor, True)
     else:
         # One operation instead of two; its rounding is far below that of the probabilities to 16 bits.
-        probs = _power(scores * factor - (base * factor)[:, None], False)
-    shrink = _power((high - base) * factor, values.dtype == tl.float32)
-    total = total * shrink + tl.sum(probs, 1)
-    acc = tl.dot(probs.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_high, total
+        b_p = _power(b_scores * factor - (b_base * factor)[:, None], False)
+    b_shrink = _power((b_high - b_base) * factor, b_v.dtype == tl.float32)
+    b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
+    return b_acc, b_new_high, b_sum
 
 
-@triton.jit(do_not_specialize=["nodes", "groups", "splits", "window", "stride_ab", "stride_an", "stride_aw"])
+@triton.jit(
+    do_not_specialize=[
+        "nodes", "groups", "splits", "window", "stride_ancestors_b", "stride_ancestors_n", "stride_ancestors_w"
+    ]
+)  # fmt: skip
 def attend_kernel(
-    q_ptr,  # [B, N, Hkv * G, D]
-    k_ptr,  # [B, Hkv, S, D]
-    v_ptr,
-    lens_ptr,  # [B]
-    anc_ptr,  # [B or 1, N, W]
-    out_ptr,  # [B, N, Hkv * G, D], contiguous
-    part_ptr,  # [B, Hkv, splits, N * G, D]
-    stat_ptr,  # [B, Hkv, splits, N * G, 2]
-    scale,  # its size; with NEGATIVE the scores change sign
-    softcap,
-    nodes,
-    groups,
-    splits,
-    window,
-    stride_qb,
-    stride_qn,
-    stride_qh,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_vd,
-    stride_ab,
-    stride_an,
-    stride_aw,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE_BLOCK: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    DEEP: tl.constexpr,  # whether a path of the tree can be longer than the window
-    HAS_SOFTCAP: tl.constexpr,
-    NEGATIVE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One tile of rows of one KV head against one share of its keys."""
+    q, k_cache, v_cache, cache_lens, ancestors, out, parts, stats, scale, softcap,
+    nodes, groups, splits, window,
+    stride_q_b, stride_q_n, stride_q_h, stride_q_d, stride_k_b, stride_k_h, stride_k_s, stride_k_d,
+    stride_v_b, stride_v_h, stride_v_s, stride_v_d, stride_ancestors_b, stride_ancestors_n, stride_ancestors_w,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr,
+    MIN_UNITS: tl.constexpr, SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, DEEP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute softmax(q k^T scale) v for one tile of rows of one KV head and one share of its keys.
+
+    q [B, N, Hkv * G, D], k_cache and v_cache [B, Hkv, S, D], cache_lens [B], ancestors [B or 1, N, W]. A single share
+    gives out [B, N, Hkv * G, D], rounded once; otherwise parts [B, Hkv, splits, N * G, D] get the sums of values and
+    stats [B, Hkv, splits, N * G, 2] the largest score and the sum of exponentials, all fp32. Scores are fp32;
+    probabilities are rounded to the dtype of v. NEGATIVE: the sign of scale, which is passed as its size. DEEP: a path
+    of the tree can be longer than the window.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
     rows = nodes * groups
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
-    # The tiles of one share run side by side: the first brings its keys into the L2 cache, the others find them there.
-    split = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    kv_head = tl.program_id(1)
-    batch = tl.program_id(2)
-    length = tl.load(lens_ptr + batch)
+    # The tiles of one share run next to each other: the first loads its keys into the L2 cache for the others.
+    i_split = tl.program_id(0) // tiles
+    i_tile = tl.program_id(0) % tiles
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    length = tl.load(cache_lens + i_b)
     first, whole, ragged, units, used = _shares(
         length, nodes, window, splits, SINGLE, HAS_WINDOW, BLOCK_N, TREE_BLOCK, MIN_UNITS
     )
-    if split >= used:
+    if i_split >= used:
         return
-    begin = split * units // used
-    end = (split + 1) * units // used
+    begin = i_split * units // used
+    end = (i_split + 1) * units // used
 
-    o_r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_r = i_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, BLOCK_D)
     m_r = o_r < rows
     m_d = o_d < D
-    node = o_r // groups
-    head = kv_head * groups + o_r % groups
-    # [BLOCK_M, BLOCK_D]
-    q = tl.load(
-        q_ptr
-        + batch.to(tl.int64) * stride_qb
-        + (node.to(tl.int64) * stride_qn + head.to(tl.int64) * stride_qh)[:, None]
-        + o_d[None, :] * stride_qd,
-        mask=m_r[:, None] & m_d[None, :],
-        other=0.0,
+    o_node = o_r // groups
+    o_head = i_h * groups + o_r % groups
+    p_q = (
+        q
+        + i_b.to(tl.int64) * stride_q_b
+        + (o_node.to(tl.int64) * stride_q_n + o_head.to(tl.int64) * stride_q_h)[:, None]
+        + o_d[None, :] * stride_q_d
     )
+    # [BLOCK_M, BLOCK_D]
+    b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.0)
     factor = LOG2E if HAS_SOFTCAP else scale * LOG2E
-    k_base = k_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    v_base = v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    anc_ptr += batch.to(tl.int64) * stride_ab
+    k_base = k_cache + i_b.to(tl.int64) * stride_k_b + i_h.to(tl.int64) * stride_k_h
+    v_base = v_cache + i_b.to(tl.int64) * stride_v_b + i_h.to(tl.int64) * stride_v_h
+    ancestors += i_b.to(tl.int64) * stride_ancestors_b
     if HAS_WINDOW:
-        position = tl.zeros_like(node) + length
+        b_position = tl.zeros_like(o_node) + length
         if not SINGLE:
-            position += _depths(anc_ptr, stride_an, stride_aw, node, nodes, nodes)
+            b_position += _depths(ancestors, stride_ancestors_n, stride_ancestors_w, o_node, nodes, nodes)
 
-    high = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_high = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    # Whole blocks of the prefix: every node sees every key, but for a window.
+    # Whole blocks of the prefix: every node sees every key within the window.
     o_n = tl.arange(0, BLOCK_N)
-    o_k = o_n[:, None] * stride_ks + o_d[None, :] * stride_kd
-    o_v = o_n[:, None] * stride_vs + o_d[None, :] * stride_vd
+    o_k = o_n[:, None] * stride_k_s + o_d[None, :] * stride_k_d
+    o_v = o_n[:, None] * stride_v_s + o_d[None, :] * stride_v_d
     for unit in tl.range(tl.minimum(begin, whole), tl.minimum(end, whole), num_stages=STAGES):
         row = (first + unit) * BLOCK_N
-        p_k = k_base + row.to(tl.int64) * stride_ks + o_k
-        p_v = v_base + row.to(tl.int64) * stride_vs + o_v
+        p_k = k_base + row.to(tl.int64) * stride_k_s + o_k
+        p_v = v_base + row.to(tl.int64) * stride_v_s + o_v
         # [BLOCK_N, BLOCK_D]
-        keys = tl.load(p_k) if D == BLOCK_D else tl.load(p_k, mask=m_d[None, :], other=0.0)
-        scores = _scores(q, keys, scale, softcap, NEGATIVE, HAS_SOFTCAP)
+        b_k = tl.load(p_k) if D == BLOCK_D else tl.load(p_k, mask=m_d[None, :], other=0.0)
+        b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
         if HAS_WINDOW:
-            scores = tl.where(position[:, None] - (row + o_n)[None, :] < window, scores, float("-inf"))
-        values = tl.load(p_v) if D == BLOCK_D else tl.load(p_v, mask=m_d[None, :], other=0.0)
-        acc, high, total = _accumulate(scores, values, acc, high, total, factor, HAS_WINDOW)
+            b_scores = tl.where(b_position[:, None] - (row + o_n)[None, :] < window, b_scores, float("-inf"))
+        # [BLOCK_N, BLOCK_D]
+        b_v = tl.load(p_v) if D == BLOCK_D else tl.load(p_v, mask=m_d[None, :], other=0.0)
+        b_acc, b_high, b_sum = _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, HAS_WINDOW)
 
     # The ragged end of the prefix, then the tree.
     o_t = tl.arange(0, TREE_BLOCK)
-    o_k = o_t[:, None] * stride_ks + o_d[None, :] * stride_kd
-    o_v = o_t[:, None] * stride_vs + o_d[None, :] * stride_vd
+    o_k = o_t[:, None] * stride_k_s + o_d[None, :] * stride_k_d
+    o_v = o_t[:, None] * stride_v_s + o_d[None, :] * stride_v_d
     for unit in tl.range(tl.maximum(begin, whole) - whole, tl.maximum(end, whole) - whole, num_stages=STAGES):
         in_tree = unit >= ragged
         first_node = tl.where(in_tree, (unit - ragged) * TREE_BLOCK, 0)
@@ -257,80 +229,70 @@ def attend_kernel(
         prefix = length + 1 if SINGLE else length
         m_t = o_t < tl.where(in_tree, length + nodes, prefix) - row
         m_kv = m_t[:, None] & m_d[None, :]
-        # [TREE_BLOCK, BLOCK_D]; rows beyond the valid ones may hold NaN, which no probability of zero would silence.
-        keys = tl.load(k_base + row.to(tl.int64) * stride_ks + o_k, mask=m_kv, other=0.0)
-        scores = _scores(q, keys, scale, softcap, NEGATIVE, HAS_SOFTCAP)
+        # [TREE_BLOCK, BLOCK_D]; rows past the valid ones may hold NaN, which a probability of zero would not remove.
+        b_k = tl.load(k_base + row.to(tl.int64) * stride_k_s + o_k, mask=m_kv, other=0.0)
+        b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
         # [BLOCK_M, TREE_BLOCK]
-        visible = m_t[None, :]
+        m_visible = m_t[None, :]
         if not SINGLE:
-            # Every node sees the prefix: all bits set.
-            p_word = anc_ptr + node * stride_an + first_node // 64 * stride_aw
-            word = tl.load(p_word, mask=o_r < tl.where(in_tree, rows, 0), other=-1) >> (first_node % 64)
-            low, high_half = word.to(tl.int32), (word >> 32).to(tl.int32)
-            half = tl.where((o_t < 32)[None, :], low[:, None], high_half[:, None])
-            visible = visible & (((half >> (o_t % 32)[None, :]) & 1) != 0)
+            p_word = ancestors + o_node * stride_ancestors_n + first_node // 64 * stride_ancestors_w
+            # [BLOCK_M]; every node sees the prefix: all bits set.
+            b_word = tl.load(p_word, mask=o_r < tl.where(in_tree, rows, 0), other=-1) >> (first_node % 64)
+            b_low, b_upper = b_word.to(tl.int32), (b_word >> 32).to(tl.int32)
+            b_half = tl.where((o_t < 32)[None, :], b_low[:, None], b_upper[:, None])
+            m_visible = m_visible & (((b_half >> (o_t % 32)[None, :]) & 1) != 0)
         if HAS_WINDOW:
-            key_position = row + o_t
+            b_key_position = row + o_t
             if DEEP:
                 tree_end = tl.where(in_tree, nodes, 0)
-                depths = _depths(anc_ptr, stride_an, stride_aw, first_node + o_t, tree_end, nodes)
-                key_position = tl.where(in_tree, length + depths, key_position)
-            visible = visible & (position[:, None] - key_position[None, :] < window)
-        scores = tl.where(visible, scores, float("-inf"))
-        values = tl.load(v_base + row.to(tl.int64) * stride_vs + o_v, mask=m_kv, other=0.0)
-        acc, high, total = _accumulate(scores, values, acc, high, total, factor, True)
+                b_depth = _depths(ancestors, stride_ancestors_n, stride_ancestors_w, first_node + o_t, tree_end, nodes)
+                b_key_position = tl.where(in_tree, length + b_depth, b_key_position)
+            m_visible = m_visible & (b_position[:, None] - b_key_position[None, :] < window)
+        b_scores = tl.where(m_visible, b_scores, float("-inf"))
+        # [TREE_BLOCK, BLOCK_D]
+        b_v = tl.load(v_base + row.to(tl.int64) * stride_v_s + o_v, mask=m_kv, other=0.0)
+        b_acc, b_high, b_sum = _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, True)
 
     if PDL:
-        # Not before: programs of the merge would take room from those that have yet to begin.
+        # Not earlier: programs of the merge would take the room of those that have not started.
         tl.extra.cuda.gdc_launch_dependents()
-    # Indices are made anew from a zero that the compiler cannot see, or it would keep those of q over both loops.
-    zero = (tl.max(total, 0) < 0).to(tl.int32)
-    o_r = (tile + zero) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Compute the indices again from a zero that the compiler cannot see, or it would keep those of q over both loops.
+    zero = (tl.max(b_sum, 0) < 0).to(tl.int32)
+    o_r = (i_tile + zero) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_r = o_r < rows
-    node = o_r // groups
-    head = kv_head * groups + o_r % groups
+    o_node = o_r // groups
+    o_head = i_h * groups + o_r % groups
     m_out = m_r[:, None] & m_d[None, :]
     if used == 1:
-        o_out = (batch.to(tl.int64) * nodes + node) * (tl.num_programs(1) * groups) + head
-        result = tl.div_rn(acc, tl.zeros_like(acc) + total[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + o_out[:, None] * D + o_d[None, :], result, mask=m_out)
+        o_out = (i_b.to(tl.int64) * nodes + o_node) * (tl.num_programs(1) * groups) + o_head
+        b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + b_sum[:, None]).to(out.dtype.element_ty)
+        tl.store(out + o_out[:, None] * D + o_d[None, :], b_out, mask=m_out)
     else:
-        # A row that saw no key of this share has a total of 0 and a largest score of -inf.
-        o_part = ((batch.to(tl.int64) * tl.num_programs(1) + kv_head) * splits + split) * rows + o_r
-        tl.store(part_ptr + o_part[:, None] * D + o_d[None, :], acc, mask=m_out)
-        tl.store(stat_ptr + o_part * 2, high, mask=m_r)
-        tl.store(stat_ptr + o_part * 2 + 1, total, mask=m_r)
+        # A row that saw no key of this share has a sum of 0 and a largest score of -inf.
+        o_part = ((i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits + i_split) * rows + o_r
+        tl.store(parts + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_out)
+        tl.store(stats + o_part * 2, b_high, mask=m_r)
+        tl.store(stats + o_part * 2 + 1, b_sum, mask=m_r)
 
 
 @triton.jit(do_not_specialize=["nodes", "groups", "splits", "window"])
 def merge_kernel(
-    part_ptr,  # [B, Hkv, splits, N * G, D]
-    stat_ptr,  # [B, Hkv, splits, N * G, 2]
-    lens_ptr,  # [B]
-    out_ptr,  # [B, N, Hkv * G, D], contiguous
-    factor,  # of the largest scores in the exponent, base 2
-    nodes,
-    groups,
-    splits,
-    window,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TREE_BLOCK: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Merge the parts of one row, in order; parts that no program wrote are not read."""
+    parts, stats, cache_lens, out, factor, nodes, groups, splits, window,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr, MIN_UNITS: tl.constexpr,
+    SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute sum(w part) / sum(w sum) with w = 2^((high - max high) factor) over the shares of one row, in order.
+
+    parts [B, Hkv, splits, N * G, D] and stats [B, Hkv, splits, N * G, 2] as `attend_kernel` stores them; shares that no
+    program stored are not read. out [B, N, Hkv * G, D] is rounded once from fp32.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    batch = tl.program_id(2)
-    length = tl.load(lens_ptr + batch)
+    i_row = tl.program_id(0)
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    length = tl.load(cache_lens + i_b)
     _, _, _, _, used = _shares(length, nodes, window, splits, SINGLE, HAS_WINDOW, BLOCK_N, TREE_BLOCK, MIN_UNITS)
     if used == 1:
         return
@@ -338,24 +300,25 @@ def merge_kernel(
     m_d = o_d < D
     high = float("-inf")
     total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    base = (batch.to(tl.int64) * tl.num_programs(1) + kv_head) * splits
+    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    base = (i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits
     for start in range(0, used, CHUNK):
         o_s = start + tl.arange(0, CHUNK)
         m_s = o_s < used
-        o_part = (base + o_s) * (nodes * groups) + row
-        highs = tl.load(stat_ptr + o_part * 2, mask=m_s, other=float("-inf"))
-        totals = tl.load(stat_ptr + o_part * 2 + 1, mask=m_s, other=0.0)
+        o_part = (base + o_s) * (nodes * groups) + i_row
+        # [CHUNK]
+        b_high = tl.load(stats + o_part * 2, mask=m_s, other=float("-inf"))
+        b_sum = tl.load(stats + o_part * 2 + 1, mask=m_s, other=0.0)
         # [CHUNK, BLOCK_D]
-        parts = tl.load(part_ptr + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
-        new_high = tl.maximum(high, tl.max(highs, 0))
+        b_part = tl.load(parts + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
+        new_high = tl.maximum(high, tl.max(b_high, 0))
         base_score = tl.where(new_high == float("-inf"), 0.0, new_high)
-        weights = _power((highs - base_score) * factor, out_ptr.dtype.element_ty == tl.float32)
-        shrink = _power((high - base_score) * factor, out_ptr.dtype.element_ty == tl.float32)
-        total = total * shrink + tl.sum(weights * totals, 0)
-        acc = acc * shrink + tl.sum(weights[:, None] * parts, 0)
+        b_weight = _power((b_high - base_score) * factor, out.dtype.element_ty == tl.float32)
+        shrink = _power((high - base_score) * factor, out.dtype.element_ty == tl.float32)
+        total = total * shrink + tl.sum(b_weight * b_sum, 0)
+        b_acc = b_acc * shrink + tl.sum(b_weight[:, None] * b_part, 0)
         high = new_high
-    node = row // groups
-    o_out = (batch.to(tl.int64) * nodes + node) * (tl.num_programs(1) * groups) + kv_head * groups + row % groups
-    result = tl.div_rn(acc, tl.zeros_like(acc) + total)
-    tl.store(out_ptr + o_out * D + o_d, result.to(out_ptr.dtype.element_ty), mask=m_d)
+    o_node = i_row // groups
+    o_out = (i_b.to(tl.int64) * nodes + o_node) * (tl.num_programs(1) * groups) + i_h * groups + i_row % groups
+    b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + total)
+    tl.store(out + o_out * D + o_d, b_out.to(out.dtype.element_ty), mask=m_d)

@@ -1,7 +1,7 @@
-"""`tree_select` as one Triton launch: a program scores its row's candidates and numbers those that are kept.
+"""`tree_select` as one Triton launch: a program scores the candidates of its row and numbers the kept ones.
 
-The last score that is kept is found by bisection over its bits: costs (negated scores, never negative) are compared as
-the integers of their bits, which have the order of the floats.
+The lowest kept score is found by bisection over its bits: costs (negated scores, never negative) are compared as the
+integers of their bits, which have the order of the floats.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from medusa_kernels._triton import launch
 from medusa_kernels.reference import WORD
@@ -20,7 +19,7 @@ from medusa_kernels.reference import WORD
 
 @dataclass(frozen=True)
 class Config:
-    """How a row is worked through: candidates and nodes at once, at least as many as there are, and words a node."""
+    """How a program works: blocks that hold all candidates and all nodes of a row, and ancestor words per node."""
 
     block_m: int
     block_n: int
@@ -33,13 +32,13 @@ BITS = 31
 """Bits of a cost: a float without its sign."""
 
 OPTIONS = launch.OPTIONS | {"maxnreg": 128}
-"""As many registers as sixteen warps of one program may have. Left alone, ptxas takes a few less here and spills.
+"""As many registers as sixteen warps of one program may have. By default, ptxas takes a few less here and spills.
 
-With Triton 3.6 blocks of 8192 spill 16 to 40 bytes all the same; with 3.9 none does."""
+With Triton 3.6 blocks of 8192 still spill 16 to 40 bytes; with 3.9 none does."""
 
 
-def configuration(device: launch.Device, candidates: int, nodes: int) -> Config:
-    """Return the launch configuration for so many candidates, of which so many are kept."""
+def configuration(candidates: int, nodes: int) -> Config:
+    """Return the launch configuration for `candidates` candidates, of which `nodes` are kept."""
     block_m = max(64, triton.next_power_of_2(candidates))
     return Config(
         block_m=block_m,
@@ -49,13 +48,18 @@ def configuration(device: launch.Device, candidates: int, nodes: int) -> Config:
     )
 
 
-@triton.jit(do_not_specialize=["candidates", "places", "nodes"])
+@triton.jit(do_not_specialize=["candidates", "path_len", "nodes"])
 def _tree_select_kernel(
     tokens, logprobs, depths, paths, numbers, chosen,
     out_tokens, out_parents, out_depths, out_ancestors, out_paths,
-    candidates, places, nodes,
+    candidates, path_len, nodes,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
+    """Keep the N candidates with the greatest score(m) = sum of min(logprobs, 0) along paths[m], for one row.
+
+    tokens, logprobs [B, M], depths [M], paths [M, P]. numbers [B, M] and chosen [B, N] are scratch memory, out_* are
+    the results [B, N, ...]. Sums are fp32, in the order of the path; nothing is rounded further.
+    """
     i_b = tl.program_id(0).to(tl.int64)
     tokens += i_b * candidates
     logprobs += i_b * candidates
@@ -64,11 +68,12 @@ def _tree_select_kernel(
     o_m = tl.arange(0, BLOCK_M)
     m_m = o_m < candidates
 
-    # The cost of a path: what its candidates cost, from the root on. The padding of a path repeats its last one.
+    # The cost of a path is the sum of its candidates' costs, from the root on. The padding repeats the last candidate.
     b_cost = tl.zeros((BLOCK_M,), tl.float32)
     b_last = tl.zeros((BLOCK_M,), tl.int64)
-    for place in range(1, places):
-        b_node = tl.load(paths + o_m * places + place, mask=m_m, other=0)
+    for place in range(1, path_len):
+        # [BLOCK_M]
+        b_node = tl.load(paths + o_m * path_len + place, mask=m_m, other=0)
         b_own = tl.load(logprobs + b_node, mask=m_m & (b_node != b_last), other=0.0)
         b_own = tl.where(b_own != b_own, -float("inf"), tl.where(b_own > 0.0, 0.0, b_own))
         b_cost += 0.0 - b_own
@@ -84,30 +89,33 @@ def _tree_select_kernel(
         limit = tl.where(below < nodes, trial, limit)
     b_below = (b_key < limit).to(tl.int32)
     b_equal = ((b_key == limit) & m_m).to(tl.int32)
-    # Of equals the first ones: a parent stands before its children.
+    # Of equal costs take the first: a parent comes before its children.
     room = nodes - tl.sum(b_below, 0)
     b_kept = (b_below != 0) | ((b_equal != 0) & (tl.cumsum(b_equal, 0) <= room))
     b_number = tl.cumsum(b_kept.to(tl.int32), 0) - 1
     tl.store(numbers + o_m, b_number, mask=m_m)
     tl.store(chosen + b_number, o_m, mask=b_kept)
-    # Other threads' numbers are read from here on.
+    # From here on, threads read the numbers of other threads.
     tl.debug_barrier()
 
     o_n = tl.arange(0, BLOCK_N)
     m_n = o_n < nodes
+    # [BLOCK_N]
     b_chosen = tl.load(chosen + o_n, mask=m_n, other=0)
     b_depth = tl.load(depths + b_chosen, mask=m_n, other=0)
     b_parent = tl.full((BLOCK_N,), -1, tl.int32)
     o_row = i_b * nodes + o_n
-    for place in range(0, places):
-        b_node = tl.load(paths + b_chosen * places + place, mask=m_n, other=0)
+    for place in range(0, path_len):
+        # [BLOCK_N]
+        b_node = tl.load(paths + b_chosen * path_len + place, mask=m_n, other=0)
         b_step = tl.load(numbers + b_node, mask=m_n, other=0)
-        tl.store(out_paths + o_row * places + place, b_step.to(tl.int64), mask=m_n)
+        tl.store(out_paths + o_row * path_len + place, b_step.to(tl.int64), mask=m_n)
         b_parent = tl.where(place == b_depth - 1, b_step, b_parent)
     for word in tl.static_range(WORDS):
         b_word = tl.zeros((BLOCK_N,), tl.int64)
-        for place in range(0, places):
-            b_node = tl.load(paths + b_chosen * places + place, mask=m_n, other=0)
+        for place in range(0, path_len):
+            # [BLOCK_N]
+            b_node = tl.load(paths + b_chosen * path_len + place, mask=m_n, other=0)
             b_step = tl.load(numbers + b_node, mask=m_n, other=0)
             b_bit = tl.full((BLOCK_N,), 1, tl.int64) << (b_step % 64).to(tl.int64)
             b_word |= tl.where(b_step // 64 == word, b_bit, 0)
@@ -117,21 +125,19 @@ def _tree_select_kernel(
     tl.store(out_depths + o_row, b_depth, mask=m_n)
 
 
-def tree_select(
-    tokens: Tensor, logprobs: Tensor, depths: Tensor, paths: Tensor, nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the kernel, a program a row; see the public `tree_select`."""
-    (batch, candidates), places = tokens.shape, paths.shape[1]
-    config = configuration(launch.describe(tokens.device), candidates, nodes)
+def tree_select(tokens, logprobs, depths, paths, nodes):
+    """Launch the kernel, one program per row; see the public `tree_select`."""
+    (batch, candidates), path_len = tokens.shape, paths.shape[1]
+    config = configuration(candidates, nodes)
     out_tokens, out_parents = tokens.new_empty(batch, nodes), depths.new_empty(batch, nodes)
-    out_depths, out_paths = depths.new_empty(batch, nodes), tokens.new_empty(batch, nodes, places)
+    out_depths, out_paths = depths.new_empty(batch, nodes), tokens.new_empty(batch, nodes, path_len)
     ancestors = tokens.new_empty(batch, nodes, config.words)
     if batch:
         numbers, chosen = depths.new_empty(batch, candidates), depths.new_empty(batch, nodes)
         with launch.on_device(tokens):
             _tree_select_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, logprobs, depths, paths)), numbers, chosen,
-                out_tokens, out_parents, out_depths, ancestors, out_paths, candidates, places, nodes,
+                out_tokens, out_parents, out_depths, ancestors, out_paths, candidates, path_len, nodes,
                 BLOCK_M=config.block_m, BLOCK_N=config.block_n, WORDS=config.words, BITS=BITS,
                 num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
             )  # fmt: skip
@@ -141,25 +147,21 @@ def tree_select(
 def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
     """Yield every block of candidates, with the fewest and the most nodes that ask for it.
 
-    The nodes' block follows from the nodes alone and changes little: the sizes between are left out.
+    The block of nodes follows from the nodes alone and changes little: sizes in between are left out.
     """
     for candidates, nodes in (
         (32, 8), (64, 64), (116, 16), (128, 128), (158, 16), (256, 256), (347, 32), (512, 256), (872, 64), (1024, 256),
         (1703, 64), (2048, 256), (3390, 256), (4096, 16), (8192, 16), (8192, 256),
     ):  # fmt: skip
-        config = configuration(device, candidates, nodes)
-        kinds = {"logprobs": "*fp32"}
-        for kind, names in (
-            ("*i64", ("tokens", "paths", "out_tokens", "out_ancestors", "out_paths")),
-            ("*i32", ("depths", "numbers", "chosen", "out_parents", "out_depths")),
-            ("i32", ("candidates", "places", "nodes")),
-        ):
-            kinds |= dict.fromkeys(names, kind)
-        yield launch.Specialisation(
-            name=f"tree_select M{config.block_m} N{config.block_n}",
-            kernel=_tree_select_kernel,
-            signature={name: kinds[name] for name in _tree_select_kernel.arg_names if name in kinds},
-            constants={"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "WORDS": config.words, "BITS": BITS},
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+        config = configuration(candidates, nodes)
+        yield launch.specialise(
+            f"tree_select M{config.block_m} N{config.block_n}",
+            _tree_select_kernel,
+            {
+                "logprobs": "*fp32",
+                "tokens paths out_tokens out_ancestors out_paths": "*i64",
+                "depths numbers chosen out_parents out_depths": "*i32",
+            },
+            {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "WORDS": config.words, "BITS": BITS},
+            config,
         )

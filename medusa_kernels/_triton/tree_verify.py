@@ -1,10 +1,11 @@
-"""tree_verify as two Triton kernels: one streams the weight past all nodes, one merges what its programs found.
+"""`tree_verify` as two Triton launches: one streams the weight past all nodes, one merges the programs' results.
 
-The first keeps, for each node and program, the best token and the sums that log-sum-exp and entropy are made of, over
-the program's share of the vocabulary. The second combines them in a fixed order, and takes the one logit that a child's
-log-probability needs from a dot product of its own. Logits exist a tile at a time, in registers.
+The first keeps, per node and program, the best token and the sums for log-sum-exp and entropy, over the program's share
+of the vocabulary. The second combines them in a fixed order, and computes the one logit that the log-probability of a
+child needs as a separate dot product. Logits exist one tile at a time, in registers.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,22 +13,13 @@ from collections.abc import Iterator
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import (
-    TRITON_TYPES,
-    Device,
-    Specialisation,
-    describe,
-    on_device,
-)
+from medusa_kernels._triton.launch import TRITON_TYPES, Device, Specialisation, Warps, describe, on_device, specialise
 from medusa_kernels._triton.streaming import (
     OPTIONS,
-    Config,
     exponential,
     index_of,
-    interpreted_config,
     ordered,
     packed,
     product,
@@ -35,21 +27,25 @@ from medusa_kernels._triton.streaming import (
     unit,
     wide,
 )
+from medusa_kernels._triton.tree_verify_configs import candidates as candidates
+from medusa_kernels._triton.tree_verify_configs import configuration
 
+MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])
 def project_kernel(
     hidden, weight, noise, keys, peaks, sums, moments,
-    rows, vocabulary, size, stride_w, tiles, step, temperature,
+    rows, vocabulary, size, stride_weight_v, tiles, step, temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one program's share of the vocabulary, for BLOCK_M nodes.
+    """Reduce x = W h / temperature over one program's share of the vocabulary, for BLOCK_M nodes.
 
-    With x the logits divided by the temperature and m their largest: peaks holds m, sums the sum of exp(x - m), moments
-    that of exp(x - m) (x - m). All have the shape [rows, programs], like keys.
+    hidden [R, H], weight [V, H] and noise [R, V] give, all [R, P]: keys (argmax of x + noise, packed), peaks (m = max
+    x), sums (sum of exp(x - m)) and moments (sum of exp(x - m) (x - m)). W h is accumulated in fp32 and rounded to the
+    dtype of hidden, as a model rounds its logits; everything after is fp32.
     """
     i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     size, vocabulary, step = size * UNIT, vocabulary * VECTOR, step * VECTOR
@@ -64,7 +60,7 @@ def project_kernel(
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
         m_v = (o_v < step) & (first + o_v < vocabulary)
-        p_w = weight + (first + o_v).to(tl.int64) * (stride_w * UNIT)
+        p_w = weight + (first + o_v).to(tl.int64) * (stride_weight_v * UNIT)
         # [BLOCK_M, BLOCK_V]
         b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, False)
         b_x = b_x.to(hidden.dtype.element_ty).to(tl.float32)
@@ -73,16 +69,17 @@ def project_kernel(
         if SCALED:
             b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + temperature)
             p_noise = noise + o_m.to(tl.int64)[:, None] * vocabulary + (first + o_v)[None, :]
+            # [BLOCK_M, BLOCK_V]
             b_score = b_x + tl.load(p_noise, mask=m_m[:, None] & m_v[None, :], other=0.0)
         b_top = tl.max(b_score, 1)
-        # Lowest of equal ones; masked columns come last. Where all are NaN, none is equal: some id in the vocabulary.
+        # The lowest of equal scores; masked columns come last. If all are NaN, none is equal: any id in the vocabulary.
         b_id = tl.min(tl.where(b_score == b_top[:, None], (first + o_v)[None, :], vocabulary - 1), 1)
         b_best = tl.maximum(b_best, packed(ordered(b_top), b_id))
         if STATS:
             b_high = tl.maximum(b_peak, tl.max(b_x, 1))
             b_fall = tl.where(b_sum == 0.0, 0.0, b_peak - b_high)
             b_below = b_x - b_high[:, None]
-            # exp(-200) is 0, and so is the product below then, for masked columns too.
+            # exp(-200) is 0, and so is the product below, also for masked columns.
             b_below = tl.where(b_below < -200.0, -200.0, b_below)
             b_exp = exponential(b_below, hidden.dtype.element_ty == tl.float32)
             b_shrink = exponential(b_fall, hidden.dtype.element_ty == tl.float32)
@@ -99,13 +96,15 @@ def project_kernel(
 
 @triton.jit
 def combined(peaks, sums, o_row, m_row, programs, BLOCK_P: tl.constexpr, EXACT: tl.constexpr):
-    """Return the largest logit of some rows, each program's distance from it, its rescaled sum, and the total."""
+    """Return m [R] = max of peaks, peaks - m and sums exp(peaks - m) [R, BLOCK_P], and the total of these sums [R]."""
     o_p = tl.arange(0, BLOCK_P)
     m_part = m_row[:, None] & (o_p < programs)[None, :]
     o_part = o_row.to(tl.int64)[:, None] * programs + o_p[None, :]
+    # [R, BLOCK_P]
     b_peaks = tl.load(peaks + o_part, mask=m_part, other=-float("inf"))
     b_peak = tl.where(m_row, tl.max(b_peaks, 1), 0.0)
     b_fall = tl.where(m_part, b_peaks - b_peak[:, None], 0.0)
+    # [R, BLOCK_P]
     b_sums = tl.load(sums + o_part, mask=m_part, other=0.0) * exponential(b_fall, EXACT)
     return b_peak, b_fall, b_sums, tl.where(m_row, tl.sum(b_sums, 1), 1.0)
 
@@ -113,45 +112,55 @@ def combined(peaks, sums, o_row, m_row, programs, BLOCK_P: tl.constexpr, EXACT: 
 @triton.jit(do_not_specialize=["rows", "nodes", "programs"])
 def merge_kernel(
     keys, peaks, sums, moments, hidden, weight, candidates, parents, next_tokens, logsumexp, entropy, child_logprobs,
-    rows, nodes, programs, vocabulary, size, stride_w, stride_parents_b, temperature,
+    rows, nodes, programs, vocabulary, size, stride_weight_v, stride_parents_b, temperature,
     UNIT: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, CHAIN: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Combine the programs' shares for BLOCK_R nodes, and score each node's token under its parent."""
+    """Combine the shares of BLOCK_R nodes: argmax, log-sum-exp, entropy, and log-probability of each node's token.
+
+    With m, S and T the peak, sum and moment over all programs: log-sum-exp = m + log S and entropy = log S - T / S. The
+    log-probability of candidates[i] is its logit at the parent less the parent's log-sum-exp; the logit is rounded to
+    the dtype of hidden. keys to moments are [R, P], hidden [R, H], weight [V, H], results [R]; all else is fp32.
+    """
     o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_row = o_row < rows
     o_p = tl.arange(0, BLOCK_P)
     m_part = m_row[:, None] & (o_p < programs)[None, :]
     o_part = o_row.to(tl.int64)[:, None] * programs + o_p[None, :]
+    # [BLOCK_R, BLOCK_P]
     b_best = tl.max(tl.load(keys + o_part, mask=m_part, other=LOWEST_KEY), 1)
     tl.store(next_tokens + o_row, index_of(b_best), mask=m_row)
     if STATS:
         size = size * UNIT
         EXACT: tl.constexpr = hidden.dtype.element_ty == tl.float32
         b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_row, m_row, programs, BLOCK_P, EXACT)
-        # A program's moment is taken from its own peak: sum exp(x - m) (x - m) moves by (its peak - m) times its sum.
+        # A moment is relative to its program's peak: relative to m it changes by (peak - m) times the sum.
+        # [BLOCK_R, BLOCK_P]
         b_moments = tl.load(moments + o_part, mask=m_part, other=0.0) * exponential(b_fall, EXACT)
         b_moment = tl.sum(b_moments + b_fall * b_sums, 1)
         b_log = tl.log(b_sum)
         tl.store(logsumexp + o_row, b_peak + b_log, mask=m_row)
-        # Without the peak, which cancels: exact also where one token has almost all of the probability.
+        # The peak cancels and is left out: exact also if one token has almost all of the probability.
         tl.store(entropy + o_row, b_log - tl.math.div_rn(b_moment, b_sum), mask=m_row)
 
         i_node, i_b = o_row % nodes, o_row // nodes
         b_parent = i_node - 1
         if not CHAIN:
+            # [BLOCK_R]
             b_parent = tl.load(parents + i_b * stride_parents_b + i_node, mask=m_row, other=-1)
+        # [BLOCK_R]
         b_token = tl.load(candidates + o_row, mask=m_row, other=0)
-        # Values cannot be refused here: an index out of range gives NaN, and nothing outside the tensors is read.
+        # A kernel cannot refuse values: an index out of range gives NaN, and nothing outside the tensors is read.
         m_valid = (b_parent < nodes) & (b_token >= 0) & (b_token < vocabulary)
         m_child = m_row & (b_parent >= 0) & m_valid
         o_parent = i_b * nodes + tl.where(m_child, b_parent, 0)
         p_a = hidden + o_parent.to(tl.int64) * size
-        p_w = weight + tl.where(m_child, b_token, 0) * (stride_w * UNIT)
+        p_w = weight + tl.where(m_child, b_token, 0) * (stride_weight_v * UNIT)
         o_k = tl.arange(0, BLOCK_K)
         b_logit = tl.zeros((BLOCK_R,), tl.float32)
         for k in range(0, size, BLOCK_K):
             m_k = m_child[:, None] & (k + o_k < size)[None, :]
+            # [BLOCK_R, BLOCK_K]
             b_a = tl.load(p_a[:, None] + (k + o_k)[None, :], mask=m_k, other=0.0).to(tl.float32)
             b_w = tl.load(p_w[:, None] + (k + o_k)[None, :], mask=m_k, other=0.0).to(tl.float32)
             b_logit += tl.sum(b_a * b_w, 1)
@@ -164,124 +173,8 @@ def merge_kernel(
         tl.store(child_logprobs + o_row, tl.where(b_parent < 0, 0.0, b_logprob), mask=m_row)
 
 
-def block_m(rows: int) -> int:
-    """Return how many nodes share a tile."""
-    return min(128, max(16, triton.next_power_of_2(rows)))
-
-
-def configuration(
-    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
-) -> Config:
-    """Choose how the weight is streamed past `rows` nodes.
-
-    Args:
-        device: where it runs.
-        dtype: of hidden states and weight.
-        rows: nodes of the whole batch.
-        scaled: whether there is a temperature, and noise, which takes registers.
-        vectors: whether 16 bytes can be loaded at once (see `streaming.wide`).
-    """
-    if interpreted():
-        return interpreted_config(rows)
-    m = block_m(rows)
-    if dtype == torch.float32 or not vectors:
-        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
-        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
-    if m <= 32:
-        return Config(m, 64, 128 if device.roomy else 64, 4, 4, 2)
-    if device.hopper:
-        if scaled:
-            return Config(64, 128, 64, 8, 6, 1)
-        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
-    return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
-
-
-def candidates(device: Device, dtype: torch.dtype, rows: int) -> list[Config]:
-    """List configurations worth timing against the chosen one."""
-    m = block_m(rows)
-    chosen = configuration(device, dtype, rows)
-    if dtype == torch.float32 or not device.hopper:
-        return [chosen]
-    if m <= 32:
-        shapes = [
-            (64, 128, 4, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 6, 2), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2),
-            (32, 128, 4, 5, 3), (32, 256, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 8, 5, 1), (64, 256, 8, 5, 1),
-            (64, 128, 4, 4, 8), (64, 64, 4, 6, 12), (32, 128, 4, 5, 12),
-        ]  # fmt: skip
-    elif m == 64:
-        shapes = [
-            (256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 64, 8, 5, 1), (256, 64, 8, 4, 4), (128, 64, 4, 3, 2),
-            (128, 64, 4, 4, 2), (128, 64, 4, 4, 8), (128, 64, 8, 6, 1), (128, 128, 8, 4, 1), (64, 64, 4, 6, 2),
-        ]  # fmt: skip
-    else:
-        shapes = [
-            (128, 64, 8, 4, 1), (128, 64, 8, 5, 1), (128, 64, 8, 6, 1), (128, 128, 8, 3, 1), (64, 128, 8, 4, 1),
-            (64, 64, 8, 4, 1), (128, 64, 8, 5, 4), (64, 64, 8, 8, 1),
-        ]  # fmt: skip
-    return [chosen, *(c for c in (Config(m, *shape) for shape in shapes) if c != chosen)]
-
-
-def specialisations(device: Device) -> Iterator[Specialisation]:
-    """List the compiled forms: each tile of nodes in bf16, and what else changes the code at one of them."""
-    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
-    for rows in (1, 32, 64, 256):
-        yield _projection(device, bf16, rows)
-    for elements in (8, 1):
-        yield _projection(device, bf16, 1, elements=elements)
-    for rows in (1, 64):
-        yield _projection(device, bf16, rows, stats=False)
-        yield _projection(device, bf16, rows, scaled=True)
-        yield _projection(device, bf16, rows, scaled=True, stats=False)
-        yield _projection(device, fp16, rows)
-    yield _projection(device, fp32, 1)
-    yield _projection(device, fp32, 64, scaled=True, elements=1)
-    yield _merge(device, bf16, 1)
-    yield _merge(device, bf16, 1, stats=False)
-    yield _merge(device, bf16, 2048, scaled=True)
-    yield _merge(device, fp32, 1, chain=True)
-
-
-def _projection(
-    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, elements: int = 16
-) -> Specialisation:
-    config = configuration(device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
-    kind, integers = "*" + TRITON_TYPES[dtype], ("rows", "vocabulary", "size", "stride_w", "tiles", "step")
-    return Specialisation(
-        name=f"tree_verify project {TRITON_TYPES[dtype]} {config.block_m}x{config.block_v}x{config.block_k}"
-        + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
-        kernel=project_kernel,
-        signature={"hidden": kind, "weight": kind, "noise": "*fp32", "keys": "*i64"}
-        | dict.fromkeys(("peaks", "sums", "moments"), "*fp32")
-        | dict.fromkeys(integers, "i32") | {"temperature": "fp32"},
-        constants={"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats,
-                   "VECTOR": 4 if scaled and elements > 1 else 1,
-                   "BLOCK_M": config.block_m, "BLOCK_V": config.block_v, "BLOCK_K": config.block_k},
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )  # fmt: skip
-
-
-def _merge(
-    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, chain: bool = False
-) -> Specialisation:
-    kind, blocks = "*" + TRITON_TYPES[dtype], merge_blocks(rows, 264)
-    integers = ("rows", "nodes", "programs", "vocabulary", "size", "stride_w", "stride_parents_b")
-    return Specialisation(
-        name=f"tree_verify merge {TRITON_TYPES[dtype]} {blocks['BLOCK_R']}x{blocks['BLOCK_P']}"
-        + " scaled" * scaled + " stats" * stats + " chain" * chain,
-        kernel=merge_kernel,
-        signature={"keys": "*i64"} | dict.fromkeys(("peaks", "sums", "moments"), "*fp32")
-        | {"hidden": kind, "weight": kind, "candidates": "*i64", "parents": "*i64" if chain else "*i32"}
-        | {"next_tokens": "*i64"} | dict.fromkeys(("logsumexp", "entropy", "child_logprobs"), "*fp32")
-        | dict.fromkeys(integers, "i32") | {"temperature": "fp32"},
-        constants={"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks},
-        num_warps=4,
-        num_stages=3,
-    )  # fmt: skip
-
-
 def merge_blocks(rows: int, programs: int) -> dict[str, int]:
-    """Choose the merge's tile: one node a program while there are few, and all partial results at once."""
+    """Choose the tile of the merge: one node per program while there are few, and all partial results at once."""
     block_r = 1 if rows <= 1024 else 8
     if interpreted():
         block_r = 128  # a program costs far more than its arithmetic there
@@ -293,15 +186,8 @@ def merge_blocks(rows: int, programs: int) -> dict[str, int]:
 
 
 def tree_verify(
-    hidden: Tensor,
-    weight: Tensor,
-    candidates: Tensor,
-    parents: Tensor | None = None,
-    *,
-    temperature: float = 0.0,
-    noise: Tensor | None = None,
-    want_stats: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True
+):  # fmt: skip
     """Launch both kernels; see the public `tree_verify`."""
     batch, nodes, size = hidden.shape
     vocabulary, rows = weight.shape[0], batch * nodes
@@ -317,7 +203,7 @@ def tree_verify(
     config = configuration(device, hidden.dtype, rows, scaled=scaled, vectors=vectors)
     m_tiles = triton.cdiv(rows, config.block_m)
     slots = device.multiprocessors * config.programs
-    # The noise is loaded four numbers at once where rows and tiles start at multiples of four.
+    # The noise is loaded four numbers at once if rows and tiles start at multiples of four.
     vector = 4 if scaled and vocabulary % 4 == 0 else 1
     share = shares(vocabulary, slots // m_tiles, config.block_v, vector)
     keys = candidates.new_empty(rows, share.programs)
@@ -338,6 +224,59 @@ def tree_verify(
             keys if parents is None else parents.contiguous(), next_tokens, logsumexp, entropy, child_logprobs,
             rows, nodes, share.programs, vocabulary, size // elements, weight.stride(0) // elements,
             nodes if parents is not None and parents.dim() == 2 else 0, temperature,
-            **flags, CHAIN=parents is None, **blocks, num_warps=4, **OPTIONS,
+            **flags, CHAIN=parents is None, **blocks,
+            num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
         )  # fmt: skip
     return next_tokens, logsumexp, entropy, child_logprobs
+
+
+def specialisations(device: Device) -> Iterator[Specialisation]:
+    """Yield each tile of nodes in bf16, and one form of each other kind."""
+    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    for rows in (1, 32, 64, 256):
+        yield _projection(device, bf16, rows)
+    for elements in (8, 1):
+        yield _projection(device, bf16, 1, elements=elements)
+    for rows in (1, 64):
+        yield _projection(device, bf16, rows, stats=False)
+        yield _projection(device, bf16, rows, scaled=True)
+        yield _projection(device, bf16, rows, scaled=True, stats=False)
+        yield _projection(device, fp16, rows)
+    yield _projection(device, fp32, 1)
+    yield _projection(device, fp32, 64, scaled=True, elements=1)
+    for dtype, rows, scaled, stats, chain in (
+        (bf16, 1, False, True, False), (bf16, 1, False, False, False), (bf16, 2048, True, True, False),
+        (fp32, 1, False, True, True),
+    ):  # fmt: skip
+        kind, blocks = TRITON_TYPES[dtype], merge_blocks(rows, 264)
+        yield specialise(
+            f"tree_verify merge {kind} {blocks['BLOCK_R']}x{blocks['BLOCK_P']}"
+            + " scaled" * scaled + " stats" * stats + " chain" * chain,
+            merge_kernel,
+            {
+                "hidden weight": f"*{kind}",
+                "peaks sums moments logsumexp entropy child_logprobs": "*fp32",
+                "keys candidates next_tokens": "*i64",
+                "parents": "*i64" if chain else "*i32",
+                "temperature": "fp32",
+            },
+            {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks},
+            MERGE,
+        )  # fmt: skip
+
+
+def _projection(
+    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, elements: int = 16
+) -> Specialisation:
+    config = configuration(device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
+    kind, blocks = TRITON_TYPES[dtype], (config.block_m, config.block_v, config.block_k)
+    flags = {"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats}
+    return specialise(
+        f"tree_verify project {kind} {'x'.join(map(str, blocks))}"
+        + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
+        project_kernel,
+        {"hidden weight": f"*{kind}", "noise peaks sums moments": "*fp32", "keys": "*i64", "temperature": "fp32"},
+        flags | {"VECTOR": 4 if scaled and elements > 1 else 1}
+        | dict(zip(("BLOCK_M", "BLOCK_V", "BLOCK_K"), blocks, strict=True)),
+        config,
+    )  # fmt: skip

@@ -249,12 +249,12 @@ def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gat
     room = {"80": 163, "90": 227, "100": 227}.get(arch, 99) * 1024
     for rows in (1, 16, 17, 32, 33, 64):
         for features in (64, 4096, 6144, 12288, 22016, 128256):
-            for config in module.candidates(device, dtype, rows, features, 4096, gate):
-                # A step holds a tile of x and one of each weight.
-                elements = (config.block_m + config.block_n * (1 + gate)) * config.block_k
-                assert elements * dtype.itemsize * config.num_stages <= room
-                assert config.num_stages >= 2
-                assert rows <= config.block_m <= 64
+            config = module.configuration(device, dtype, rows, features, 4096, gate)
+            # A step holds a tile of x and one of each weight.
+            elements = (config.block_m + config.block_n * (1 + gate)) * config.block_k
+            assert elements * dtype.itemsize * config.num_stages <= room
+            assert config.num_stages >= 2
+            assert rows <= config.block_m <= 64
 
 
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")

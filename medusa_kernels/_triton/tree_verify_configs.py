@@ -1,0 +1,57 @@
+"""Launch configurations of `tree_verify`, per device."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.launch import Device
+from medusa_kernels._triton.streaming import NARROW_SHAPES, Config, interpreted_config, timed
+
+
+def configuration(
+    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
+) -> Config:
+    """Choose how the weight is streamed past `rows` nodes.
+
+    Args:
+        device: the GPU.
+        dtype: of hidden states and weight.
+        rows: nodes of the whole batch.
+        scaled: whether there are a temperature and noise, which take registers.
+        vectors: whether 16 bytes can be loaded at once (see `streaming.wide`).
+    """
+    if interpreted():
+        return interpreted_config(rows)
+    m = min(128, max(16, triton.next_power_of_2(rows)))
+    if dtype == torch.float32 or not vectors:
+        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
+        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
+    if m <= 32:
+        return Config(m, 64, 128 if device.roomy else 64, 4, 4, 2)
+    if device.hopper:
+        if scaled:
+            return Config(64, 128, 64, 8, 6, 1)
+        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
+    return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
+
+
+def candidates(device: Device, dtype: torch.dtype, rows: int) -> list[Config]:
+    """List configurations worth timing against the chosen one."""
+    chosen = configuration(device, dtype, rows)
+    if dtype == torch.float32 or not device.hopper:
+        return [chosen]
+    if chosen.block_m <= 32:
+        shapes = NARROW_SHAPES
+    elif chosen.block_m == 64:
+        shapes = [
+            (256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 64, 8, 5, 1), (256, 64, 8, 4, 4), (128, 64, 4, 3, 2),
+            (128, 64, 4, 4, 2), (128, 64, 4, 4, 8), (128, 64, 8, 6, 1), (128, 128, 8, 4, 1), (64, 64, 4, 6, 2),
+        ]  # fmt: skip
+    else:
+        shapes = [
+            (128, 64, 8, 4, 1), (128, 64, 8, 5, 1), (128, 64, 8, 6, 1), (128, 128, 8, 3, 1), (64, 128, 8, 4, 1),
+            (64, 64, 8, 4, 1), (128, 64, 8, 5, 4), (64, 64, 8, 8, 1),
+        ]  # fmt: skip
+    return timed(chosen, shapes)
