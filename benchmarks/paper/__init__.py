@@ -1,1 +1,1 @@
-"""The paper's tables and figures, reproduced beside the values that it prints."""
+"""The paper's simulated tables and figures, reproduced: `python -m benchmarks.paper FOLDER`."""

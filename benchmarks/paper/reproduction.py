@@ -1,26 +1,23 @@
-"""The paper's tables 6 to 8 and figures 9 to 23 again, from the roofline, beside what the paper prints.
+"""The paper's tables 6 to 8 and figures 9 to 23 from the roofline, next to what the paper prints.
 
-Tables 6 to 8 print numbers, so errors are stated for them: of the ideal roofline, which is a bound and not a
-prediction, and of one whose shares of the peaks were fitted to these very tables (`a100-80-attained`). Figures 9 to 20
-print none; their points are reproduced without comparison (18 to 20 show tables 6 to 8). Figures 21 to 23 are
-simulations of the paper itself: what is compared with is read off the pictures, approximately. For the fitted roofline
-they are a test, because it has not seen them: another model, other sizes.
-
-This module makes rows of figures; `plots` draws them and the command writes them.
+Tables 6 to 8 are measurements with printed numbers. Their errors are stated for the ideal roofline, which is a bound,
+not a prediction, and for the one whose shares of the peaks were fitted to these tables (`a100-80-attained`). Figures 9
+to 20 print no numbers: their points are made again without a comparison (18 to 20 show tables 6 to 8). Figures 21 to 23
+are the paper's own simulations, compared with approximate readings of the pictures. They test the fitted roofline,
+which has seen neither their model nor their sizes.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.paper import values as paper
-from medusa_decoding.roofline.acceleration import PRINTED, PaperAcceleration
-from medusa_decoding.roofline.devices import A100, DEVICES, Attained, Device
+from medusa_decoding.roofline.acceleration import SLOPE, PaperAcceleration
+from medusa_decoding.roofline.devices import A100, DEVICES, Device, fit_attained
 from medusa_decoding.roofline.operators import Operator, attention_product
 from medusa_decoding.roofline.operators import linear as projection
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape
@@ -30,6 +27,13 @@ Row = dict[str, Any]
 ATTAINED = DEVICES["a100-80-attained"]
 LARGE, SMALL = SHAPES["vicuna-33b"], SHAPES["vicuna-7b"]
 PICTURE = "read off the picture"
+PRINTED: dict[str, Callable[[float], float]] = {
+    "0.477 log10(n)": lambda nodes: SLOPE * math.log10(nodes),
+    "0.477 ln(n)": lambda nodes: SLOPE * math.log(nodes),
+    "0.477 log2(n)": lambda nodes: SLOPE * math.log2(nodes),
+    "1 + 0.477 ln(n)": lambda nodes: 1 + SLOPE * math.log(nodes),
+}
+"""Possible readings of the formula that the paper prints as `acc_rate = 0.477 log(num_candidate)`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Cell:
     Attributes:
         table: 6, 7 or 8.
         batch: b.
-        sequence: s; None in table 8, whose products know no sequence.
+        sequence: s; None in table 8, whose products do not depend on it.
         candidates: q.
         operator: what was measured.
         tflops: TFLOP/s, as printed.
@@ -63,20 +67,15 @@ def cells(*tables: int) -> list[Cell]:
     """Return the cells of some of tables 6 to 8, in the paper's order."""
     found = []
     for table in tables:
-        rows = {6: paper.TABLE_6, 7: paper.TABLE_7, 8: paper.TABLE_8}[table]
-        for key, row in rows.items():
+        for key, row in {6: paper.TABLE_6, 7: paper.TABLE_7, 8: paper.TABLE_8}[table].items():
             batch, sequence = {6: (16, key), 7: (key, 1024), 8: (key, None)}[table]
-            for candidates, (tflops, intensity) in zip(paper.CANDIDATES, row, strict=True):
-                found.append(
-                    Cell(table, batch, sequence, candidates, _measured(batch, sequence, candidates), tflops, intensity)
-                )
+            for tokens, printed in zip(paper.CANDIDATES, row, strict=True):
+                if sequence is None:
+                    operator = projection("up/gate/down", batch * tokens, LARGE.hidden, LARGE.intermediate)
+                else:
+                    operator = attention_product("qk/pv", batch, tokens, sequence, LARGE.heads, LARGE.head_dim)
+                found.append(Cell(table, batch, sequence, tokens, operator, *printed))
     return found
-
-
-def _measured(batch: int, sequence: int | None, tokens: int) -> Operator:
-    if sequence is None:
-        return projection("up/gate/down", batch * tokens, LARGE.hidden, LARGE.intermediate)
-    return attention_product("qk/pv", batch, tokens, sequence, LARGE.heads, LARGE.head_dim)
 
 
 def table_rows() -> list[Row]:
@@ -103,10 +102,10 @@ def table_rows() -> list[Row]:
 
 
 def roofline_rows() -> list[Row]:
-    """Return the points of figures 9 to 17: three models on three devices, 49 settings an operator.
+    """Return the points of figures 9 to 17: three models on three devices, 49 settings per operator.
 
-    Points that differ in nothing are given once: projections of a plain step know no sequence. The fitted roofline
-    stands beside on the device that it was fitted on, for the two models too that it has not seen.
+    Equal points are given once: the projections of a plain step do not depend on the sequence. On the device that it
+    was fitted on, the fitted roofline is given too, also for the two models that it has not seen.
     """
     rows = []
     figure = 9
@@ -153,36 +152,25 @@ def simulation_of(device: Device) -> Simulation:
 
 
 def simulation_rows() -> list[Row]:
-    """Return figures 21 to 23: latency over plain decoding and speedup, with readings of the pictures beside."""
+    """Return figures 21 to 23: latency relative to plain decoding, speedup, and readings of the pictures."""
     ideal, attained = simulation_of(A100), simulation_of(ATTAINED)
+    cases = [(21, 1, 1024), *((22, batch, 1024) for batch in paper.BATCHES)]
+    cases += [(23, 4, sequence) for sequence in paper.SEQUENCES]
     rows = []
-    for figure, batch, sequence, candidates in _simulated():
-        points = ideal.point(batch, sequence, candidates), attained.point(batch, sequence, candidates)
-        rows.append(
-            {
-                "figure": figure,
-                "batch": batch,
-                "sequence": sequence,
-                "candidates": candidates,
-                "acceleration": round(points[0].acceleration, 3),
-                "roofline_latency": round(points[0].overhead, 3),
-                "roofline_speedup": round(points[0].speedup, 3),
-                "attained_latency": round(points[1].overhead, 3),
-                "attained_speedup": round(points[1].speedup, 3),
-                "picture_speedup": read_speedup(figure, batch, sequence, candidates),
-            }
-        )
+    for figure, batch, sequence in cases:
+        for candidates in paper.CANDIDATES:
+            row: Row = {"figure": figure, "batch": batch, "sequence": sequence, "candidates": candidates}
+            for name, simulation in (("roofline", ideal), ("attained", attained)):
+                point = simulation.point(batch, sequence, candidates)
+                row.setdefault("acceleration", round(point.acceleration, 3))
+                row[f"{name}_latency"] = round(point.overhead, 3)
+                row[f"{name}_speedup"] = round(point.speedup, 3)
+            rows.append(row | {"picture_speedup": read_speedup(figure, batch, sequence, candidates)})
     return rows
 
 
-def _simulated() -> Iterator[tuple[int, int, int, int]]:
-    yield from ((21, 1, 1024, candidates) for candidates in paper.CANDIDATES)
-    yield from ((22, batch, 1024, candidates) for batch in paper.BATCHES for candidates in paper.CANDIDATES)
-    yield from ((23, 4, sequence, candidates) for sequence in paper.SEQUENCES for candidates in paper.CANDIDATES)
-
-
 def read_speedup(figure: int, batch: int, sequence: int, candidates: int) -> float | None:
-    """Return the speedup that was read off figure 21, 22 or 23; None where nobody read one."""
+    """Return the speedup that was read off figure 21, 22 or 23; None if none was read."""
     if figure == 21:
         return paper.SPEEDUP[candidates]
     if candidates == 1:
@@ -235,9 +223,9 @@ def _spread(errors: Sequence[float]) -> Row:
 def fit_tables() -> Device:
     """Fit what is attained of the A100's peaks to tables 6 to 8.
 
-    Attention, from tables 6 and 7: a share of the bandwidth and a fixed time an operator (all of it is bound by
-    memory, so nothing is learnt of arithmetic). Projections, from table 8: shares of both peaks and the rows that are
-    computed together; one size of weights tells nothing of a fixed time.
+    Attention, from tables 6 and 7: a share of the bandwidth and a fixed time per operator (all of it is bound by
+    memory, so the tables say nothing about arithmetic). Projections, from table 8: shares of both peaks and the rows
+    that are computed together (one size of weights says nothing about a fixed time).
     """
     shares = [x / 100 for x in range(55, 91)]
 
@@ -245,23 +233,12 @@ def fit_tables() -> Device:
         return sum(math.log(cell.tflops_on(device) / cell.tflops) ** 2 for cell in of)
 
     products, projections = cells(6, 7), cells(8)
-    attention = fit(
+    attention = fit_attained(
         {"bandwidth": shares, "fixed_us": [float(x) for x in range(20, 51)]},
         lambda guess: error(products, replace(A100, attention=guess)),
     )
-    linear = fit(
+    linear = fit_attained(
         {"tile": [1, 64, 128, 256], "bandwidth": shares, "compute": shares},
         lambda guess: error(projections, replace(A100, linear=guess)),
     )
     return replace(ATTAINED, linear=linear, attention=attention)
-
-
-def fit(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], float]) -> Attained:
-    """Return the combination of a grid's values with the smallest error; the first of equal ones.
-
-    Args:
-        grid: values to try of each attribute; the others keep their defaults.
-        error: to be made small.
-    """
-    drafts = (Attained(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
-    return min(drafts, key=error)

@@ -1,6 +1,5 @@
 """`medusa simulate`: figures, limits, files, and what it refuses."""
 
-import csv
 import json
 import sys
 
@@ -114,9 +113,7 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, argv, message):
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "argv", [["--nodes", "0"], ["--batch", "1,x"], ["--sequence", ""], ["--paper", "a", "--records", "b"]]
-)
+@pytest.mark.parametrize("argv", [["--nodes", "0"], ["--batch", "1,x"], ["--sequence", ""], ["--paper", "a"]])
 def test_what_argparse_refuses(capsys, argv):
     with pytest.raises(SystemExit) as stopped:
         main(["simulate", *argv])
@@ -124,10 +121,9 @@ def test_what_argparse_refuses(capsys, argv):
     assert "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--plot", "--paper"])
-def test_without_matplotlib_pictures_are_refused_before_any_file(capsys, monkeypatch, tmp_path, option):
+def test_without_matplotlib_pictures_are_refused_before_any_file(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = run(capsys, option, tmp_path / "out", "--save-device", tmp_path / "device.json")
+    code, _, err = run(capsys, "--plot", tmp_path / "out", "--save-device", tmp_path / "device.json")
     assert code == 2
     assert "plot: expected matplotlib, got none; pip install matplotlib" in err
     assert list(tmp_path.iterdir()) == []
@@ -145,22 +141,6 @@ def test_a_picture_of_the_sweep(capsys, tmp_path):
     assert code == 0
     assert json.loads(out)["figure"] == str(path)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_paper_again(capsys, tmp_path, root):
-    pytest.importorskip("matplotlib")
-    code, out, _ = run(capsys, "--paper", tmp_path)
-    assert code == 0
-    assert "table 6, TFLOP/s on a100-80-attained: median error" in out
-    names = {path.name for path in tmp_path.iterdir()}
-    committed = {path.name for path in (root / "docs" / "figures").glob("roofline-*")}
-    assert names == committed
-    for name in sorted(names):
-        if name.endswith(".csv"):
-            # What the repository shows is what the command writes.
-            assert (tmp_path / name).read_text() == (root / "docs" / "figures" / name).read_text(), name
-    with (tmp_path / "roofline-tables-6-8.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 3 * 56
 
 
 def test_measured_steps_beside_the_prediction(capsys, root):

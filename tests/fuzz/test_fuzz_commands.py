@@ -46,7 +46,6 @@ def values(tmp_path, monkeypatch):
     monkeypatch.setattr(demo.MedusaModel, "from_pretrained", refuse)
     monkeypatch.setattr("medusa_decoding.cli.argument_parser", lambda: PARSER)  # making it takes longer than the rest
     monkeypatch.setattr(simulate, "find_shape", only_hostile)
-    monkeypatch.setattr(simulate, "_reproduce", refuse)
     (tmp_path / "folder").mkdir()
     for name, content in {
         "deep.json": b"[" * DEEP,

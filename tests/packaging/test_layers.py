@@ -110,6 +110,17 @@ def test_folders_import_in_no_circle(depth):
     assert circle(graph) == []
 
 
+def test_nothing_imports_what_the_wheel_does_not_hold():
+    """benchmarks/ and recipes/ are there in a checkout only."""
+    outside = [
+        f"{name}: {line.strip()}"
+        for name, path in MODULES.items()
+        for line in path.read_text().splitlines()
+        if line.strip().startswith(("import ", "from ")) and line.split()[1].split(".")[0] in ("benchmarks", "recipes")
+    ]
+    assert outside == []
+
+
 def test_few_modules_lie_loose():
     loose = [name for name in MODULES if name and "." not in name and MODULES[name].name != "__init__.py"]
     assert len(loose) <= LOOSE, loose

@@ -3,30 +3,37 @@
     medusa simulate --model vicuna-7b --device a100-80 --batch 1,4,16 --sequence 1024 --nodes 16,64
     medusa simulate --model FOLDER --device cpu --accuracies heads.json --heads 4 --json
     medusa simulate --device h200 --records benchmarks/results/nvidia-h200.jsonl
-    medusa simulate --paper docs/figures
 
-A roofline counts operations and bytes only: real steps are slower, trees most of all. docs/simulation.md says by how
-much, where it was measured.
+A roofline counts operations and bytes only. Real steps are slower, most of all those with trees; docs/simulation.md
+compares them with measurements.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper import plots, reproduction
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli._arguments import at_least_one, factor
-from medusa_decoding.roofline import compare_measured
-from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
+from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration, read_accuracies
+from medusa_decoding.roofline.compare_measured import compare, read_steps
 from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
+from medusa_decoding.roofline.plot import draw_sweep
 from medusa_decoding.roofline.probe_device import probe_device
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape, find_shape
-from medusa_decoding.roofline.simulate import MOST_BATCH, MOST_SEQUENCE, Range, Scope, Simulation, best, paying_nodes
+from medusa_decoding.roofline.simulate import (
+    MOST_BATCH,
+    MOST_SEQUENCE,
+    Point,
+    Range,
+    Simulation,
+    best,
+    paying_nodes,
+)
+from medusa_decoding.trees.plot import check_matplotlib
 
 MEASURED = ("cpu", "cuda")
 
@@ -72,40 +79,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the speedups there (needs matplotlib)")
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument(
-        "--records", type=Path, metavar="FILE", help="instead: a benchmark's measured steps beside the prediction"
-    )
-    other.add_argument(
-        "--paper",
-        type=Path,
-        metavar="FOLDER",
-        help="instead: the paper's tables 6 to 8 and figures 9 to 23 again, as CSV and PNG (needs matplotlib)",
+    parser.add_argument(
+        "--records", type=Path, metavar="FILE", help="instead: compare a benchmark's measured steps with the prediction"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, compare or reproduce."""
-    if args.plot is not None or args.paper is not None:
-        plots.matplotlib()  # refused before any work
-    if args.paper is not None:
-        return _reproduce(args)
+    """Simulate, or compare measured steps with the simulation."""
+    if args.plot is not None:
+        check_matplotlib()  # before any work
     if args.records is not None:
-        return _compare(args)
+        rows = compare(read_steps(args.records), find_device(args.device))
+        print(json.dumps(rows)) if args.json else print_comparison(rows)
+        return 0
     simulation = make_simulation(args)
     if args.save_device is not None:
         write_device(simulation.device, args.save_device)
-    result = simulate(simulation, args.batch, args.sequence, args.nodes)
+    points = simulation.sweep(args.batch, args.sequence, args.nodes)
+    result = as_json(simulation, points, args)
     if args.plot is not None:
         title = f"{simulation.shape.name} on {simulation.device.name}; {simulation.acceleration.name}"
-        points = simulation.sweep(args.batch, args.sequence, args.nodes)
         path = args.plot / "simulated-speedup.png"
-        plots.draw_sweep(points, title, path)
+        draw_sweep(points, title, path)
         result["figure"] = str(path)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print_report(result)
+    print(json.dumps(result)) if args.json else print_report(result)
     return 0
 
 
@@ -141,30 +138,15 @@ def make_simulation(args: argparse.Namespace) -> Simulation:
     if args.head_vocabulary is not None and args.head_vocabulary > shape.vocabulary:
         raise ValueError(f"--head-vocabulary: expected at most {shape.vocabulary}, got {args.head_vocabulary}")
     heads = HeadShape(args.heads or acceleration.heads or 4, args.head_vocabulary, args.shared)
-    scope: Scope = "block" if args.block else "step"
-    return Simulation(find_device(args.device), shape, heads, acceleration, args.weight_bytes, scope)
+    device = find_device(args.device)
+    return Simulation(device, shape, heads, acceleration, args.weight_bytes, "block" if args.block else "step")
 
 
-def simulate(
-    simulation: Simulation, batches: Sequence[int], sequences: Sequence[int], nodes: Sequence[int]
-) -> dict[str, Any]:
+def as_json(simulation: Simulation, points: Sequence[Point], args: argparse.Namespace) -> dict[str, Any]:
     """Return every figure of a sweep, and where speculation stops paying."""
-    points = [
-        {
-            "batch": point.batch,
-            "sequence": point.sequence,
-            "nodes": point.nodes,
-            "acceleration": point.acceleration,
-            "plain_us": point.plain_us,
-            "step_us": point.step_us,
-            "overhead": point.overhead,
-            "speedup": point.speedup,
-        }
-        for point in simulation.sweep(batches, sequences, nodes)
-    ]
     by_nodes = []
-    for sequence in sequences:
-        for batch in batches:
+    for sequence in args.sequence:
+        for batch in args.batch:
             sizes = simulation.by_nodes(batch, sequence)
             fastest = best(sizes)
             by_nodes.append(
@@ -176,7 +158,7 @@ def simulate(
                     "paying_nodes": paying_nodes(sizes),
                 }
             )
-    trees = [count for count in nodes if count > 1]
+    trees = [count for count in args.nodes if count > 1]
     return {
         "device": simulation.device.to_json(),
         "model": vars(simulation.shape),
@@ -184,17 +166,17 @@ def simulate(
         "scope": simulation.scope,
         "acceleration": simulation.acceleration.name,
         "most_nodes": simulation.acceleration.most_nodes,
-        "points": points,
+        "points": [vars(point) | {"overhead": point.overhead, "speedup": point.speedup} for point in points],
         "limits": {
             "nodes": by_nodes,
             "batch": [
                 {"sequence": s, "nodes": n, "paying_batches": simulation.paying_batches(s, n)}
-                for s in sequences
+                for s in args.sequence
                 for n in trees
             ],
             "sequence": [
                 {"batch": b, "nodes": n, "paying_sequences": simulation.paying_sequences(b, n)}
-                for b in batches
+                for b in args.batch
                 for n in trees
             ],
         },
@@ -215,7 +197,7 @@ def print_report(result: dict[str, Any]) -> None:
         vocabulary = heads["vocabulary"] or result["model"]["vocabulary"]
         rows = "rows of lm_head" if heads["shared"] else "rows each"
         print(f"a whole step; heads: {heads['count']}, with {vocabulary:,} {rows}")
-    print(f"tokens a step: {result['acceleration']}\n")
+    print(f"tokens per step: {result['acceleration']}\n")
     print("  prefix  batch  nodes    plain us     step us  overhead  tokens  speedup")
     for point in result["points"]:
         print(
@@ -224,86 +206,37 @@ def print_report(result: dict[str, Any]) -> None:
         )
     print("\nwhere speculation pays:")
     for limit in result["limits"]["nodes"]:
-        told = _ranges(limit["paying_nodes"], None)
+        text = _ranges(limit["paying_nodes"], None)
         if limit["paying_nodes"]:
-            told += f"; best {limit['best_nodes']} ({limit['best_speedup']:.2f})"
-        print(f"  prefix {limit['sequence']}, batch {limit['batch']}: nodes {told}")
+            text += f"; best {limit['best_nodes']} ({limit['best_speedup']:.2f})"
+        print(f"  prefix {limit['sequence']}, batch {limit['batch']}: nodes {text}")
     for limit in result["limits"]["batch"]:
-        told = _ranges(limit["paying_batches"], MOST_BATCH)
-        print(f"  prefix {limit['sequence']}, {limit['nodes']} nodes: batch {told}")
+        text = _ranges(limit["paying_batches"], MOST_BATCH)
+        print(f"  prefix {limit['sequence']}, {limit['nodes']} nodes: batch {text}")
     for limit in result["limits"]["sequence"]:
-        told = _ranges(limit["paying_sequences"], MOST_SEQUENCE)
-        print(f"  batch {limit['batch']}, {limit['nodes']} nodes: prefix {told}")
+        text = _ranges(limit["paying_sequences"], MOST_SEQUENCE)
+        print(f"  batch {limit['batch']}, {limit['nodes']} nodes: prefix {text}")
     if "figure" in result:
-        print(f"\ndrawn: {result['figure']}")
+        print(f"\nplot: {result['figure']}")
 
 
 def _ranges(found: Sequence[Range], most: int | None) -> str:
-    told = [f"{first:,} to {last:,}" + (" or more" if last == most else "") for first, last in found]
-    return " and ".join(told) or "none"
+    text = [f"{first:,} to {last:,}" + (" or more" if last == most else "") for first, last in found]
+    return " and ".join(text) or "none"
 
 
-def _compare(args: argparse.Namespace) -> int:
-    rows = compare_measured.compare(compare_measured.read_steps(args.records), find_device(args.device))
-    if args.json:
-        print(json.dumps(rows))
-        return 0
+def print_comparison(rows: Sequence[dict[str, Any]]) -> None:
+    """Print measured steps and their predictions for a person."""
     print("errors in percent of the measured time; fitted: to the plain steps alone")
     print(
         "model        prefix batch nodes  heads                  measured us  roofline  error   fitted  error"
         "   overhead: measured, roofline, fitted"
     )
     for row in rows:
-        overhead = ", ".join(f"{row[f'{name}_overhead']:.2f}" for name in ("measured", "roofline", "fitted")
-                             if row.get(f"{name}_overhead") and row["nodes"] > 1)  # fmt: skip
+        overheads = [row.get(f"{name}_overhead") for name in ("measured", "roofline", "fitted")] * (row["nodes"] > 1)
         print(
             f"{row['model']:12}{row['prefix']:7}{row['batch']:6}{row['nodes']:6}  {row['heads'] or '':22}"
             f"{row['measured_us']:12.0f}{row['roofline_us']:10.0f}{row['roofline_error_percent']:7.1f}"
-            f"{row['fitted_us']:9.0f}{row['fitted_error_percent']:7.1f}   {overhead}"
+            f"{row['fitted_us']:9.0f}{row['fitted_error_percent']:7.1f}   "
+            + ", ".join(f"{value:.2f}" for value in overheads if value)
         )
-    return 0
-
-
-def _reproduce(args: argparse.Namespace) -> int:
-    """Write every table and figure; print the errors."""
-    folder: Path = args.paper
-    tables, roofs, simulated = (
-        reproduction.table_rows(), reproduction.roofline_rows(), reproduction.simulation_rows()
-    )  # fmt: skip
-    errors, formulas = reproduction.error_rows(), reproduction.acceleration_rows()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (
-        ("tables-6-8", tables), ("figures-9-17", roofs), ("figures-21-23", simulated),
-        ("acceleration", formulas), ("errors", errors),
-    ):  # fmt: skip
-        write_csv(rows, folder / f"roofline-{name}.csv")
-    plots.draw_rooflines(roofs, folder / "roofline-figures-9-17.png")
-    plots.draw_tables(tables, folder / "roofline-figures-18-20.png")
-    plots.draw_figure_21(simulated, folder / "roofline-figure-21.png")
-    for number in (22, 23):
-        plots.draw_speedups(simulated, number, folder / f"roofline-figure-{number}.png")
-    if args.json:
-        print(json.dumps({"errors": errors, "acceleration": formulas}))
-        return 0
-    for row in errors:
-        on = f" on {row['device']}" if "device" in row else ""
-        told = (
-            f"largest difference {row['largest_difference']}"
-            if "largest_difference" in row
-            else f"median error {row['median_error_percent']} % "
-            f"({row['lowest_percent']:+} to {row['highest_percent']:+} %)"
-        )
-        print(f"{row['what']}{on}: {told}, {row['values']} values")
-    for row in formulas[:-1]:
-        print(f"{row['formula']}: {row['n=1']} at 1, {row['n=64']} at 64; off by {row['worst']} at most")
-    print(f"written to {folder}")
-    return 0
-
-
-def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write rows; a column for each name that any of them has, empty where it has none."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)

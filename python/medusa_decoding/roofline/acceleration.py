@@ -1,38 +1,29 @@
-"""Tokens a step by the size of the tree: the paper's formula, or measured accuracies of the heads.
+"""Tokens per step by the size of the tree: the paper's formula, or measured accuracies of the heads.
 
 The paper prints `acc_rate = 0.477 log(num_candidate)` (appendix G.3). No base of the logarithm makes that 1 for one
-candidate, which is plain decoding and has rate 1 by the paper's own definition (appendix B) and in its figures 4 and
-21; 1 + 0.477 ln n does, and stays within 0.08 of what figure 21 shows everywhere. So that is what is used here;
-`PRINTED` has the other readings of the formula, for the comparison in `reproduction`.
-
-This module knows rates, not times.
+candidate, although that is plain decoding and has rate 1 by the paper's own definition (appendix B) and in its figures
+4 and 21. 1 + 0.477 ln n does, and differs from figure 21 by at most 0.08, so it is used here (docs/simulation.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
 from medusa_decoding.trees.tree import MAX_CHOICES, Tree
 
 SLOPE = 0.477
-PRINTED: dict[str, Callable[[float], float]] = {
-    "0.477 log10(n)": lambda nodes: SLOPE * math.log10(nodes),
-    "0.477 ln(n)": lambda nodes: SLOPE * math.log(nodes),
-    "0.477 log2(n)": lambda nodes: SLOPE * math.log2(nodes),
-    "1 + 0.477 ln(n)": lambda nodes: 1 + SLOPE * math.log(nodes),
-}
 
 
 class Acceleration(Protocol):
-    """Tokens a step.
+    """Tokens per step as a function of the tree's size.
 
     Attributes:
         name: for figures.
-        most_nodes: the largest tree that it can tell of, root included.
-        heads: how many heads it stands for; None where it does not say.
+        most_nodes: the largest tree that it covers, root included.
+        heads: the number of heads; None if it does not say.
     """
 
     name: str
@@ -40,14 +31,13 @@ class Acceleration(Protocol):
     heads: int | None
 
     def __call__(self, nodes: int) -> float:
-        """Return tokens a step with a tree of so many nodes, root included; 1 for one node."""
-        ...
+        """Return tokens per step with a tree of `nodes` nodes, root included; 1 for one node."""
 
 
 class PaperAcceleration:
-    """The paper's model of figure 4(a), with 1 token a step for plain decoding: 1 + 0.477 ln n.
+    """The paper's model of figure 4(a), with 1 token per step for plain decoding: 1 + 0.477 ln n.
 
-    It was fitted to trees of up to 256 nodes of Medusa-2 Vicuna-7B on two categories of MT-Bench: it says nothing of
+    It was fitted to trees of up to 256 nodes of Medusa-2 Vicuna-7B on two categories of MT-Bench. It says nothing about
     other heads or other texts.
     """
 
@@ -67,7 +57,7 @@ class PaperAcceleration:
 
 
 class TreeAcceleration:
-    """The expected tokens a step of the best tree of each size (Medusa paper, section 2.3.3).
+    """The expected tokens per step of the best tree of each size (Medusa paper, section 2.3.3).
 
     Args:
         accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right.
@@ -85,7 +75,7 @@ class TreeAcceleration:
             level *= len(row)
             possible += level
         largest = Tree.optimal(accuracies, min(possible, MAX_CHOICES + 1))
-        # The search takes paths in the order of their products: smaller trees are its beginnings.
+        # The search adds paths in the order of their products, so a smaller tree is a prefix of a larger one.
         products = [math.prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in largest.choices]
         self.name = name
         self.heads: int | None = len(accuracies)

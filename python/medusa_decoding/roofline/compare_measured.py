@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.reproduction import fit
 from medusa_decoding.files import MAX_JSON, parse_json, read_text
-from medusa_decoding.roofline.devices import Attained, Device
+from medusa_decoding.roofline.devices import Attained, Device, fit_attained
 from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape
 
@@ -92,7 +91,7 @@ def fit_steps(records: Iterable[Record], device: Device) -> Device:
         return sum(math.log(1e6 * total_seconds(operators, on) / time) ** 2 for operators, time in steps)
 
     grid = {"bandwidth": [x / 100 for x in range(50, 101)], "fixed_us": [x / 10 for x in range(0, 61, 2)]}
-    return replace(with_guess(fit(grid, error)), name=f"{device.name}, fitted")
+    return replace(with_guess(fit_attained(grid, error)), name=f"{device.name}, fitted")
 
 
 def compare(records: Sequence[Record], device: Device) -> list[Record]:

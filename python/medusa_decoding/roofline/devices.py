@@ -2,12 +2,14 @@
 
 Peaks are data sheets' dense figures (no structured sparsity). `Attained` turns the ideal roofline into one that was
 fitted to measurements; with its defaults it is the ideal. This module knows devices; it knows no models and measures
-nothing (see `measure`).
+nothing (see `probe_device`).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,7 @@ DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         A100,
-        # Fitted by `reproduction.fit_tables` to tables 6 to 8 of the paper; a test fits again.
+        # By `benchmarks.paper` from tables 6 to 8 of the paper; a test fits again.
         replace(
             A100,
             name="a100-80-attained",
@@ -118,7 +120,7 @@ DEVICES: dict[str, Device] = {
         Device("h100", 989.4e12, 3.35e12, source="data sheet, SXM"),
         Device("h100-pcie", 756e12, 2.0e12, source="data sheet, PCIe"),
         H200,
-        # Fitted by `measured.fit_steps` to the plain steps in benchmarks/results/nvidia-h200.jsonl; a test fits again.
+        # By `compare_measured.fit_steps` from plain steps in benchmarks/results/nvidia-h200.jsonl; a test fits again.
         replace(
             H200,
             name="h200-attained",
@@ -128,6 +130,17 @@ DEVICES: dict[str, Device] = {
         ),
     )
 }
+
+
+def fit_attained(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], float]) -> Attained:
+    """Return the combination of a grid's values with the smallest error, the first of equal ones.
+
+    Args:
+        grid: values to try for each attribute; the others keep their defaults.
+        error: the function to minimise.
+    """
+    guesses = (Attained(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
+    return min(guesses, key=error)
 
 
 def read_device(path: str | Path) -> Device:

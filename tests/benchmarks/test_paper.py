@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.paper import __main__ as command
 from benchmarks.paper import reproduction
 from benchmarks.paper import values as paper
 from medusa_decoding.roofline.compare_measured import compare, fit_steps, read_steps
@@ -160,3 +163,27 @@ def test_the_papers_simulation_is_its_block_on_llama_7b() -> None:
     simulation: Simulation = reproduction.simulation_of(A100)
     assert [operator.name for operator in simulation.operators(1, 1024, 16)] == ["qkv", "qk", "pv", "up/gate", "down"]
     assert simulation.shape.hidden == 4096
+
+
+def test_one_command(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert command.main([str(tmp_path)]) == 0
+    assert "table 6, TFLOP/s on a100-80-attained: median error" in capsys.readouterr().out
+    committed = {path.name for path in (root / "docs" / "figures").glob("roofline-*")}
+    assert {path.name for path in tmp_path.iterdir()} == committed
+    for name in committed:
+        if name.endswith(".csv"):
+            # What the repository shows is what the command writes.
+            assert (tmp_path / name).read_text() == (root / "docs" / "figures" / name).read_text(), name
+    with (tmp_path / "roofline-tables-6-8.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 3 * 56
+
+
+def test_without_matplotlib_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path / "new")])
+    assert "expected matplotlib, got none" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
