@@ -7,7 +7,8 @@
 #   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
-#   make train-demo      heads for the demo model from nothing, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
+#   make train-demo      new heads for the embedded demo model, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
+#   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
 #   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (45 minutes; MT_BENCH=FILE: 3b too)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
@@ -53,19 +54,36 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo test test-all test-interpreted test-transformers test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/medusa demo
 
-# The model continues pieces of code, new heads learn what it wrote, and decode with it. Remove runs/demo to start anew.
+# The model continues pieces of code, new heads learn what it wrote and decode with it. Remove runs/demo to start again.
 SEEDS ?= 1200
 TRAIN_ARGS ?=
 train-demo: $(EDITABLE)
 	$(BIN)/python -m recipes.demo.seeds runs/demo/seeds.jsonl --count $(SEEDS)
 	$(BIN)/medusa distill --config recipes/demo-cpu.yaml $(TRAIN_ARGS)
 	$(BIN)/medusa generate --model runs/demo/out/heads --prompt "def read_lines(path):" --max-new-tokens 64
+
+# The recipe of the embedded checkpoint: backbone and heads learn the standard library together, then the heads learn the
+# model's own text, and the checkpoint is written with its card. Takes hours on a CPU.
+MODEL_ARGS ?=
+JOINT := runs/demo-model/joint
+demo-model: $(EDITABLE)
+	$(BIN)/python -m recipes.demo.seeds runs/demo-model/text.jsonl --whole
+	[ -d runs/demo-model/base ] || $(BIN)/python -m recipes.demo.base --data runs/demo-model/text.jsonl \
+		--out runs/demo-model/base --vocab-size 2048 --plain
+	$(BIN)/medusa train --config recipes/demo-model-cpu.yaml $(MODEL_ARGS)
+	$(BIN)/python -m recipes.demo.seeds runs/demo-model/seeds.jsonl --count $(SEEDS)
+	$(BIN)/medusa distill --config recipes/demo-cpu.yaml --set model.name=$(JOINT)/model \
+		--set heads.initial=$(JOINT)/heads --set heads.num_layers=2 --set heads.shared_projection=true \
+		--set heads.parent_rank=0 --set data.train="[{path: runs/demo-model/seeds.jsonl}]" \
+		--set data.cache_hidden=runs/demo-model/states --set output.folder=runs/demo-model/heads $(TRAIN_ARGS)
+	$(BIN)/python -m recipes.demo.card --model $(JOINT)/model --heads runs/demo-model/heads/heads \
+		--out runs/demo-model/checkpoint
 
 test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS) $(TESTS)

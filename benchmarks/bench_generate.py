@@ -25,7 +25,6 @@ from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 from recipes.demo import corpus
-from recipes.demo.distill import random_prompts
 
 PROMPT, NEW = 128, 128
 SIZES = (3, 4, 8, 16, 24)
@@ -82,7 +81,7 @@ def prompts(held_out: bool, count: int, seed: int) -> list[torch.Tensor]:
     files = corpus.split()
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
     names = files.held_out if held_out else files.train[:: len(files.train) // 60]
-    return list(random_prompts(corpus.encode(files, names, tokenizer), count, PROMPT, seed).split(1))
+    return list(corpus.random_prompts(corpus.encode(files, names, tokenizer), count, PROMPT, seed).split(1))
 
 
 def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.training import Config, train
 from medusa_decoding.training.data.encoding import fingerprint
 from recipes.demo import corpus
-from recipes.demo.distill import random_prompts
 
 BASE = CHECKPOINT / "base"
 
@@ -181,7 +180,7 @@ def draw(sizes: Sizes, files: corpus.Split, tokenizer: Tokenizer) -> Material:
     """Draw what is measured on from the corpus."""
     sides = (files.held_out, sizes.prompts, 11), (files.train[:: len(files.train) // 60], sizes.tuning, 3)
     prompts, tuning = (
-        list(random_prompts(corpus.encode(files, names, tokenizer), count, sizes.prompt_tokens, seed).split(1))
+        list(corpus.random_prompts(corpus.encode(files, names, tokenizer), count, sizes.prompt_tokens, seed).split(1))
         for names, count, seed in sides
     )
     return Material(held_out_windows(sizes, files, tokenizer), prompts, tuning)

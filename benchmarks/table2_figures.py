@@ -20,7 +20,7 @@ from medusa_decoding.evaluation.own_text import RANKS, own_text_accuracy
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
 from medusa_decoding.trees.tree import Tree
-from recipes.demo.measure import distinct_four_grams
+from recipes.demo.card import distinct_four_grams
 
 PLAIN, CHAIN, TREE = "plain", "chain of 3", "16 nodes"
 NODES = 16

@@ -30,8 +30,9 @@ from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.files import write_json
+from medusa_decoding.model import MedusaModel
 from recipes.demo import corpus
-from recipes.demo.distill import continuations, random_prompts
+from recipes.demo.card import continuations
 
 NAME = "draft"
 BASE = CHECKPOINT / "base"
@@ -98,8 +99,9 @@ def make(settings: DraftSettings, out: Path) -> dict[str, Any]:
     base = pretrained.load_model(BASE, dtype=torch.float32).eval()
     files, tokenizer = corpus.split(), Tokenizer.from_file(str(BASE / "tokenizer.json"))
     stream = corpus.encode(files, files.train[:: settings.every], tokenizer)
-    prompts = random_prompts(stream, settings.own_texts, settings.prompt_tokens, settings.seed)
-    own = torch.cat(list(continuations(base, prompts, settings.new_tokens, 64)))
+    prompts = corpus.random_prompts(stream, settings.own_texts, settings.prompt_tokens, settings.seed)
+    with MedusaModel(base) as plain:
+        own = continuations(plain, prompts, settings.new_tokens)
     draft = new_draft(base, settings)
     loss = _train(base, draft, stream, own, settings)
     out.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from benchmarks.ablations import measuring, setup, writing
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import interval
 from medusa_decoding.trees.tree import Tree
-from recipes.demo.measure import distinct_four_grams
+from recipes.demo.card import distinct_four_grams
 
 NAME = "figure-5"
 PAPER = tuple(round(0.01 * step, 2) for step in range(1, 26))

@@ -1,21 +1,21 @@
 """The demo model's corpus: sources of the running Python's standard library, split by module.
 
-A module and its tests always fall on the same side of the split, so that a held-out file's own tests are not trained
-on. This file knows files and tokens; it does not know models.
+A module and its tests are always on the same side of the split, so that a held-out file's own tests are not trained on.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import torch
+from tokenizers import Tokenizer
 
-END_OF_TEXT = "<|endoftext|>"
+END = 0
+"""The token that ends a text, of the embedded tokenizer and of those that `base` trains."""
 HELD_OUT_ONE_IN = 25
 # Generated tables and prose, not code; vendored or removed trees.
 EXCLUDED = ("encodings", "pydoc_data", "site-packages", "__pycache__", "ensurepip", "lib2to3", "turtledemo")
@@ -31,12 +31,12 @@ class Split:
     held_out: list[str]
 
     def read(self, name: str) -> str:
-        """Return one file's text; the standard library is UTF-8 but for a few test files, which `split` leaves out."""
+        """Return a file's text. A few test files are not in UTF-8; `split` leaves them out."""
         return (self.root / name).read_text(encoding="utf-8")
 
 
 def module_group(name: str) -> str:
-    """Name what a file belongs to: `json/decoder.py`, `test/test_json/x.py` and `test/json_tests.py` are all `json`."""
+    """Return the module of a file: `json` for `json/decoder.py`, `test/test_json/x.py` and `test/json_tests.py`."""
     parts = Path(name).with_suffix("").parts
     top = parts[1] if parts[0] == "test" and len(parts) > 1 else parts[0]
     top = top.removeprefix("test_").removesuffix("_tests").lstrip("_")
@@ -44,13 +44,13 @@ def module_group(name: str) -> str:
 
 
 def is_held_out(name: str) -> bool:
-    """Decide a file's side from its group's hash: the same on every machine."""
+    """Return whether a file is held out, by a hash of its module: the same on every machine."""
     digest = hashlib.sha256(module_group(name).encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
 def split(root: Path | None = None) -> Split:
-    """List the corpus below `root` (the running interpreter's standard library by default)."""
+    """List the files under `root` (by default the running interpreter's standard library)."""
     root = Path(root or sysconfig.get_paths()["stdlib"])
     train: list[str] = []
     held_out: list[str] = []
@@ -70,25 +70,19 @@ def split(root: Path | None = None) -> Split:
     return Split(root, train, held_out)
 
 
-def train_tokenizer(corpus: Split, vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE on the training files; runs of spaces become tokens, digits stand alone."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
-    )
-    tokenizer.train_from_iterator((corpus.read(name) for name in corpus.train), trainer)
-    return tokenizer
-
-
 def encode(corpus: Split, names: list[str], tokenizer: Tokenizer) -> np.ndarray:
-    """Concatenate files as token ids (uint16), each preceded by the end-of-text token."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    """Concatenate files as token ids (uint16), each after an end-of-text token."""
     encoded = tokenizer.encode_batch([corpus.read(name) for name in names])
-    return np.concatenate([np.array([end, *item.ids], dtype=np.uint16) for item in encoded])
+    return np.concatenate([np.array([END, *item.ids], dtype=np.uint16) for item in encoded])
+
+
+def random_prompts(data: np.ndarray, count: int, length: int, seed: int) -> torch.Tensor:
+    """Draw `count` windows of `length` tokens as int64 [count, length], none of which crosses a file's start."""
+    rng = np.random.default_rng(seed)
+    found: list[np.ndarray] = []
+    while len(found) < count:
+        start = int(rng.integers(0, len(data) - length))
+        window = data[start : start + length]
+        if not (window[1:] == END).any():
+            found.append(window.astype(np.int64))
+    return torch.from_numpy(np.stack(found))

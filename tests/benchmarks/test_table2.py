@@ -89,14 +89,14 @@ def test_training_text_is_of_training_files_alone(tmp_path: Path, tokenizer: Tok
     assert [len(row["input_ids"]) for row in rows] == [64] * 8
     whole = [tokenizer.encode(files.read(name)).ids for name in files.train]
     first = rows[0]["input_ids"]
-    assert first[0] == tokenizer.token_to_id(corpus.END_OF_TEXT)
+    assert first[0] == corpus.END
     assert first[1:] in [ids[:63] for ids in whole]
     with pytest.raises(ValueError, match="steps: expected at most"):
         table2.write_rows(dataclasses.replace(TINY, steps=100_000), files, tokenizer, path)
     windows = table2.held_out_windows(dataclasses.replace(TINY, windows=2), files, tokenizer)
     assert len(windows) == len(files.held_out)
     for rows_of_file, name in zip(windows, files.held_out, strict=True):
-        ids = [tokenizer.token_to_id(corpus.END_OF_TEXT), *tokenizer.encode(files.read(name)).ids]
+        ids = [corpus.END, *tokenizer.encode(files.read(name)).ids]
         assert rows_of_file.tolist() == [ids[:64], ids[-64:]]
 
 

@@ -7,11 +7,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import Record
-from recipes.demo import chat_base, corpus, seeds
+from recipes.demo import base, corpus, seeds
 
 
-def test_seeds_are_pieces_of_one_side_of_the_corpus(tmp_path):
+def test_seeds_are_pieces_of_one_side_of_the_corpus(tmp_path, monkeypatch):
     split = corpus.split()
+    split = corpus.Split(split.root, split.train[::10], split.held_out[::5])
+    monkeypatch.setattr(corpus, "split", lambda: split)
     for held_out, names in ((False, split.train), (True, split.held_out)):
         file = tmp_path / "new" / f"{held_out}.jsonl"
         seeds.write_seeds(file, 12, seed=3, held_out=held_out)
@@ -32,7 +34,7 @@ def test_a_chat_model_with_a_template_that_marks_its_answers(tmp_path):
     data = tmp_path / "chats.jsonl"
     turns = [{"from": "human", "value": "Hello, who are you?"}, {"from": "gpt", "value": "I am a test, hello."}]
     data.write_text("".join(json.dumps({"conversations": turns}) + "\n" for _ in range(3)))
-    chat_base.make_base(str(data), tmp_path / "base", vocab_size=300, hidden_size=128, num_layers=2)
+    base.make_base(str(data), tmp_path / "base", vocab_size=300, hidden_size=128, num_layers=2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
     assert (model.config.hidden_size, model.config.num_hidden_layers) == (128, 2)
@@ -45,6 +47,6 @@ def test_a_chat_model_with_a_template_that_marks_its_answers(tmp_path):
     prompt = tokenizer.apply_chat_template(list(messages[:1]), add_generation_prompt=True, tokenize=False)
     assert prompt == "<|user|>Hello?<|end|><|assistant|>"
     with pytest.raises(ValueError, match="out: expected a new folder"):
-        chat_base.make_base(str(data), tmp_path / "base")
+        base.make_base(str(data), tmp_path / "base")
     with pytest.raises(ValueError, match="hidden_size: expected a multiple of 64, got 100"):
-        chat_base.make_base(str(data), tmp_path / "other", hidden_size=100)
+        base.make_base(str(data), tmp_path / "other", hidden_size=100)

@@ -18,7 +18,7 @@ from typing import Any
 
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli._arguments import at_least_one, factor
-from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration, read_accuracies
+from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
 from medusa_decoding.roofline.compare_measured import compare, read_steps
 from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
 from medusa_decoding.roofline.plot import draw_sweep

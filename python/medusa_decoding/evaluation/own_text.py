@@ -10,7 +10,7 @@ how texts are written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,6 +22,18 @@ from medusa_decoding.training.loop.accuracy import HeadAccuracy
 RANKS = 10
 ROWS = 256
 """Positions a call, which bounds what is held of their logits."""
+
+
+def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], int]]) -> HeadAccuracy:
+    """Add up `own_text_accuracy` over texts, each given with the number of its prompt's tokens."""
+    if model.heads is None:
+        raise ValueError("model: expected one with heads, got one without")
+    total = HeadAccuracy.empty(model.heads.num_heads, RANKS)
+    for tokens, prompt in texts:
+        one = own_text_accuracy(model, tokens, prompt)
+        total.hits += one.hits
+        total.total += one.total
+    return total
 
 
 def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) -> HeadAccuracy:

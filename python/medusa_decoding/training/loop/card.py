@@ -203,7 +203,8 @@ def _data(facts: CardFacts) -> list[str]:
             bad = report.bad.total()
             end = ", because of:" if bad else "."
             found.append(f"{prefix}{report.read} records read, {bad} of them left out{end}")
-            for header, numbers in ((["reason", "records"], report.bad), (["noted", "times"], report.notes)):
+            headers = ["reason", "records"], ["noted", "times"]
+            for header, numbers in zip(headers, (report.bad, report.notes), strict=True):
                 if numbers:
                     found.append(_table(header, sorted(numbers.items(), key=lambda item: (-item[1], item[0]))))
     return found

@@ -1,10 +1,10 @@
-"""A small chat model before its training: a tokenizer learnt from conversations, and a Llama with random weights.
+"""Write a small untrained model: a tokenizer learnt from the data, and a Llama with random weights.
 
-    python -m recipes.demo.chat_base --data train.jsonl.gz --out runs/chat/base
+    python -m recipes.demo.base --data train.jsonl.gz --out runs/chat/base
     medusa train --config recipes/chat-cpu.yaml
 
-Two CPU cores can train a model of this size from nothing; what it says will be fluent in form and empty in content,
-which is enough to show training and decoding on conversations.
+Two CPU cores can train a model of this size from nothing. Its text has the right form and no content, which is enough
+to show training and decoding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE with a chat template, its end of turn as the end of text."""
+def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = True) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE whose token 0 ends texts and turns, with a chat template unless `chat` is false."""
+    roles = [USER, ASSISTANT] if chat else []
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -40,33 +41,42 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END, USER, ASSISTANT],
+        special_tokens=[END, *roles],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
     model.train_from_iterator(texts, trainer)
     found = PreTrainedTokenizerFast(
-        tokenizer_object=model, eos_token=END, pad_token=END, additional_special_tokens=[USER, ASSISTANT]
+        tokenizer_object=model, eos_token=END, pad_token=END, additional_special_tokens=roles
     )
-    found.chat_template = TEMPLATE
+    if chat:
+        found.chat_template = TEMPLATE
     return found
 
 
 def make_base(
-    data: str, out: Path, *, vocab_size: int = 4096, hidden_size: int = 256, num_layers: int = 4, seed: int = 0
+    data: str,
+    out: Path,
+    *,
+    chat: bool = True,
+    vocab_size: int = 4096,
+    hidden_size: int = 256,
+    num_layers: int = 4,
+    seed: int = 0,
 ) -> None:
-    """Write tokenizer and model.
+    """Write the tokenizer and the model.
 
     Args:
-        data: conversations (see `training.data`) that the tokenizer is learnt from, the first 20,000.
+        data: conversations or texts (see `training.data`), of which the first 20,000 train the tokenizer.
         out: folder to write.
+        chat: give the tokenizer a chat template.
         vocab_size: tokens.
         hidden_size: H, a multiple of 64.
         num_layers: decoder layers.
         seed: of the weights.
 
     Raises:
-        ValueError: unreadable data, a folder that is there already, or a size that does not fit.
+        ValueError: unreadable data, an existing folder, or a hidden size that is not a multiple of 64.
     """
     if out.exists():
         raise ValueError(f"out: expected a new folder, got {out}")
@@ -75,9 +85,9 @@ def make_base(
 
     def texts() -> Iterator[str]:
         for record in read_records([SourceConfig(data)], Report(), limit=20_000):
-            yield from (turn["content"] for turn in record.messages)
+            yield from [record.text] if record.text is not None else (turn["content"] for turn in record.messages)
 
-    tokenizer = train_tokenizer(texts(), vocab_size)
+    tokenizer = train_tokenizer(texts(), vocab_size, chat)
     torch.manual_seed(seed)
     end = int(tokenizer.vocab[END])
     heads = hidden_size // 64
@@ -91,7 +101,7 @@ def make_base(
             num_key_value_heads=max(1, heads // 2),
             max_position_embeddings=1024,
             tie_word_embeddings=False,
-            bos_token_id=None,
+            bos_token_id=None if chat else end,
             eos_token_id=end,
             pad_token_id=end,
         )
@@ -101,15 +111,23 @@ def make_base(
 
 
 def main() -> int:
-    """Parse the command line and write the folder."""
+    """Write the folder that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="conversations: a file, a folder or a hub name")
+    parser.add_argument("--data", required=True, help="conversations or texts: a file, a folder or a hub name")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--plain", action="store_true", help="for plain text: no chat template")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64 (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers (default: 4)")
     args = parser.parse_args()
-    make_base(args.data, args.out, vocab_size=args.vocab_size, hidden_size=args.hidden_size, num_layers=args.layers)
+    make_base(
+        args.data,
+        args.out,
+        chat=not args.plain,
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        num_layers=args.layers,
+    )
     return 0
 
 
