@@ -11,7 +11,7 @@ bf16, and its bytes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
 
 from benchmarks import gpu, suite
-from medusa_kernels import heads_topk, served_by
+from medusa_kernels import heads_topk
 
 OP = "heads_topk"
 K, HIDDEN, BEST = 4, 4096, 10
@@ -163,38 +163,24 @@ def torch_each(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch's ways."""
-    read = case.bytes(run.dtype.itemsize)
+    read, plain = (case.bytes(run.dtype.itemsize, quantised) for quantised in (1, run.dtype.itemsize))
     copies = [inputs(case, run) for _ in range(gpu.sets_needed(read, run.device))]
-    served = served_by(OP, run.device.type).name
-    timing = run.time(
-        case,
-        "medusa_kernels",
-        lambda i: functools.partial(ours, case, copies[i]),
-        len(copies),
-        bytes=read,
-        served_by=served,
-    )
-    expected = ours(case, copies[0])[0]
-    plain = case.bytes(run.dtype.itemsize, quantised=run.dtype.itemsize)
     suffix = "" if case.weights == "full" else f", {str(run.dtype).removeprefix('torch.')} weights"
-    for name, way in {"torch batched": torch_batched, "torch a head": torch_each}.items():
-        if way is torch_each and case.form != "own":
-            continue
+    ways = {"torch batched": torch_batched} | ({"torch a head": torch_each} if case.form == "own" else {})
 
-        def peer(name: str = name + suffix, way: Any = way) -> None:
-            error = float((way(case, copies[0])[0] - expected).abs().max())
-            if run.agrees(case, name, error, TOLERANCE[run.dtype]):
-                run.time(
-                    case,
-                    name,
-                    lambda i: functools.partial(way, case, copies[i]),
-                    len(copies),
-                    bytes=plain,
-                    error=error,
-                    ours_us=round(timing.median_us, 2),
-                )
+    def difference(x: Inputs, way: Callable[[Inputs], tuple[Tensor, Tensor]]) -> float:
+        return float((way(x)[0] - ours(case, x)[0]).abs().max())
 
-        run.attempt(case, name + suffix, peer)
+    run.compare(
+        case,
+        copies,
+        functools.partial(ours, case),
+        {name + suffix: functools.partial(way, case) for name, way in ways.items()},
+        difference,
+        TOLERANCE[run.dtype],
+        bytes=read,
+        peer_bytes=plain,
+    )
 
 
 SMALL = Case("own", 1000, 1000, "full", batch=1, heads=2, hidden=256)
@@ -209,8 +195,7 @@ def test_cpu(benchmark: Any, way: str) -> None:
         {"medusa_kernels": ours, "torch batched": torch_batched, "torch a head": torch_each}[way], SMALL, x
     )
     torch.testing.assert_close(call()[0], ours(SMALL, x)[0], rtol=1e-4, atol=1e-4)
-    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), **name)
+    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4))
 
 
 @suite.needs_gpu

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu, suite
-from medusa_kernels import kv_compact, served_by
+from medusa_kernels import kv_compact
 
 OP = "kv_compact"
 WINDOW = 64
@@ -146,28 +146,7 @@ def measure(case: Case, run: suite.Run) -> None:
     element = run.dtype.itemsize
     touched = case.bytes(element) or case.row_bytes(element)
     positions = inputs(case, run, max(2, gpu.sets_needed(touched, run.device)))
-    timing = run.time(
-        case,
-        "medusa_kernels",
-        lambda i: functools.partial(ours, positions[i]),
-        len(positions),
-        bytes=case.bytes(element),
-        served_by=served_by(OP, run.device.type).name,
-    )
-    for name, way in PEERS.items():
-
-        def peer(name: str = name, way: Callable[[Inputs], None] = way) -> None:
-            if run.agrees(case, name, difference(positions[0], way), 0.0):
-                run.time(
-                    case,
-                    name,
-                    lambda i: functools.partial(way, positions[i]),
-                    len(positions),
-                    bytes=case.bytes(element),
-                    ours_us=round(timing.median_us, 2),
-                )
-
-        run.attempt(case, name, peer)
+    run.compare(case, positions, ours, PEERS, difference, 0.0, bytes=case.bytes(element))
 
 
 SMALL = Case(kv_heads=2, path=SCATTERED, layers=4, rows=256, head_dim=64)
@@ -180,8 +159,7 @@ def test_cpu(benchmark: Any, way: str) -> None:
     [x] = inputs(SMALL, run, 1)
     move = PEERS.get(way, ours)
     assert difference(x, move) == 0
-    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
-    suite.cpu_part(benchmark, OP, SMALL, way, functools.partial(move, x), bytes=SMALL.bytes(4), **name)
+    suite.cpu_part(benchmark, OP, SMALL, way, functools.partial(move, x), bytes=SMALL.bytes(4))
 
 
 @suite.needs_gpu

@@ -10,7 +10,7 @@ few hundred kilobytes, so the time is that of launches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks import gpu, suite
 from benchmarks.bench_tree_attention import HEADS, tree
-from medusa_kernels import rope_append, served_by
+from medusa_kernels import rope_append
 
 OP = "rope_append"
 # The two are specified to be bit-equal; a GPU's fused multiply-add may round once less: one spacing of bf16 at 4.
@@ -115,14 +115,14 @@ def transformers_way(x: Inputs) -> Tensor:
     return q.transpose(1, 2)
 
 
-def difference(case: Case, x: Inputs) -> float:
+def difference(x: Inputs, way: Callable[[Inputs], Tensor] = transformers_way) -> float:
     """Return the largest difference of the queries and of the written rows; the rows are poisoned in between."""
     results = []
-    for way in (ours, transformers_way):
-        for cache in (x.k_cache, x.v_cache):
-            cache[:, :, case.prefix :] = torch.nan
-        q = way(x)
-        results.append((q.clone(), x.k_cache[:, :, case.prefix :].clone(), x.v_cache[:, :, case.prefix :].clone()))
+    for one in (ours, way):
+        written = [cache[:, :, x.rows[0] :] for cache in (x.k_cache, x.v_cache)]
+        for rows in written:
+            rows.fill_(torch.nan)
+        results.append([one(x).clone(), *(rows.clone() for rows in written)])
     return float(torch.stack([(a.float() - b.float()).abs().max() for a, b in zip(*results, strict=True)]).max())
 
 
@@ -130,29 +130,8 @@ def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then transformers' way."""
     moved = case.bytes(run.dtype.itemsize)
     copies = [inputs(case, run) for _ in range(gpu.sets_needed(moved, run.device))]
-    timing = run.time(
-        case,
-        "medusa_kernels",
-        lambda i: functools.partial(ours, copies[i]),
-        len(copies),
-        bytes=moved,
-        served_by=served_by(OP, run.device.type).name,
-    )
-
-    def peer() -> None:
-        error = difference(case, copies[0])
-        if run.agrees(case, "transformers", error, TOLERANCE[run.dtype]):
-            run.time(
-                case,
-                "transformers",
-                lambda i: functools.partial(transformers_way, copies[i]),
-                len(copies),
-                bytes=moved,
-                error=error,
-                ours_us=round(timing.median_us, 2),
-            )
-
-    run.attempt(case, "transformers", peer)
+    peers = {"transformers": transformers_way}
+    run.compare(case, copies, ours, peers, difference, TOLERANCE[run.dtype], bytes=moved)
 
 
 SMALL = Case(("small",), heads=4, kv_heads=2, head_dim=64, nodes=16, prefix=500, batch=1)
@@ -163,10 +142,9 @@ def test_cpu(benchmark: Any, way: str) -> None:
     """A small shape in float32 on the CPU."""
     run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
     x = inputs(SMALL, run)
-    assert difference(SMALL, x) < TOLERANCE[torch.float32]
+    assert difference(x) < TOLERANCE[torch.float32]
     call = functools.partial(ours if way == "medusa_kernels" else transformers_way, x)
-    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), **name)
+    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4))
 
 
 @suite.needs_gpu

@@ -176,18 +176,8 @@ def measure(case: Case, run: suite.Run) -> None:
     """Measure our choice, then the same with transformers' processors."""
     size = case.bytes(run.dtype.itemsize)
     sets = inputs(case, run, min(4, max(2, gpu.sets_needed(size, run.device))))
-
-    def timed(way: str, **more: Any) -> gpu.Timing:
-        call = chosen(case, run, WAYS[way])
-        return run.time(case, way, lambda i: functools.partial(call, sets[i]), len(sets), bytes=size, **more)
-
-    timing = timed("medusa_kernels")
-
-    def peer() -> None:
-        if run.agrees(case, PEER, difference(case, run, sets[0]), 0.0):
-            timed(PEER, ours_us=round(timing.median_us, 2))
-
-    run.attempt(case, PEER, peer)
+    mine, peer = (chosen(case, run, way) for way in WAYS.values())
+    run.compare(case, sets, mine, {PEER: peer}, lambda x, way: float((mine(x) != way(x)).sum()), 0.0, bytes=size)
 
 
 SMALL = Case("top_p", 128_256, 16)

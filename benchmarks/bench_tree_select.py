@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import gpu, suite
 from medusa_decoding import Tree
-from medusa_kernels import reference, served_by, tree_select
+from medusa_kernels import reference, tree_select
 
 OP = "tree_select"
 
@@ -95,9 +95,9 @@ def plain(x: Inputs) -> tuple[Tensor, ...]:
     return reference.tree_select(x.tokens, x.logprobs, x.depths, x.paths, x.nodes)
 
 
-def difference(x: Inputs) -> float:
+def difference(x: Inputs, way: Callable[[Inputs], tuple[Tensor, ...]] = plain) -> float:
     """Return the largest difference between our result and PyTorch's."""
-    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours(x), plain(x), strict=True))
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours(x), way(x), strict=True))
 
 
 WAYS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {"medusa_kernels": ours, "torch operations": plain}
@@ -106,28 +106,7 @@ WAYS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {"medusa_kernels": our
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch's operations."""
     sets = inputs(case, run, max(2, gpu.sets_needed(case.bytes(), run.device)))
-    timing = run.time(
-        case,
-        "medusa_kernels",
-        lambda i: functools.partial(ours, sets[i]),
-        len(sets),
-        bytes=case.bytes(),
-        served_by=served_by(OP, run.device.type).name,
-    )
-
-    def peer() -> None:
-        if run.agrees(case, "torch operations", difference(sets[0]), 0.0):
-            ours_us = round(timing.median_us, 2)
-            run.time(
-                case,
-                "torch operations",
-                lambda i: functools.partial(plain, sets[i]),
-                len(sets),
-                bytes=case.bytes(),
-                ours_us=ours_us,
-            )
-
-    run.attempt(case, "torch operations", peer)
+    run.compare(case, sets, ours, {"torch operations": plain}, difference, 0.0, bytes=case.bytes())
 
 
 SMALL = Case(nodes=16)
@@ -139,8 +118,7 @@ def test_cpu(benchmark: Any, way: str) -> None:
     run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
     [x] = inputs(SMALL, run, 1)
     assert difference(x) == 0
-    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
-    suite.cpu_part(benchmark, OP, SMALL, way, functools.partial(WAYS[way], x), bytes=SMALL.bytes(), **name)
+    suite.cpu_part(benchmark, OP, SMALL, way, functools.partial(WAYS[way], x), bytes=SMALL.bytes())
 
 
 @suite.needs_gpu

@@ -9,7 +9,7 @@ PyTorch's logits, which it writes and reads again, are not counted for either.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.functional import linear, log_softmax
 
 from benchmarks import gpu, suite
 from benchmarks.bench_tree_attention import tree
-from medusa_kernels import served_by, tree_verify
+from medusa_kernels import tree_verify
 
 OP = "tree_verify"
 HIDDEN = 4096
@@ -122,31 +122,15 @@ def difference(case: Case, x: Inputs, one: Result, other: Result) -> float:
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch."""
-    counted = {"bytes": case.bytes(run.dtype.itemsize), "flop": case.flop()}
-    copies = [inputs(case, run) for _ in range(gpu.sets_needed(counted["bytes"], run.device))]
-    timing = run.time(
-        case,
-        "medusa_kernels",
-        lambda i: functools.partial(ours, case, copies[i]),
-        len(copies),
-        served_by=served_by(OP, run.device.type).name,
-        **counted,
-    )
+    read = case.bytes(run.dtype.itemsize)
+    copies = [inputs(case, run) for _ in range(gpu.sets_needed(read, run.device))]
 
-    def peer() -> None:
-        error = difference(case, copies[0], ours(case, copies[0]), torch_verify(case, copies[0]))
-        if run.agrees(case, "torch", error, TOLERANCE[run.dtype]):
-            run.time(
-                case,
-                "torch",
-                lambda i: functools.partial(torch_verify, case, copies[i]),
-                len(copies),
-                error=error,
-                ours_us=round(timing.median_us, 2),
-                **counted,
-            )
+    def error(x: Inputs, way: Callable[[Inputs], Result]) -> float:
+        return difference(case, x, ours(case, x), way(x))
 
-    run.attempt(case, "torch", peer)
+    peers = {"torch": functools.partial(torch_verify, case)}
+    tolerance, mine = TOLERANCE[run.dtype], functools.partial(ours, case)
+    run.compare(case, copies, mine, peers, error, tolerance, bytes=read, flop=case.flop())
 
 
 SMALL = Case(vocabulary=1000, nodes=5, stats=True, batch=1, hidden=256)
@@ -159,8 +143,7 @@ def test_cpu(benchmark: Any, way: str) -> None:
     x = inputs(SMALL, run)
     call = functools.partial({"medusa_kernels": ours, "torch": torch_verify}[way], SMALL, x)
     assert difference(SMALL, x, ours(SMALL, x), call()) < TOLERANCE[torch.float32]
-    name = {"served_by": served_by(OP, "cpu").name} if way == "medusa_kernels" else {}
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), flop=SMALL.flop(), **name)
+    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), flop=SMALL.flop())
 
 
 @suite.needs_gpu

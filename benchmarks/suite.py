@@ -14,11 +14,12 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import pytest
 import torch
 
+import medusa_kernels
 from benchmarks import gpu, harness
 
 MEMORY_CAP = 48 * 2**30
@@ -38,6 +39,13 @@ class Case(Protocol):
 
 
 Measure = Callable[[Any, "Run"], None]
+X = TypeVar("X")
+OURS = "medusa_kernels"
+
+
+def served(op: str, device: torch.device) -> dict[str, str]:
+    """Return, for a record, which implementation of an op serves a device; nothing for what is not an op."""
+    return {"served_by": medusa_kernels.served_by(op, device.type).name} if op in medusa_kernels.OPS else {}
 
 
 @dataclass
@@ -109,6 +117,48 @@ class Run:
         self._write(case, implementation, figures | extra)
         say = f"{timing.median_us:10.1f} us  {rate / 1e9:7.0f} GB/s  {rate / self.copy:6.1%}"
         print(f"  {implementation:34} {say}{'' if timing.captured else '  (' + timing.note + ')'}", flush=True)
+
+    def compare(
+        self,
+        case: Case,
+        copies: Sequence[X],
+        ours: Callable[[X], object],
+        peers: Mapping[str, Callable[[X], object]],
+        difference: Callable[[X, Callable[[X], Any]], float],
+        tolerance: float,
+        *,
+        bytes: int,
+        peer_bytes: int | None = None,
+        **more: Any,
+    ) -> None:
+        """Measure our way on copies of a case's inputs, then every peer whose result agrees with ours.
+
+        Args:
+            case: the case.
+            copies: its inputs, as often as `gpu.sets_needed` says.
+            ours: our way.
+            peers: the others, by name.
+            difference: returns how far a way's result on one copy is from ours.
+            tolerance: the largest difference of a peer that is timed.
+            bytes: that our way must move.
+            peer_bytes: those of the peers, if others.
+            **more: further figures of all, such as flop.
+        """
+
+        def call_on(way: Callable[[X], object]) -> Callable[[int], gpu.Call]:
+            return lambda i: functools.partial(way, copies[i])
+
+        more_of_ours = more | served(self.op, self.device)
+        timing = self.time(case, OURS, call_on(ours), len(copies), bytes=bytes, **more_of_ours)
+        more |= {"bytes": bytes if peer_bytes is None else peer_bytes, "ours_us": round(timing.median_us, 2)}
+
+        def measure_peer(name: str, way: Callable[[X], object]) -> None:
+            error = difference(copies[0], way)
+            if self.agrees(case, name, error, tolerance):
+                self.time(case, name, call_on(way), len(copies), error=error, **more)
+
+        for name, way in peers.items():
+            self.attempt(case, name, functools.partial(measure_peer, name, way))
 
     def skip(self, case: Case, implementation: str, reason: str) -> None:
         """Record why an implementation was not measured."""
@@ -218,7 +268,7 @@ def summary(records: Sequence[dict[str, Any]]) -> list[str]:
             timed.setdefault(line, {})[record["implementation"]] = record
     lines = []
     for line, by_name in timed.items():
-        ours = by_name.pop("medusa_kernels", None)
+        ours = by_name.pop(OURS, None)
         if ours is None:
             continue
         shown = f"{line}: {ours['median_us']:.1f} us {ours['fraction']:.0%}"
@@ -304,6 +354,8 @@ def cpu_part(
 ) -> None:
     """Time one call on the CPU under pytest-benchmark and write the same record as on a GPU."""
     device = torch.device("cpu")
+    if implementation == OURS:
+        extra |= served(op, device)
     with torch.inference_mode():
         benchmark.pedantic(call, rounds=20, iterations=1, warmup_rounds=3)
     times = sorted(1e6 * t for t in benchmark.stats.stats.data)

@@ -34,5 +34,5 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Results:
 
 @pytest.fixture(autouse=True)
 def _small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of inputs are made against a cache of 64 KiB, so that tests stay small."""
-    monkeypatch.setattr(gpu, "HOST_CACHE", 2**16)
+    """Copies of inputs are made against a cache of 2 KiB, so that tests stay small."""
+    monkeypatch.setattr(gpu, "HOST_CACHE", 2**11)
