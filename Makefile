@@ -124,23 +124,24 @@ bench: $(EDITABLE)
 	$(BIN)/pytest benchmarks/ --benchmark-only $(PYTEST_ARGS)
 
 # Of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE". What the
-# demo model needs besides (a draft model, heads and a model trained alike) is made once, in ten minutes.
+# demo model also needs (a draft model; heads and a model trained alike) is made once, in ten minutes.
 ABLATION_ARGS ?=
 MT_BENCH ?=
 ABLATE = $(BIN)/python -m benchmarks.ablations
-ablations: $(EDITABLE) runs/ablations/draft runs/ablations/table2/medusa-2/heads
+VARIANTS := runs/ablations/table2
+ablations: $(EDITABLE) runs/ablations/draft $(VARIANTS)/medusa-2/heads
 	$(ABLATE) figure-4 $(ABLATION_ARGS)
 	$(ABLATE) figure-5 $(ABLATION_ARGS)
 	$(ABLATE) dynamic $(ABLATION_ARGS)
-	$(ABLATE) table-3 --medusa-1 runs/ablations/table2/medusa-1/heads --medusa-2 runs/ablations/table2/medusa-2/heads
+	$(ABLATE) table-3 --medusa-1 $(VARIANTS)/medusa-1/heads --medusa-2 $(VARIANTS)/medusa-2/heads
 	$(ABLATE) figure-7 --draft runs/ablations/draft
 	$(if $(MT_BENCH),$(ABLATE) figure-3b --prompts $(MT_BENCH) $(ABLATION_ARGS))
 
 runs/ablations/draft: | $(EDITABLE)
 	$(ABLATE) draft --out $@
 
-runs/ablations/table2/medusa-2/heads: | $(EDITABLE)
-	$(ABLATE) medusa-2 --out runs/ablations/table2
+$(VARIANTS)/medusa-2/heads: | $(EDITABLE)
+	$(BIN)/python -m benchmarks.variants table-2 --out $(VARIANTS) --only medusa-1 medusa-2 --train-only
 
 # Tests first: figures of wrong kernels are worth nothing. `make -k gpu` goes on after a stage that fails.
 gpu: $(GPU_STAGES)

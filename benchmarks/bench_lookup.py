@@ -28,9 +28,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks import bench_generate, harness
+from benchmarks.ablations import measuring, setup
 from medusa_decoding.decode.lookup import Text, look_up
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 
 LENGTHS = (2, 4, 8, 16)
@@ -68,43 +69,25 @@ def generation(count: int) -> dict[str, Any]:
         for name, tree in bases.items()
         for length in (0, *LENGTHS)
     }
-    model = MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32)
-    steps: dict[str, list[int]] = {}
-    texts: dict[str, list[list[int]]] = {}
-
-    def way(name: str, tree: Tree) -> Any:
-        def run(ids: torch.Tensor) -> int:
-            output = model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=tree)
-            assert isinstance(output, MedusaOutput)
-            committed = steps.setdefault(name, [0, 0])
-            committed[0] += output.new_tokens[0] - 1
-            committed[1] += output.steps
-            texts.setdefault(name, []).append(output.sequences[0].tolist())
-            return output.new_tokens[0]
-
-        return run
-
     figures: dict[str, Any] = {"prompts": count, "new_tokens": NEW, "batch": 1, "dtype": "float32", "backend": "eager"}
     kinds = {
         "ordinary": bench_generate.prompts(held_out=True, count=count, seed=21),
         "editing": editing_prompts(count, seed=22),
     }
-    for kind, inputs in kinds.items():
-        ways = {name: way(name, tree) for name, tree in trees.items()}
-        for run in ways.values():
-            run(inputs[0])
-        steps.clear()
-        texts.clear()
-        samples = harness.interleaved(ways, inputs)
-        same = all(texts[name] == texts["plain"] for name in trees)
-        figures[kind] = {
-            name: {
-                "tokens_per_step": committed / taken,
-                "over_plain": harness.ratio(samples[name], samples["plain"]),
-                "over_same_tree_without": harness.ratio(samples[name], samples[name.split(",")[0]]),
-            }
-            for name, (committed, taken) in steps.items()
-        } | {"same_text_as_plain": same, "prompts": len(inputs)}
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
+        for kind, inputs in kinds.items():
+            bench = setup.bench_of(model, inputs, [], NEW)
+            ways = {name: measuring.ours(bench, tree) for name, tree in trees.items()}
+            found = measuring.compare(bench, ways, dict.fromkeys(trees.keys() - {"plain"}, "plain"))
+            timed = {name: [(len(one.text), one.seconds) for one in of.written] for name, of in found.items()}
+            figures[kind] = {
+                name: {
+                    "tokens_per_step": sum(one.committed for one in of.written) / sum(one.steps for one in of.written),
+                    "over_plain": harness.ratio(timed[name], timed["plain"]),
+                    "over_same_tree_without": harness.ratio(timed[name], timed[name.split(",")[0]]),
+                }
+                for name, of in found.items()
+            } | {"same_text_as_plain": True, "prompts": len(inputs)}
     return figures
 
 

@@ -323,7 +323,7 @@ def tune(op: str, budget: float, jobs: int) -> None:
     search = Search(op, PROBLEMS[op], kernel_module(op), run)
     tables: list[dict[str, Any]] = []
     reached = 0
-    path = harness.RESULTS / f"tune-{op}-{harness.machine_slug(harness.machine())}.json"
+    path = harness.RESULTS / f"tune-{op}-{harness.machine_slug()}.json"
     with torch.inference_mode():
         try:
             if jobs > 1:

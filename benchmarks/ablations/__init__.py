@@ -1,6 +1,6 @@
 """The paper's ablations again, one command each, on any model: `python -m benchmarks.ablations figure-4`.
 
-    draft, medusa-2   make what some of the others need, for the embedded demo model
+    draft             makes the draft model that figure-7 needs, for the embedded demo model
     figure-3b         speedup by category of questions
     figure-4          random dense trees against optimised sparse ones, by size
     figure-5          thresholds of typical acceptance against greedy decoding and sampling

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
+from benchmarks import harness
 from benchmarks.ablations.setup import Asked, Bench
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
@@ -177,7 +178,10 @@ def compare(
             for name in group:
                 ways[name](bench.asked[0])  # not timed
             for asked in bench.asked:
-                written = _in_turn(bench, ways, group, asked, shuffler)
+                if bench.captured:
+                    for name in group:
+                        ways[name](asked)  # a cache of another size gets its own graphs
+                written = harness.in_turn({name: ways[name] for name in group}, asked, shuffler)
                 bar.update(len(group))
                 for name in group:
                     if name != baseline or number == 0:
@@ -190,17 +194,6 @@ def compare(
                             written[name], reference, f"{name}: expected the text of {same[name]}", asked, bench.exact
                         )
     return found
-
-
-def _in_turn(
-    bench: Bench, ways: Mapping[str, Way], group: Sequence[str], asked: Asked, shuffler: random.Random
-) -> dict[str, Written]:
-    order = list(group)
-    if bench.captured:
-        for name in order:
-            ways[name](asked)  # a cache of another size gets graphs of its own
-    shuffler.shuffle(order)
-    return {name: ways[name](asked) for name in order}
 
 
 def _agree(written: Written, reference: Written, words: str, asked: Asked, exact: bool) -> bool:

@@ -22,9 +22,9 @@ from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import BACKENDS, resolve_backend
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.evaluation.own_text import RANKS, own_text_accuracy
+from medusa_decoding.evaluation.own_text import accuracy_of_texts
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_decoding.trees import search
 from medusa_decoding.trees.tree import Tree
 
 DEMO = "the embedded demo checkpoint"
@@ -83,6 +83,14 @@ class Bench:
     def num_heads(self) -> int:
         """K."""
         return heads_of(self.model).num_heads
+
+
+def bench_of(
+    model: MedusaModel, prompts: Sequence[torch.Tensor], tuning: Sequence[torch.Tensor], new_tokens: int
+) -> Bench:
+    """Return a bench of prompts int64 [1, T], whose texts all have `new_tokens` tokens."""
+    asked, other = ([Asked(i, ids) for i, ids in enumerate(some)] for some in (prompts, tuning))
+    return Bench(model, None, asked, other, new_tokens, {"eos_token_id": []})
 
 
 def heads_of(model: MedusaModel) -> Any:
@@ -172,23 +180,17 @@ def load(args: argparse.Namespace) -> Bench:
 def count_heads(bench: Bench, model: MedusaModel | None = None) -> list[list[float]]:
     """Count how often each head's candidates are right about the model's own text on the tuning prompts, by rank."""
     model = model or bench.model
-    total = HeadAccuracy.empty(heads_of(model).num_heads, RANKS)
+    texts = []
     for one in bench.tuning:
         output = model.generate(one.ids, max_new_tokens=bench.new_tokens, tree=Tree([]), **bench.ends)
         assert isinstance(output, MedusaOutput)
-        found = own_text_accuracy(model, output.sequences[0].tolist(), one.ids.shape[1])
-        total.hits += found.hits
-        total.total += found.total
-    return [row[: heads_of(model).num_candidates] for row in total.by_rank]
+        texts.append((output.sequences[0].tolist(), one.ids.shape[1]))
+    return [row[: heads_of(model).num_candidates] for row in accuracy_of_texts(model, texts).by_rank]
 
 
 def most_nodes(accuracies: Sequence[Sequence[float]]) -> int:
     """Return the nodes of the largest tree that the heads can fill, at most 256."""
-    possible, level = 1, 1
-    for row in accuracies:
-        level *= len(row)
-        possible += level
-    return min(possible, 256)
+    return search.most_nodes(len(accuracies), len(accuracies[0]))
 
 
 def sizes(text: str) -> list[int]:
@@ -289,4 +291,4 @@ def described_model(args: argparse.Namespace, model: MedusaModel) -> dict[str, A
 
 def folder(args: argparse.Namespace) -> Path:
     """Return the folder of this machine's records."""
-    return (args.out or harness.RESULTS / "ablations") / harness.machine_slug(harness.machine())
+    return (args.out or harness.RESULTS / "ablations") / harness.machine_slug()

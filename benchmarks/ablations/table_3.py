@@ -3,8 +3,8 @@
 The rungs are: every head's best guess in a chain; a dense tree, the same few drafts of each head; the optimised tree
 of as many nodes (section 2.3.3); the optimised tree of the size with the most expected tokens a second by step times
 measured on this device, as `medusa tune` does without a calibration; a dynamic tree of that size. They are climbed with
-the model's own heads, and with those of `--medusa-1` and `--medusa-2` (made for the demo model by `medusa-2`, on the
-same budget: only these two tell what Medusa-2 adds). Speeds are ratios to the plain loop of the first model; texts are
+the model's own heads, and with those of `--medusa-1` and `--medusa-2` (made for the demo model by
+`benchmarks.variants` on the same budget: only these two show what Medusa-2 adds). Speeds are ratios to the plain loop of the first model; texts are
 compared with the same model's plain text.
 """
 
@@ -84,7 +84,7 @@ def tuned_tree(bench: setup.Bench, model: MedusaModel, accuracies: Sequence[Sequ
 
 
 def measure(bench: setup.Bench, models: dict[str, MedusaModel], dense: Sequence[int]) -> dict[str, Any]:
-    """Climb the tree_set with each model's heads, all in turn on every prompt."""
+    """Measure every technique with each model's heads, all in turn on every prompt."""
     ways: dict[str, measuring.Way] = {measuring.PLAIN: measuring.ours(bench, Tree([]))}
     ways[measuring.TRANSFORMERS] = measuring.transformers(bench)
     same: dict[str, str] = {measuring.TRANSFORMERS: measuring.PLAIN}
@@ -102,16 +102,16 @@ def measure(bench: setup.Bench, models: dict[str, MedusaModel], dense: Sequence[
         "transformers": found[measuring.TRANSFORMERS].figures(),
         "paper": PAPER,
         "ladders": {
-            label: said
+            label: described
             | {
                 "rungs": {
-                    name.removeprefix(f"{label}: "): found[name].figures() | {"nodes": said["nodes"][rung]}
+                    name.removeprefix(f"{label}: "): found[name].figures() | {"nodes": described["nodes"][rung]}
                     for name in found
                     if name.startswith(f"{label}: ")
                     for rung in [name.removeprefix(f"{label}: ")]
                 }
             }
-            for label, said in shapes.items()
+            for label, described in shapes.items()
         },
     }
 
@@ -121,9 +121,9 @@ def rungs(
     model: MedusaModel,
     accuracies: Sequence[Sequence[float]],
     dense: Sequence[int],
-    said: dict[str, Any],
+    described: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the trees of a tree_set by name, and leave what they are in `said`."""
+    """Return the trees of all techniques by name; describe them in `described`."""
     num_heads = setup.heads_of(model).num_heads
     wide = Tree.cartesian(list(dense)[:num_heads])
     tuned, weighed = tuned_tree(bench, model, accuracies)
@@ -135,9 +135,9 @@ def rungs(
         TUNED: tuned,
         DYNAMIC: Tree.dynamic(size, num_heads, min(RANKS, len(accuracies[0]))),
     }
-    said["nodes"] = {measuring.PLAIN: 1} | {name: tree.num_nodes for name, tree in found.items()}
-    said["tuning"] = weighed
-    said["accuracies"] = [[round(value, 4) for value in row] for row in accuracies]
+    described["nodes"] = {measuring.PLAIN: 1} | {name: tree.num_nodes for name, tree in found.items()}
+    described["tuning"] = weighed
+    described["accuracies"] = [[round(value, 4) for value in row] for row in accuracies]
     return found
 
 
@@ -145,8 +145,8 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
     """Draw the speed of every rung as bars, a group of them for each model's heads."""
     rows = [
         (f"{label}: {rung}, {one['nodes']} nodes" if rung != measuring.PLAIN else f"{label}: plain", one, number)
-        for number, (label, tree_set) in enumerate(record["ladders"].items())
-        for rung, one in tree_set["rungs"].items()
+        for number, (label, ladder) in enumerate(record["ladders"].items())
+        for rung, one in ladder["rungs"].items()
     ]
     figure, panel = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.4), layout="constrained")
     values, errors = writing.spread([one for _, one, _ in rows], "speedup")
@@ -177,8 +177,8 @@ def as_text(record: dict[str, Any]) -> str:
         f"| - | transformers' generate | 1 | {beside['tokens_per_step']['value']:.2f} | "
         f"{writing.told(beside['speedup'])} |"
     )
-    for label, tree_set in record["ladders"].items():
-        for rung, one in tree_set["rungs"].items():
+    for label, ladder in record["ladders"].items():
+        for rung, one in ladder["rungs"].items():
             steps, speed = writing.told(one["tokens_per_step"]), writing.told(one["speedup"])
             lines.append(f"| {label} | {rung} | {one['nodes']} | {steps} | {speed} |")
     return "\n".join(lines)

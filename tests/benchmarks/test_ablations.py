@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import table2
 from benchmarks.ablations import (
     __main__ as command,
 )
@@ -438,17 +437,6 @@ def test_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(path.read_text())
     assert (record["prompts"], record["prompts_too_long"]) == (1, 1)
     assert record["prompts_from"] == ["questions.jsonl"]
-
-
-def test_medusa_2_trains_both_on_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(table2, "prepare", lambda *given: asked.append(given))
-    assert command.main(["medusa-2", "--out", str(tmp_path), "--steps", "60"]) == 0
-    [(settings, sizes, out)] = asked
-    assert [setting.name for setting in settings] == ["medusa-1", "medusa-2"]
-    assert (sizes.steps, out) == (60, tmp_path)
-    with pytest.raises(SystemExit):
-        command.main(["medusa-2", "--steps", "7"])
 
 
 @needs_demo
