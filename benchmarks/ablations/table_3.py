@@ -1,11 +1,11 @@
 """The paper's table 3: what each technique adds, from plain decoding to Medusa-2, and then tuned and dynamic trees.
 
-The rungs are: every head's best guess in a chain; a dense tree, the same few drafts of each head; the optimised tree
-of as many nodes (section 2.3.3); the optimised tree of the size with the most expected tokens a second by step times
-measured on this device, as `medusa tune` does without a calibration; a dynamic tree of that size. They are climbed with
-the model's own heads, and with those of `--medusa-1` and `--medusa-2` (made for the demo model by
-`benchmarks.variants` on the same budget: only these two show what Medusa-2 adds). Speeds are ratios to the plain loop of the first model; texts are
-compared with the same model's plain text.
+The techniques: every head's best draft token in a chain; a dense tree, with the same few candidates of each head; the
+optimised tree of as many nodes (section 2.3.3); the optimised tree of the size with the most expected tokens per second
+by step times measured on this device, as `medusa tune` chooses without a calibration; a dynamic tree of that size. They
+are measured with the model's own heads, and with those of `--medusa-1` and `--medusa-2` (for the demo model
+`benchmarks.variants` trains both on the same budget, and only these two show what Medusa-2 adds). Speeds are ratios to
+the plain loop of the first model; texts are compared with the same model's plain text.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def test_tables_and_choices(capsys, file, checkpoint):
     captured = capsys.readouterr()
     head, row, *_ = captured.out.splitlines()
     assert head.split("  ")[0].strip() == ""
-    assert "tokens a step" in head
+    assert "tokens per step" in head
     assert "our plain loop" in head
     assert "transformers" not in head
     assert row.split()[:3] == ["all", "1", "1"]

@@ -69,7 +69,7 @@ def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
 
 def test_the_cpu_is_measured_with_operands_of_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([2.0, 4.0])
-    monkeypatch.setattr("medusa_decoding.roofline.probe_device._median_seconds", lambda work, gpu: next(seconds))
+    monkeypatch.setattr("medusa_decoding.roofline.probe_device._median_seconds", lambda work: next(seconds))
     device = probe_device("cpu")
     assert device.flops == pytest.approx(2 * 1024**3 / 2)
     assert device.bandwidth == pytest.approx(2**28 / 4)

@@ -1,4 +1,4 @@
-"""Figures of generations, for people and for programs; made from what `metrics=True` keeps."""
+"""Figures of generations for people and for programs, made from the metrics of `generate(metrics=True)`."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from medusa_decoding.generation.metrics import GenerationMetrics
 
 
 def total(metrics: Sequence[GenerationMetrics]) -> GenerationMetrics:
-    """Add up generations, at least one; what is told a step or a depth is left out."""
-    accepted: Counter[int] = Counter()
-    nodes: Counter[int] = Counter()
-    for one in metrics:
-        accepted.update(one.accepted_histogram)
-        nodes.update(one.tree_nodes)
+    """Add up generations, at least one; figures per step and per depth are left out."""
+
+    def added(name: str) -> Any:
+        return sum(getattr(one, name) for one in metrics)
+
+    def histogram(name: str) -> dict[int, int]:
+        return dict(sorted(sum((Counter(getattr(one, name)) for one in metrics), Counter()).items()))
+
     return GenerationMetrics(
-        prompt_tokens=sum(one.prompt_tokens for one in metrics),
-        new_tokens=sum(one.new_tokens for one in metrics),
-        steps=sum(one.steps for one in metrics),
-        accepted_histogram=dict(sorted(accepted.items())),
+        prompt_tokens=added("prompt_tokens"),
+        new_tokens=added("new_tokens"),
+        steps=added("steps"),
+        accepted_histogram=histogram("accepted_histogram"),
         depth_acceptance=[],
-        tree_nodes=dict(sorted(nodes.items())),
-        prefill_seconds=sum(one.prefill_seconds for one in metrics),
-        decode_seconds=sum(one.decode_seconds for one in metrics),
+        tree_nodes=histogram("tree_nodes"),
+        prefill_seconds=added("prefill_seconds"),
+        decode_seconds=added("decode_seconds"),
         step_seconds=[],
     )
 
 
 def as_json(metrics: GenerationMetrics, reused: int | None = None) -> dict[str, Any]:
-    """Return figures as JSON has them: null where there is nothing to divide by.
+    """Return figures as JSON has them: null if there is nothing to divide by.
 
     Args:
         metrics: of one generation.
-        reused: tokens of the prompt that were in the cache; None where none is kept.
+        reused: tokens of the prompt that were in the cache; None without a cache across prompts.
     """
     figures: dict[str, Any] = {"prompt_tokens": metrics.prompt_tokens}
     if reused is not None:
@@ -62,7 +64,7 @@ def as_text(metrics: GenerationMetrics, reused: int | None = None) -> str:
     """Return the same figures for a person, in a few lines."""
     cached = "" if reused is None else f", {reused} of them reused from the cache"
     lines = [
-        f"{metrics.new_tokens} tokens in {metrics.steps} steps, {metrics.tokens_per_step:.2f} a step, "
+        f"{metrics.new_tokens} tokens in {metrics.steps} steps, {metrics.tokens_per_step:.2f} per step, "
         f"{metrics.tokens_per_second:.1f} tokens/s",
         f"prefill {metrics.prefill_seconds:.3f} s ({metrics.prompt_tokens} prompt tokens{cached}), "
         f"decode {metrics.decode_seconds:.3f} s",

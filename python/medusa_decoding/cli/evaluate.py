@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.cli import _arguments, _prompts
@@ -90,17 +89,12 @@ def _run(args: argparse.Namespace) -> int:
     print(json.dumps(figures) if args.json else as_text(evaluation))
     warn(evaluation)
     if args.out is not None:
-        write(figures, args.out)
+        write_text(args.out, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 
-def write(figures: dict[str, Any], path: Path) -> None:
-    """Write figures as JSON; the file appears whole or not at all."""
-    write_text(path, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
-
-
 def warn(evaluation: Evaluation) -> None:
-    """Say where texts differ though they should not: in float32 every text is the base model's own."""
+    """Warn about texts that differ although they must not: in float32 every text is the base model's own."""
     lossless = evaluation.settings.get("acceptance", "lossless") == "lossless"
     if evaluation.different and lossless and evaluation.settings["dtype"] == "float32":
         first = evaluation.different[0]

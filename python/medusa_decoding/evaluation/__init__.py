@@ -1,9 +1,7 @@
-"""Measuring a model with its heads on prompts: tokens a step, speedups, equal texts, and how often heads are right.
+"""Measure a model with its heads on prompts: tokens per step, speedups, equal texts, and how often heads are right.
 
-    prompts -> conversation -> run (own_text: heads on the text) -> report (interval)
-
-`prompts` reads files of questions, `conversation` makes token ids of them, `run` writes each text by every way of
-decoding, in turn, and `report` adds up.
+`prompts` reads files of questions, `run` writes each text by every way of decoding in turn, `own_text` measures the
+heads on it, and `report` adds up, with the bootstrap of `interval`.
 """
 
 from medusa_decoding.evaluation.prompts import Prompt, read_prompts

@@ -1,4 +1,4 @@
-"""Ratios of sums over prompts, with an interval that says how much another draw of prompts would change them."""
+"""Ratios of sums over prompts, with bootstrap intervals: how much would another sample of prompts change them?"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WORDS = f"{LEVEL:.0%}, percentile bootstrap over prompts, {RESAMPLES} resamples,
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and where it lies.
+    """A figure with its interval.
 
     Attributes:
         value: over all prompts.
-        low, high: the ends of the 95 % interval; None where there is one prompt only.
+        low, high: the ends of the 95 % interval; None if there is only one prompt.
     """
 
     value: float
@@ -33,61 +33,55 @@ class Interval:
 def bootstrap(columns: Sequence[Sequence[float]], statistic: Callable[[np.ndarray], np.ndarray]) -> Interval | None:
     """Return a statistic of sums over prompts, with its percentile bootstrap interval.
 
-    Whole prompts are drawn, with all their columns together, as many as there are. The numbers drawn are the same in
-    every call.
+    As many prompts as there are, each with all its columns, are drawn with replacement; every call draws the same ones.
 
     Args:
         columns: what to add up, [prompts, C].
         statistic: takes sums [C, ...] to [...].
 
     Returns:
-        None where the statistic is not finite (nothing to divide by).
+        None if the statistic is not finite (nothing to divide by).
     """
     table = np.asarray(columns, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(statistic(table.sum(0)))
         if not math.isfinite(value):
             return None
-        if len(table) < 2:
-            return Interval(value, None, None)
-        # How often each prompt is drawn, rather than which: the same draws in less memory.
-        drawn = np.random.default_rng(SEED).multinomial(len(table), np.full(len(table), 1 / len(table)), RESAMPLES)
-        found = statistic((drawn @ table).T)
-    outside = (1 - LEVEL) / 2
-    low, high = np.quantile(found[np.isfinite(found)], [outside, 1 - outside])
-    return Interval(value, float(low), float(high))
+        return _interval(value, None if len(table) < 2 else statistic(_resampled(table, SEED)))
 
 
 def ratio(columns: Sequence[Sequence[float]]) -> Interval | None:
-    """Sum of the first column over that of the second."""
+    """Return the sum of the first column over that of the second."""
     return bootstrap(columns, lambda sums: sums[0] / sums[1])
 
 
 def ratio_of_rates(columns: Sequence[Sequence[float]]) -> Interval | None:
-    """First over second sum, over third over fourth: tokens a second of one way over those of another."""
+    """Return first over second sum, over third over fourth: tokens per second of one way over those of another."""
     return bootstrap(columns, lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]))
 
 
 def ratio_of_two(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Interval:
-    """Return the ratio of two rates that were found on different prompts, with its 95 % interval.
-
-    The prompts of each side are drawn anew without regard to the other's.
-    """
-
-    def rate(sums: np.ndarray) -> np.ndarray:
-        return np.asarray(sums[0] / sums[1])
-
+    """Return the ratio of two rates that were measured on different prompts; each side is resampled by itself."""
     tables = [np.asarray(rows, dtype=np.float64) for rows in (first, second)]
-    value = float(rate(tables[0].sum(0)) / rate(tables[1].sum(0)))
+    one, other = (table.sum(0) for table in tables)
+    value = float((one[0] / one[1]) / (other[0] / other[1]))
     if min(map(len, tables)) < 2:
+        return _interval(value, None)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = [sums[0] / sums[1] for sums in (_resampled(table, SEED + i) for i, table in enumerate(tables))]
+        return _interval(value, rates[0] / rates[1])
+
+
+def _resampled(table: np.ndarray, seed: int) -> np.ndarray:
+    """Return the sums of every resample, [C, RESAMPLES]."""
+    # How often each prompt is drawn, rather than which: the same draws in less memory.
+    often = np.random.default_rng(seed).multinomial(len(table), np.full(len(table), 1 / len(table)), RESAMPLES)
+    return (often @ table).T
+
+
+def _interval(value: float, found: np.ndarray | None) -> Interval:
+    if found is None:
         return Interval(value, None, None)
-    drawn = []
-    for number, table in enumerate(tables):
-        chooser = np.random.default_rng(SEED + number)
-        often = chooser.multinomial(len(table), np.full(len(table), 1 / len(table)), RESAMPLES)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            drawn.append(rate((often @ table).T))
-    ratios = drawn[0] / drawn[1]
     outside = (1 - LEVEL) / 2
-    low, high = np.quantile(ratios[np.isfinite(ratios)], [outside, 1 - outside])
+    low, high = np.quantile(found[np.isfinite(found)], [outside, 1 - outside])
     return Interval(value, float(low), float(high))

@@ -1,11 +1,10 @@
-"""How often heads are right about the text that the model itself writes (Medusa paper, section 2.3.3).
+"""Count how often heads are right about the text that the model itself writes (Medusa paper, section 2.3.3).
 
 At position t of a text, head k (0-based) predicts the token k + 2 places later from the final hidden state of token t,
-the last accepted one. Decoding has that state for the prompt's last token and for every token behind it, so these are
-the positions that count, each once; a step lands on some of them only. DraftTokens are made as in decoding, by the same
-calls of `MedusaHeads`: where a guess depends on its parent, behind the token that the text really has there, and
-without that term where the head before did not name it, so that it cannot stand in a tree. This module does not know
-how texts are written.
+the last accepted one. Decoding has that state for the prompt's last token and for every later token, so these positions
+count, each once, although steps start at some of them only. Draft tokens are made as in decoding, by the same calls of
+`MedusaHeads`. If they depend on their parent token, it is the text's actual token. A parent that the previous head did
+not name cannot be in a tree, and its children are ranked without that term.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from medusa_decoding.training.loop.accuracy import HeadAccuracy
 
 RANKS = 10
 ROWS = 256
-"""Positions a call, which bounds what is held of their logits."""
+"""Positions per call, which bounds the memory of their logits."""
 
 
 def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], int]]) -> HeadAccuracy:
@@ -37,15 +36,15 @@ def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], i
 
 
 def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) -> HeadAccuracy:
-    """Count how often each head's 1 to 10 likeliest candidates hold the token that the text goes on with.
+    """Count how often the actual next token is among the top 1 to 10 candidates of each head.
 
     Args:
         model: the model with heads that wrote the text.
-        tokens: the prompt and what was written behind it.
-        prompt: tokens of the prompt, at least 1.
+        tokens: the prompt and the text after it.
+        prompt: number of the prompt's tokens, at least 1.
 
     Returns:
-        Counts of each head; a head has no target where k + 2 places later the text has ended.
+        Counts per head; a head has no target at positions for which the text ends less than k + 2 tokens later.
 
     Raises:
         ValueError: a model without heads, or a prompt without tokens.
@@ -60,16 +59,16 @@ def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) ->
 
 @torch.no_grad()
 def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> torch.Tensor:
-    """Find the place of the token that the text goes on with among each head's 10 likeliest candidates.
+    """Find the rank of the actual next token among the top 10 candidates of each head.
 
     Args:
         model: the model with heads that wrote the text.
-        tokens: the prompt and what was written behind it.
-        prompt: tokens of the prompt, at least 1.
+        tokens: the prompt and the text after it.
+        prompt: number of the prompt's tokens, at least 1.
 
     Returns:
-        int64 [P, K] on the CPU, a row a position with a target: the rank, from 0; -1 where it is not among the
-        candidates; IGNORE where the text has ended.
+        int64 [P, K] on the CPU, one row per position that has a target: the rank, from 0; -1 if it is not among the
+        candidates; IGNORE if the text has ended.
 
     Raises:
         ValueError: a model without heads, or a prompt without tokens.
@@ -90,17 +89,17 @@ def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> to
     ranks = min(RANKS, heads.num_candidates)
     found = []
     for states, tokens_later in zip(hidden.split(ROWS), later.split(ROWS), strict=True):
-        drafts = _guesses(heads, states, tokens_later[:, :-1], ranks, backbone.lm_head)
+        drafts = _draft_tokens(heads, states, tokens_later[:, :-1], ranks, backbone.lm_head)
         hits = drafts == tokens_later[:, 1:, None]
         place = hits.int().argmax(-1).where(hits.any(-1), -1)
         found.append(place.where(tokens_later[:, 1:] != IGNORE, IGNORE).cpu())
     return torch.cat(found)
 
 
-def _guesses(
+def _draft_tokens(
     heads: MedusaHeads, states: torch.Tensor, parents: torch.Tensor, ranks: int, lm_head: torch.nn.Module
 ) -> torch.Tensor:
-    """Return each head's best tokens, int64 [R, K, ranks], behind `parents` int64 [R, K] (IGNORE beyond the end)."""
+    """Return each head's top tokens, int64 [R, K, ranks], after `parents` int64 [R, K] (IGNORE beyond the end)."""
     if not heads.parent_rank:
         return heads.propose(states, ranks, lm_head)[1]
     children = heads.propose_children(states, parents[:, 0], ranks, lm_head)

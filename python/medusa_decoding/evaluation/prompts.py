@@ -1,15 +1,13 @@
-"""Prompts to measure on, read from the files that others have published theirs in.
+"""Read prompts to measure on from the files that others have published.
 
-A record is taken by its keys: MT-Bench questions (`turns`, with `question_id` and `category`), ShareGPT's
-`conversations`, `messages`, HumanEval (`prompt`, with `task_id`), GSM8K (`question`), or a plain `text`. Of a
-conversation only the system message and the user's turns are kept: the answers are the model's to write. Files, folders
-and hub names are those of `training.data`. A record that is not understood is an error, as figures are of all prompts
-or of none. This module does not know tokenizers or models.
+The keys of a record tell its kind: MT-Bench questions (`turns`, with `question_id` and `category`), ShareGPT's
+`conversations`, `messages`, HumanEval (`prompt`, with `task_id`), GSM8K (`question`), or a plain `text`. From a
+conversation only the system message and the user's turns are used, because the model writes the answers. Files, folders
+and hub names are those of `training.data`. A record of another kind is an error, so that figures cover all prompts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +20,20 @@ from medusa_decoding.training.data.records import BadRecordError, parse_turn, ra
 
 TURNS = 2
 KEYS = ("turns", "conversations", "messages", "prompt", "question", "text")
-"""By which records are told apart, the first one that has a value."""
+"""A record is of the kind of the first key that has a value."""
 _ROLES = {"conversations": ("from", "value"), "messages": ("role", "content")}
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked of the model.
+    """One prompt.
 
     Attributes:
-        turns: what the user says, turn after turn; each is asked behind the model's own answer to the one before.
-        category: figures are told apart by it.
-        where: its file and line, or another place that a reader finds it by.
+        turns: the user's messages; each follows the model's own answer to the previous one.
+        category: the group that it is counted in.
+        where: its file and line, for messages.
         system: a system message, or None.
-        is_text: a text to continue, its beginning the prompt, which no chat template is put around.
+        is_text: whether it is a text whose beginning is to be continued, without a chat template.
     """
 
     turns: tuple[str, ...]
@@ -57,12 +55,12 @@ def read_prompts(
     Args:
         paths: files, folders or hub names; a record's category is its own, or else its file's name.
         categories: only these; None for all.
-        limit: at most so many prompts of each category, the first ones.
-        turns: at most so many turns of a prompt.
+        limit: how many prompts of each category to use at most, the first ones.
+        turns: how many turns of a prompt to use at most.
 
     Raises:
-        ValueError: a file that cannot be read, a record that is not understood (with its line and keys), a category
-            that no prompt has, no prompt at all.
+        ValueError: a file that cannot be read, a record of another kind (with its line and keys), a category that no
+            prompt has, no prompt at all.
         ModuleNotFoundError: a parquet file or a hub name without the `datasets` library.
     """
     for name, value in (("limit", limit), ("turns", turns)):
@@ -80,14 +78,9 @@ def read_prompts(
     for category in categories or ():
         if category not in known:
             raise ValueError(f"categories: expected some of {', '.join(known)}, got {category}")
-    taken: Counter[str] = Counter()
-    kept = []
-    for prompt in found:
-        taken[prompt.category] += 1
-        wanted = categories is None or prompt.category in categories
-        if wanted and (limit is None or taken[prompt.category] <= limit):
-            kept.append(prompt)
-    return kept
+    groups = {name: [prompt for prompt in found if prompt.category == name][:limit] for name in known}
+    wanted = {id(prompt) for name in categories or known for prompt in groups[name]}
+    return [prompt for prompt in found if id(prompt) in wanted]
 
 
 def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
@@ -122,7 +115,7 @@ def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
         check_text(f"prompts: {where}", system)
     if not asked:
         raise ValueError(f"prompts: expected a turn of the user in {where}, got none")
-    # What begins a text that is there as a whole is to be continued as well.
+    # A prompt next to its whole text is the beginning of that text.
     is_text = key == "text" or (key == "prompt" and raw.get("text") is not None)
     return Prompt(tuple(asked[:turns]), category or file, where, system, is_text)
 

@@ -1,4 +1,4 @@
-"""What was measured, added up by category and over all prompts, for programs (JSON) and for people (tables)."""
+"""Add up measurements by category and over all prompts, for programs (JSON) and for people (tables)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Measured:
         tokens: new tokens by way, over all rounds.
         seconds: by way, over all rounds.
         accepted: tokens that each step of Medusa's first round accepted below the root.
-        departs: baselines to the first new token in which Medusa's text is another one, None where it is the same;
-            without those whose text has no reason to be the same.
+        departs: for each baseline whose text must be the same, the first new token in which Medusa's text differs, or
+            None.
         accuracy: of the heads on the plain loop's text; None without heads.
     """
 
@@ -52,11 +52,11 @@ class Figures:
         texts: their turns that were answered.
         new_tokens: of Medusa, in one round.
         steps: of Medusa, in one round (the prefill is not a step).
-        tokens_per_step: tokens committed a step; None without a step.
-        accepted_histogram: accepted tokens below the root to the number of steps that accepted so many.
+        tokens_per_step: committed tokens per step; None without a step.
+        accepted_histogram: for each number of accepted draft tokens, how many steps accepted that many.
         tokens_per_second: by way, prefill included.
-        speedup: Medusa's tokens a second over each baseline's.
-        identical: texts of Medusa equal to each baseline's, where there is a reason to be.
+        speedup: Medusa's tokens per second over each baseline's.
+        identical: texts of Medusa equal to each baseline's, if they must be.
         head_accuracy: on the model's own text; None without heads.
     """
 
@@ -74,70 +74,60 @@ class Figures:
     @classmethod
     def of(cls, measured: Sequence[Measured], rounds: int) -> Figures:
         """Add up texts, at least one; those of one prompt stay together in the intervals."""
-        prompts = [
-            [one for one in measured if one.prompt == number] for number in dict.fromkeys(m.prompt for m in measured)
-        ]
-        ways = [way for way in (MEDUSA, *BASELINES) if way in measured[0].seconds]
-        histogram = Counter(length for one in measured for length in one.accepted)
+        prompts: dict[int, list[Measured]] = {}
+        for one in measured:
+            prompts.setdefault(one.prompt, []).append(one)
+        accepted = [length for one in measured for length in one.accepted]
         steps = [
-            (sum(sum(m.accepted) + len(m.accepted) for m in texts), sum(len(m.accepted) for m in texts))
-            for texts in prompts
+            (sum(1 + n for m in texts for n in m.accepted), sum(len(m.accepted) for m in texts))
+            for texts in prompts.values()
         ]
         work = {
-            way: [(sum(m.tokens[way] for m in texts), sum(m.seconds[way] for m in texts)) for texts in prompts]
-            for way in ways
+            way: [(sum(m.tokens[way] for m in texts), sum(m.seconds[way] for m in texts)) for texts in prompts.values()]
+            for way in (MEDUSA, *BASELINES)
+            if way in measured[0].seconds
         }
         return cls(
             prompts=len(prompts),
             texts=len(measured),
             new_tokens=sum(one.tokens[MEDUSA] for one in measured) // rounds,
-            steps=len([length for one in measured for length in one.accepted]),
+            steps=len(accepted),
             tokens_per_step=interval.ratio(steps),
-            accepted_histogram=dict(sorted(histogram.items())),
+            accepted_histogram=dict(sorted(Counter(accepted).items())),
             tokens_per_second={
                 way: sum(tokens for tokens, _ in pairs) / sum(seconds for _, seconds in pairs)
                 for way, pairs in work.items()
             },
             speedup={
-                way: interval.ratio_of_rates([(*a, *b) for a, b in zip(work[MEDUSA], work[way], strict=True)])
-                for way in ways
+                way: interval.ratio_of_rates([(*a, *b) for a, b in zip(work[MEDUSA], pairs, strict=True)])
+                for way, pairs in work.items()
                 if way != MEDUSA
             },
-            identical={
-                way: sum(one.departs[way] is None for one in measured)
-                for way in BASELINES
-                if way in measured[0].departs
-            },
+            identical={way: sum(one.departs[way] is None for one in measured) for way in measured[0].departs},
             head_accuracy=_added(measured),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; null where there was nothing to divide by."""
+        """Return plain values; null if there was nothing to divide by."""
         accuracy = self.head_accuracy
-        return {
-            "prompts": self.prompts,
-            "texts": self.texts,
-            "new_tokens": self.new_tokens,
-            "steps": self.steps,
+        return vars(self) | {
             "tokens_per_step": None if self.tokens_per_step is None else self.tokens_per_step.to_json(),
             "accepted_histogram": {str(length): count for length, count in self.accepted_histogram.items()},
-            "tokens_per_second": dict(self.tokens_per_second),
             "speedup": {way: None if over is None else over.to_json() for way, over in self.speedup.items()},
-            "identical": dict(self.identical),
             "head_accuracy": None if accuracy is None else {"top_n": accuracy.cumulative} | accuracy.to_json(),
         }
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found.
+    """The result of `evaluate`.
 
     Attributes:
-        overall: of all prompts.
-        categories: of each category, in the prompts' order.
+        overall: figures of all prompts.
+        categories: figures of each category, in the prompts' order.
         settings: how it was measured.
         versions: of the libraries.
-        different: texts of Medusa that are not the baseline's: where, turn, baseline, the first new token (from 0).
+        different: texts of Medusa that differ from a baseline's: where, turn, baseline, the first new token (from 0).
         left_out: turns that left no room in the model's context: where, turn, prompt_tokens.
     """
 
@@ -172,11 +162,7 @@ class Evaluation:
             "overall": self.overall.to_json(),
             "categories": {name: figures.to_json() for name, figures in self.categories.items()},
             "intervals": interval.WORDS,
-            "settings": self.settings,
-            "versions": self.versions,
-            "different": self.different,
-            "left_out": self.left_out,
-        }
+        } | {name: getattr(self, name) for name in ("settings", "versions", "different", "left_out")}
 
 
 def as_text(evaluation: Evaluation) -> str:
@@ -193,22 +179,22 @@ def as_text(evaluation: Evaluation) -> str:
         f"intervals: {interval.WORDS}; speedups: ratios of total tokens over total time, in turn in one process",
     ]
     if overall.steps:
-        lines += ["", "accepted drafts a step:"]
+        lines += ["", "accepted draft tokens per step:"]
         for length, count in overall.accepted_histogram.items():
             share = count / overall.steps
             lines.append(f"  {length}  {'#' * round(40 * share):40} {share:6.1%}")
     if overall.head_accuracy is not None:
         lines += [
             "",
-            "heads on the model's own text, % of tokens among the n likeliest:",
+            "heads on the model's own text, % of tokens in the top n:",
             _heads(overall.head_accuracy),
         ]
     if evaluation.left_out:
         first = evaluation.left_out[0]
         lines += [
             "",
-            f"turns left out, as the model's context has no room for them: {len(evaluation.left_out)}, the first is "
-            f"{first['where']}, turn {first['turn']}",
+            f"turns left out because they leave no room in the model's context: {len(evaluation.left_out)}, the first "
+            f"is {first['where']}, turn {first['turn']}",
         ]
     settings = ", ".join(f"{name} {value}" for name, value in evaluation.settings.items())
     versions = ", ".join(f"{name} {version}" for name, version in evaluation.versions.items())
@@ -228,7 +214,7 @@ def _added(measured: Sequence[Measured]) -> HeadAccuracy | None:
 
 def _header(figures: Figures) -> list[str]:
     speedups = [f"x {BASELINES[way]}" for way in figures.speedup]
-    return ["", "prompts", "texts", "tokens a step", *speedups, *(f"same as {way}" for way in figures.identical)]
+    return ["", "prompts", "texts", "tokens per step", *speedups, *(f"same as {way}" for way in figures.identical)]
 
 
 def _row(name: str, figures: Figures) -> list[str]:

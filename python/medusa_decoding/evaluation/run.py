@@ -1,10 +1,9 @@
-"""Every prompt's texts written by each way of decoding, in turn within one process, and compared.
+"""Write every prompt's texts by each way of decoding, in turn within one process, and compare them.
 
 The ways are Medusa, this package's plain loop (`Tree([])`) and transformers' `generate` with the model's own attention
-modules. What is asked next, and what heads are measured on, is the plain loop's text: the base model's own. For each
-text the order of the ways is shuffled, so that none always runs behind the same neighbour; all of them have run once
-before anything is timed, and where steps are compiled or captured, ours once on each text. This module does not know
-files, nor how figures are added up.
+modules. The plain loop's text, which is the base model's own, is what the next turn follows and what heads are measured
+on. The order of the ways is shuffled for each text, so that none always runs after the same one. All of them run once
+before anything is timed; if steps are compiled or captured, ours also run once on each text.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from medusa_decoding.provenance import versions
 from medusa_decoding.trees.tree import Tree
 
 PROMPT_TOKENS = 128
-# What only one kind of decoding takes.
+# Arguments that only one kind of decoding takes.
 _OF_TYPICAL = ("acceptance", "posterior_threshold", "posterior_alpha")
 _OF_DRAWING = ("temperature", "top_p", "top_k", "min_p")
 
@@ -50,24 +49,24 @@ def evaluate(
     progress: bool = False,
     **generation: Any,
 ) -> Evaluation:
-    """Measure tokens a step, speedups, equal texts and the accuracy of heads on prompts, one at a time.
+    """Measure tokens per step, speedups, equal texts and the accuracy of heads on prompts, one at a time.
 
     Args:
         model: the model with its heads, or without (a tree of copied tokens needs none).
         tokenizer: of the base model.
         prompts: see `read_prompts`.
         max_new_tokens: of each text.
-        template: a file with a Jinja template, "plain", or None: the tokenizer's own, and text as it stands where it
+        template: a file with a Jinja template, "plain", or None: the tokenizer's own template, or plain text if it
             has none.
         tree: as in `MedusaModel.generate`.
         rounds: how often each text is written and timed by each way.
         transformers: whether transformers' `generate` is measured as well.
-        prompt_tokens: of a prompt that is a text to continue, so many tokens at its start are asked.
-        stop_strings: a text ends behind the token with which one of these appears.
+        prompt_tokens: how many tokens at the start of a text to continue are the prompt.
+        stop_strings: a text ends after the token with which one of these appears.
         progress: show a progress bar on standard error, if that is a terminal.
-        **generation: further arguments of `MedusaModel.generate` (do_sample, temperature, seed, acceptance, ..). Where
-            tokens are drawn, transformers draws others: its texts are timed, not compared. The plain loop draws the
-            same; a seed is 0 unless given, and each text adds its number to it. With typical acceptance, the
+        **generation: further arguments of `MedusaModel.generate` (do_sample, temperature, seed, acceptance, ..). When
+            sampling, the plain loop draws the same tokens, but transformers draws others: its texts are timed, not
+            compared. The seed is 0 by default, and each text adds its number to it. With typical acceptance, the
             baselines are greedy.
 
     Raises:
@@ -79,12 +78,9 @@ def evaluate(
     if not prompts:
         raise ValueError("prompts: expected at least one, got none")
     eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
-    run = _Run(
-        model,
-        prompt_encoder(tokenizer, template, eos),
-        PromptEncoder(tokenizer, eos),
-        _Settings(max_new_tokens, tree, rounds, transformers, prompt_tokens, stop_strings, eos, generation),
-    )
+    chat, as_it_stands = prompt_encoder(tokenizer, template, eos), PromptEncoder(tokenizer, eos)
+    settings = max_new_tokens, tree, rounds, transformers, prompt_tokens, stop_strings, generation
+    run = _Run(model, chat, as_it_stands, eos, *settings)
     turns = sum(len(prompt.turns) for prompt in prompts)
     with tqdm(total=turns, unit="text", disable=None if progress else True) as bar:
         for number, prompt in enumerate(prompts):
@@ -107,22 +103,8 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """Arguments of `evaluate`, and the model's end tokens."""
-
-    max_new_tokens: int
-    tree: Tree | Literal["auto"] | None
-    rounds: int
-    transformers: bool
-    prompt_tokens: int
-    stop_strings: Sequence[str] | None
-    eos: list[int]
-    generation: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class _Asked:
-    """One text to be written: its prompt, and what every way is told alike."""
+    """One text to write: its prompt, and the arguments that all ways share."""
 
     ids: list[int]
     number: int
@@ -131,36 +113,46 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Written:
-    """New tokens of one text, how long they took, and what our steps accepted."""
+    """New tokens of one text, their time in seconds, and how many tokens each of our steps accepted."""
 
     new: list[int]
     seconds: float
     accepted: list[int] = field(default_factory=list)
 
 
+@dataclass
 class _Run:
-    """Writes texts and keeps what was measured.
+    """Writes and measures texts; see `evaluate` for the settings.
 
     Attributes:
         measured: the texts.
         left_out: turns without room in the context.
     """
 
-    def __init__(
-        self, model: MedusaModel, chat: PromptEncoder, as_it_stands: PromptEncoder, settings: _Settings
-    ) -> None:
-        self.model, self._chat, self._as_it_stands, self._settings = model, chat, as_it_stands, settings
-        self.measured: list[Measured] = []
-        self.left_out: list[dict[str, Any]] = []
-        self._order = [MEDUSA, PLAIN, *([TRANSFORMERS] if settings.transformers else [])]
+    model: MedusaModel
+    chat: PromptEncoder
+    as_it_stands: PromptEncoder
+    eos: list[int]
+    max_new_tokens: int
+    tree: Tree | Literal["auto"] | None
+    rounds: int
+    transformers: bool
+    prompt_tokens: int
+    stop_strings: Sequence[str] | None
+    generation: dict[str, Any]
+    measured: list[Measured] = field(default_factory=list)
+    left_out: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         self._ways = {MEDUSA: self._medusa, PLAIN: self._plain, TRANSFORMERS: self._transformers}
+        self._order = [MEDUSA, PLAIN, *([TRANSFORMERS] if self.transformers else [])]
         self._shuffler = random.Random(0)
-        self._backend = resolve_backend(model.backend, model.backbone.device, model.backbone.peers.size)
-        self._drawn = bool(settings.generation.get("do_sample"))
+        self._backend = resolve_backend(self.model.backend, self.model.backbone.device, self.model.backbone.peers.size)
+        self._drawn = bool(self.generation.get("do_sample"))
 
     def answer(self, number: int, prompt: Prompt) -> Iterator[None]:
-        """Measure a prompt's turns, each behind the plain loop's answer to the one before; yield after each."""
-        chat = self._as_it_stands if prompt.is_text else self._chat
+        """Measure a prompt's turns, each after the plain loop's answer to the previous one; yield after each."""
+        chat = self.as_it_stands if prompt.is_text else self.chat
         messages: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
         known: list[int] = []
         fits = True
@@ -168,7 +160,7 @@ class _Run:
             messages = [*messages, {"role": "user", "content": question}]
             ids = chat.encode(messages, known)
             if prompt.is_text:
-                ids = ids[: self._settings.prompt_tokens]
+                ids = ids[: self.prompt_tokens]
             fits = fits and len(ids) < self.model.backbone.context_limit
             if fits:
                 one = Measured(number, prompt.category, prompt.where, turn)
@@ -182,28 +174,27 @@ class _Run:
 
     def described(self) -> dict[str, Any]:
         """Return how it was measured."""
-        model, settings = self.model, self._settings
-        tree = model.tree if settings.tree is None else settings.tree
+        model = self.model
+        tree = model.tree if self.tree is None else self.tree
         kind = "dynamic, " if isinstance(tree, Tree) and tree.keep is not None else ""
         shape = f"{kind}{tree.num_nodes} nodes" if isinstance(tree, Tree) else tree
         copied = f", {tree.lookup} of them copied" if isinstance(tree, Tree) and tree.lookup else ""
         device = model.backbone.device
         return {
             "tree": shape + copied,
-            "max_new_tokens": settings.max_new_tokens,
-            "rounds": settings.rounds,
+            "max_new_tokens": self.max_new_tokens,
+            "rounds": self.rounds,
             "dtype": str(model.backbone.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "backend": self._backend,
             "threads": torch.get_num_threads(),
-            "template": "chat" if isinstance(self._chat, ChatTemplate) else "none",
-        } | settings.generation
+            "template": "chat" if isinstance(self.chat, ChatTemplate) else "none",
+        } | self.generation
 
     def _asked(self, ids: list[int], chat: PromptEncoder) -> _Asked:
-        settings = self._settings
         room = self.model.backbone.context_limit - len(ids)
-        common: dict[str, Any] = {"max_new_tokens": min(settings.max_new_tokens, room)}
-        ends, stops = chat.ends(settings.eos), chat.stop_strings(settings.stop_strings)
+        common: dict[str, Any] = {"max_new_tokens": min(self.max_new_tokens, room)}
+        ends, stops = chat.ends(self.eos), chat.stop_strings(self.stop_strings)
         if ends:
             common["eos_token_id"] = ends
         if stops:
@@ -216,7 +207,7 @@ class _Run:
             if not self.measured or (self._backend != "eager" and name != TRANSFORMERS):
                 self._ways[name](asked)  # not timed
         texts: dict[str, _Written] = {}
-        for _ in range(self._settings.rounds):
+        for _ in range(self.rounds):
             self._shuffler.shuffle(self._order)
             for name in self._order:
                 written = self._ways[name](asked)
@@ -232,7 +223,7 @@ class _Run:
         return own
 
     def _seed(self, asked: _Asked) -> int:
-        return (self._settings.generation.get("seed") or 0) + asked.number
+        return (self.generation.get("seed") or 0) + asked.number
 
     def _ours(self, asked: _Asked, tree: Tree | Literal["auto"] | None, generation: dict[str, Any]) -> _Written:
         if self._drawn:
@@ -245,17 +236,17 @@ class _Run:
         return _Written(new, time.perf_counter() - start, output.accept_lengths[0])
 
     def _medusa(self, asked: _Asked) -> _Written:
-        return self._ours(asked, self._settings.tree, self._settings.generation)
+        return self._ours(asked, self.tree, self.generation)
 
     def _plain(self, asked: _Asked) -> _Written:
-        return self._ours(asked, Tree([]), self._of_the_model())
+        return self._ours(asked, Tree([]), self._of_baselines())
 
     def _transformers(self, asked: _Asked) -> _Written:
         own = self.model.backbone.causal_lm.generation_config
-        generation = {name: value for name, value in self._of_the_model().items() if name != "seed"}
+        generation = {name: value for name, value in self._of_baselines().items() if name != "seed"}
         generation["do_sample"] = self._drawn
         if self._drawn:
-            generation.setdefault("top_k", own.top_k or 0)  # ours takes all where nothing says otherwise
+            generation.setdefault("top_k", own.top_k or 0)  # ours keeps all tokens by default
         pad = own.pad_token_id
         generation["pad_token_id"] = pad if pad is not None else (asked.common.get("eos_token_id") or [0])[0]
         prompt = torch.tensor([asked.ids], device=self.model.backbone.device)
@@ -273,16 +264,16 @@ class _Run:
             new = out[0, len(asked.ids) :].tolist()
             return _Written(new, time.perf_counter() - start)
 
-    def _of_the_model(self) -> dict[str, Any]:
-        """Return how the base model alone is to choose tokens."""
+    def _of_baselines(self) -> dict[str, Any]:
+        """Return the arguments of the baselines."""
         dropped = _OF_TYPICAL if self._drawn else (*_OF_TYPICAL, *_OF_DRAWING)
-        return {name: value for name, value in self._settings.generation.items() if name not in dropped}
+        return {name: value for name, value in self.generation.items() if name not in dropped}
 
 
 @contextlib.contextmanager
 def own_attention(model: MedusaModel) -> Iterator[Any]:
-    """Give the base model its own attention modules back meanwhile; what is compiled or captured stays valid."""
-    held = model.base, model.backbone.causal_lm  # the model itself lets go of them
+    """Give the base model its own attention modules within the block; compiled and captured steps stay valid."""
+    held = model.base, model.backbone.causal_lm  # the model drops its references
     model.suspend()
     try:
         yield held[1]

@@ -1,21 +1,18 @@
 """A quick measurement of this machine's CPU or GPU as a `Device`: one large product, one large stream of memory.
 
-A few seconds and a few hundred MiB. The bandwidth is a copy's (bytes read and written) on a GPU, and that of a
-matrix-vector product (bytes of the matrix) on a CPU, where a copy also fetches what it overwrites. It measures peaks
-that PyTorch reaches here; it does not know what a step's own kernels reach of them.
+It takes a few seconds and a few hundred MiB. On a GPU the bandwidth is that of a copy (bytes read and written), on a
+CPU that of a matrix-vector product (bytes of the matrix), because a copy there also reads what it overwrites. These are
+peaks that PyTorch reaches on this machine; a step's own kernels may reach less.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from torch.utils.benchmark import Timer
 
 from medusa_decoding.roofline.devices import ELEMENT_BYTES, Device
-
-ROUNDS = 7
 
 
 def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:
@@ -26,7 +23,7 @@ def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:
         dtype: of the operands; default: float32 on a CPU, bfloat16 on a GPU.
 
     Raises:
-        ValueError: another kind or dtype, or CUDA where torch sees none.
+        ValueError: another kind or dtype, or CUDA if torch sees no device.
     """
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu or cuda, got {kind}")
@@ -39,18 +36,18 @@ def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:
     element = getattr(torch, dtype)
     side = 8192 if gpu else 1024
     left = torch.ones(side, side, dtype=element, device=kind)
-    seconds = _median_seconds(lambda: torch.mm(left, left), gpu)
+    seconds = _median_seconds(lambda: torch.mm(left, left))
     flops = 2 * side**3 / seconds
     if gpu:
         source = torch.ones(2**29, dtype=torch.uint8, device=kind)
         target = torch.empty_like(source)
-        bandwidth = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), gpu)
+        bandwidth = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source))
         name = torch.cuda.get_device_name()
     else:
         # Larger than the caches of most processors.
         matrix = torch.ones(2**28 // element.itemsize // 8192, 8192, dtype=element)
         vector = torch.ones(8192, dtype=element)
-        bandwidth = matrix.nbytes / _median_seconds(lambda: torch.mv(matrix, vector), gpu)
+        bandwidth = matrix.nbytes / _median_seconds(lambda: torch.mv(matrix, vector))
         threads = torch.get_num_threads()
         name = f"cpu, {threads} thread{'s' if threads > 1 else ''}, {torch.backends.cpu.get_cpu_capability()}"
     return Device(
@@ -58,15 +55,6 @@ def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:
     )
 
 
-def _median_seconds(work: Callable[[], object], gpu: bool) -> float:
-    def once() -> float:
-        if gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    once()
-    return statistics.median(once() for _ in range(ROUNDS))
+def _median_seconds(work: Callable[[], object]) -> float:
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=0.2).median)
