@@ -32,6 +32,26 @@ AWFUL = {1: 1.0} | dict.fromkeys((2, 4, 8, 16, 32, 64), 3.0)
 DEVICES = {"gpu": GPU, "cpu": CPU, "awful": AWFUL}
 
 
+def busy(seed: int) -> Callable[[int, int, float], float]:
+    """Return what a clock shows on a shared machine, for `Simulation.disturbed`.
+
+    Steps jitter by 5 %, one in 50 is an outlier, the first with a tree in a generation takes 30 % longer, and another
+    program doubles the time of all steps in phases of some 30 steps.
+    """
+    draws, met, phase = random.Random(seed), set[int](), [1.0]
+
+    def disturb(step: int, nodes: int, seconds: float) -> float:
+        if step == 0:
+            met.clear()
+        if draws.random() < 1 / 30:
+            phase[0] = 3.0 - phase[0]
+        factor = phase[0] * math.exp(0.05 * draws.gauss(0, 1)) * (1.0 if nodes in met else 1.3)
+        met.add(nodes)
+        return seconds * factor * (5.0 if draws.random() < 0.02 else 1.0)
+
+    return disturb
+
+
 PATHS: dict[int, tuple[Tree, set[tuple[int, ...]]]] = {}  # of each tree met; the tree itself keeps its id its own
 
 

@@ -111,17 +111,37 @@ def test_what_the_text_was_like_is_forgotten():
     assert belief.tokens[3] < 1.3
 
 
-def test_another_generation_starts_where_the_last_one_ended_but_is_learnt_faster():
+def test_another_generation_starts_at_the_long_term_mean_and_learns_faster():
     slow, fast = AcceptanceModel(TreeSet(GOOD)), AcceptanceModel(TreeSet(GOOD))
-    for belief in (slow, fast):
-        for _ in range(100):
-            belief.observe(1, [1, 2])
-    kept = list(fast.tokens)
+    for model in (slow, fast):
+        for _ in range(600):
+            model.observe(1, [1, 2])
+    usual = fast.tokens[1]
+    for model in (slow, fast):
+        for _ in range(4):
+            model.observe(1, [1, 1])
+    low = fast.tokens[1]
     fast.begin()
-    assert fast.tokens == kept
-    slow.observe(1, [1, 1])
+    assert low < usual - 0.05
+    assert fast.tokens[1] == pytest.approx(usual, abs=0.02)
+    change = slow.tokens[1], fast.tokens[1]
+    slow.observe(1, [2, 2])
     fast.observe(1, [1, 1])
-    assert fast.tokens[1] < slow.tokens[1] < kept[1]
+    assert abs(fast.tokens[1] - change[1]) > abs(slow.tokens[1] - change[0])
+
+
+def test_without_observations_a_shift_returns_to_its_mean():
+    model = AcceptanceModel(TreeSet(GOOD))
+    for _ in range(600):
+        model.observe(1, [1, 2])
+    usual = model.tokens[1]
+    for _ in range(10):
+        model.observe(1, [1, 1])
+    low = model.tokens[1]
+    for _ in range(300):
+        model.observe(0, [1, 1])
+    assert low < model.tokens[1] < usual
+    assert usual - model.tokens[1] < 0.6 * (usual - low)
 
 
 def test_plain_steps_teach_nothing_and_many_rows_do_not_overshoot():

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, commit
+from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, busy, commit
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
-from medusa_decoding.decode.adaptive.policy import Adaptive
+from medusa_decoding.decode.adaptive.policy import SAVINGS, Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree
 
@@ -21,6 +21,12 @@ from medusa_decoding.decode.policy import FixedTree
 def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None) -> Adaptive:
     tree_set = TreeSet(accuracies)
     return Adaptive(tree_set, times or StepTimes("device", "model"), AcceptanceModel(tree_set))
+
+
+def measured(times: StepTimes, seconds: dict[int, float]) -> None:
+    for nodes, value in seconds.items():
+        for _ in range(5):
+            times.profile(1, 1024).add(nodes, value)
 
 
 def always(heads: Heads) -> Callable[[int], Heads]:
@@ -63,17 +69,17 @@ def test_shorter_generations_keep_to_it_together():
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
-@pytest.mark.parametrize(("tokens", "limit"), [(64, 0.031), (128, 0.03), (256, 0.03)])
-def test_a_useless_text_behind_good_ones_may_lose_a_part_of_their_gains(device, tokens, limit):
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+def test_a_useless_text_after_good_ones_may_lose_a_part_of_their_gains(device, tokens):
     times = StepTimes("device", "model")
-    times.measure(lambda tree: DEVICES[device][tree.num_nodes], TreeSet(BETTER).trees, batch=1, rows=1024)
+    measured(times, DEVICES[device])
     fresh, tried = Simulation(DEVICES[device]), []
     fresh.generate(adaptive(BETTER, times), [always(USELESS)], tokens)
     for seed in range(8):
         simulation, policy = Simulation(DEVICES[device], seed), adaptive(BETTER)
         gained = sum(199 - simulation.generate(policy, [always(BETTER)], 200) for _ in range(3))
         lost = simulation.generate(policy, [always(USELESS)], tokens) - (tokens - 1)
-        assert lost / (tokens - 1) <= limit
+        assert lost <= SAVINGS + 0.03 * tokens + 0.2
         assert lost < gained
         tried.append(sum(nodes > 1 for nodes in simulation.chosen[:64]))
     # Without earlier gains it gives up earlier.
@@ -124,7 +130,7 @@ def test_good_heads_are_near_the_best_fixed_tree(device, heads, late):
 
 def test_known_times_and_good_heads_start_with_a_tree_at_once():
     times = StepTimes("device", "model")
-    times.measure(lambda tree: GPU[tree.num_nodes], TreeSet(GOOD).trees, batch=1, rows=1024)
+    measured(times, GPU)
     simulation = Simulation(GPU)
     simulation.generate(adaptive(GOOD, times), [always(GOOD)], 64)
     assert simulation.chosen[0] == 32  # 2.32 tokens / 1.13, before 64 with 2.44 / 1.2
@@ -215,6 +221,20 @@ def test_steps_that_were_captured_tell_no_time():
     assert max(simulation.chosen) > 1
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_on_a_busy_machine_it_is_near_the_best_tree_and_near_plain_decoding(device, late):
+    good, useless = [], []
+    for seed in range(4):
+        simulation, policy = Simulation(DEVICES[device], seed, late=late, disturbed=busy(seed)), adaptive(BETTER)
+        clocks = [simulation.generate(policy, [always(BETTER)], 256) for _ in range(12)]
+        good += [clock / best_fixed(DEVICES[device], BETTER, 255) - 1 for clock in clocks[4:]]
+        simulation, policy = Simulation(DEVICES[device], seed, late=late, disturbed=busy(seed)), adaptive()
+        useless += [over_plain(simulation.generate(policy, [always(USELESS)], 128), 128) for _ in range(4)]
+    assert statistics.mean(good) < 0.05
+    assert statistics.mean(useless) <= 0.03
+
+
 # (e) Batches
 
 
@@ -270,9 +290,9 @@ def test_large_trees_are_reached_over_smaller_ones():
     simulation.generate(policy, [always(BETTER)], 256)
     seen = 1
     for nodes in simulation.chosen:
-        assert nodes <= 4 * seen
+        assert nodes <= 8 * seen
         seen = max(seen, nodes)
-    assert seen < 64, "64 nodes take five plain steps here"
+    assert simulation.chosen.count(64) <= 3, "64 nodes take five plain steps here"
 
 
 def test_of_a_size_never_timed_one_step_is_under_way_at_most():
@@ -287,8 +307,9 @@ def test_of_a_size_never_timed_one_step_is_under_way_at_most():
 
 def test_a_long_prefill_pays_for_more_trials():
     def tried(prefill: float) -> int:
-        simulation = Simulation(CPU)
-        simulation.generate(adaptive(), [always(USELESS)], 64, prefill)
+        simulation, times = Simulation(CPU), StepTimes()
+        measured(times, CPU)
+        simulation.generate(adaptive(times=times), [always(USELESS)], 64, prefill)
         return sum(nodes > 1 for nodes in simulation.chosen)
 
     assert tried(300.0) > tried(0.0)
@@ -305,9 +326,9 @@ def test_a_grown_cache_goes_on_with_what_is_known():
         policy.observe(tree, GPU[tree.num_nodes] * (1.5 if step >= 60 else 1.0), [commit(tree, BETTER, draws)])
         after += [tree.num_nodes] if step >= 60 else []
     assert statistics.mean(nodes > 4 for nodes in after[:5]) > 0.5, "the sizes known before are used at once"
-    grown = policy.times.profile(1, 2048)
-    assert grown.seconds(1) == pytest.approx(1.5, rel=0.1)
-    assert policy.times.profile(1, 1024).seconds(1) == 1.0
+    grown = policy.times.profile(1, 2048).known()
+    assert grown[8] / grown[1] == pytest.approx(GPU[8], rel=0.02)
+    assert policy.times.profile(1, 1024).known()[1] == 1.0
 
 
 def test_steps_are_observed_in_the_order_they_were_chosen():
@@ -328,8 +349,8 @@ def test_without_heads_there_is_nothing_to_choose():
     assert policy.trees == (Tree([]),)
 
 
-def test_a_belief_about_another_ladder_is_refused():
-    with pytest.raises(ValueError, match="belief: expected one about the tree_set given"):
+def test_a_model_of_another_tree_set_is_refused():
+    with pytest.raises(ValueError, match="acceptance: expected a model of the given tree set"):
         Adaptive(TreeSet(GOOD), StepTimes(), AcceptanceModel(TreeSet(GOOD)))
 
 

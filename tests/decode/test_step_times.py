@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
 
 
@@ -21,80 +18,57 @@ def profile(**samples: Sequence[float]) -> Profile:
     return made
 
 
-def test_a_size_is_the_lower_median_of_its_last_samples():
-    assert profile(n1=[3.0, 1.0, 2.0, 9.0]).seconds(1) == 2.0
-    assert profile(n1=[9.0] * 50 + [1.0] * 5).seconds(1) == 1.0
-    assert profile(n1=[5.0, 1.0]).seconds(1) == 1.0
-    assert Profile().seconds(1) is None
-    assert Profile().seconds(8) is None
+def test_estimates_are_the_lower_third_and_the_median_of_the_last_samples():
+    assert profile(n1=[3.0, 1.0, 2.0, 9.0]).estimates([1]) == [(2.0, 3.0)]
+    assert profile(n1=[9.0] * 50 + [1.0] * 8).estimates([1]) == [(1.0, 1.0)]
+    assert profile(n1=[5.0, 1.0]).estimates([1])[0][0] == 1.0
+    assert profile(n1=[5.0]).estimates([1]) == []  # a single one may be an outlier
+    assert Profile().estimates([1, 8]) == []
 
 
-def test_sizes_between_are_interpolated_and_larger_ones_extrapolated():
-    known = profile(n1=[1.0] * 3, n4=[1.6] * 3, n16=[2.2] * 3)
-    assert known.seconds(2) == pytest.approx(1.2)
-    assert known.seconds(8) == pytest.approx(1.8)
-    assert known.seconds(64) == pytest.approx(2.8)  # as much for each doubling as from 4 to 16
-    assert known.seconds(256) == pytest.approx(3.4)
-    hopeful = profile(n1=[1.0] * 3)
-    assert 1.0 < hopeful.seconds(2) < hopeful.seconds(64) < 1.5
-    assert profile(n1=[1.0] * 3, n4=[2.0] * 3, n16=[1.9] * 3).seconds(64) > 1.9
+def test_sizes_never_timed_are_hoped_to_be_cheap_and_feared_to_be_dear():
+    hopeful, careful = zip(*profile(n1=[1.0] * 3, n4=[1.6] * 3).estimates([1, 2, 4, 8, 64]), strict=True)
+    assert hopeful == pytest.approx((1.0, 1.15, 1.6, 1.68, 1.68 * 1.15))
+    assert careful == pytest.approx((1.0, 1.6, 1.6, 2.4, 3.6))
+    hopeful, careful = zip(*profile(n1=[1.0] * 3).estimates([1, 2, 64]), strict=True)
+    assert hopeful[1] == careful[1] == pytest.approx(1.15)
+    # A smaller tree takes no longer than a larger one.
+    assert profile(n1=[1.0] * 3, n4=[2.0] * 3, n16=[1.9] * 3).estimates([1, 4, 16])[1][0] == 1.9
 
 
 def test_one_slow_sample_is_not_believed_before_a_second_one():
     doubted = profile(n1=[1.0] * 3, n4=[10.0])
-    assert doubted.seconds(4) < 1.5
-    assert 1.5 < doubted.at_risk(4) < 3.0
+    assert doubted.estimates([1, 4])[1] == (pytest.approx(1.2), 10.0)
     doubted.add(4, 10.0)
-    assert doubted.seconds(4) == doubted.at_risk(4) == 10.0
-    cured = profile(n1=[1.0] * 3, n4=[10.0, 1.5])
-    assert cured.seconds(4) == 1.5
+    assert doubted.estimates([1, 4])[1][1] == 10.0
+    assert profile(n1=[1.0] * 3, n4=[10.0, 1.5]).estimates([1, 4])[1][1] == 1.5
 
 
-def test_a_first_step_counts_only_where_it_is_faster():
-    times = profile(n1=[1.0] * 3)
-    times.add(4, 5.0, first=True)
-    assert times.samples(4) == 0
-    times.add(4, 1.5)
-    assert (times.samples(4), times.seconds(4)) == (1, pytest.approx(1.2))
-    times.add(4, 2.0, first=True)
-    assert times.samples(4) == 1
-    times.add(4, 1.3, first=True)
-    assert times.samples(4) == 2
-    # Where nothing but first steps ever comes, the second one counts.
-    times.add(8, 4.0, first=True)
-    times.add(8, 5.0, first=True)
-    assert times.kept()[8] == [4.0]
+def test_a_machine_that_gets_slower_does_not_change_how_sizes_compare():
+    times, slow = Profile(), 1.0
+    for step in range(400):
+        slow = 2.0 if step >= 200 else 1.0
+        times.observe(*((1, slow) if step % 40 in (0, 1, 2) else (8, 1.5 * slow)))
+    (plain, _), (tree, _) = times.estimates([1, 8])
+    assert tree / plain == pytest.approx(1.5, rel=0.02)
 
 
-def test_another_cache_size_starts_from_the_nearest_one_scaled():
+def test_another_cache_size_starts_from_the_nearest_one():
     times = StepTimes()
     for nodes, seconds in ((1, 1.0), (16, 2.0)):
-        times.profile(2, 1024).add(nodes, seconds)
-        times.profile(2, 65536).add(nodes, seconds * 7)
+        for _ in range(3):
+            times.profile(2, 1024).add(nodes, seconds)
+            times.profile(2, 65536).add(nodes, seconds * 7)
     longer = times.profile(2, 2048)
-    assert longer.seconds(16) == 2.0
-    longer.add(1, 1.5)
-    longer.add(1, 1.5)
-    assert longer.seconds(16) == pytest.approx(3.0)
-    assert times.profile(4, 1024).seconds(16) is None
+    assert longer.estimates([1, 16]) == [(1.0, 1.0), (2.0, 2.0)]
+    assert longer.kept() == {}
+    for _ in range(4):
+        longer.observe(1, 1.5)
+        longer.observe(16, 3.3)
+    (plain, _), (tree, _) = longer.estimates([1, 16])
+    assert tree / plain == pytest.approx(2.2, rel=0.1)
+    assert times.profile(4, 1024).estimates([1, 16]) == []
     assert times.profile(2, 2048) is longer
-
-
-def test_measuring_leaves_out_each_trees_first_step():
-    trees, called = [Tree([]), Tree.chain(3)], Counter()
-
-    def run_step(tree: Tree) -> float:
-        called[tree.num_nodes] += 1
-        return 50.0 if called[tree.num_nodes] == 1 else tree.num_nodes + called[tree.num_nodes] / 10
-
-    times = StepTimes()
-    times.measure(run_step, trees, batch=2, rows=64, repeats=3)
-    assert times.profile(2, 64).kept() == {1: [1.2, 1.3, 1.4], 4: [4.2, 4.3, 4.4]}
-    with pytest.raises(ValueError, match="repeats: expected at least 1, got 0"):
-        times.measure(run_step, trees, repeats=0)
-    with pytest.raises(ValueError, match="run_step: expected seconds above 0, got nan"):
-        times.measure(lambda tree: math.nan, trees)
-    assert times.profile(1, 0).kept() == {}
 
 
 def test_times_survive_a_file_and_no_other_device_or_model_reads_them():
@@ -105,7 +79,7 @@ def test_times_survive_a_file_and_no_other_device_or_model_reads_them():
     text = times.to_json()
     again = StepTimes.from_json(text, device="H200, graph", model="llama bf16")
     assert again.to_json() == text
-    assert again.profile(2, 1024).seconds(4) == 256.0
+    assert again.profile(2, 1024).known() == {4: 256.0}
     assert again.profile(2, 512).kept() == {4: [128.0, 256.0, 64.0]}
     with pytest.raises(ValueError, match="device 'A100, graph', got 'H200, graph'"):
         StepTimes.from_json(text, device="A100, graph", model="llama bf16")

@@ -128,7 +128,7 @@ def test_auto_starts_from_the_stored_times(tuned):
 def test_autos_ladder_knows_the_counts_beside_the_heads(folders, caplog):
     def shares():
         with MedusaModel.from_pretrained(folders / "heads") as model:
-            tree_set = model._policy("auto").belief.tree_set
+            tree_set = model._policy("auto").acceptance.tree_set
         # Odds against the first child of the two-node tree.
         return 1 / (1 + tree_set.odds_against[1][0])
 

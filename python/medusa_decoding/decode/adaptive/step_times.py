@@ -1,151 +1,118 @@
-"""StepTimes: how long a step takes on this device, by number of nodes, batch and cache rows.
+"""StepTimes: how long a decoding step takes on this device, by number of nodes, batch size and cache rows.
 
-Fed by the steps of running generations, or by an explicit measurement; kept with the model, and beside its checkpoint
-as JSON. It does not know what a step commits, nor who runs it.
+`tree="auto"` fills it while it generates; `medusa tune` measures it and stores it as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from medusa_decoding.files import parse_json
-from medusa_decoding.trees.tree import Tree
 
-KEPT = 9
-"""Samples a size that the median is taken of, the latest ones."""
+KEPT = 15
+"""Latest samples kept per tree size."""
 TRUSTED = 3
-"""Samples from which on a size speaks for itself alone."""
+"""With fewer samples than this, what the next smaller size lets expect counts as one more."""
+RECENT = 3
+"""Latest steps that tell how much slower than usual the machine is."""
 HEADS_COST = 0.1
 DOUBLING_COST = 0.05
-"""What trees are hoped to cost before any was timed: a tenth of a plain step for the heads, a twentieth a doubling."""
+FEARED_GROWTH = 1.5
+"""Hoped cost of a tree that was never timed, in plain steps: of the heads, and of each doubling of the nodes."""
 
 
 class Profile:
-    """Step times of one batch size and one number of cache rows.
-
-    A size's time is the lower median of its last samples: slow outliers (a scheduler, a collector) do not move it, and
-    of two samples the faster one counts. While a size has fewer than `TRUSTED` samples, what the other sizes let expect
-    counts as one more. A size without samples is interpolated in the number of nodes; above the largest known one,
-    extrapolated by the growth between the two largest known trees, and by a hopeful constant where only one is known:
-    what looks too good is tried and thereby timed, what looks too bad never is.
+    """Step times for one batch size and one number of cache rows.
 
     Args:
-        seeds: times of another number of cache rows at the same batch size, by nodes: believed, scaled to the first own
-            sample, until there are own ones.
+        seeds: seconds by number of nodes, believed until there are samples.
     """
 
-    def __init__(self, seeds: dict[int, float] | None = None) -> None:
-        self.version = 0
-        self.checks = 0
-        self._samples: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
-        self._bounds: dict[int, float] = {}
+    def __init__(self, seeds: Mapping[int, float] | None = None) -> None:
         self._seeds = dict(seeds or {})
-        self._scale = 1.0
+        self._samples: dict[int, deque[float]] = {}
+        self._slowdowns: deque[float] = deque([1.0], maxlen=RECENT)
+        self._previous = 0
 
-    def add(self, nodes: int, seconds: float, first: bool = False) -> None:
-        """Take one step's duration.
+    def observe(self, nodes: int, seconds: float) -> bool:
+        """Learn from a step of a generation; return whether estimates may have changed.
 
-        Args:
-            nodes: nodes of the step's tree, root included.
-            seconds: its duration.
-            first: whether it was the first such step on its state, which may have made or warmed up something. That
-                only adds time, so it counts where it is faster than believed, and where a second first step of a size
-                never timed otherwise has come.
+        What counts is how sizes compare, but they are timed at different moments, and other programs may slow the
+        machine down meanwhile. So a sample is divided by the slowdown of the latest steps against their medians, and is
+        only taken when the size has changed: a run of steps of one size tells nothing about the others.
         """
-        samples = self._samples.get(nodes)
-        if first and samples is None and nodes not in self._bounds:
-            self._bounds[nodes] = seconds
-            self.version += 1
-            return
-        if first and samples is not None and seconds >= self._medians[nodes]:
-            return
-        if samples is None:
-            samples = self._samples[nodes] = deque(maxlen=KEPT)
-            seconds = min(seconds, self._bounds.get(nodes, seconds))
-        samples.append(seconds)
-        self._medians[nodes] = median = sorted(samples)[(len(samples) - 1) // 2]
-        if nodes in self._seeds:
-            self._scale = median / self._seeds[nodes]
-        self.version += 1
+        slowdown, trusted = statistics.median(self._slowdowns), self.samples(nodes) >= TRUSTED
+        if trusted or nodes in self._seeds:
+            self._slowdowns.append(seconds / self.known()[nodes])
+        repeated, self._previous = nodes == self._previous, nodes
+        if trusted and repeated:
+            return False
+        self.add(nodes, seconds / slowdown)
+        return True
+
+    def add(self, nodes: int, seconds: float) -> None:
+        """Add the duration of a step whose tree has `nodes` nodes, root included."""
+        self._samples.setdefault(nodes, deque(maxlen=KEPT)).append(seconds)
 
     def samples(self, nodes: int) -> int:
-        """Return how many own samples a size has."""
+        """Return how many samples a size has."""
         return len(self._samples.get(nodes, ()))
 
     def known(self) -> dict[int, float]:
-        """Return the times by nodes that rest on samples, or on those of another number of cache rows."""
-        return {nodes: seconds * self._scale for nodes, seconds in self._seeds.items()} | self._medians
+        """Return the median seconds of every size that was timed here or is seeded, by nodes."""
+        return self._seeds | {nodes: statistics.median_low(samples) for nodes, samples in self._samples.items()}
 
     def kept(self) -> dict[int, list[float]]:
-        """Return the own samples by nodes, oldest first."""
+        """Return the samples by nodes, oldest first."""
         return {nodes: list(samples) for nodes, samples in self._samples.items()}
 
-    def seconds(self, nodes: int, known: dict[int, float] | None = None) -> float | None:
-        """Return the believed duration of a step; None as long as nothing at all is known.
+    def estimates(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
+        """Return a hopeful and a careful estimate of a step's seconds for each size; nothing before one is known.
+
+        Hopeful is the lower third of the samples (what slows a step down only adds time), never more than for a larger
+        tree: what looks good is tried and thereby timed. Careful is the median; the careful estimate of a tree that was
+        never timed grows by `FEARED_GROWTH` from the next smaller tree's.
 
         Args:
-            nodes: nodes of the step's tree, root included.
-            known: what `known` returns, for callers that ask for many sizes.
+            sizes: numbers of nodes in ascending order.
         """
-        samples = self._samples.get(nodes, ())
-        if len(samples) >= TRUSTED:
-            return self._medians[nodes]
-        expected = self.expected(nodes, known)
-        if nodes in self._bounds and not samples:
-            return min(self._bounds[nodes], expected) if expected is not None else None
-        pool = sorted(samples if expected is None else (*samples, expected))
-        return pool[(len(pool) - 1) // 2] if pool else None
-
-    def at_risk(self, nodes: int, known: dict[int, float] | None = None) -> float | None:
-        """Return the duration to reckon with where a loss has to stay small.
-
-        As `seconds`; but while a tree has at most one sample, what little was seen of it, or else of the nearest tree
-        (cut at three plain steps), weighs as much as what is believed, in the geometric mean.
-        """
-        known = self.known() if known is None else known
-        believed = self.seconds(nodes, known)
-        plain = self.seconds(1, known)
-        if believed is None or plain is None or nodes == 1 or self.samples(nodes) > 1:
-            return believed
-        seen = self._bounds | known
-        near = min((size for size in seen if size > 1), key=lambda size: abs(math.log2(size / nodes)), default=None)
-        if near is None:
-            return believed
-        return max(believed, math.sqrt(min(seen[near], 3.0 * plain) * believed))
-
-    def expected(self, nodes: int, known: dict[int, float] | None = None) -> float | None:
-        """Return what the other sizes let expect of this one; None if they tell nothing."""
-        known = self.known() if known is None else known
-        if nodes not in self._samples and nodes in known:
-            return known[nodes]
-        below = sorted(size for size in known if size < nodes)
-        above = min((size for size in known if size > nodes), default=None)
-        if not below:
-            return None  # a plain step has no heads and no tree: trees do not tell its time
-        low = below[-1]
-        if above is not None:
-            share = (nodes - low) / (above - low)
-            return known[low] + share * max(known[above] - known[low], 0.0)
-        doublings = math.log2(nodes / low)
-        if low == 1:
-            return known[1] * (1.0 + HEADS_COST + DOUBLING_COST * doublings)
-        growth = DOUBLING_COST * known[low]
-        if len(below) > 1 and below[-2] > 1:
-            growth = max(growth, (known[low] - known[below[-2]]) / math.log2(low / below[-2]))
-        return known[low] + growth * doublings
+        found: list[tuple[float, float]] = []
+        timed = self.known()
+        for place, nodes in enumerate(sizes):
+            pool = list(self._samples.get(nodes, ()))
+            if len(pool) < TRUSTED:
+                if nodes in self._seeds:
+                    pool.append(self._seeds[nodes])
+                elif found:
+                    growth = DOUBLING_COST * math.log2(nodes / sizes[place - 1]) + HEADS_COST * (place == 1)
+                    pool.append(found[-1][0] * (1.0 + growth))
+            if len(pool) < (1 if place or nodes in self._seeds else 2):
+                return []
+            pool.sort()
+            careful = pool[len(pool) // 2]
+            if nodes not in timed and place > 1:
+                careful = max(careful, FEARED_GROWTH * found[-1][1])
+            found.append((pool[(len(pool) - 1) // 3], careful))
+        above = found[-1][0], None
+        for place in reversed(range(len(found))):
+            hopeful, careful = min(found[place][0], above[0]), found[place][1]
+            careful = careful if sizes[place] in timed else above[1] or careful
+            found[place] = hopeful, careful
+            above = hopeful, careful if sizes[place] in timed else above[1]
+        return found
 
 
 class StepTimes:
     """Step times of one model on one device.
 
     Args:
-        device: names the device and how steps run there, "NVIDIA H200, graph" say.
-        model: names the model with its dtype and heads. Times are read back for the same names only.
+        device: names the device and how steps run there, for example "NVIDIA H200, graph".
+        model: names the model with its dtype and heads. A file is read for the same two names only.
     """
 
     def __init__(self, device: str = "", model: str = "") -> None:
@@ -154,52 +121,17 @@ class StepTimes:
         self._profiles: dict[tuple[int, int], Profile] = {}
 
     def profile(self, batch: int, rows: int) -> Profile:
-        """Return the times of a batch size and a number of cache rows, made where there are none.
+        """Return the times for a batch size and a number of cache rows.
 
-        A new one starts from the same batch size's with the nearest number of rows; other batch sizes tell nothing.
+        A new profile starts from the one of the same batch size with the nearest number of rows.
         """
         found = self._profiles.get((batch, rows))
         if found is None:
-            near = [
-                (abs(math.log2((other + 1) / (rows + 1))), other)
-                for (size, other), profile in self._profiles.items()
-                if size == batch and profile.known()
-            ]
-            seeds = self._profiles[batch, min(near)[1]].known() if near else None
+            others = [(other, profile) for (size, other), profile in self._profiles.items() if size == batch]
+            others.sort(key=lambda pair: (abs(math.log2((pair[0] + 1) / (rows + 1))), pair[0]))
+            seeds = next((profile.known() for _, profile in others if profile.known()), None)
             found = self._profiles[batch, rows] = Profile(seeds)
         return found
-
-    def measure(
-        self,
-        run_step: Callable[[Tree], float],
-        trees: Sequence[Tree],
-        *,
-        batch: int = 1,
-        rows: int = 0,
-        repeats: int = 5,
-    ) -> None:
-        """Time trees explicitly.
-
-        Args:
-            run_step: runs one step of a tree to its end and returns the seconds it took.
-            trees: what to time.
-            batch: rows that `run_step` decodes.
-            rows: cache rows that it decodes in.
-            repeats: timed steps a tree, in turn with the others', behind one that is not timed.
-
-        Raises:
-            ValueError: fewer than one repeat, or a duration that is not a positive number.
-        """
-        if repeats < 1:
-            raise ValueError(f"repeats: expected at least 1, got {repeats}")
-        for tree in trees:
-            run_step(tree)
-        found = [(tree.num_nodes, run_step(tree)) for _ in range(repeats) for tree in trees]
-        for _, seconds in found:
-            _check_seconds("run_step", seconds)
-        profile = self.profile(batch, rows)
-        for nodes, seconds in found:
-            profile.add(nodes, seconds)
 
     def to_json(self) -> str:
         """Return all samples as JSON, with device and model."""
@@ -215,7 +147,7 @@ class StepTimes:
         """Read what `to_json` returned.
 
         Raises:
-            ValueError: times of another device or model, or anything that is not such JSON; it says what.
+            ValueError: the times are those of another device or model, or the text is not such JSON.
         """
         data = parse_json(text, "step times")
         if not isinstance(data, dict):
@@ -225,8 +157,7 @@ class StepTimes:
                 raise ValueError(f"step times: expected {name} {wanted!r}, got {data.get(name)!r}")
         times = cls(device, model)
         for batch, rows, nodes, seconds in _checked_entries(data.get("step_times")):
-            # Before any is made, so that none is seeded by another.
-            profile = times._profiles.setdefault((batch, rows), Profile())
+            profile = times._profiles.setdefault((batch, rows), Profile())  # not seeded by another
             for value in seconds:
                 profile.add(nodes, value)
         return times
@@ -235,23 +166,15 @@ class StepTimes:
 def _checked_entries(entries: Any) -> Iterable[tuple[int, int, int, list[float]]]:
     if not isinstance(entries, list):
         raise ValueError(f"step_times: expected a list, got {type(entries).__name__}")
-    checked = []
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("seconds"), list):
             raise ValueError(f"step_times: expected batch, rows, nodes and a list of seconds, got {entry!r}")
-        sizes = []
         for name, least in (("batch", 1), ("rows", 0), ("nodes", 1)):
             value = entry.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"step_times: expected {name} of at least {least}, got {value!r}")
-            sizes.append(value)
         for seconds in entry["seconds"]:
-            _check_seconds("step_times", seconds)
-        checked.append((sizes[0], sizes[1], sizes[2], entry["seconds"]))
-    return checked
-
-
-def _check_seconds(name: str, seconds: Any) -> None:
-    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(f"{name}: expected seconds above 0, got {seconds!r}")
+            number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+            if not number or not math.isfinite(seconds) or seconds <= 0:
+                raise ValueError(f"step_times: expected seconds above 0, got {seconds!r}")
+        yield entry["batch"], entry["rows"], entry["nodes"], entry["seconds"]
