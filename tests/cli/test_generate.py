@@ -190,7 +190,7 @@ def test_chat_takes_another_template(make_chat, run_json, tmp_path):
         (["--acceptance", "typical", "--repetition-penalty", "1.5"], "acceptance: expected 'lossless'"),
         (["--stop", ""], "stop_strings: expected one or more non-empty strings"),
         (["--template", "plain"], "--template: expected --chat with it"),
-        (["--chat"], "--template: expected a Jinja file or plain"),
+        (["--chat"], "template: expected vicuna, plain or a Jinja file"),
         (["--chat", "--template", "no-such-file"], "no-such-file"),
     ],
 )
