@@ -99,7 +99,7 @@ def test_hub_names_go_to_the_library(monkeypatch):
         read("no/such")
 
 
-@pytest.mark.parametrize("path", ["data/missing.jsonl", "/no/such/folder", "what is this?", "../up"])
+@pytest.mark.parametrize("path", ["data/missing.jsonl", "/no/such/folder", "what is this?", "../up", "~nobody-here/a"])
 def test_a_source_that_is_nothing_is_named(path):
     with pytest.raises(ValueError, match=r"expected a file, a folder or a hub name, got "):
         read(path)

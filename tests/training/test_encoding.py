@@ -213,6 +213,7 @@ def test_a_text_is_learnt_whole_and_ended(kind):
     [
         ({}, "template: expected vicuna, plain or a Jinja file, because the tokenizer of .* has no template, got none"),
         ({"template": "chatml"}, "template: expected vicuna, plain or a Jinja file, got chatml"),
+        ({"template": "~nobody-here/own.jinja"}, "template: expected vicuna, plain or a Jinja file, got ~nobody-here"),
         ({"template": "vicuna", "turns": "all"}, "turns: expected 'joint' or 'each', got 'all'"),
     ],
 )

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import bisect
 import functools
+import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -263,7 +263,7 @@ def _template_text(tokenizer: Any, name: str | None, built_in: Mapping[str, str]
             raise ValueError(f"template: expected a tokenizer with an end token for {name!r}, got one without")
         return built_in[name]
     try:
-        return read_text(Path(name).expanduser())
+        return read_text(os.path.expanduser(name))
     except ValueError as error:
         raise ValueError(f"template: {error}") from error
     except OSError as error:

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import zlib
 from collections import Counter
@@ -308,7 +309,7 @@ def raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
         ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
         ModuleNotFoundError: a parquet file or a hub name without the `datasets` library.
     """
-    path = Path(source.path).expanduser()
+    path = Path(os.path.expanduser(source.path))
     if path.is_file():
         yield from _read_file(path)
     elif path.is_dir():
