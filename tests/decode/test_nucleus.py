@@ -34,6 +34,14 @@ def kept(scores, top_p):
     return [set(row.nonzero()[:, 0].tolist()) for row in stays]
 
 
+@pytest.fixture(params=["sorted", "buckets"])
+def either_way(request, monkeypatch):
+    """As for a small vocabulary, and as for a large one."""
+    if request.param == "buckets":
+        monkeypatch.setattr(sampling, "FEW_TOKENS", 0)
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
 def test_what_an_exact_walk_keeps(top_p, spread):
@@ -45,6 +53,7 @@ def test_what_an_exact_walk_keeps(top_p, spread):
     assert kept(scores, top_p) == [walked(row, top_p) for row in scores]
 
 
+@pytest.mark.usefixtures("either_way")
 def test_tokens_that_are_excluded_already_stay_so():
     scores = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     scores[:, ::2] = -math.inf
@@ -53,6 +62,7 @@ def test_tokens_that_are_excluded_already_stay_so():
     assert torch.equal(filtered, lp.TopPLogitsWarper(0.8)(None, scores))
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_broken_scores_stay_broken(bad):
     scores = torch.zeros(2, 50)
@@ -94,6 +104,7 @@ def test_texts_are_those_of_sorting(settings, extra, monkeypatch):
     model = tiny(vocab_size=211)
     ids, mask = padded(prompts(3, [7, 2, 12], vocab=211))
     kwargs = {"max_new_tokens": 30, "do_sample": True, **settings, **extra}
+    monkeypatch.setattr(sampling, "FEW_TOKENS", 0)
     with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
         with Sorts() as sorts:
             ours = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]

@@ -37,6 +37,9 @@ CONTEXT_FREE = (
     lp.LogitNormalization,
 )
 
+FEW_TOKENS = 2**12
+"""Vocabulary up to which sorting is faster than buckets of probabilities."""
+
 
 class Nucleus(lp.TopPLogitsWarper):
     """transformers' top-p without sorting the vocabulary on a CPU, where sorting 128,256 scores takes tens of ms.
@@ -55,8 +58,13 @@ class Nucleus(lp.TopPLogitsWarper):
         # As integers their sum is exact in any order; it is below 2^63, and fp32 holds each product exactly.
         mass = (probabilities * 2.0**62).long()
         limit = mass.sum(-1, keepdim=True).sub(1).clamp(max=int((1 - self.top_p) * 2.0**62))  # the likeliest stays
-        # The bits of non-negative numbers are in the order of the numbers: the edge is found 15 bits at a time.
-        bits = probabilities.view(torch.int32)
+        bits = probabilities.view(torch.int32)  # of non-negative numbers: in the order of the numbers
+        if scores.shape[-1] <= FEW_TOKENS:
+            order = bits.argsort(stable=True)
+            removed = torch.zeros_like(bits, dtype=torch.bool)
+            removed.scatter_(-1, order, mass.gather(-1, order).cumsum(-1) <= limit)
+            return scores.masked_fill(removed, self.filter_value)
+        # The edge is found 15 bits at a time.
         high = bits >> 15
         edge, below = _bucket(high, mass, limit)
         at_edge = high == edge
