@@ -289,6 +289,7 @@ def test_one_process_has_no_peers():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_command_prints_once_what_transformers_writes():
     prompt = "def main("
     out, err = torchrun(
