@@ -92,18 +92,15 @@ class Steps:
 
         def step_for(tree: Tree) -> Step:
             if id(tree) not in met:
-                met[id(tree)] = tree, self._cached(tree, backend)
+                key = (tree, backend, self.backbone.device)
+                step = self._made.pop(key, None) or self._make(tree, backend)
+                self._made[key] = step  # the last entry is the most recent one
+                if len(self._made) > KEPT_STEPS:
+                    self._drop(next(iter(self._made)))
+                met[id(tree)] = tree, step
             return met[id(tree)][1]
 
         return step_for
-
-    def _cached(self, tree: Tree, backend: Backend) -> Step:
-        key = (tree, backend, self.backbone.device)
-        step = self._made.pop(key, None) or self._make(tree, backend)
-        self._made[key] = step
-        if len(self._made) > KEPT_STEPS:
-            self._drop(next(iter(self._made)))
-        return step
 
     def _choose_layers(self, backend: Backend) -> None:
         """Have captured steps run fused layers if the model allows it; log once whether, and why not."""
