@@ -175,10 +175,10 @@ def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
     if layout.vocab_size is not None:
         expected["vocab_size"] = layout.vocab_size
     notes = contradictions(config, expected)
-    said = {"1": "own", "2": "shared"}.get(str(config.get("version")), projection)
-    if said != projection:
+    stated = {"1": "own", "2": "shared"}.get(str(config.get("version")), projection)
+    if stated != projection:
         notes.append(
-            f"config.json: version is {reprlib.repr(config['version'])} ({said} projections), the tensors hold "
+            f"config.json: version is {reprlib.repr(config['version'])} ({stated} projections), the tensors hold "
             f"{projection} projections; the tensors are believed"
         )
     return notes
