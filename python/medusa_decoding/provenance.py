@@ -72,7 +72,8 @@ def provenance(command: str, device: torch.device | None = None, file: str | Pat
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
     """Describe the machine that a device (by default the GPU if there is one) belongs to."""
-    if device.type == "cuda" if device is not None else torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    if on_gpu:
         # The newest CUDA version that the driver supports; torch does not tell the driver's own version.
         supported = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
         return {

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from medusa_decoding.checks import shown
 from medusa_decoding.files import read_json_object
 
 # Above those of any existing model.
@@ -60,7 +61,7 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
             continue  # the default, or one value per layer, which transformers checks
         least = 0 if key == "num_labels" else 1
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"{file}: expected {key} from {least} to {most}, got {_short(value)}")
+            raise ValueError(f"{file}: expected {key} from {least} to {most}, got {shown(value)}")
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise ValueError(f"{file}: expected num_key_value_heads that divides {heads} heads, got {kv_heads}")
@@ -79,7 +80,7 @@ def check_keys(raw: Mapping[str, Any], file: Path, kind: type) -> None:
         if key.endswith("_token_id") and value is not None:
             for token in value if isinstance(value, list) else [value]:
                 if isinstance(token, bool) or not isinstance(token, int) or abs(token) >= 2**31:
-                    raise ValueError(f"{file}: expected {key} to be a token id or a list of them, got {_short(value)}")
+                    raise ValueError(f"{file}: expected {key} to be a token id or a list of them, got {shown(value)}")
 
 
 def _check_rope(key: str, value: Any, file: Path) -> None:
@@ -91,13 +92,7 @@ def _check_rope(key: str, value: Any, file: Path) -> None:
         most = 1.0 if key == "partial_rotary_factor" else 1e15
         for number in value if isinstance(value, list) and not single else [value]:
             if not isinstance(number, (int, float)) or not abs(number) <= most:
-                raise ValueError(f"{file}: expected {key} in numbers of at most {most:g}, got {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, int) and abs(value) > 10**18:
-        return "a larger one" if value > 0 else "a negative one"
-    return re.sub(r"(.{80}).+", r"\1..", repr(value))
+                raise ValueError(f"{file}: expected {key} in numbers of at most {most:g}, got {shown(value)}")
 
 
 def check_revision(revision: Any) -> None:
@@ -107,4 +102,4 @@ def check_revision(revision: Any) -> None:
     """
     if revision is None or (isinstance(revision, str) and _REVISION.fullmatch(revision) and ".." not in revision):
         return
-    raise ValueError(f"revision: expected a branch, tag or commit on the hub, got {_short(revision)}")
+    raise ValueError(f"revision: expected a branch, tag or commit on the hub, got {shown(revision)}")
