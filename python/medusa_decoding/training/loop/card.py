@@ -203,11 +203,13 @@ def _data(facts: CardFacts) -> list[str]:
             bad = report.bad.total()
             end = ", because of:" if bad else "."
             found.append(f"{prefix}{report.read} records read, {bad} of them left out{end}")
-            headers = ["reason", "records"], ["noted", "times"]
-            for header, numbers in zip(headers, (report.bad, report.notes), strict=True):
-                if numbers:
-                    found.append(_table(header, sorted(numbers.items(), key=lambda item: (-item[1], item[0]))))
+            found += _counts(["reason", "records"], report.bad) + _counts(["noted", "times"], report.notes)
     return found
+
+
+def _counts(header: list[str], counts: Mapping[str, int]) -> list[str]:
+    rows = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [_table(header, rows)] if rows else []
 
 
 def _source(source: SourceConfig) -> list[str]:

@@ -186,6 +186,25 @@ class Processes:
             sharded: Any = module
             sharded.reshard()
 
+    def optimiser_state(self, module: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the whole state of an optimiser of the module, in the main process; all processes must call."""
+        if not self.sharded:
+            return optimiser.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_optimizer_state_dict(module, optimiser, options=options)
+
+    def load_optimiser_state(self, module: nn.Module, optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Load the result of `optimiser_state`, which all processes must have."""
+        if not self.sharded:
+            optimiser.load_state_dict(state)
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(module, optimiser, optim_state_dict=state, options=options)
+
     @contextlib.contextmanager
     def gradients_kept(self, module: nn.Module, keep: bool) -> Iterator[None]:
         """Leave gradients in this process while `keep` is set: more micro-batches of the step follow."""

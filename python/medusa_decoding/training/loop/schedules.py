@@ -8,7 +8,9 @@ heads alone. This module knows numbers of steps; it does not know data or losses
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from transformers import get_scheduler
@@ -100,3 +102,45 @@ def stages(config: Config, rows: int) -> list[Stage]:
             )
         found.append(Stage(name, steps, trains_backbone))
     return found
+
+
+@dataclass
+class Progress:
+    """The point that a run has reached.
+
+    Attributes:
+        stage: number of the stage.
+        step: steps done in this stage.
+        done: steps done in the whole run.
+        tokens: tokens trained on, including padding.
+        seconds: spent in steps.
+    """
+
+    stage: int = 0
+    step: int = 0
+    done: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], stages: Sequence[Stage]) -> Progress:
+        """Read the state of a checkpoint.
+
+        Raises:
+            ValueError: it is not a point of a run of these stages.
+        """
+        names = [one.name for one in fields(cls)]
+        stage, step, done, tokens, seconds = (state[name] for name in names)
+        if (
+            any(type(state[name]) is not int for name in names[:-1])
+            or not 0 <= stage < len(stages)
+            or not 0 <= step <= stages[stage].steps
+            or done != step + sum(before.steps for before in stages[:stage])
+            or tokens < 0
+            or not isinstance(seconds, (int, float))
+            or not 0 <= seconds < math.inf
+        ):
+            got = ", ".join(f"{name} {state[name]!r:.40}" for name in names)
+            steps = sum(one.steps for one in stages)
+            raise ValueError(f"expected a place in this run's {steps} steps, got {got}")
+        return cls(stage, step, done, tokens, float(seconds))

@@ -40,29 +40,10 @@ from medusa_decoding.training.loop.saving import (
     read_state,
     restore_random,
 )
-from medusa_decoding.training.loop.schedules import Stage, lambda_0, learning_rates, stages
+from medusa_decoding.training.loop.schedules import Progress, Stage, lambda_0, learning_rates, stages
 from medusa_decoding.training.loop.states import StateCache, fingerprint
 from medusa_decoding.training.loss.chunked import TOP
 from medusa_decoding.training.loss.fake_quant import fake_quant
-
-
-@dataclass
-class Progress:
-    """The point that a run has reached.
-
-    Attributes:
-        stage: number of the stage.
-        step: steps done in this stage.
-        done: steps done in the whole run.
-        tokens: tokens trained on, including padding.
-        seconds: spent in steps.
-    """
-
-    stage: int = 0
-    step: int = 0
-    done: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
@@ -337,13 +318,7 @@ class Trainer:
             "measured": None if self.measured is None else self.measured.to_json(),
         }
         weights = self.trained()
-        if self.processes.sharded:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            moments = get_optimizer_state_dict(self.objective, self.optimiser, options=options)
-        else:
-            moments = self.optimiser.state_dict()
+        moments = self.processes.optimiser_state(self.objective, self.optimiser)
         optimiser = {"optimiser": moments, "schedule": self.schedule.state_dict()}
         self.checkpoints.save(self.at.done, state, weights, optimiser)
 
@@ -365,8 +340,8 @@ class Trainer:
             raise ValueError(f"{path}: expected a run with {has} weights, got one with {had} weights")
         if state["data"] != self._data:
             raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
-        self.at = self._progress(path, state)
         try:
+            self.at = Progress.from_state(state, self.stages)
             self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
         except ValueError as error:
             raise damaged(path, f"{STATE}: {error}") from error
@@ -381,23 +356,6 @@ class Trainer:
         if self.processes.main:
             cut_log(self.folder, self.at.done)
 
-    def _progress(self, path: Path, state: Mapping[str, Any]) -> Progress:
-        names = ("stage", "step", "done", "tokens")
-        stage, step, done, tokens = (state[name] for name in names)
-        seconds = state["seconds"]
-        if (
-            any(type(state[name]) is not int for name in names)
-            or not 0 <= stage < len(self.stages)
-            or not 0 <= step <= self.stages[stage].steps
-            or done != step + sum(before.steps for before in self.stages[:stage])
-            or tokens < 0
-            or not isinstance(seconds, (int, float))
-            or not 0 <= seconds < math.inf
-        ):
-            got = ", ".join(f"{name} {state[name]!r:.40}" for name in (*names, "seconds"))
-            raise damaged(path, f"{STATE}: expected a place in this run's {self.steps} steps, got {got}")
-        return Progress(stage, step, done, tokens, float(seconds))
-
     def _restore(self, path: Path, weights: Mapping[str, Tensor], saved: dict[str, Any]) -> None:
         named = self._named()
         check_weights(path, weights, named)
@@ -406,14 +364,7 @@ class Trainer:
         with torch.no_grad():
             for name, weight in named.items():
                 fill(weight, weights[name])
-        moments = saved["optimiser"]
-        if self.processes.sharded:
-            from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(self.objective, self.optimiser, optim_state_dict=moments, options=options)
-        else:
-            self.optimiser.load_state_dict(moments)
+        self.processes.load_optimiser_state(self.objective, self.optimiser, saved["optimiser"])
         self.schedule.load_state_dict(saved["schedule"])
 
 
