@@ -1,4 +1,4 @@
-// kv_compact on the CPU, behind a C ABI. Checks every batch row before it moves the first byte.
+// kv_compact on the CPU, with a C ABI. Checks every batch row before it moves the first byte.
 #include "kv_compact.h"
 
 namespace {

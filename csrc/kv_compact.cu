@@ -1,6 +1,6 @@
-// kv_compact on a CUDA device, behind a C ABI: one launch for all layers. Lengths and paths stay on the device and the
+// kv_compact on a CUDA device, with a C ABI: one launch for all layers. Lengths and paths stay on the device and the
 // grid does not depend on them, so the launch can be captured in a CUDA graph. The caller makes the cache's device
-// current. The host cannot look at device data: a batch row that fails the check is left as it is.
+// current. The host cannot read device data: a batch row that fails the check is left unchanged.
 #include <cuda_runtime_api.h>
 
 #include "kv_compact.h"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads)
                    const int32_t* __restrict__ accept_lens) {
   const int64_t batch = gridDim.y, b = blockIdx.y, layer = blockIdx.z;
   const int32_t* row_path = path + b * path_len;
-  // All that decides is loaded at once, before any of it is looked at: one wait for memory, then one for the rows.
+  // Load everything that the check needs before any of it is used: one wait for memory, then one for the rows.
   const medusa::Sources sources = medusa::read_sources(row_path, path_len, 0);
   const int64_t cache_len = cache_lens[b];
   const int64_t count = static_cast<int64_t>(accept_lens[b]) + 1;

@@ -1,22 +1,22 @@
-// What both compilers share of kv_compact: the check of a path, the choice of a unit and the row-moving loop itself.
+// The code of kv_compact for both compilers: the check of a path, the choice of a unit and the loop that moves rows.
 //
-// The cache is [layers2, batch, kv_heads, rows, row_bytes], contiguous bytes; the element type is not known here. After
-// a step, row cache_lens[b] + path[b, i] moves to row cache_lens[b] + i for i <= accept_lens[b]. Sources ascend and
-// never lie before their target (ascending strictly from 0 or more, path[i] >= i), so a walk upwards never overwrites a
-// row that is still to be read, even though source and target ranges overlap: target i < j <= path[j], source j, for
-// every j > i. Columns of bytes do not touch each other, hence one thread may own a column and needs no synchronisation.
+// The cache is [layers2, batch, kv_heads, rows, row_bytes], contiguous bytes of unknown element type. After a step, row
+// cache_lens[b] + path[b, i] moves to row cache_lens[b] + i for i <= accept_lens[b]. The path ascends strictly from 0
+// or more, so path[i] >= i: no source comes before its target. A walk upwards therefore never overwrites a row that it
+// has yet to read, although sources and targets overlap: target i < j <= path[j] = source j, for every j > i. Columns
+// of bytes are independent, so one thread may own a column and needs no synchronisation.
 //
-// A walk row by row would wait for memory once a row, because for all the compiler knows each store may change what the
-// next load reads. So a column walks in chunks: all rows of a chunk are loaded, then all are stored, and the latency is
-// paid once a chunk. That reads every row as the plain walk does: within a chunk nothing is stored before everything is
-// loaded, and the targets i of a chunk lie before the sources j of all later ones, by the inequality above.
+// A walk row by row would wait for memory once per row, because the compiler must assume that a store changes what the
+// next load reads. So a column walks in chunks, which load all their rows and then store them: one wait per chunk. The
+// result is that of the plain walk: a chunk stores nothing before it has loaded everything, and by the inequality above
+// its targets i come before the sources j of all later chunks.
 #pragma once
 
 #include <cstdint>
 
 #if defined(__CUDACC__)
 #define MEDUSA_HOST_DEVICE __host__ __device__ __forceinline__
-// Arrays that are indexed in an unrolled loop stay in registers.
+// Arrays indexed in an unrolled loop stay in registers.
 #define MEDUSA_UNROLL _Pragma("unroll")
 #else
 #define MEDUSA_HOST_DEVICE inline
@@ -26,14 +26,14 @@
 
 namespace medusa {
 
-// Raised whenever an exported function's arguments or meaning change; medusa_kernels/_native.py holds the same number.
+// Raise it when the arguments or the meaning of an exported function change, also in medusa_kernels/_native.py.
 constexpr int kAbiVersion = 1;
 
 enum Status : int {
   kOk = 0,
-  kRowOutside = 1,     // a source or target row outside [0, rows)
-  kPathUnordered = 2,  // path not strictly ascending, or path[i] < i
-  kAcceptOutside = 3,  // accept_lens outside [-1, path_len)
+  kRowOutside = 1,     // a source or target row is outside [0, rows)
+  kPathUnordered = 2,  // path is not strictly ascending, or path[i] < i
+  kAcceptOutside = 3,  // accept_lens is outside [-1, path_len)
 };
 
 struct alignas(16) Unit16 {
@@ -46,15 +46,15 @@ inline int64_t widest_unit(const void* kv, int64_t row_bytes) {
   return static_cast<int64_t>(bits & (~bits + 1));
 }
 
-// Rows of one chunk: a path of usual length (root and a node a head) in one go, and few enough for registers.
+// Rows per chunk: enough for a usual path (the root and one node per head), and few enough for registers.
 constexpr int kChunk = 8;
 
-// A chunk of a path: the loads do not depend on each other.
+// A chunk of a path. The loads do not depend on each other.
 struct Sources {
   int32_t node[kChunk];
 };
 
-// Reads the chunk that starts at `first`. Entries beyond the path, which are never used, are -1.
+// Reads the chunk that starts at `first`. Entries past the path are -1 and never used.
 MEDUSA_HOST_DEVICE Sources read_sources(const int32_t* path, int64_t path_len, int64_t first) {
   Sources sources;
   MEDUSA_UNROLL
@@ -62,8 +62,8 @@ MEDUSA_HOST_DEVICE Sources read_sources(const int32_t* path, int64_t path_len, i
   return sources;
 }
 
-// Checks one batch row. Entries of the path beyond the accepted ones are padding: they may be loaded and do not matter.
-// `sources` is the path's first chunk, which the caller has read already.
+// Checks one batch row. Entries of the path after the accepted ones are padding: they may be loaded and are not used.
+// `sources` is the first chunk of the path, which the caller has read.
 MEDUSA_HOST_DEVICE Status check_path(int64_t cache_len, const int32_t* path, int64_t path_len, Sources sources,
                                      int64_t accept_len, int64_t rows) {
   // Without early returns, so that a GPU waits for all of its loads at once.
@@ -88,8 +88,8 @@ MEDUSA_HOST_DEVICE Status check_path(int64_t cache_len, const int32_t* path, int
   return !accept_inside ? kAcceptOutside : !ascends ? kPathUnordered : count == 0 || inside ? kOk : kRowOutside;
 }
 
-// Walks one column upwards, a chunk at a time. `column` points at row cache_len; rows that are already in place are
-// neither read nor written. `sources` is the path's first chunk.
+// Walks one column upwards, one chunk at a time. `column` points at row cache_len; rows already in place are neither
+// read nor written. `sources` is the first chunk of the path.
 template <typename Unit>
 MEDUSA_HOST_DEVICE void move_column(Unit* column, int64_t row_units, const int32_t* path, int64_t path_len,
                                     Sources sources, int64_t count) {
