@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+Shape = Sequence[int | str]
 
 
-def shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> None:
+def shape(name: str, tensor: Tensor, expected: Shape) -> None:
     """Check a shape: an int must match, a letter stands for any size."""
     if tensor.shape == expected:
         return
@@ -22,52 +24,45 @@ def shape(name: str, tensor: torch.Tensor, expected: Sequence[int | str]) -> Non
         raise ValueError(f"{name}: expected shape [{wanted}], got {list(got)}")
 
 
-def axes(name: str, tensor: torch.Tensor, *names: str) -> None:
+def axes(name: str, tensor: Tensor, *names: str) -> None:
     """Check that a tensor has the named axes, of any size."""
     if tensor.dim() != len(names):
         shape(name, tensor, names)
 
 
-def dtype(name: str, tensor: torch.Tensor, *expected: torch.dtype) -> None:
+def dtype(name: str, tensor: Tensor, *expected: torch.dtype) -> None:
     """Check a dtype against the allowed ones."""
     if tensor.dtype not in expected:
         wanted = " or ".join(str(e).removeprefix("torch.") for e in expected)
         raise ValueError(f"{name}: expected dtype {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
 
 
-def same_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+def same_device(name: str, tensor: Tensor, like: str, other: Tensor) -> None:
     """Check that two arguments are on one device."""
     if tensor.device != other.device:
-        raise ValueError(f"{name}: expected on {other.device} like {other_name}, got {tensor.device}")
+        raise ValueError(f"{name}: expected on {other.device} like {like}, got {tensor.device}")
 
 
-def contiguous(name: str, tensor: torch.Tensor) -> None:
+def contiguous(name: str, tensor: Tensor) -> None:
     """Check that a tensor's memory is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
 
 
-def match(name: str, tensor: torch.Tensor, expected: Sequence[int | str], other_name: str, other: torch.Tensor) -> None:
+def match(name: str, tensor: Tensor, expected: Shape, like: str, other: Tensor) -> None:
     """Check an argument's shape, and that it has the dtype and the device of another one."""
     shape(name, tensor, expected)
     if tensor.dtype != other.dtype:
         wanted, got = (str(t.dtype).removeprefix("torch.") for t in (other, tensor))
-        raise ValueError(f"{name}: expected dtype {wanted} like {other_name}, got {got}")
-    same_device(name, tensor, other_name, other)
+        raise ValueError(f"{name}: expected dtype {wanted} like {like}, got {got}")
+    same_device(name, tensor, like, other)
 
 
-def typed(
-    name: str,
-    tensor: torch.Tensor,
-    expected: Sequence[int | str],
-    wanted: torch.dtype,
-    other_name: str,
-    other: torch.Tensor,
-) -> None:
+def typed(name: str, tensor: Tensor, expected: Shape, wanted: torch.dtype, like: str, other: Tensor) -> None:
     """Check an argument's shape and dtype, and that it is on the device of another one."""
     shape(name, tensor, expected)
     dtype(name, tensor, wanted)
-    same_device(name, tensor, other_name, other)
+    same_device(name, tensor, like, other)
 
 
 def rows_fit(lengths: Sequence[int], added: int, capacity: int) -> None:

@@ -1,7 +1,7 @@
-"""Loads the compiled libraries of csrc through ctypes, and says why one is missing.
+"""Loads the compiled libraries of csrc/ through ctypes, and tells why one is missing.
 
-Loading is lazy, cached and thread-safe. This file knows the C ABI and how the libraries were built; it knows no torch,
-no tensors and no ops, and it never raises because a library is absent: callers ask `why_missing`.
+Loading is lazy, cached and thread-safe. This file knows the C ABI and how the libraries were built, but neither tensors
+nor ops. A missing library raises nothing: callers ask `why_missing`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _loaded: dict[tuple[Path, Kind], tuple[ctypes.CDLL | None, str]] = {}
 
 
 def cpu_library() -> ctypes.CDLL | None:
-    """Return the C++ library, or None; `why_missing("cpu")` then says why."""
+    """Return the C++ library, or None; then `why_missing("cpu")` tells why."""
     return _load("cpu")[0]
 
 
 def cuda_library() -> ctypes.CDLL | None:
-    """Return the CUDA library, or None; `why_missing("cuda")` then says why. A loaded library does not mean a GPU."""
+    """Return the CUDA library, or None; then `why_missing("cuda")` tells why. It loads without a GPU too."""
     return _load("cuda")[0]
 
 
 def why_missing(kind: Kind) -> str:
-    """Return one sentence saying why a library is not there, or "" if it is loaded.
+    """Return in one sentence why a library is missing, or "" if it is loaded.
 
     Raises:
         ValueError: if `kind` is neither "cpu" nor "cuda".
@@ -44,7 +44,7 @@ def why_missing(kind: Kind) -> str:
 
 
 def build_info() -> dict[str, Any]:
-    """Return what the build recorded (compilers, CUDA targets or why there are none), or {} if nothing was built."""
+    """Return the record of the build (compilers, CUDA targets or why there are none), or {} if nothing was built."""
     try:
         facts: dict[str, Any] = json.loads((LIBRARY_FOLDER / "build.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -77,30 +77,23 @@ def _open(kind: Kind) -> tuple[ctypes.CDLL | None, str]:
     if version != ABI_VERSION:
         wanted = f"expected ABI version {ABI_VERSION}, got {version}; install again"
         return None, f"the {name} library at {path} belongs to another version of this package: {wanted}"
-    if kind == "cpu":
-        _declare_cpu(library)
-    else:
-        _declare_cuda(library)
+    _declare(library, kind)
     return library, ""
 
 
-def _declare_cpu(library: ctypes.CDLL) -> None:
+def _declare(library: ctypes.CDLL, kind: Kind) -> None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     # kv, layers2, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len, accept_lens
-    # -> 0 done; nothing was moved if 1 a row lies outside [0, rows), 2 a path is not strictly ascending from 0 or more,
-    #    3 an accepted length lies outside [-1, path_len)
-    library.medusa_kv_compact_cpu.argtypes = [pointer, *[integer] * 5, pointer, pointer, integer, pointer]
-    library.medusa_kv_compact_cpu.restype = ctypes.c_int
-
-
-def _declare_cuda(library: ctypes.CDLL) -> None:
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    # kv, layers2, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len, accept_lens, stream -> cudaError_t
-    library.medusa_kv_compact_cuda.argtypes = [pointer, *[integer] * 5, pointer, pointer, integer, pointer, pointer]
-    library.medusa_kv_compact_cuda.restype = ctypes.c_int
+    arguments: list[Any] = [pointer, *[integer] * 5, pointer, pointer, integer, pointer]
+    if kind == "cpu":
+        # -> 0: done. Nothing was moved if 1: a row is outside [0, rows), 2: a path does not ascend strictly from 0 or
+        #    more, 3: an accepted length is outside [-1, path_len)
+        library.medusa_kv_compact_cpu.argtypes = arguments
+        return
+    # ..., stream -> cudaError_t
+    library.medusa_kv_compact_cuda.argtypes = [*arguments, pointer]
     # count -> cudaError_t
     library.medusa_cuda_device_count.argtypes = [ctypes.POINTER(ctypes.c_int)]
-    library.medusa_cuda_device_count.restype = ctypes.c_int
     # cudaError_t -> its description
     library.medusa_cuda_error_string.argtypes = [ctypes.c_int]
     library.medusa_cuda_error_string.restype = ctypes.c_char_p

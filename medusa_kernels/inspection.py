@@ -1,9 +1,9 @@
-"""Compiles every launch configuration for every target without a GPU, and reports what the compiler made of it.
+"""Compiles every launch configuration for every target without a GPU, and checks the compiled code.
 
 `python -m medusa_kernels.inspection` prints one table: registers, stack, shared memory and the instructions that
-matter. Compilation itself checks neither spills nor limits of shared memory; this does. It does not know what a kernel
-computes: it reads its specialisations, Triton's IR of it and the disassembly. Native kernels of csrc/ are read from the
-built library.
+matter. It checks spills and the limits of shared memory, which compilation itself does not. It does not know what a
+kernel computes: it reads the specialisations, Triton's IR and the disassembly. The native kernels of csrc/ are read
+from the built library.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
 
 OPS = tuple(op for op in _registry.OPS if op != "kv_compact")
-"""Ops with Triton kernels, each in the module of its name in `medusa_kernels._triton`."""
+"""Ops with Triton kernels, each in the module of that name in `medusa_kernels._triton`."""
 
 ARCHS = ("80", "86", "89", "90", "100", "120")
 """Compilation targets, the keys of `launch.TARGETS`."""
@@ -39,11 +40,11 @@ Each of these is a breach, printed below the table, and makes the exit status 1:
   programs      fewer programs fit a multiprocessor, by registers and shared memory, than the launch counts on
   tensor cores  a 16-bit kernel (a 16-bit pointer among its arguments) with a matrix product (tt.dot in Triton's IR),
                 but no tensor-core operation in its disassembly
-  16 bytes      a kernel that loads a tile of 16-bit numbers of at least 16 bytes a thread (tt.load in Triton's IR), or
-                the native kernel of 16-byte units, without any 16-byte load (LDG .128, LDGSTS .128 or a bulk copy).
-                Free of this are kernels for rows whose elements or starts are not aligned: those with one of the words
+  16 bytes      a kernel that loads a tile of 16-bit numbers of at least 16 bytes per thread (tt.load in Triton's IR),
+                or the native kernel of 16-byte units, without any 16-byte load (LDG .128, LDGSTS .128 or a bulk copy).
+                Exempt are kernels for rows whose elements or starts are not aligned, which have one of the words
                 strided, unit1, unit2, unit4 in their name.
-  missing       an op without kernel module, or a kernel that does not compile
+  missing       an op without a kernel module, or a kernel that does not compile
 """
 UNALIGNED_WORDS = frozenset({"strided", "unit1", "unit2", "unit4"})
 
@@ -60,7 +61,7 @@ _UNIT_BYTES = {"m": 8, "j": 4, "t": 2, "h": 1}
 
 @dataclass(frozen=True)
 class Counts:
-    """What the disassembly of one kernel holds; `shared` is what is known when it is compiled (static)."""
+    """Counts from the disassembly of one kernel; `shared` is static shared memory, known at compilation."""
 
     registers: int = 0
     stack: int = 0
@@ -73,19 +74,19 @@ class Counts:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table, with what the rules need to know.
+    """One line of the table, and what the rules need.
 
     Attributes:
         name: the specialisation's name.
         arch: one of `ARCHS`.
-        warps: warps a program, 0 for a native kernel, whose block is chosen at launch.
+        warps: warps per program; 0 for a native kernel, whose block is chosen at launch.
         stages: depth of software pipelining.
         counts: registers, memory and instructions.
         limit: bytes of shared memory that a block may have on the target.
         dots_16_bit: whether it multiplies matrices and has 16-bit arguments.
-        streams: whether it loads tiles of 16-bit numbers, 16 bytes or more a thread.
-        programs: programs that the launch counts on to share a multiprocessor; 0: on nothing.
-        fitting: how many do.
+        streams: whether it loads tiles of 16-bit numbers, 16 bytes or more per thread.
+        programs: programs per multiprocessor that the launch counts on; 0: none.
+        fitting: programs that fit a multiprocessor.
         failed: why there is nothing to count, or "".
     """
 
@@ -103,7 +104,7 @@ class Row:
 
 
 def breaches(row: Row) -> list[str]:
-    """Return a sentence for every rule that a row breaks."""
+    """Return one sentence per rule that a row breaks."""
     if row.failed:
         return [row.failed]
     counts, found = row.counts, []
@@ -122,7 +123,7 @@ def breaches(row: Row) -> list[str]:
 
 
 def parse(text: str) -> dict[str, Counts]:
-    """Read the output of `cuobjdump -res-usage -sass`: counts by (mangled) name of the kernel."""
+    """Return the counts by (mangled) kernel name from the output of `cuobjdump -res-usage -sass`."""
     found: dict[str, Counts] = {}
     name = ""
     for line in text.splitlines():
@@ -134,39 +135,25 @@ def parse(text: str) -> dict[str, Counts]:
             registers, stack, shared = (int(number) for number in match.groups())
             found[name] = replace(found[name], registers=registers, stack=stack, shared=shared)
         elif name and (match := _INSTRUCTION.match(line)):
-            found[name] = _count(found[name], match[1])
+            patterns = {"wide_loads": _WIDE, "bulk_copies": _BULK, "async_copies": _ASYNC, "tensor_ops": _TENSOR_CORE}
+            counts = found[name]
+            hits = {key: getattr(counts, key) + 1 for key, pattern in patterns.items() if pattern.match(match[1])}
+            found[name] = replace(counts, **hits) if hits else counts
     return found
 
 
-def _count(counts: Counts, instruction: str) -> Counts:
-    if not instruction.startswith(("LDG", "U", "H", "I", "Q", "D")):
-        return counts
-    return replace(
-        counts,
-        wide_loads=counts.wide_loads + bool(_WIDE.match(instruction)),
-        bulk_copies=counts.bulk_copies + bool(_BULK.match(instruction)),
-        async_copies=counts.async_copies + bool(_ASYNC.match(instruction)),
-        tensor_ops=counts.tensor_ops + bool(_TENSOR_CORE.match(instruction)),
-    )
-
-
 def streams(ttir: str, warps: int) -> bool:
-    """Return whether Triton's IR loads a tile of 16-bit numbers with at least 16 bytes for every thread."""
-    for match in _LOAD.finditer(ttir):
-        elements = 1
-        for size in match[1].rstrip("x").split("x"):
-            elements *= int(size)
-        if 2 * elements >= 16 * 32 * warps:
-            return True
-    return False
+    """Return whether Triton's IR loads a tile of 16-bit numbers with at least 16 bytes per thread."""
+    tiles = (math.prod(map(int, match[1].rstrip("x").split("x"))) for match in _LOAD.finditer(ttir))
+    return any(2 * elements >= 16 * 32 * warps for elements in tiles)
 
 
 def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
-    """Compile one `launch.Specialisation` for one target, with further compiler options, and read the result."""
-    row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), limit_of(arch))
+    """Compile one `launch.Specialisation` for one target, with these compiler options, and read the result."""
+    row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), _device(arch).shared_memory)
     try:
         kernel = compiled(spec, arch, options)
-    except Exception as error:  # whatever a pass of the compiler raises
+    except Exception as error:  # a compiler pass may raise anything
         return replace(row, failed=f"does not compile: {type(error).__name__}: {str(error)[:300]}")
     (counts,) = parse(disassembled(kernel)).values()
     ttir = kernel.asm["ttir"]
@@ -183,16 +170,16 @@ def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
 
 
 def fitting(counts: Counts, warps: int, arch: str) -> int:
-    """Return how many programs a multiprocessor holds by its shared memory and its 64 Ki registers.
+    """Return how many programs a multiprocessor holds, by its shared memory and its 64 Ki registers.
 
-    Registers are given out in units of 8 a thread.
+    Registers are allocated in units of 8 per thread.
     """
     by_registers = 2**16 // (-(-max(counts.registers, 1) // 8) * 8 * 32 * warps)
     return min(by_registers, _device(arch).blocks(counts.shared))
 
 
 def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
-    """Return Triton's compiled kernel for a specialisation, from Triton's cache where it is there."""
+    """Return Triton's compiled kernel for a specialisation, from Triton's cache if possible."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -215,18 +202,13 @@ def disassembled(kernel: Any) -> str:
 
 
 def disassembly(file: Path, *options: str) -> str:
-    """Return what the cuobjdump that Triton ships says of a cubin or a library."""
+    """Return the output of Triton's cuobjdump for a cubin or a library."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     return subprocess.run(
         [tool, "-res-usage", "-sass", *options, file], check=True, capture_output=True, text=True
     ).stdout
-
-
-def limit_of(arch: str) -> int:
-    """Return the bytes of shared memory that a block may have on a target such as "86"."""
-    return int(_device(arch).shared_memory)
 
 
 def _device(arch: str) -> Any:
@@ -236,34 +218,27 @@ def _device(arch: str) -> Any:
 
 
 def native_rows(library: Path, arch: str) -> list[Row]:
-    """Return a row for every kernel of the CUDA library, named by the unit that it moves.
+    """Return one row per kernel of the CUDA library, named by the unit that it moves.
 
-    None for a target that the library serves by its PTX, which the driver compiles on the machine.
+    There are none for a target that the library serves by PTX, which the driver compiles on the machine.
     """
     rows = []
     for mangled, counts in parse(disassembly(library, "-arch", f"sm_{arch}")).items():
         match = _NATIVE_UNIT.search(mangled)
         unit = _UNIT_BYTES.get(match[1], 16) if match else 0
         name = f"kv_compact csrc {unit}-byte units" if match else mangled
-        rows.append(Row(name, arch, 0, 0, counts, limit_of(arch), streams=unit == 16))
+        rows.append(Row(name, arch, 0, 0, counts, _device(arch).shared_memory, streams=unit == 16))
     return rows
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker process compiles: the specialisation at an index of an op's list, or the library (index -1)."""
+    """The work of a worker process: compile the specialisation at an index of an op's list."""
 
     op: str
     arch: str
     index: int
     name: str
-
-
-def tasks_of(op: str, archs: Iterable[str]) -> Iterator[Task]:
-    """Yield a task for every specialisation of an op; raises ImportError where the op has no kernels."""
-    for arch in archs:
-        for index, spec in enumerate(_specialisations(op, arch)):
-            yield Task(op, arch, index, spec.name)
 
 
 def _specialisations(op: str, arch: str) -> list[Any]:
@@ -272,7 +247,7 @@ def _specialisations(op: str, arch: str) -> list[Any]:
 
 
 def work(task: Task) -> Row:
-    """Compile a task with the compiler options that all launches of its module pass: its OPTIONS, or every launch's."""
+    """Compile a task with the compiler options that its module's launches pass: its OPTIONS, or the common ones."""
     from medusa_kernels._triton import launch
 
     module = importlib.import_module(f"medusa_kernels._triton.{task.op}")
@@ -281,7 +256,7 @@ def work(task: Task) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Lay the rows out as one aligned table."""
+    """Format the rows as one aligned table."""
     head = ("name", "arch", "warps", "stages", "regs", "stack", "shared", "limit", "16-byte", "async", "tensor")
     body = []
     for row in rows:
@@ -298,19 +273,20 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def inspect(archs: Sequence[str], only: str, jobs: int, ops: Sequence[str] = OPS) -> tuple[list[Row], list[str]]:
-    """Compile what matches, in processes, with progress on stderr.
+    """Compile the kernels whose name contains `only`, in several processes, with progress on stderr.
 
     Returns:
-        The rows in the order of the ops, and a line for every breach.
+        The rows in the order of the ops, and one line per breach.
     """
     lines, tasks = [], []
     for op in ops:
         try:
-            tasks += [task for task in tasks_of(op, archs) if only in task.name]
+            forms = [(arch, *form) for arch in archs for form in enumerate(_specialisations(op, arch))]
+            tasks += [Task(op, arch, index, spec.name) for arch, index, spec in forms if only in spec.name]
         except (ImportError, AttributeError) as error:
             lines.append(f"{op}: missing: {error}")
     rows: dict[int, Row] = {}
-    # Forked, so that a worker need not import torch again; nothing here has started threads or CUDA.
+    # Forked, so that workers do not import torch again; no threads and no CUDA have been started here.
     with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
         numbers = {pool.submit(work, task): number for number, task in enumerate(tasks)}
         for done, future in enumerate(as_completed(numbers), 1):
@@ -322,7 +298,7 @@ def inspect(archs: Sequence[str], only: str, jobs: int, ops: Sequence[str] = OPS
     if library.exists():
         found += [row for arch in archs for row in native_rows(library, arch) if only in row.name]
     else:
-        print(f"without the kernels of csrc/: {_native.why_missing('cuda')}", file=sys.stderr)
+        print(f"csrc/: no kernels to inspect: {_native.why_missing('cuda')}", file=sys.stderr)
     lines += [f"{row.name} sm_{row.arch}: {breach}" for row in found for breach in breaches(row)]
     return found, lines
 
@@ -331,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m medusa_kernels.inspection",
-        description="Compile every kernel for every target (no GPU needed) and report what the compiler made of it.",
+        description="Compile every kernel for every target (no GPU needed), and check the compiled code.",
         epilog=RULES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

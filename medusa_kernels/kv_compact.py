@@ -6,7 +6,7 @@ It knows only the shape of a cache and the size of its elements, not how a path 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -69,21 +69,14 @@ def _reference_on_host(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens
     reference.kv_compact(kv, cache_lens, path, accept_lens)
 
 
-def _arguments(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> tuple[Any, ...]:
-    """Lay out the C function's arguments, all but the stream; the three index tensors must be contiguous."""
+def _call(function: Callable[..., int], kv: Tensor, *indices: Tensor, stream: tuple[int, ...] = ()) -> int:
+    """Call a C function, return its status."""
     layers, two, batch, kv_heads, rows, head_dim = kv.shape
-    return (
-        kv.data_ptr(),
-        layers * two,
-        batch,
-        kv_heads,
-        rows,
-        head_dim * kv.element_size(),
-        cache_lens.data_ptr(),
-        path.data_ptr(),
-        path.shape[1],
-        accept_lens.data_ptr(),
-    )
+    # Named, so that a copy made here lives until the call has returned.
+    lens, path, accepted = (tensor.contiguous() for tensor in indices)
+    sizes = layers * two, batch, kv_heads, rows, head_dim * kv.element_size()
+    pointers = lens.data_ptr(), path.data_ptr(), path.shape[1], accepted.data_ptr()
+    return function(kv.data_ptr(), *sizes, *pointers, *stream)
 
 
 def _choose_cpu(device: torch.device) -> Implementation:
@@ -92,11 +85,9 @@ def _choose_cpu(device: torch.device) -> Implementation:
         return Implementation("reference", _reference_on_host, _native.why_missing("cpu"))
 
     def move(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
-        # Named, so that a copy made here lives until the call has returned.
-        lens, nodes, accepted = cache_lens.contiguous(), path.contiguous(), accept_lens.contiguous()
-        status = library.medusa_kv_compact_cpu(*_arguments(kv, lens, nodes, accepted))
+        status = _call(library.medusa_kv_compact_cpu, kv, cache_lens, path, accept_lens)
         if status:
-            _check_values(kv.shape[4], lens, nodes, accepted)
+            _check_values(kv.shape[4], cache_lens, path, accept_lens)
             raise RuntimeError(f"medusa_kv_compact_cpu refused valid arguments with status {status}")
 
     return Implementation("cpp", move, "C++ library of csrc/")
@@ -108,10 +99,9 @@ def _choose_cuda(device: torch.device) -> Implementation:
         return Implementation("reference", reference.kv_compact, _native.why_missing("cuda"))
 
     def move(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor) -> None:
-        lens, nodes, accepted = cache_lens.contiguous(), path.contiguous(), accept_lens.contiguous()
         with torch.cuda.device(kv.device):
             stream = torch.cuda.current_stream(kv.device).cuda_stream
-            status = library.medusa_kv_compact_cuda(*_arguments(kv, lens, nodes, accepted), stream)
+            status = _call(library.medusa_kv_compact_cuda, kv, cache_lens, path, accept_lens, stream=(stream,))
         if status:
             what = library.medusa_cuda_error_string(status).decode()
             raise RuntimeError(f"medusa_kv_compact_cuda failed with CUDA error {status}: {what}")

@@ -1,10 +1,10 @@
-"""Every op in plain PyTorch: the specification, the oracle of the tests, and the op where nothing faster serves it.
+"""Every op in plain PyTorch: the specification, the oracle of the tests, and the fallback on some devices.
 
-The arithmetic is written out: fp16, bf16 and fp32 inputs are computed in fp32 (fp64 in fp64), and results are rounded
-once, at the end. `rope_append` alone computes in the dtype of its input, because its contract is to be bit-equal to the
-rotation of transformers, and `add_rms_norm` rounds where the normalisation of transformers does. No function reads
-device data on the host, so all of them are safe to capture in a CUDA graph. They do not check their arguments: the
-public functions, one file per op, do that.
+fp16, bf16 and fp32 inputs are computed in fp32 (fp64 in fp64), and results are rounded once, at the end. There are two
+exceptions: `rope_append` computes in the dtype of its input, to be bit-equal to the rotation of transformers, and
+`add_rms_norm` rounds where the normalisation of transformers does. No function reads device data on the host, so all of
+them are safe to capture in a CUDA graph. The public functions, one file per op, have the types of the arguments and
+check them.
 """
 
 # mypy: allow-untyped-defs
@@ -18,7 +18,7 @@ WORD = 64
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in the dtype that the arithmetic is done in."""
+    """Return the tensor in the dtype of the arithmetic."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -56,7 +56,7 @@ def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, wi
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     probs = torch.where(visible[:, None, None], scores, -torch.inf).softmax(-1)
-    # A probability of zero does not silence a NaN value, so rows that nobody may see are zeroed as well.
+    # A probability of zero times NaN is NaN, so rows that no node sees are zeroed too.
     valid = torch.arange(rows, device=q.device) < cache_lens[:, None] + nodes
     values = torch.where(valid[:, None, :, None], _wide(v_cache), 0.0)
     out = torch.einsum("bhgns,bhsd->bnhgd", probs, values)
@@ -155,12 +155,12 @@ def verify_stats(logits: Tensor, candidates: Tensor, parents: Tensor | None) -> 
 
 
 def kv_compact(kv, cache_lens, path, accept_lens):
-    """Move the accepted rows behind the prefix, in every layer; see the public `kv_compact`."""
+    """Move the accepted rows to the end of the prefix, in every layer; see the public `kv_compact`."""
     batch, steps = path.shape
     step = torch.arange(steps, device=path.device).expand(batch, steps)
     accepted = accept_lens[:, None].long()
-    # Steps beyond the accepted ones repeat step 0 (or row 0 onto itself where nothing is accepted): every write then
-    # has one value, whatever the order, and no index depends on data that the host would have to read.
+    # Steps after the accepted ones repeat step 0 (or move row 0 onto itself if nothing is accepted). So every target
+    # gets one value in any order of writes, and no shape depends on data that the host would have to read.
     step = torch.where(step <= accepted, step, 0)
     prefix = cache_lens[:, None].long()
     source = torch.where(accepted < 0, 0, prefix + path.long().gather(1, step))
@@ -227,7 +227,7 @@ def tree_accept(
     ended = ((first_end < found) & (found <= room)) | (found >= room)
     found = torch.minimum(found, room).masked_fill(finished, 0).to(torch.int32)
 
-    # What is not emitted is written as well, all of it as what already stands in the last column.
+    # Places without an emitted token write the last column's own value back to it.
     is_new = place < found[:, None]
     column = torch.where(is_new, count[:, None] + place, output.shape[1] - 1)
     output.scatter_(1, column.long(), torch.where(is_new, emitted, output[:, -1:]))
@@ -249,7 +249,7 @@ def tree_select(tokens, logprobs, depths, paths, nodes):
     for place in range(1, places):
         on_path = paths[:, place] != paths[:, place - 1]
         scores = scores + torch.where(on_path, own[:, paths[:, place]], 0.0)
-    # Stable: of equals the parent, which stands first, is taken first.
+    # Stable: of equal scores the parent, which comes first, is taken first.
     chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values
     number = torch.arange(nodes, device=tokens.device).expand(batch, nodes)
     numbers = torch.zeros_like(tokens).scatter_(1, chosen, number)

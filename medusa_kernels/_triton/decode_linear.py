@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.decode_linear_configs import Config, choices, configuration, programs
+from medusa_kernels._triton.decode_linear_configs import choices, configuration, programs
 from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
 from medusa_kernels._triton.streaming import dot_accumulate
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
@@ -199,18 +199,8 @@ def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
 
 
 def _form(
-    device: launch.Device,
-    dtype: torch.dtype,
-    rows: int,
-    features: tuple[int, ...],
-    *,
-    gate: bool = False,
-    bias: bool = False,
-    residual: bool = False,
-    size: int = 4096,
-    elements: int = VECTOR,
-    config: Config | None = None,
-) -> launch.Specialisation:
+    device, dtype, rows, features, *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None
+):
     """Describe one compiled form whose strides are multiples of `elements`; the configuration may be given."""
     config = config or configuration(device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR)
     kind, pdl, even = launch.TRITON_TYPES[dtype], has_programmatic(device), size % config.block_k == 0

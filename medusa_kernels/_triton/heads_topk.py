@@ -196,8 +196,7 @@ def _states(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
         batch, heads, size // elements, hidden.stride(0) // elements, stride_hidden_k // elements,
         w1.stride(0) // elements, w1.stride(1) // elements, bias.stride(0), share.tiles, share.step,
         UNIT=elements, EVEN=size % config.block_k == 0, HAS_BIAS=b1 is not None,
-        BLOCK_M=config.block_m, BLOCK_V=config.block_v, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
+        **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
     return states
 
@@ -229,8 +228,7 @@ def _top_k(
         scale.stride(0) if scale is not None and groups > 1 else 0, share.tiles, share.step,
         UNIT=elements, EVEN=size % config.block_k == 0, E4M3=as_bytes,
         HAS_SCALE=scale is not None, GATHER=gather, K=k, PLACES=places,
-        BLOCK_M=config.block_m, BLOCK_V=config.block_v, BLOCK_K=config.block_k,
-        num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
+        **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
     logprobs = states.new_empty(batch, heads, k, dtype=torch.float32)
     tokens = keys.new_empty(batch, heads, k)
@@ -254,7 +252,7 @@ def specialisations(device: Device) -> Iterator[Specialisation]:
             f"heads_topk residual {kind} {_tile(config, elements)}",
             residual_kernel,
             {"hidden w1 b1 states": f"*{kind}"},
-            _blocks(config) | {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": True},
+            config.blocks() | {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": True},
             config,
         )
     for rows in (1, 32, 64):
@@ -279,16 +277,7 @@ def specialisations(device: Device) -> Iterator[Specialisation]:
         )
 
 
-def _vocabulary(
-    device: Device,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    rows: int,
-    *,
-    k: int = 10,
-    gather: bool = False,
-    elements: int = 16,
-) -> Specialisation:
+def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, elements=16):
     config = configuration(device, dtype, stored, rows, "vocabulary", vectors=wide(elements, dtype, stored))
     as_bytes, kind, weight = decodes_bytes(device, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
     tile = _tile(config, elements, " gather" * gather)
@@ -298,13 +287,9 @@ def _vocabulary(
         f"heads_topk vocabulary {kind} x {weight} k{k} {tile}",
         vocabulary_kernel,
         types | {"scale peaks sums": "*fp32"},
-        _blocks(config) | flags | {"GATHER": gather, "K": k, "PLACES": triton.next_power_of_2(k)},
+        config.blocks() | flags | {"GATHER": gather, "K": k, "PLACES": triton.next_power_of_2(k)},
         config,
     )
-
-
-def _blocks(config: Config) -> dict[str, int]:
-    return {"BLOCK_M": config.block_m, "BLOCK_V": config.block_v, "BLOCK_K": config.block_k}
 
 
 def _tile(config: Config, elements: int, gather: str = "") -> str:

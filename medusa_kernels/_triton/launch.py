@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -106,18 +106,6 @@ class Specialisation:
     programs: int = 0
 
 
-class Launch(Protocol):
-    """A launch configuration: how a problem is cut, which depends on the kernel, and these two."""
-
-    @property
-    def num_warps(self) -> int:
-        """Warps per program."""
-
-    @property
-    def num_stages(self) -> int:
-        """Depth of software pipelining."""
-
-
 @dataclass(frozen=True)
 class Warps:
     """The launch configuration of a kernel that needs no other."""
@@ -131,7 +119,7 @@ def specialise(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, Any],
-    config: Launch,
+    config: Any,
     *,
     aligned: tuple[str, ...] = (),
     programs: int = 0,
@@ -139,7 +127,7 @@ def specialise(
     """Describe a compiled form of a kernel.
 
     The keys of `types` are names of arguments, separated by spaces, its values their Triton type. All other arguments
-    that are not constants are "i32".
+    that are not constants are "i32". `config` has `num_warps` and `num_stages`.
     """
     type_of = {argument: kind for arguments, kind in types.items() for argument in arguments.split()}
     signature = {argument: type_of.get(argument, "i32") for argument in kernel.arg_names if argument not in constants}

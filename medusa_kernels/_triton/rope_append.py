@@ -124,13 +124,14 @@ def _rope_append_kernel(
     m_out = m_in & (o_s >= 0) & (o_s < cache_rows)
     if is_v:
         p_v = v + i_b * stride_v_b + o_n * stride_v_n + o_h * stride_v_h + o_d * STRIDE_V_D
-        p_out = v_cache + i_b * stride_v_cache_b + o_h * stride_v_cache_h + o_s * stride_v_cache_s
-        p_out += o_d * STRIDE_V_CACHE_D
+        p_v_cache = (
+            v_cache + i_b * stride_v_cache_b + o_h * stride_v_cache_h + o_s * stride_v_cache_s + o_d * STRIDE_V_CACHE_D
+        )
         # [ROWS, HALF]
         b_first = tl.load(p_v, mask=m_in)
         b_second = tl.load(p_v + D // 2 * STRIDE_V_D, mask=m_in)
-        tl.store(p_out, b_first, mask=m_out)
-        tl.store(p_out + D // 2 * STRIDE_V_CACHE_D, b_second, mask=m_out)
+        tl.store(p_v_cache, b_first, mask=m_out)
+        tl.store(p_v_cache + D // 2 * STRIDE_V_CACHE_D, b_second, mask=m_out)
     else:
         # [ROWS, 1]
         o_p = length + tl.load(depths + i_b * stride_depths_b + o_n * stride_depths_n, mask=m_n, other=0)
@@ -139,16 +140,16 @@ def _rope_append_kernel(
         p_sin = sin + i_b * stride_sin_b + o_p * stride_sin_p + o_d * STRIDE_SIN_D
         half_cos, half_sin = D // 2 * STRIDE_COS_D, D // 2 * STRIDE_SIN_D
         if is_q:
-            p_in = q + i_b * stride_q_b + o_n * stride_q_n + o_h * stride_q_h + o_d * STRIDE_Q_D
+            p_q = q + i_b * stride_q_b + o_n * stride_q_n + o_h * stride_q_h + o_d * STRIDE_Q_D
             p_out = out + ((i_b * nodes + o_n) * heads + o_h) * D + o_d
-            half_in = D // 2 * STRIDE_Q_D
-            _rotate(p_in, p_out, p_cos, p_sin, half_in, D // 2, half_cos, half_sin, m_in, m_in, m_table)
+            half_q = D // 2 * STRIDE_Q_D
+            _rotate(p_q, p_out, p_cos, p_sin, half_q, D // 2, half_cos, half_sin, m_in, m_in, m_table)
         else:
-            p_in = k + i_b * stride_k_b + o_n * stride_k_n + o_h * stride_k_h + o_d * STRIDE_K_D
-            p_out = k_cache + i_b * stride_k_cache_b + o_h * stride_k_cache_h + o_s * stride_k_cache_s
-            p_out += o_d * STRIDE_K_CACHE_D
-            half_in, half_out = D // 2 * STRIDE_K_D, D // 2 * STRIDE_K_CACHE_D
-            _rotate(p_in, p_out, p_cos, p_sin, half_in, half_out, half_cos, half_sin, m_in, m_out, m_table)
+            p_k = k + i_b * stride_k_b + o_n * stride_k_n + o_h * stride_k_h + o_d * STRIDE_K_D
+            p_k_cache = k_cache + i_b * stride_k_cache_b + o_h * stride_k_cache_h + o_s * stride_k_cache_s
+            p_k_cache += o_d * STRIDE_K_CACHE_D
+            half_k, half_k_cache = D // 2 * STRIDE_K_D, D // 2 * STRIDE_K_CACHE_D
+            _rotate(p_k, p_k_cache, p_cos, p_sin, half_k, half_k_cache, half_cos, half_sin, m_in, m_out, m_table)
 
 
 def rope_append(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):

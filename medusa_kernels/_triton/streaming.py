@@ -44,6 +44,10 @@ class Config:
     num_stages: int
     programs: int
 
+    def blocks(self) -> dict[str, int]:
+        """Return the constants of a kernel."""
+        return {"BLOCK_M": self.block_m, "BLOCK_V": self.block_v, "BLOCK_K": self.block_k}
+
 
 @dataclass(frozen=True)
 class Shares:

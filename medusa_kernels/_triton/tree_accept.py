@@ -7,7 +7,6 @@ Nodes are checked in tiles of a few places of all paths; the rest is a few numbe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -15,41 +14,23 @@ import triton.language as tl
 
 from medusa_kernels._triton import launch
 
+WARPS = launch.Warps(num_warps=4, num_stages=1)
 
-@dataclass(frozen=True)
-class Config:
-    """How a program works through its row.
 
-    Attributes:
-        block_n: nodes, at least as many as there are.
-        block_p: places of a path, at least as many as there are.
-        places: places checked at once, of all paths.
-        block_h: elements of a hidden state copied at once.
-        num_warps: warps per program.
-        num_stages: depth of software pipelining.
+def blocks(nodes: int, path_len: int, size: int) -> dict[str, int]:
+    """Return the kernel's constants for `nodes` nodes, paths of `path_len` places and hidden states of `size`.
+
+    BLOCK_N and BLOCK_P hold all nodes and all places of a path. PLACES places of all paths, BLOCK_E EOS tokens and
+    BLOCK_H elements of a hidden state are handled at once.
     """
-
-    block_n: int
-    block_p: int
-    places: int
-    block_h: int
-    num_warps: int = 4
-    num_stages: int = 1
-
-
-BLOCK_E = 8
-"""EOS tokens compared at once."""
-
-
-def configuration(nodes: int, path_len: int, size: int) -> Config:
-    """Return the launch configuration for `nodes` nodes, paths of `path_len` places and hidden states of `size`."""
     block_n = max(16, triton.next_power_of_2(nodes))
-    return Config(
-        block_n=block_n,
-        block_p=max(8, triton.next_power_of_2(path_len)),
-        places=8 if block_n <= 128 else 4,
-        block_h=min(4096, max(16, triton.next_power_of_2(size))),
-    )
+    return {
+        "BLOCK_N": block_n,
+        "BLOCK_P": max(8, triton.next_power_of_2(path_len)),
+        "PLACES": 8 if block_n <= 128 else 4,
+        "BLOCK_E": 8,
+        "BLOCK_H": min(4096, max(16, triton.next_power_of_2(size))),
+    }
 
 
 @triton.jit(do_not_specialize=["nodes", "path_len", "ends", "width", "log_width", "stride_depths_b", "stride_paths_b"])
@@ -139,7 +120,6 @@ def tree_accept(
     (batch, nodes, size), path_len = hidden.shape, paths.shape[-1]
     path, accept_lens, old_lengths = (depths.new_empty(batch, *rest) for rest in ((path_len,), (), ()))
     if batch:
-        config = configuration(nodes, path_len, size)
         with launch.on_device(tokens):
             _tree_accept_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, next_tokens, hidden, depths, paths, eos, max_new)), step,
@@ -147,8 +127,8 @@ def tree_accept(
                 path, accept_lens, old_lengths,
                 nodes, path_len, eos.numel(), size, output.shape[1], log.shape[1],
                 nodes if depths.dim() == 2 else 0, nodes * path_len if paths.dim() == 3 else 0,
-                BLOCK_N=config.block_n, BLOCK_P=config.block_p, PLACES=config.places, BLOCK_E=BLOCK_E,
-                BLOCK_H=config.block_h, num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
+                **blocks(nodes, path_len, size), num_warps=WARPS.num_warps, num_stages=WARPS.num_stages,
+                **launch.OPTIONS,
             )  # fmt: skip
     return path, accept_lens, old_lengths
 
@@ -160,9 +140,10 @@ def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
         (bf16, 1, 1, 4096), (bf16, 64, 5, 4096), (bf16, 128, 6, 4096), (bf16, 256, 9, 4096), (bf16, 256, 256, 4096),
         (bf16, 64, 5, 8192), (bf16, 64, 5, 4095), (fp32, 64, 5, 4096),
     ):  # fmt: skip
-        config, kind, aligned = configuration(nodes, path_len, size), launch.TRITON_TYPES[dtype], size % 16 == 0
+        constants, kind, aligned = blocks(nodes, path_len, size), launch.TRITON_TYPES[dtype], size % 16 == 0
         yield launch.specialise(
-            f"tree_accept {kind} N{config.block_n} P{config.block_p} H{size}" + (" unit1" if not aligned else ""),
+            f"tree_accept {kind} N{constants['BLOCK_N']} P{constants['BLOCK_P']} H{size}"
+            + (" unit1" if not aligned else ""),
             _tree_accept_kernel,
             {
                 "hidden state_hidden": f"*{kind}",
@@ -170,8 +151,7 @@ def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
                 "depths max_new lengths count log path accept_lens old_lengths": "*i32",
                 "finished": "*i8",
             },
-            {"BLOCK_N": config.block_n, "BLOCK_P": config.block_p, "PLACES": config.places, "BLOCK_E": BLOCK_E}
-            | {"BLOCK_H": config.block_h},
-            config,
+            constants,
+            WARPS,
             aligned=("size",) if aligned else (),
         )

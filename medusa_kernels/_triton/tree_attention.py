@@ -50,9 +50,7 @@ def _constants(config: Config, head_dim: int, nodes: int, window: int | None) ->
     }
 
 
-def _attend_constants(
-    config: Config, head_dim: int, nodes: int, window: int | None, *, capped: bool, negative: bool
-) -> dict[str, Any]:
+def _attend_constants(config: Config, head_dim, nodes, window, *, capped: bool, negative: bool) -> dict[str, Any]:
     return _constants(config, head_dim, nodes, window) | {
         "BLOCK_M": config.block_m,
         "DEEP": _deep(nodes, window),

@@ -180,6 +180,7 @@ def attend_kernel(
     m_d = o_d < D
     o_node = o_r // groups
     o_head = i_h * groups + o_r % groups
+    m_q = m_r[:, None] & m_d[None, :]
     p_q = (
         q
         + i_b.to(tl.int64) * stride_q_b
@@ -187,7 +188,7 @@ def attend_kernel(
         + o_d[None, :] * stride_q_d
     )
     # [BLOCK_M, BLOCK_D]
-    b_q = tl.load(p_q, mask=m_r[:, None] & m_d[None, :], other=0.0)
+    b_q = tl.load(p_q, mask=m_q, other=0.0)
     factor = LOG2E if HAS_SOFTCAP else scale * LOG2E
     k_base = k_cache + i_b.to(tl.int64) * stride_k_b + i_h.to(tl.int64) * stride_k_h
     v_base = v_cache + i_b.to(tl.int64) * stride_v_b + i_h.to(tl.int64) * stride_v_h

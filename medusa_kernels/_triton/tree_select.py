@@ -8,7 +8,6 @@ integers of their bits, which have the order of the floats.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -16,36 +15,21 @@ import triton.language as tl
 from medusa_kernels._triton import launch
 from medusa_kernels.reference import WORD
 
-
-@dataclass(frozen=True)
-class Config:
-    """How a program works: blocks that hold all candidates and all nodes of a row, and ancestor words per node."""
-
-    block_m: int
-    block_n: int
-    words: int
-    num_warps: int
-    num_stages: int = 1
-
-
-BITS = 31
-"""Bits of a cost: a float without its sign."""
-
 OPTIONS = launch.OPTIONS | {"maxnreg": 128}
 """As many registers as sixteen warps of one program may have. By default, ptxas takes a few less here and spills.
 
 With Triton 3.6 blocks of 8192 still spill 16 to 40 bytes; with 3.9 none does."""
 
 
-def configuration(candidates: int, nodes: int) -> Config:
-    """Return the launch configuration for `candidates` candidates, of which `nodes` are kept."""
-    block_m = max(64, triton.next_power_of_2(candidates))
-    return Config(
-        block_m=block_m,
-        block_n=max(16, triton.next_power_of_2(nodes)),
-        words=-(-nodes // WORD),
-        num_warps=4 if block_m <= 256 else 16,
-    )
+def configuration(candidates: int, nodes: int) -> tuple[dict[str, int], launch.Warps]:
+    """Return the kernel's constants and warps for `candidates` candidates, of which `nodes` are kept.
+
+    BLOCK_M holds all candidates, BLOCK_N all nodes. WORDS are the ancestor words per node, BITS the bits of a cost: a
+    float without its sign.
+    """
+    block_m, block_n = max(64, triton.next_power_of_2(candidates)), max(16, triton.next_power_of_2(nodes))
+    constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "WORDS": -(-nodes // WORD), "BITS": 31}
+    return constants, launch.Warps(num_warps=4 if block_m <= 256 else 16, num_stages=1)
 
 
 @triton.jit(do_not_specialize=["candidates", "path_len", "nodes"])
@@ -128,18 +112,17 @@ def _tree_select_kernel(
 def tree_select(tokens, logprobs, depths, paths, nodes):
     """Launch the kernel, one program per row; see the public `tree_select`."""
     (batch, candidates), path_len = tokens.shape, paths.shape[1]
-    config = configuration(candidates, nodes)
+    constants, warps = configuration(candidates, nodes)
     out_tokens, out_parents = tokens.new_empty(batch, nodes), depths.new_empty(batch, nodes)
     out_depths, out_paths = depths.new_empty(batch, nodes), tokens.new_empty(batch, nodes, path_len)
-    ancestors = tokens.new_empty(batch, nodes, config.words)
+    ancestors = tokens.new_empty(batch, nodes, constants["WORDS"])
     if batch:
         numbers, chosen = depths.new_empty(batch, candidates), depths.new_empty(batch, nodes)
         with launch.on_device(tokens):
             _tree_select_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, logprobs, depths, paths)), numbers, chosen,
                 out_tokens, out_parents, out_depths, ancestors, out_paths, candidates, path_len, nodes,
-                BLOCK_M=config.block_m, BLOCK_N=config.block_n, WORDS=config.words, BITS=BITS,
-                num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
+                **constants, num_warps=warps.num_warps, num_stages=warps.num_stages, **OPTIONS,
             )  # fmt: skip
     return out_tokens, out_parents, out_depths, ancestors, out_paths
 
@@ -153,15 +136,15 @@ def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
         (32, 8), (64, 64), (116, 16), (128, 128), (158, 16), (256, 256), (347, 32), (512, 256), (872, 64), (1024, 256),
         (1703, 64), (2048, 256), (3390, 256), (4096, 16), (8192, 16), (8192, 256),
     ):  # fmt: skip
-        config = configuration(candidates, nodes)
+        constants, warps = configuration(candidates, nodes)
         yield launch.specialise(
-            f"tree_select M{config.block_m} N{config.block_n}",
+            f"tree_select M{constants['BLOCK_M']} N{constants['BLOCK_N']}",
             _tree_select_kernel,
             {
                 "logprobs": "*fp32",
                 "tokens paths out_tokens out_ancestors out_paths": "*i64",
                 "depths numbers chosen out_parents out_depths": "*i32",
             },
-            {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "WORDS": config.words, "BITS": BITS},
-            config,
+            constants,
+            warps,
         )

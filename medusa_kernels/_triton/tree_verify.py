@@ -215,8 +215,7 @@ def tree_verify(
             rows, vocabulary // vector, size // elements, weight.stride(0) // elements,
             share.tiles, share.step // vector, temperature,
             **flags, VECTOR=vector, EVEN=size % config.block_k == 0,
-            BLOCK_M=config.block_m, BLOCK_V=config.block_v, BLOCK_K=config.block_k,
-            num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
+            **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
         )  # fmt: skip
         blocks = merge_blocks(rows, share.programs)
         merge_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]),)](
@@ -265,18 +264,15 @@ def specialisations(device: Device) -> Iterator[Specialisation]:
         )  # fmt: skip
 
 
-def _projection(
-    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, stats: bool = True, elements: int = 16
-) -> Specialisation:
+def _projection(device, dtype, rows, *, scaled=False, stats=True, elements=16):
     config = configuration(device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
-    kind, blocks = TRITON_TYPES[dtype], (config.block_m, config.block_v, config.block_k)
+    kind, blocks = TRITON_TYPES[dtype], config.blocks()
     flags = {"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats}
     return specialise(
-        f"tree_verify project {kind} {'x'.join(map(str, blocks))}"
+        f"tree_verify project {kind} {'x'.join(map(str, blocks.values()))}"
         + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
         project_kernel,
         {"hidden weight": f"*{kind}", "noise peaks sums moments": "*fp32", "keys": "*i64", "temperature": "fp32"},
-        flags | {"VECTOR": 4 if scaled and elements > 1 else 1}
-        | dict(zip(("BLOCK_M", "BLOCK_V", "BLOCK_K"), blocks, strict=True)),
+        blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1},
         config,
     )  # fmt: skip
