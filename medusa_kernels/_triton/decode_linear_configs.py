@@ -46,16 +46,9 @@ def configuration(
     *,
     vectors: bool = True,
 ) -> Config:
-    """Choose how weights are streamed.
+    """Choose how weights with `out_features` rows in all and `in_features` columns are streamed past 1 to 64 rows of x.
 
-    Args:
-        device: the GPU.
-        dtype: of all tensors.
-        rows: of x, 1 to 64.
-        out_features: rows of all weights together.
-        in_features: columns.
-        gate: whether programs have two accumulators.
-        vectors: whether 16 bytes can be loaded at once.
+    `gate`: whether programs have two accumulators; `vectors`: whether 16 bytes can be loaded at once.
     """
     m = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     if dtype == torch.float32:

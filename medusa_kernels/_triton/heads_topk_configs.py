@@ -13,15 +13,9 @@ from medusa_kernels._triton.streaming import NARROW_SHAPES, Config, interpreted_
 def configuration(
     device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str, *, vectors: bool = True
 ) -> Config:
-    """Choose how weights are streamed.
+    """Choose how weights of dtype `stored` are streamed past `rows` states, in the stage "residual" or "vocabulary".
 
-    Args:
-        device: the GPU.
-        dtype: of the states.
-        stored: of the weights.
-        rows: states that share the weights.
-        stage: "residual" or "vocabulary".
-        vectors: whether 16 bytes can be loaded at once (see `streaming.wide`).
+    `vectors`: whether 16 bytes can be loaded at once (see `streaming.wide`).
     """
     if interpreted():
         return interpreted_config(rows)

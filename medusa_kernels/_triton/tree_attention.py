@@ -116,7 +116,7 @@ def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, wi
 
 
 _FORMS: list[tuple[Any, ...]] = [
-    # dtype, head size, nodes, rows, window, softcap, and the cache's rows where they matter
+    # dtype, head size, nodes, rows, window, softcap, and the rows of the cache if they matter
     *(
         (torch.bfloat16, 128, nodes, rows, None, False)
         for nodes, rows in ((1, 1), (16, 16), (8, 32), (64, 64), (64, 256))

@@ -13,14 +13,10 @@ from medusa_kernels._triton.streaming import NARROW_SHAPES, Config, interpreted_
 def configuration(
     device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
 ) -> Config:
-    """Choose how the weight is streamed past `rows` nodes.
+    """Choose how the weight is streamed past `rows` nodes of the whole batch.
 
-    Args:
-        device: the GPU.
-        dtype: of hidden states and weight.
-        rows: nodes of the whole batch.
-        scaled: whether there are a temperature and noise, which take registers.
-        vectors: whether 16 bytes can be loaded at once (see `streaming.wide`).
+    `scaled`: whether there are a temperature and noise, which take registers; `vectors`: whether 16 bytes can be loaded
+    at once (see `streaming.wide`).
     """
     if interpreted():
         return interpreted_config(rows)
