@@ -25,7 +25,7 @@ from medusa_kernels import heads_topk
 
 OP = "heads_topk"
 K, HIDDEN, BEST = 4, 4096, 10
-# Logits near 4.5 are rounded to bf16, in a spacing of 2^-5, behind sums in another order: two spacings at most.
+# Logits near 4.5 are rounded to bf16, in a spacing of 2^-5, after sums in another order: two spacings at most.
 TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 WEIGHTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 

@@ -77,7 +77,7 @@ class Inputs:
 
 
 def inputs(case: Case, run: suite.Run) -> Inputs:
-    """Draw one copy; the cache holds the tree's rows behind the prefix."""
+    """Draw one copy; the cache holds the tree's rows after the prefix."""
     make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
     depths = tree(case.nodes).depths.to(run.device)
     positions = torch.arange(case.prefix + case.nodes, device=run.device)

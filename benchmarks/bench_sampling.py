@@ -1,4 +1,4 @@
-"""One step's draw of tokens from given logits, by settings: our way beside transformers' processors at every depth.
+"""One step's draw of tokens from given logits, by settings: our way against transformers' processors at every depth.
 
     python -m benchmarks.bench_sampling --budget 60
 

@@ -2,9 +2,10 @@
 
     python -m benchmarks.bench_step --budget 480
 
-Weights are random, so hardly a guess is accepted: what is measured is what a step costs, not what it commits. A step's
-bytes are every weight but the embedding once, and keys and values of the prefix and the tree once; a Medusa step's also
-the heads' weights. The overhead of a Medusa step is its time over that of the plain captured step of the same run.
+Weights are random, so hardly any draft token is accepted: the benchmark measures the cost of a step, not its acceptance
+length. A step's bytes are every weight but the embedding once, and keys and values of the prefix and the tree once;
+those of a Medusa step include the heads' weights. The overhead of a Medusa step is its time over that of the plain
+captured step of the same run.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ HEADS = {
     "Llama-2-7B": (32, 32, 128),
     "Llama-2-13B": (40, 40, 128),
 }
-# Relative to the norm. Two bf16 results differ by 3e-3 to 5e-3; without the tree's mask, 64 nodes behind a prefix of
+# Relative to the norm. Two bf16 results differ by 3e-3 to 5e-3; without the tree's mask, 64 nodes after a prefix of
 # 32,768 differ by 4e-2.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 MOST_LOGITS = 2**30

@@ -24,7 +24,7 @@ from medusa_kernels import tree_verify
 
 OP = "tree_verify"
 HIDDEN = 4096
-# Logits near 4.5 are rounded to bf16 by both, in a spacing of 2^-5, behind sums in another order: the chosen tokens'
+# Logits near 4.5 are rounded to bf16 by both, in a spacing of 2^-5, after sums in another order: the chosen tokens'
 # exact logits may differ by two spacings where they tie after rounding. Statistics average over many logits.
 TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 Result = tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""Timing on a device: what an operation costs in a captured graph with a cold cache, and the device's copy bandwidth.
+"""Time operations in a captured graph with a cold cache, and measure the device's copy bandwidth.
 
 The inputs that matter (caches, weights) exist in so many copies that none is still in the L2 when its turn comes again;
 one CUDA graph holds one call per copy, so that neither Python nor launch gaps are measured. On a CPU the same calls run
@@ -183,7 +183,7 @@ def _timed(run: Call, calls: int, seconds: float, device: torch.device) -> list[
 
 
 def _times_ms(run: Call, repeats: int, device: torch.device) -> list[float]:
-    """Return the duration of each of several runs, queued one behind the other on a GPU."""
+    """Return the duration of each of several runs, queued in sequence on a GPU."""
     if device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(repeats):

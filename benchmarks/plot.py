@@ -1,7 +1,7 @@
 """Draws the figures of a machine's results: `python -m benchmarks.plot [results.jsonl] [--out docs/figures]`.
 
 Of records of the same case the last in the file counts. Attention is drawn as a fraction of the copy bandwidth against
-the prefix; heads, verification, compaction and rotary embedding as times beside the time in which a copy moves the same
+the prefix; heads, verification, compaction and rotary embedding as times, with the time in which a copy moves the same
 bytes; the whole step likewise, with its ratio to the plain step. This file measures nothing.
 """
 
@@ -120,7 +120,7 @@ def bars(
 ) -> None:
     """Draw times as horizontal bars, grouped by case; a black tick shows what a copy of the same bytes takes.
 
-    More ways than colours are named beside their bars, and bars far beyond the others are cut off at the edge.
+    If there are more ways than colours, they are named at their bars, and much longer bars are cut off at the edge.
     """
     groups = list(dict.fromkeys(group(record) for record in records))
     names = list(dict.fromkeys(name(record) for record in records))
@@ -204,13 +204,9 @@ def draw(records: Sequence[Record], out: Path, kind: str) -> list[Path]:
     """Draw every figure that there are records for; return the files.
 
     Raises:
-        SystemExit: matplotlib is not installed.
+        ValueError: matplotlib is not installed.
     """
-    try:
-        plt = pyplot()
-    except ValueError as error:
-        raise SystemExit('plot: needs matplotlib; pip install -e ".[bench]"') from error
-
+    plt = pyplot()
     out.mkdir(parents=True, exist_ok=True)
     drawn = []
     timed = latest(records)
@@ -251,7 +247,10 @@ def main() -> None:
     args = parser.parse_args()
     if not args.results.is_file():
         raise SystemExit(f"plot: {args.results} does not exist; `make gpu` writes it")
-    drawn = draw(read(args.results), args.out, args.format)
+    try:
+        drawn = draw(read(args.results), args.out, args.format)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
     print("\n".join(map(str, drawn)) or "plot: no timed records of the operations or the step in this file")
 
 

@@ -60,7 +60,7 @@ class Run:
         seconds: how long one implementation is measured.
         limits: counts that a benchmark spends, such as compilations of a peer.
         records: everything written so far.
-        copy: the device's copy bandwidth in bytes a second; 0: it is measured now.
+        copy: the device's copy bandwidth in bytes per second; 0: it is measured now.
     """
 
     op: str

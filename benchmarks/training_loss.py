@@ -2,8 +2,8 @@
 
     python -m benchmarks.training_loss --vocabulary 32000 --hidden 1024 --positions 2048 --heads 2 --chunk 256
 
-On the CPU the time is CPU time, on a GPU that of the device. The peak is what torch holds at once besides the heads and
-the hidden states.
+On the CPU the time is CPU time, on a GPU that of the device. The peak is what torch holds at once in addition to the
+heads and the hidden states.
 """
 
 from __future__ import annotations

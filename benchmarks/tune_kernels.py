@@ -48,7 +48,7 @@ class Problem:
         bench: the op's benchmark, which knows shapes, inputs and bytes.
         call: runs the op on one copy of a case's inputs.
         cases: the shapes, most telling first.
-        form: what of a case changes the compiled kernel besides the configuration's arguments.
+        form: the properties of a case, other than the configuration's arguments, that change the compiled kernel.
     """
 
     bench: ModuleType

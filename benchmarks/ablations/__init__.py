@@ -9,5 +9,5 @@
     dynamic           trees chosen anew each step against the optimised one, of the same size
 
 `setup` reads arguments, model and prompts, `measuring` runs ways of decoding in turn, `writing` keeps records and
-pictures; a module each measures and draws. What was found is told in docs/ablations.md.
+pictures; one module per ablation measures and draws. docs/ablations.md has the findings.
 """

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def measure(bench: setup.Bench, nodes: Sequence[int]) -> dict[str, Any]:
-    """Measure both kinds of every size beside plain decoding."""
+    """Measure both kinds of every size and plain decoding."""
     accuracies = setup.count_heads(bench)
     sizes = setup.fitting(nodes, accuracies)
     ranks = min(RANKS, len(accuracies[0]))
@@ -58,7 +58,7 @@ def measure(bench: setup.Bench, nodes: Sequence[int]) -> dict[str, Any]:
 
 
 def over(dynamic: measuring.Found, static: measuring.Found) -> dict[str, Any]:
-    """Return the dynamic tree's tokens a step and tokens a second over the other's, prompt by prompt."""
+    """Return the dynamic tree's tokens per step and tokens per second over the other's, prompt by prompt."""
     pairs = list(zip(dynamic.written, static.written, strict=True))
     speeds = [(len(a.text), a.seconds, len(b.text), b.seconds) for a, b in pairs]
     steps = [(a.committed, a.steps, b.committed, b.steps) for a, b in pairs]
@@ -69,7 +69,7 @@ def over(dynamic: measuring.Found, static: measuring.Found) -> dict[str, Any]:
 
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
-    """Draw tokens a step and speed by size."""
+    """Draw tokens per step and speed by size."""
     nodes = [one["nodes"] for one in record["sizes"]]
 
     def points(panel: Any, name: str) -> None:
@@ -86,10 +86,10 @@ def as_text(record: dict[str, Any]) -> str:
     lines = []
     for one in record["sizes"]:
         static, dynamic = one["optimised"], one["dynamic"]
+        steps, speed = (writing.as_text(one[f"tokens_per_{unit}_over"]) for unit in ("step", "second"))
         lines.append(
-            f"{one['nodes']:4} nodes: tokens a step {static['tokens_per_step']['value']:.2f} -> "
-            f"{dynamic['tokens_per_step']['value']:.2f}, {writing.told(one['tokens_per_step_over'])} times; over plain "
-            f"{static['speedup']['value']:.2f} -> {dynamic['speedup']['value']:.2f}, "
-            f"{writing.told(one['tokens_per_second_over'])} times"
+            f"{one['nodes']:4} nodes: tokens per step {static['tokens_per_step']['value']:.2f} -> "
+            f"{dynamic['tokens_per_step']['value']:.2f}, {steps} times; over plain "
+            f"{static['speedup']['value']:.2f} -> {dynamic['speedup']['value']:.2f}, {speed} times"
         )
     return "\n".join(lines)

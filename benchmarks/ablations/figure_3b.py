@@ -1,8 +1,8 @@
 """The paper's figure 3b: Medusa's speed over plain decoding by category of questions, such as MT-Bench's eight.
 
-Each question's turns are answered in turn by Medusa, our plain loop and transformers' `generate` (see
-`medusa_decoding.evaluation`), each behind the plain loop's answer to the turn before. The tree is the checkpoint's own
-unless `--tree` or `--nodes` asks for another. The paper's bars are ratios to transformers' eager loop.
+Medusa, our plain loop and transformers' `generate` answer each question's turns (see `medusa_decoding.evaluation`); a
+turn follows the plain loop's answer to the previous one. The tree is the checkpoint's own unless `--tree` or `--nodes`
+asks for another. The paper's bars are ratios to transformers' eager loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=_arguments.at_least_one,
         metavar="N",
-        help="the best tree of so many nodes by the accuracies that stand beside the heads",
+        help="the best tree of so many nodes by the accuracies stored with the heads",
     )
     parser.set_defaults(tree=None)
 
@@ -110,7 +110,7 @@ def rounded(values: dict[str, float | None] | None) -> dict[str, float | None] |
 
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
-    """Draw a pair of bars a category, those with the least gain first, tokens a step beside."""
+    """Draw a pair of bars per category, those with the least gain first, with their tokens per step."""
     named = sorted(record["categories"].items(), key=lambda item: item[1]["speedup"]["plain"]["value"])
     named.append(("all", record["overall"]))
     figure, panel = plt.subplots(figsize=(9, 3.8), layout="constrained")
@@ -129,7 +129,7 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
     panel.axhline(1.0, color="0.4", linewidth=0.8)
     labels = [f"{name}\n{one['tokens_per_step']['value']:.2f} t/step" for name, one in named]
     panel.set_xticks(range(len(named)), labels, fontsize=8)
-    panel.set_ylabel("tokens a second, ratio")
+    panel.set_ylabel("tokens per second, ratio")
     panel.legend(loc="upper left")
     return figure
 
@@ -137,10 +137,10 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
 def as_text(record: dict[str, Any]) -> str:
     """Return the figures as a Markdown table."""
     lines = [
-        "| category | prompts | tokens a step | times our plain loop | times transformers |",
+        "| category | prompts | tokens per step | times our plain loop | times transformers |",
         "|---|---|---|---|---|",
     ]
     for name, one in (*record["categories"].items(), ("all", record["overall"])):
-        told = [writing.told(value) for value in (one["tokens_per_step"], *one["speedup"].values())]
+        told = [writing.as_text(value) for value in (one["tokens_per_step"], *one["speedup"].values())]
         lines.append(f"| {name} | {one['prompts']} | {' | '.join(told)} |")
     return "\n".join(lines)

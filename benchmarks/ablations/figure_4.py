@@ -1,4 +1,4 @@
-"""The paper's figure 4: tokens a step and speed against the size of the tree, random dense trees and optimised ones.
+"""The paper's figure 4: tokens per step and speed against the size of the tree, random dense trees and optimised ones.
 
 A dense tree is the cartesian product of the first drafts of each head (section 2.1.2). The paper samples such trees
 at random without saying how: here each is drawn evenly among all products whose size falls between two sizes of
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def measure(bench: setup.Bench, nodes: Sequence[int], dense: int) -> dict[str, Any]:
-    """Measure trees of both kinds beside plain decoding."""
+    """Measure trees of both kinds and plain decoding."""
     accuracies = setup.count_heads(bench)
     sizes = setup.fitting(nodes, accuracies)
     ranks = min(RANKS, len(accuracies[0]))
@@ -119,7 +119,7 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
 def as_text(record: dict[str, Any]) -> str:
     """Return the figures for a person."""
     return "\n".join(
-        f"{one['name']:18} {one['nodes']:4} nodes  {one['tokens_per_step']['value']:.2f} tokens a step  "
+        f"{one['name']:18} {one['nodes']:4} nodes  {one['tokens_per_step']['value']:.2f} tokens per step  "
         f"{one['speedup']['value']:.2f} times plain"
         for one in [*of_kind(record, "dense"), *of_kind(record, "optimised")]
     )

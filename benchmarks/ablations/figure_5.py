@@ -3,7 +3,7 @@
 epsilon runs from 0.01 to 0.25, delta is its square root, the temperature 0.7 (section 3.3.2), the tree optimised.
 Greedy decoding and sampling with the same tree are lossless: their texts are those of the plain loop, with the same
 seed where tokens are drawn, up to rounding (see `same_draws`). The paper has GPT-4 mark the texts; no judge is at hand
-here. In its place stand the perplexity that the base model itself gives the new tokens (at temperature 1, behind the
+here. Instead there are the perplexity that the base model itself gives the new tokens (at temperature 1, after the
 prompt) and the share of 4-grams that occur once. Neither is quality: text that repeats itself has a low perplexity,
 noise has distinct 4-grams. They say how far a way of decoding moves from what the model finds likely.
 """
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def measure(bench: setup.Bench, epsilons: Sequence[float], nodes: int, temperature: float) -> dict[str, Any]:
-    """Measure all thresholds beside greedy decoding and sampling."""
+    """Measure all thresholds and greedy decoding and sampling."""
     accuracies = setup.count_heads(bench)
     [nodes] = setup.fitting([nodes], accuracies)
     tree = Tree.optimal(accuracies, nodes)
@@ -118,7 +118,7 @@ def same_draws(bench: setup.Bench, drawn: measuring.Found, plain: measuring.Foun
 def gap(
     bench: setup.Bench, ids: torch.Tensor, text: Sequence[int], tokens: tuple[int, int], temperature: float
 ) -> float:
-    """Return how far two tokens' shares of the numbers from 0 to 1 lie apart behind a text; 0 if they touch."""
+    """Return how far two tokens' shares of the numbers from 0 to 1 lie apart after a text; 0 if they touch."""
     base = bench.model.backbone.causal_lm
     whole = torch.cat([ids, torch.tensor([list(text)], dtype=torch.int64)], dim=1).to(base.device)
     ends = (base(whole, use_cache=False).logits[0, -1].double() / temperature).softmax(-1).cumsum(-1)
@@ -127,7 +127,7 @@ def gap(
 
 @torch.no_grad()
 def surprise(base: Any, ids: torch.Tensor, text: Sequence[int]) -> float:
-    """Return the sum of -log p in nats that a model gives new tokens behind a prompt int64 [1, T], at temperature 1."""
+    """Return the sum of -log p in nats that a model gives new tokens after a prompt int64 [1, T], at temperature 1."""
     whole = torch.cat([ids, torch.tensor([list(text)])], dim=1).to(base.device)
     logits = base(whole, use_cache=False).logits[0, ids.shape[1] - 1 : -1].float()
     return float(F.cross_entropy(logits.double(), whole[0, ids.shape[1] :], reduction="sum"))
@@ -155,7 +155,7 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
     for panel, name, words in zip(
         panels,
         ("tokens_per_step", "perplexity", "distinct_4_grams"),
-        ("tokens a step", "perplexity of the text (base model)", "distinct 4-grams"),
+        ("tokens per step", "perplexity of the text (base model)", "distinct 4-grams"),
         strict=True,
     ):
         if name == "distinct_4_grams":
@@ -184,7 +184,7 @@ def as_text(record: dict[str, Any]) -> str:
     rows = list(record["ways"].items())
     rows += [(f"typical, epsilon {point['epsilon']:g}", point) for point in record["typical"]]
     return "\n".join(
-        f"{name:24} {one['tokens_per_step']['value']:.2f} tokens a step  {one['speedup']['value']:.2f} times plain  "
+        f"{name:24} {one['tokens_per_step']['value']:.2f} tokens per step  {one['speedup']['value']:.2f} times plain  "
         f"perplexity {one['perplexity']['value']:.2f}  distinct 4-grams {one['distinct_4_grams']}"
         for name, one in rows
     )

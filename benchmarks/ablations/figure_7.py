@@ -3,9 +3,9 @@
 Drafting is transformers' assisted generation (`assistant_model=`) with a constant number of tokens and no confidence
 threshold, so that every round drafts all of them. It runs on transformers' loop: its ratio to transformers' plain
 `generate` says what drafting gives there, its ratio to our plain loop also has the difference of the loops in it.
-"estimate" is what drafting would give on a loop like ours: tokens a step as counted, over the time of gamma plain steps
-of the draft model and one step of the base model that verifies a chain of gamma tokens, both measured in this package's
-loop. It leaves out whatever such a loop would need besides.
+"estimate" is what drafting would give on a loop like ours: tokens per step as counted, over the time of gamma plain
+steps of the draft model and one step of the base model that verifies a chain of gamma tokens, both measured in this
+package's loop. It leaves out everything else that such a loop would need.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def load_draft(name: str, bench: setup.Bench) -> Any:
-    """Load a draft model beside the base model.
+    """Load a draft model for the base model.
 
     Raises:
         ValueError: it is not there, or has another vocabulary.
@@ -94,7 +94,7 @@ def assisted(bench: setup.Bench, draft: Any, gamma: int) -> measuring.Way:
 
 
 def measure(bench: setup.Bench, draft: Any, drafted: Sequence[int]) -> dict[str, Any]:
-    """Measure drafting beside both plain loops and Medusa with the tuned tree."""
+    """Measure drafting, both plain loops and Medusa with the tuned tree."""
     accuracies = setup.count_heads(bench)
     tree, weighed = table_3.tuned_tree(bench, bench.model, accuracies)
     seconds = lean_seconds(bench, draft, drafted)
@@ -132,7 +132,7 @@ def measure(bench: setup.Bench, draft: Any, drafted: Sequence[int]) -> dict[str,
 
 
 def over(found: measuring.Found, base: measuring.Found) -> dict[str, float | None] | None:
-    """Return tokens a second over those of another way, prompts paired."""
+    """Return tokens per second over those of another way, prompts paired."""
     pairs = zip(found.written, base.written, strict=True)
     return measuring.rounded(
         interval.ratio_of_rates([(len(a.text), a.seconds, len(b.text), b.seconds) for a, b in pairs])
@@ -171,7 +171,7 @@ def lean_seconds(bench: setup.Bench, draft: Any, drafted: Sequence[int]) -> dict
 
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
-    """Draw tokens a second and tokens a step against the number of drafted tokens."""
+    """Draw tokens per second and tokens per step against the number of drafted tokens."""
     figure, panels = plt.subplots(1, 2, figsize=(9.5, 3.8), layout="constrained")
     rows = record["drafting"]
     drafted = [row["gamma"] for row in rows]
@@ -188,11 +188,11 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
         (measuring.TRANSFORMERS, "transformers, plain", "0.5"),
     ):
         panels[0].axhline(record[name]["tokens_per_second"], color=colour, linestyle="--", linewidth=1, label=words)
-    panels[0].set_ylabel("tokens a second")
+    panels[0].set_ylabel("tokens per second")
     values, errors = writing.spread(rows, "tokens_per_step")
     panels[1].errorbar(drafted, values, errors, fmt="o-", color=colours[0], capsize=2, elinewidth=0.7)
     panels[1].axhline(record[MEDUSA]["tokens_per_step"]["value"], color=colours[1], linestyle="--", linewidth=1)
-    panels[1].set_ylabel("tokens a step")
+    panels[1].set_ylabel("tokens per step")
     for panel in panels:
         panel.set_xticks(drafted)
         panel.set_xlabel("drafted tokens a round (gamma)")
@@ -205,16 +205,16 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
 def as_text(record: dict[str, Any]) -> str:
     """Return the figures as a Markdown table."""
     lines = [
-        "| way | tokens a step | tokens/s | times our plain loop | times transformers | estimate |",
+        "| way | tokens per step | tokens/s | times our plain loop | times transformers | estimate |",
         "|---|---|---|---|---|---|",
     ]
     named = [("transformers", record[measuring.TRANSFORMERS]), (MEDUSA, record[MEDUSA])]
     named += [(f"drafting {row['gamma']}", row) for row in record["drafting"]]
     for name, row in named:
-        beside = writing.told(row.get("over_transformers"))
+        beside = writing.as_text(row.get("over_transformers"))
         estimate = f"{row['estimate']:.2f}" if "estimate" in row else ""
         lines.append(
-            f"| {name} | {writing.told(row['tokens_per_step'])} | {row['tokens_per_second']:.0f} | "
-            f"{writing.told(row['speedup'])} | {beside} | {estimate} |"
+            f"| {name} | {writing.as_text(row['tokens_per_step'])} | {row['tokens_per_second']:.0f} | "
+            f"{writing.as_text(row['speedup'])} | {beside} | {estimate} |"
         )
     return "\n".join(lines)

@@ -42,7 +42,7 @@ class Written:
         text: new tokens.
         seconds: prefill included.
         committed: tokens that steps committed; our prefill, which gives the first token, is not a step.
-        steps: forward passes of the model behind the prefill.
+        steps: forward passes of the model after the prefill.
     """
 
     text: list[int]
@@ -56,18 +56,18 @@ Way = Callable[[Asked], Written]
 
 @dataclass
 class Found:
-    """Texts of one way, in the prompts' order, each beside the baseline's text of the same block of ways."""
+    """Texts of one way, in the prompts' order, each with the baseline's text of the same block of ways."""
 
     written: list[Written] = field(default_factory=list)
     plain: list[Written] = field(default_factory=list)
     same: int | None = None
 
     def tokens_per_step(self) -> Interval | None:
-        """Return committed tokens a step, the paper's acceleration rate."""
+        """Return committed tokens per step, the paper's acceleration rate."""
         return interval.ratio([(one.committed, one.steps) for one in self.written])
 
     def speedup(self) -> Interval | None:
-        """Return tokens a second over the baseline's."""
+        """Return tokens per second over the baseline's."""
         pairs = zip(self.written, self.plain, strict=True)
         return interval.ratio_of_rates([(len(a.text), a.seconds, len(b.text), b.seconds) for a, b in pairs])
 
@@ -209,7 +209,7 @@ def _blocks(names: list[str], size: int) -> Iterator[list[str]]:
 
 
 def rounded(found: Interval | None) -> dict[str, float | None] | None:
-    """Return an interval as JSON has it, four digits behind the point."""
+    """Return an interval as JSON has it, with four decimals."""
     if found is None:
         return None
     return {name: None if value is None else _round(value) for name, value in found.to_json().items()}

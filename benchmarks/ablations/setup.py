@@ -46,7 +46,7 @@ class Asked:
 
 @dataclass
 class Bench:
-    """A model and what it is asked.
+    """A model and its prompts.
 
     Attributes:
         model: with its heads.
@@ -55,7 +55,7 @@ class Bench:
         tuning: other prompts, on which the heads are counted and trees are chosen.
         new_tokens: of each text at most.
         ends: arguments of `MedusaModel.generate` that say what ends a text.
-        seed: of whatever is drawn.
+        seed: of all random choices.
         described: model and prompts in words and numbers, for the record.
     """
 

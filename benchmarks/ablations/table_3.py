@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tuned_tree(bench: setup.Bench, model: MedusaModel, accuracies: Sequence[Sequence[float]]) -> tuple[Tree, list[Any]]:
-    """Return the tree with the most expected tokens a second here, and what it was chosen among."""
+    """Return the tree with the most expected tokens per second here, and what it was chosen among."""
     sizes = [size for size in TUNED_SIZES if size <= setup.most_nodes(accuracies)]
     prefix = int(statistics.median(one.ids.shape[1] for one in bench.asked)) + bench.new_tokens // 2
     trees = best_trees(accuracies, sizes)
@@ -158,27 +158,27 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
     for place, (_, one, _), over in zip(places, rows, errors[1], strict=True):
         steps = one["tokens_per_step"]["value"]
         words = panel.text(
-            values[place] + over, place, f"  {values[place]:.2f} ({steps:.2f} tokens a step)", va="center"
+            values[place] + over, place, f"  {values[place]:.2f} ({steps:.2f} tokens per step)", va="center"
         )
         words.set_in_layout(False)
     panel.set_yticks(places, [name for name, *_ in rows])
     panel.invert_yaxis()
     panel.axvline(1.0, color="0.4", linewidth=0.8)
     panel.set_xlim(0, 1.5 * max(value + over for value, over in zip(values, errors[1], strict=True)))
-    panel.set_xlabel("tokens a second / plain decoding")
+    panel.set_xlabel("tokens per second / plain decoding")
     return figure
 
 
 def as_text(record: dict[str, Any]) -> str:
     """Return the ladders as a Markdown table."""
-    lines = ["| heads | technique | nodes | tokens a step | times plain |", "|---|---|---|---|---|"]
+    lines = ["| heads | technique | nodes | tokens per step | times plain |", "|---|---|---|---|---|"]
     beside = record["transformers"]
     lines.append(
         f"| - | transformers' generate | 1 | {beside['tokens_per_step']['value']:.2f} | "
-        f"{writing.told(beside['speedup'])} |"
+        f"{writing.as_text(beside['speedup'])} |"
     )
     for label, ladder in record["ladders"].items():
         for rung, one in ladder["rungs"].items():
-            steps, speed = writing.told(one["tokens_per_step"]), writing.told(one["speedup"])
+            steps, speed = writing.as_text(one["tokens_per_step"]), writing.as_text(one["speedup"])
             lines.append(f"| {label} | {rung} | {one['nodes']} | {steps} | {speed} |")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ def record(
 
 
 def by_nodes(plt: Any, points: Callable[[Any, str], None]) -> Any:
-    """Draw tokens a step and speed side by side, over the nodes of trees.
+    """Draw tokens per step and speed side by side, over the nodes of trees.
 
     Args:
         plt: pyplot.
@@ -45,7 +45,7 @@ def by_nodes(plt: Any, points: Callable[[Any, str], None]) -> Any:
     """
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for panel, name, words in zip(
-        panels, ("tokens_per_step", "speedup"), ("tokens a step", "tokens a second / plain decoding"), strict=True
+        panels, ("tokens_per_step", "speedup"), ("tokens per step", "tokens per second / plain decoding"), strict=True
     ):
         panel.set_xscale("log", base=2)
         points(panel, name)
@@ -83,7 +83,7 @@ def spread(points: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float],
     return values, [below, above]
 
 
-def told(value: Mapping[str, float | None] | None) -> str:
+def as_text(value: Mapping[str, float | None] | None) -> str:
     """Return an interval as text: "1.55 (1.49 to 1.62)"."""
     if value is None:
         return "-"

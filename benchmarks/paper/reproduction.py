@@ -47,7 +47,7 @@ class Cell:
         candidates: q.
         operator: what was measured.
         tflops: TFLOP/s, as printed.
-        intensity: operations a byte, as printed.
+        intensity: operations per byte, as printed.
     """
 
     table: int
@@ -79,7 +79,7 @@ def cells(*tables: int) -> list[Cell]:
 
 
 def table_rows() -> list[Row]:
-    """Return tables 6 to 8 with the paper's values beside ours; errors in percent of the paper's."""
+    """Return tables 6 to 8 with the paper's values and ours; errors in percent of the paper's."""
     rows = []
     for cell in cells(6, 7, 8):
         ideal, attained = cell.tflops_on(A100), cell.tflops_on(ATTAINED)
@@ -193,7 +193,7 @@ def acceleration_rows() -> list[Row]:
 
 
 def error_rows() -> list[Row]:
-    """Return median and largest error of each table and figure, in percent; of intensities in operations a byte."""
+    """Return median and largest error of each table and figure, in percent; of intensities in operations per byte."""
     rows: list[Row] = []
     for table in (6, 7, 8):
         of = cells(table)

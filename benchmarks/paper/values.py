@@ -1,4 +1,4 @@
-"""What the paper prints about its roofline and its simulation (appendix G), transcribed, with where it stands.
+"""What the paper prints about its roofline and its simulation (appendix G), transcribed, with its places.
 
 Tables 6 to 8 are measurements on an A100 80 GB PCIe with Llama-33B. Figures 9 to 23 are pictures: the paper prints no
 numbers of their points. For figures 21 to 23 alone there are readings here, approximate values that were read off the
@@ -10,13 +10,13 @@ This module is data.
 from __future__ import annotations
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)
-"""Columns of tables 6 to 8 and ticks of figures 21 to 23: tokens a step verifies, the root included."""
+"""Columns of tables 6 to 8 and ticks of figures 21 to 23: tokens per step verifies, the root included."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SEQUENCES = (128, 256, 512, 1024, 2048, 4096, 8192)
 
 Cells = tuple[tuple[float, float], ...]
-"""(TFLOP/s, operations a byte) of each of `CANDIDATES`."""
+"""(TFLOP/s, operations per byte) of each of `CANDIDATES`."""
 
 TABLE_6: dict[int, Cells] = {
     128: (

@@ -112,7 +112,7 @@ def test_no_matplotlib_is_said_clearly(tmp_path: Path, monkeypatch: pytest.Monke
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(SystemExit, match=r"needs matplotlib; pip install -e \"\.\[bench\]\""):
+    with pytest.raises(ValueError, match=r"expected matplotlib, got none; pip install -e \"\.\[bench\]\""):
         plot.draw([], tmp_path, "svg")
 
 

@@ -70,7 +70,7 @@ def as_text(metrics: GenerationMetrics, reused: int | None = None) -> str:
         f"decode {metrics.decode_seconds:.3f} s",
     ]
     if metrics.steps:
-        lines.append("accepted drafts a step: " + _shares(metrics.accepted_histogram))
+        lines.append("accepted draft tokens per step: " + _shares(metrics.accepted_histogram))
     if metrics.depth_acceptance:
         depths = ", ".join(f"{depth}: {rate:.0%}" for depth, rate in enumerate(metrics.depth_acceptance, 1))
         lines.append(f"steps that accepted at least so many: {depths}")

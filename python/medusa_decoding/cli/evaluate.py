@@ -1,7 +1,7 @@
-"""Measure a model with its heads on prompts: tokens a step, speedups, equal texts, and how often heads are right.
+"""Measure a model with its heads on prompts: tokens per step, speedups, equal texts, and how often heads are right.
 
-Prompts come from MT-Bench questions (each turn is asked behind the model's own answer), HumanEval, GSM8K (parquet),
-ShareGPT, messages and plain texts; figures are told apart by category. Medusa, this package's plain loop and
+Prompts come from MT-Bench questions (each turn follows the model's own answer), HumanEval, GSM8K (parquet),
+ShareGPT, messages and plain texts; figures are by category. Medusa, this package's plain loop and
 transformers' generate write each text in turn within one process. A chat template is put around questions if the
 tokenizer has one (or --template is given); a model without continues them as they stand.
 

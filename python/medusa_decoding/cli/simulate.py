@@ -67,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accuracies",
         type=Path,
         metavar="FILE",
-        help="JSON: a list a head of how often each rank is right, or counts (hits, total); then each size has its "
-        "best tree (default: the paper's model, 1 + 0.477 ln n)",
+        help="JSON: for each head a list of how often each rank is right, or counts (hits, total); each size has its "
+        "best tree then (default: the paper's model, 1 + 0.477 ln n)",
     )
     parser.add_argument("--heads", type=at_least_one, metavar="K", help="default: 4, or those in the accuracies")
     parser.add_argument("--head-vocabulary", type=at_least_one, metavar="V", help="rows of a trimmed projection")
     parser.add_argument("--shared", action="store_true", help="heads project with the model's lm_head")
-    parser.add_argument("--weight-bytes", type=factor, metavar="X", help="bytes a weight, as 0.5 for 4 bits")
+    parser.add_argument("--weight-bytes", type=factor, metavar="X", help="bytes per weight, as 0.5 for 4 bits")
     parser.add_argument(
         "--block", action="store_true", help="the paper's simplified block, without heads, instead of a whole step"
     )
@@ -107,10 +107,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_device(name: str) -> Device:
-    """Return a device by name, measured now, or from a file.
+    """Return a device by name, from a measurement now, or from a file.
 
     Raises:
-        ValueError: none of these; a file that is no device.
+        ValueError: an unknown name, or a bad file.
     """
     if name in DEVICES:
         return DEVICES[name]
@@ -125,7 +125,7 @@ def make_simulation(args: argparse.Namespace) -> Simulation:
     """Return the simulation that the arguments describe.
 
     Raises:
-        ValueError: arguments that do not go together, or what a file says is refused.
+        ValueError: conflicting arguments, or a bad file.
     """
     acceleration: Acceleration = PaperAcceleration()
     if args.accuracies is not None:

@@ -1,8 +1,8 @@
-"""Steps that were measured, beside the roofline's prediction of them.
+"""Compare measured steps with the roofline's prediction.
 
-Reads the records that `python -m benchmarks.bench_step` appends: whole steps of this project, captured, with random
-weights. The roofline counts bytes and operations; what it leaves out (launches, activations read again and again
-through the caches, norms, acceptance, compaction) is in the error, which is stated.
+The records are those of `python -m benchmarks.bench_step`: whole captured steps of this project with random weights.
+The roofline counts bytes and operations. What it leaves out (launches, activations that are read repeatedly through the
+caches, norms, acceptance, compaction) is part of the stated error.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ HEADS: dict[str | None, HeadShape | None] = {
 
 
 def read_steps(path: str | Path) -> list[Record]:
-    """Return the captured steps of a file of records; of the same case the last counts.
+    """Return the captured steps of a file of records; the last one of each case.
 
     Raises:
-        ValueError: not such a file, or none of its records is such a step of a model that is known here.
+        ValueError: another file, or no record of a captured step of a known model.
     """
     found: dict[tuple[Any, ...], Record] = {}
     for number, line in enumerate(read_text(path, MAX_JSON).splitlines(), 1):
@@ -70,7 +70,7 @@ def is_plain(record: Record) -> bool:
 
 
 def fit_steps(records: Iterable[Record], device: Device) -> Device:
-    """Fit a share of the bandwidth and a fixed time an operator to the plain steps, the same for all operators.
+    """Fit a share of the bandwidth and a fixed time per operator to the plain steps, the same for all operators.
 
     Medusa steps are left out, so that their predictions are predictions.
 
@@ -95,10 +95,10 @@ def fit_steps(records: Iterable[Record], device: Device) -> Device:
 
 
 def compare(records: Sequence[Record], device: Device) -> list[Record]:
-    """Return measured steps beside predictions: the ideal roofline's, and one fitted to the plain steps.
+    """Return measured steps with the predictions of the ideal roofline and of one fitted to the plain steps.
 
-    Overheads are over a plain step of the same model, prefix and batch, when measured one of the same run; errors in
-    percent of what was measured.
+    Overheads are over a plain step of the same model, prefix and batch, measured ones over that of the same run. Errors
+    are in percent of the measured time.
 
     Raises:
         ValueError: no plain step among the records.

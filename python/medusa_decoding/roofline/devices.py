@@ -1,8 +1,7 @@
-"""What a device can do at most, and what share of it operators reach: known devices by name, others from a file.
+"""Peaks of devices, and the shares of them that operators reach: known devices by name, others from a file.
 
 Peaks are data sheets' dense figures (no structured sparsity). `Attained` turns the ideal roofline into one that was
-fitted to measurements; with its defaults it is the ideal. This module knows devices; it knows no models and measures
-nothing (see `probe_device`).
+fitted to measurements; its defaults are the ideal. `probe_device` measures a device.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ def _check(name: str, value: Any, within: Any, words: str) -> None:
 
 @dataclass(frozen=True)
 class Attained:
-    """What operators of one kind reach of a device's peaks.
+    """The shares of a device's peaks that operators of one kind reach.
 
     Attributes:
         bandwidth: share of the bandwidth, above 0 and at most 1.
         compute: share of the arithmetic peak, above 0 and at most 1.
-        fixed_us: microseconds that each operator takes whatever its size.
-        tile: rows that are computed together; a product's rows are rounded up to a multiple of it.
+        fixed_us: microseconds added to each operator, whatever its size.
+        tile: number of rows that are computed together; rows are rounded up to a multiple of it.
 
     Raises:
         ValueError: a value outside of these.
@@ -57,9 +56,9 @@ class Device:
 
     Attributes:
         name: how figures name it.
-        flops: peak operations a second in `dtype`; a multiplication with its addition counts as two.
-        bandwidth: peak bytes a second of its memory.
-        dtype: of weights and activations that `flops` holds for: float32, bfloat16 or float16.
+        flops: peak operations per second in `dtype`; a multiply-add counts as two.
+        bandwidth: peak bytes per second of its memory.
+        dtype: of the weights and activations that `flops` is for: float32, bfloat16 or float16.
         linear: what projections reach.
         attention: what attention reaches.
         source: where the figures come from.
@@ -84,7 +83,7 @@ class Device:
 
     @property
     def ridge(self) -> float:
-        """Operations a byte from which on arithmetic, not memory, bounds an operator."""
+        """Operations per byte above which arithmetic, not memory, bounds an operator."""
         return self.flops / self.bandwidth
 
     @property
@@ -93,7 +92,7 @@ class Device:
         return ELEMENT_BYTES[self.dtype]
 
     def ideal(self) -> Device:
-        """Return the same peaks, reached in full."""
+        """Return the device with its peaks reached in full."""
         return replace(self, linear=Attained(), attention=Attained())
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The operators of a decoding step and their roofline times (Medusa paper, appendix G.1, table 5).
 
-An operator is a number of operations and of elements moved; its time on a device is the longer of what its arithmetic
-and its bytes take. Two lists of operators are made here:
+An operator is a number of operations and of elements moved. Its time on a device is the longer of the times that its
+arithmetic and its bytes take. There are two lists of operators:
 
 - `block_operators`: the paper's simplified block. Three projections to queries, keys and values, two attention
   products whose scores go to memory and come back, and up, gate and down. No output projection, no lm_head, no heads.
@@ -9,8 +9,7 @@ and its bytes take. Two lists of operators are made here:
   chip, the output projection, lm_head at every node without stored logits, and the heads at the accepted node.
 
 Every token sees every key: sliding windows are not modelled. Not counted: norms, rotary embedding, residual sums, the
-embedding's rows, acceptance and the cache's compaction. This module knows sizes and peaks; it knows no trees (a tree is
-a number of nodes here) and no rates of acceptance.
+embedding's rows, acceptance and the cache's compaction. A tree is only a number of nodes here.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Kind = Literal["linear", "attention"]
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator, or several equal ones one behind the other.
+    """One operator, or several equal ones in sequence.
 
     Attributes:
         name: what it computes.
         kind: linear (weights) or attention (no weights).
         rows: rows of the product's left side: batch times tokens.
-        flops: operations of one; a multiplication with its addition counts as two.
+        flops: operations of one; a multiply-add counts as two.
         weights: elements of weights that one reads.
         activations: elements of activations, keys and values that one reads and writes.
         times: how many there are.
@@ -49,11 +48,11 @@ class Operator:
     times: int = 1
 
     def bytes(self, element: float = 2, weight: float | None = None) -> float:
-        """Return what one moves: `element` bytes an activation, `weight` bytes a weight (default: the same)."""
+        """Return the bytes that one moves: `element` per activation, `weight` per weight (default: the same)."""
         return self.activations * element + self.weights * (element if weight is None else weight)
 
     def intensity(self, element: float = 2, weight: float | None = None) -> float:
-        """Return operations a byte."""
+        """Return operations per byte."""
         return self.flops / self.bytes(element, weight)
 
     def seconds(self, device: Device, weight: float | None = None) -> float:
@@ -61,7 +60,7 @@ class Operator:
 
         Args:
             device: peaks, and what is attained of them; activations are of its dtype.
-            weight: bytes a weight; None: of the device's dtype too.
+            weight: bytes per weight; None for the device's dtype.
         """
         attained = device.linear if self.kind == "linear" else device.attention
         computed = self.flops / self.rows * math.ceil(self.rows / attained.tile) * attained.tile
@@ -70,7 +69,7 @@ class Operator:
         return self.times * (attained.fixed_us * 1e-6 + max(arithmetic, memory))
 
     def attained_flops(self, device: Device, weight: float | None = None) -> float:
-        """Return operations a second at the roofline time."""
+        """Return operations per second at the roofline time."""
         return self.times * self.flops / self.seconds(device, weight)
 
 
@@ -81,7 +80,7 @@ def linear(name: str, rows: int, inputs: int, outputs: int, times: int = 1, stor
         name: what it computes.
         rows: r, batch times tokens.
         inputs: width of a row before.
-        outputs: width of a row behind.
+        outputs: width of a row after.
         times: how many there are.
         stored: whether the result goes to memory.
     """
@@ -163,10 +162,10 @@ def step_operators(shape: ModelShape, heads: HeadShape | None, batch: int, nodes
 
 
 def total_seconds(operators: Iterable[Operator], device: Device, weight: float | None = None) -> float:
-    """Return the time of operators that run one behind the other; see `Operator.seconds`."""
+    """Return the time of operators that run in sequence; see `Operator.seconds`."""
     return sum(operator.seconds(device, weight) for operator in operators)
 
 
 def total_bytes(operators: Iterable[Operator], element: float = 2, weight: float | None = None) -> float:
-    """Return what operators move together."""
+    """Return the bytes that operators move in all."""
     return sum(operator.times * operator.bytes(element, weight) for operator in operators)

@@ -1,7 +1,4 @@
-"""Sizes of models and of their Medusa heads: known ones by name, any other from its transformers config.
-
-This module knows sizes; it loads no weights and knows neither devices nor trees.
-"""
+"""Sizes of models and of their Medusa heads: known ones by name, any other from its transformers config."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ class HeadShape:
     Attributes:
         count: K.
         vocabulary: rows of a head's projection; None for all of the model's.
-        shared: heads project with the model's lm_head instead of a projection of their own.
-        layers: residual blocks a head.
+        shared: whether heads project with the model's lm_head instead of their own matrices.
+        layers: residual blocks per head.
 
     Raises:
         ValueError: one of them is below 1.
@@ -94,8 +91,8 @@ def find_shape(name: str) -> ModelShape:
         name: a key of `SHAPES`, or a folder or hub id with a transformers config.
 
     Raises:
-        ValueError: neither; or a config without one of the sizes, or of a mixture of experts, whose steps read a
-            number of weights that depends on the text.
+        ValueError: neither; a config without one of the sizes; or a mixture of experts, whose steps read a number of
+            weights that depends on the text.
     """
     if name in SHAPES:
         return SHAPES[name]

@@ -1,10 +1,10 @@
 """Simulated speedups: acceleration over overhead, for batches, prefixes and tree sizes (Medusa paper, appendix G.3).
 
-Overhead is the roofline time of a step with a tree over that of a plain step; the speedup is the tokens a step over
-it. Speculation pays where that is at least 1. That is told as ranges, because it may stop and begin again: a longer
-prefix makes attention dearer, and also hides what the tree's rows cost elsewhere. The model knows neither launches nor
-kernels unless the device's `Attained` was fitted to some, and no memory limit: a batch that does not fit is simulated
-all the same.
+Overhead is the roofline time of a step with a tree over that of a plain step; the speedup is the number of tokens per
+step over the overhead. Speculation pays if that is at least 1. It pays in ranges, because it may stop and begin again:
+a longer prefix makes attention slower, which also hides the cost of the tree's rows elsewhere. Launches and kernels
+count only if the device's `Attained` was fitted to them, and memory has no limit: a batch that does not fit is
+simulated too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MOST_SEQUENCE = 131072
 
 @dataclass(frozen=True)
 class Point:
-    """What a step costs and gains at one place.
+    """The cost and the gain of a step at one point of a sweep.
 
     Attributes:
         batch: sequences.
         sequence: cached rows of each.
         nodes: of the tree, root included.
-        acceleration: tokens a step.
+        acceleration: tokens per step.
         plain_us: microseconds of a plain step.
         step_us: microseconds of the step with the tree.
     """
@@ -63,8 +63,8 @@ class Simulation:
         device: its peaks.
         shape: the model's sizes.
         heads: the heads' sizes; they count in steps with more than one node.
-        acceleration: tokens a step by tree size.
-        weight_bytes: bytes a weight; None: those of the device's dtype.
+        acceleration: tokens per step by tree size.
+        weight_bytes: bytes per weight; None: those of the device's dtype.
         scope: step: a whole step of this project; block: the paper's simplified block, without heads.
     """
 
@@ -86,10 +86,10 @@ class Simulation:
         return total_seconds(self.operators(batch, sequence, nodes), self.device, self.weight_bytes)
 
     def point(self, batch: int, sequence: int, nodes: int) -> Point:
-        """Simulate one place.
+        """Simulate one point.
 
         Raises:
-            ValueError: a count below 1, or more nodes than the acceleration can tell of.
+            ValueError: a count below 1, or more nodes than the acceleration covers.
         """
         for name, value in (("batch", batch), ("sequence", sequence), ("nodes", nodes)):
             if value < 1:
@@ -102,7 +102,7 @@ class Simulation:
         return [self.point(b, s, n) for s in sequences for b in batches for n in nodes]
 
     def by_nodes(self, batch: int, sequence: int) -> list[Point]:
-        """Simulate every number of nodes that the acceleration can tell of."""
+        """Simulate every number of nodes that the acceleration covers."""
         return [self.point(batch, sequence, nodes) for nodes in range(1, self.acceleration.most_nodes + 1)]
 
     def paying_batches(self, sequence: int, nodes: int) -> list[Range]:
@@ -115,7 +115,7 @@ class Simulation:
 
 
 def best(points: Iterable[Point]) -> Point:
-    """Return the fastest; of equal ones the first."""
+    """Return the fastest point, the first of equal ones."""
     return max(points, key=lambda point: point.speedup)
 
 
@@ -133,11 +133,10 @@ def paying_nodes(points: Iterable[Point]) -> list[Range]:
 def paying(speedup: Callable[[int], float], most: int) -> list[Range]:
     """Return the ranges, both ends included, in which a speedup is at least 1.
 
-    Looks at powers of two and halves the interval between two that differ: a range that lies between two neighbouring
-    powers of two is not seen.
+    It tests powers of two and bisects between two that differ, so it misses a range between two adjacent powers of two.
 
     Args:
-        speedup: of a batch or a sequence from 1.
+        speedup: as a function of the batch or the sequence, from 1.
         most: the largest number tried.
     """
     marks = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
