@@ -15,7 +15,6 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,10 +26,8 @@ from medusa_decoding.decode.runtime.progress import Watch
 from medusa_decoding.decode.runtime.runner import HEADROOM
 from medusa_decoding.decode.runtime.steps import KEPT_STEPS, resolve_backend
 from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
-
-if TYPE_CHECKING:
-    from medusa_decoding.model import MedusaModel
 
 UNCOUNTED, COUNTED = 1, 3
 """Steps at the start of a block whose durations are dropped, and steps after them whose durations are kept."""
