@@ -412,12 +412,12 @@ def test_the_cache_grows_with_the_text(medusa, monkeypatch, tree):
 
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
-    # More graphs than dynamo keeps for one function (8): each must still be compiled, and be right.
+    # More graphs than dynamo keeps for one function (2 here): each must still be compiled, and be right.
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
     [row] = prompts(1, [9])
     for tree in (Tree([]), Tree.chain(1), Tree.chain(2)):
         with MedusaModel(medusa.base, medusa.heads, tree, backend="compiled") as compiled:
-            for new, eos in ((10, []), (70, []), (70, [VOCAB - 1, 3]), (30, [5])):
+            for new, eos in ((10, []), (70, [VOCAB - 1, 3]), (30, [5])):
                 output = compiled.generate(row[None], max_new_tokens=new, eos_token_id=eos)
                 kwargs = {"eos_token_id": eos} if eos else {}
                 assert output.sequences[0, 9:].tolist() == transformers_greedy(medusa.base, row, new, **kwargs)
