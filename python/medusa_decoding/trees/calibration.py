@@ -1,15 +1,12 @@
-"""Calibration: which of the heads' drafts are right on the user's own prompts, one by one and along whole paths.
+"""Calibration: how often the heads' draft tokens are right on the user's own prompts, alone and along whole paths.
 
-At each position of a text every head has a list of candidates; the places of the true tokens in these lists are one
-path of ranks. Counts of paths hold all that a tree can be weighed with: how often each rank is right (Medusa paper,
-section 2.3.3), and how often a whole path is, without taking heads as independent. A position counts if the text goes
-on for as long as the heads reach, so that every share is one of the same positions: the last K tokens of a text are
-targets only.
+At each position of a text, every head ranks its candidates; the ranks of the actual next tokens form one path of ranks.
+Counts of these paths give the accuracy of each rank (Medusa paper, section 2.3.3) and of each whole path, without
+assuming that heads are independent. A position only counts if the text continues for at least K tokens, so that all
+shares refer to the same positions.
 
-What counts do not hold is the order of the positions, and steps of decoding do not land on all of them: those that an
-accepted path passes over start no step. So each text's paths are kept in order as well, up to its end (see `walk`).
-
-This module knows counts; it does not know where they come from (see `calibrate`) nor which tree is best (see `search`).
+Counts lose the order of the positions, and decoding does not start a step at all of them: an accepted path skips some.
+So the paths of each text are also kept in order (see `replay.walk`).
 """
 
 from __future__ import annotations
@@ -27,20 +24,20 @@ from medusa_decoding.files import read_json_object, write_json
 from medusa_decoding.trees.tree import Tree
 
 NONE = -1
-"""The rank of a token that is not among a head's candidates."""
+"""Rank of a token that is not among a head's candidates."""
 MOST_RANKS = 10
-"""A rank is a character of the file."""
+"""Each rank is one character in the file."""
 Z = 1.959963984540054
 """Half the width of a normal distribution's 95 % interval, in standard deviations."""
 RankPath = tuple[int, ...]
 Text = tuple[RankPath, ...]
-"""The path of ranks at each position of a text at which a step may start: one fewer than it has tokens."""
+"""The path of ranks at each position of a text at which a step may start: one fewer than the text has tokens."""
 FORMAT = 2
 """Of the file. Files without `format` (1) have no texts."""
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share (Wilson, 1927), taking trials as independent; (0, 1) without any."""
+    """Return the 95 % score interval of a share of independent trials (Wilson, 1927); (0, 1) without trials."""
     if not total:
         return 0.0, 1.0
     share, square = hits / total, Z * Z / total
@@ -57,15 +54,15 @@ class Calibration:
 
     Args:
         num_heads: K.
-        ranks: R, candidates of a head that were looked at, 1 to 10.
-        paths: how many positions have each path of ranks, of length K; NONE where a head did not name the token.
+        ranks: R, counted candidates per head, 1 to 10.
+        paths: number of positions for each path of ranks, of length K; NONE if the token is not among the candidates.
         made: what was measured and how, by name: fingerprints, prompts, settings, versions, texts, tokens.
-        texts: the texts of each prompt, position by position; a rank beyond a text's end is NONE. None in files that
-            were written before these were kept.
+        texts: the texts of each prompt, position by position; a rank after the end of the text is NONE. None if the
+            file has format 1.
 
     Raises:
-        ValueError: no heads, ranks out of bounds, a path of another length or with other ranks, a count below 1, no
-            path at all, texts that have other paths than were counted.
+        ValueError: there are no heads or no paths, ranks are out of bounds, a path has another length, a count is below
+            1, or the texts have other paths than `paths`.
     """
 
     num_heads: int
@@ -137,42 +134,42 @@ class Calibration:
 
     @property
     def hits(self) -> list[list[int]]:
-        """Positions at which the token is among the n likeliest of each head, n from 1: a row of R a head."""
+        """Positions at which the token is among the top n candidates, n from 1: one row of R counts per head."""
         return [list(accumulate(row)) for row in self._alone]
 
     @property
     def accuracies(self) -> list[list[float]]:
-        """Share of positions at which each head's n-th best alone is right: what `Tree.optimal` takes."""
+        """Accuracy of each rank of each head, as `Tree.optimal` takes it."""
         return [[count / self.positions for count in row] for row in self._alone]
 
     def count(self, path: Sequence[int]) -> int:
-        """Return at how many positions a whole path of ranks from the root is right."""
+        """Return the number of positions at which a whole path of ranks is right."""
         return self._beginnings[tuple(path)]
 
     def shares(self, tree: Tree) -> list[float]:
-        """Return how likely each of a tree's choices is right, its ancestors included.
+        """Return the share of positions at which each of a tree's choices is right, including its ancestors.
 
         Raises:
-            ValueError: a tree that the heads cannot fill, or with ranks that were not looked at.
+            ValueError: the heads cannot fill the tree, or it has ranks that were not counted.
         """
         tree.check_fits(self.num_heads, self.ranks)
         return [self.count(path) / self.positions for path in tree.choices]
 
     def expected_tokens(self, tree: Tree) -> float:
-        """Return the expected tokens a step, root included, at a position drawn at random; no independence is assumed.
+        """Return the expected tokens per step, root included, at a random position, without assuming independence.
 
-        Real steps commit fewer: one that accepts much passes over easy positions, so that steps land on hard ones more
-        often (docs/trees.md has figures); `walk.walk` follows them. A copied branch is not counted.
+        Real steps give fewer: a step that accepts a long path skips easy positions, so steps start at hard ones more
+        often (docs/trees.md has figures). `replay.walk` accounts for that. A copied branch is not counted.
 
         Raises:
-            ValueError: a tree that the heads cannot fill, with ranks that were not looked at, or dynamic.
+            ValueError: the heads cannot fill the tree, it has ranks that were not counted, or it is dynamic.
         """
         if tree.keep is not None:
-            raise ValueError("tree: expected a static one, got a dynamic one, whose nodes are another step's others")
+            raise ValueError("tree: expected a static one, got a dynamic one, which has no fixed nodes")
         return 1.0 + sum(self.shares(tree))
 
     def to_json(self) -> dict[str, Any]:
-        """Return all as JSON has it; `accuracy` is what `medusa simulate --accuracies` reads as well."""
+        """Return the JSON form; `medusa simulate --accuracies` reads its `accuracy`."""
         hits, total = self.hits, self.positions
         intervals = [[[round(end, 6) for end in wilson(count, total)] for count in row] for row in hits]
         # Known ranks first, so that the order is the same whatever the order of counting was.
@@ -192,7 +189,7 @@ class Calibration:
         """Read what `to_json` returned.
 
         Raises:
-            ValueError: anything else, or counts that contradict each other.
+            ValueError: it is something else, or its counts contradict each other.
         """
         if values.get("format", 1) not in (1, FORMAT):
             raise ValueError(f"format: expected 1 or {FORMAT}, got {values['format']}")
@@ -225,7 +222,7 @@ class Calibration:
         """Read a file that `save` wrote.
 
         Raises:
-            ValueError: another file; it is named.
+            ValueError: it is another file; the message names it.
             OSError: it cannot be read.
         """
         try:
@@ -235,22 +232,22 @@ class Calibration:
 
 
 def name_of(path: Iterable[int]) -> str:
-    """Return a path as text: its ranks, and a dash where there is none."""
+    """Return a path as text: its ranks, with a dash for NONE."""
     return " ".join("-" if rank == NONE else str(rank) for rank in path)
 
 
 def ranks_of(name: str) -> RankPath:
-    """Return the path that `name_of` has made text of."""
+    """Inverse of `name_of`."""
     return tuple(NONE if rank == "-" else int(rank) for rank in name.split(" "))
 
 
 def text_name_of(text: Text) -> str:
-    """Return a text's paths as text: a character a rank, a dash where there is none, position behind position."""
+    """Return the paths of a text as one string: one character per rank, with a dash for NONE."""
     return "".join("-" if rank == NONE else str(rank) for path in text for rank in path)
 
 
 def text_of(name: str, num_heads: int) -> Text:
-    """Return the text that `text_name_of` has made text of."""
+    """Inverse of `text_name_of`."""
     ranks = [NONE if rank == "-" else int(rank) for rank in name]
     if len(ranks) % num_heads:
         raise ValueError(f"texts: expected {num_heads} ranks a position, got {len(ranks)} in all")
@@ -268,7 +265,7 @@ def alone(paths: Mapping[RankPath, int], num_heads: int, ranks: int) -> list[lis
 
 
 def beginnings(paths: Mapping[RankPath, int]) -> Counter[RankPath]:
-    """Count the beginnings of paths, the empty one too, up to the first unknown rank."""
+    """Count all beginnings of paths, including the empty one, up to the first NONE."""
     counts: Counter[RankPath] = Counter()
     for path, count in paths.items():
         known = path[: path.index(NONE)] if NONE in path else path
@@ -278,7 +275,7 @@ def beginnings(paths: Mapping[RankPath, int]) -> Counter[RankPath]:
 
 
 def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath]:
-    """Count the paths of those positions behind which a text goes on for as long as the heads reach."""
+    """Count the paths of the positions after which a text has at least `num_heads` tokens."""
     counts: Counter[RankPath] = Counter()
     for text in (text for of_prompt in texts for text in of_prompt):
         counts.update(text[: max(0, len(text) - num_heads + 1)])

@@ -1,8 +1,6 @@
-"""Pictures of trees like the Medusa paper's figure 6: nodes laid out by depth, likelier ones darker.
+"""Draw trees as text or as an image, like the Medusa paper's figure 6: nodes by depth, likelier ones darker.
 
-As text for a terminal, and as an image. Large trees are drawn without their least likely nodes where the text would
-get too wide. Needs matplotlib for images only, imported when one is drawn. This module knows trees and how likely their
-nodes are; it does not know where that comes from.
+Text leaves out the least likely nodes if the tree is wider than the terminal. Images need matplotlib.
 """
 
 from __future__ import annotations
@@ -13,26 +11,43 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from medusa_decoding.files import whole_file
-from medusa_decoding.trees.tree import Tree
 
 LEAST_WIDTH = 20
 SHADES = ((0.3, "█"), (0.1, "▓"), (0.03, "▒"), (0.0, "░"))
 """The least share of each shade."""
 ROOT, COPIED, MORE = "●", "◇", "…"
 PLAIN_CHARACTERS = str.maketrans("█▓▒░●◇…│─┌┬┐┴┼", "#*+.oc~|-+++++")
-"""For terminals that know ASCII only."""
+"""Replacements for terminals that only show ASCII."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _LABELLED_LEAVES = 48
 
 
-def path_shares(tree: Tree, accuracies: Sequence[Sequence[float]]) -> list[float]:
-    """Return how likely each of a tree's choices is right if heads are independent (Medusa paper, section 2.3.3).
+class Drawable(Protocol):
+    """What is drawn of a `Tree`."""
+
+    choices: list[list[int]]
+    lookup: int
+    keep: int | None
+    num_nodes: int
+    depth: int
+    parents: torch.Tensor
+    ranks: torch.Tensor
+
+    def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
+        """Check accuracies, among other things."""
+        ...
+
+
+def path_shares(tree: Drawable, accuracies: Sequence[Sequence[float]]) -> list[float]:
+    """Return the probability of each of a tree's choices, for independent heads (Medusa paper, section 2.3.3).
 
     Raises:
-        ValueError: accuracies for too few heads or ranks; it names the path.
+        ValueError: there are accuracies for too few heads or ranks; the message names the path.
     """
     tree.expected_tokens(accuracies)  # which checks them
     return [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in tree.choices]
@@ -44,10 +59,9 @@ class _Node:
 
     Attributes:
         mark: its character.
-        share: how likely it is right, None where that is not known.
-        weight: the less, the sooner it is left out.
-        left_out: children that are not drawn, nor what is below them.
-        column: where it stands.
+        share: how likely it is right; None if unknown.
+        weight: nodes with the lowest weight are left out first.
+        left_out: children that are not drawn.
     """
 
     mark: str
@@ -66,17 +80,17 @@ class _Node:
             yield from child.below()
 
 
-def as_text(tree: Tree, width: int = 80, shares: Sequence[float] | None = None) -> str:
+def as_text(tree: Drawable, width: int = 80, shares: Sequence[float] | None = None) -> str:
     """Draw a tree for a terminal.
 
     Args:
         tree: what to draw.
-        width: columns there are, at least 20.
-        shares: how likely each of the tree's choices is right, ancestors included; then nodes are shaded by it, and
-            else marked by their rank among the drafts of their head.
+        width: columns of the terminal, at least 20.
+        shares: how likely each of the tree's choices is right, ancestors included. Nodes are shaded by it; without it
+            they are marked by their rank among the draft tokens of their head.
 
     Returns:
-        Lines without their last line break.
+        The lines, without a final line break.
 
     Raises:
         ValueError: a width below 20, or another number of shares than choices.
@@ -102,8 +116,8 @@ def as_text(tree: Tree, width: int = 80, shares: Sequence[float] | None = None) 
     return "\n".join([*lines, "", *(line for text in words for line in textwrap.wrap(text, width))])
 
 
-def as_figure(tree: Tree, shares: Sequence[float] | None = None) -> Any:
-    """Draw a tree as a matplotlib Figure, which belongs to no window and no pyplot state.
+def as_figure(tree: Drawable, shares: Sequence[float] | None = None) -> Any:
+    """Draw a tree as a matplotlib Figure, independent of pyplot.
 
     Args:
         tree: what to draw.
@@ -164,7 +178,7 @@ def as_figure(tree: Tree, shares: Sequence[float] | None = None) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure into a file; its ending says which kind, PNG where it has none that matplotlib knows."""
+    """Write a figure to a file in the format of its suffix, or as PNG if the suffix is unknown."""
     path = Path(path)
     kind = path.suffix[1:].lower()
     known = kind if kind in ("png", "svg", "pdf", "jpg", "jpeg") else "png"
@@ -173,7 +187,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
 
 def check_matplotlib() -> None:
-    """Raise `ValueError` where matplotlib is not installed."""
+    """Raise `ValueError` if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -182,7 +196,7 @@ def check_matplotlib() -> None:
         ) from error
 
 
-def _nodes(tree: Tree, shares: Sequence[float] | None) -> _Node:
+def _nodes(tree: Drawable, shares: Sequence[float] | None) -> _Node:
     """Return the root of the nodes to draw, a copied branch last."""
     if shares is not None and len(shares) != len(tree.choices):
         raise ValueError(f"shares: expected one for each of {len(tree.choices)} choices, got {len(shares)}")
@@ -208,7 +222,7 @@ def _below(parent: _Node, mark: str, share: float | None, weight: float) -> _Nod
     return node
 
 
-def _in_order(root: _Node, tree: Tree) -> list[_Node]:
+def _in_order(root: _Node, tree: Drawable) -> list[_Node]:
     """Return the nodes in the tree's own order, nothing left out."""
     nodes = [root]
     # A node's children were appended in the tree's order; copied ones come last in both.
@@ -225,8 +239,8 @@ def _in_order(root: _Node, tree: Tree) -> list[_Node]:
 
 
 def _leave_out(root: _Node, columns: int) -> int:
-    """Take out the least likely nodes, leaves first, until the tree has room; return how many are not drawn."""
-    # Where nodes weigh the same, the deeper and those further right go first.
+    """Remove the least likely nodes, leaves first, until the tree fits; return how many are not drawn."""
+    # Of nodes with the same weight, deeper ones and those further right go first.
     places = {id(node): place for place, node in enumerate(root.below())}
 
     def entry(node: _Node) -> tuple[float, int, int, _Node]:
@@ -250,7 +264,7 @@ def _leave_out(root: _Node, columns: int) -> int:
 
 
 def _put_back(node: _Node, places: Mapping[int, int]) -> None:
-    """Draw a single child that was left out: it takes no more room than what would stand for it."""
+    """Put back a child that is the only one left out: it is no wider than its placeholder."""
     if len(node.left_out) == 1:
         node.children.append(node.left_out.pop())
         node.children.sort(key=lambda child: places[id(child)])
@@ -259,7 +273,7 @@ def _put_back(node: _Node, places: Mapping[int, int]) -> None:
 
 
 def _place(root: _Node, pitch: int) -> None:
-    """Give each node its column: leaves side by side, others above the middle of their children."""
+    """Set the columns: leaves side by side, other nodes above the middle of their children."""
     column = 0
     for node in root.below():
         if not node.children:
@@ -288,7 +302,7 @@ def _row(characters: dict[int, str]) -> str:
     return "".join(characters.get(column, " ") for column in range(max(characters, default=-1) + 1))
 
 
-def _title(tree: Tree, shares: Sequence[float] | None) -> str:
+def _title(tree: Drawable, shares: Sequence[float] | None) -> str:
     copied = f", {tree.lookup} of them copied from the text" if tree.lookup else ""
     if tree.keep is not None:  # which of them a step verifies, and so what it gives, is told by no accuracies
         return f"{tree.num_nodes} nodes a step{copied}, of {len(tree.parents)} candidates, depth {tree.depth}."
@@ -296,7 +310,7 @@ def _title(tree: Tree, shares: Sequence[float] | None) -> str:
     return f"{tree.num_nodes} nodes{copied}, depth {tree.depth}{tokens}."
 
 
-def _legend(tree: Tree, shares: Sequence[float] | None) -> str:
+def _legend(tree: Drawable, shares: Sequence[float] | None) -> str:
     words = [f"{ROOT} root"]
     if shares is None:
         words += ["digits (a is 10): rank among the drafts of the head of that depth"] if tree.choices else []

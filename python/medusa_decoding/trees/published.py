@@ -1,9 +1,8 @@
-"""Trees for the checkpoints that the Medusa paper's authors published, from the accuracies that they published.
+"""Trees for the checkpoints that the authors of the Medusa paper published, from their published accuracies.
 
-`published.json` holds, for each checkpoint, how often the token is among the n likeliest of each head (from the
-training logs of the original project: Medusa-1, Vicuna v1.3) and the best trees of 16, 32 and 64 nodes by these (Medusa
-paper, section 2.3.3). Trees from a calibration of one's own are better (`medusa calibrate`). This module knows names
-and trees; it does not know models.
+For each checkpoint, `published.json` holds the top-n accuracies of each head (from the training logs of the original
+project: Medusa-1, Vicuna v1.3) and the best trees of 16, 32 and 64 nodes for them (Medusa paper, section 2.3.3). Trees
+from your own calibration are better (`medusa calibrate`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def published_tree(base_model: str | None, num_nodes: int = 64) -> Tree | None:
     """Return the tree of a published checkpoint.
 
     Args:
-        base_model: name of the base model, a hub id or a folder; its last part is looked up, in any case of letters.
+        base_model: name of the base model, a hub id or a folder. Its last part is looked up, ignoring case.
         num_nodes: 16, 32 or 64, root included.
 
     Returns:
@@ -38,7 +37,7 @@ def published_tree(base_model: str | None, num_nodes: int = 64) -> Tree | None:
 
 
 def published_accuracies(base_model: str | None) -> list[list[float]] | None:
-    """Return how often each head's n-th best alone is right, as `Tree.optimal` takes it, or None for other models."""
+    """Return the accuracy of each rank of each head, as `Tree.optimal` takes it, or None for other models."""
     entry = _entry(base_model)
     if entry is None:
         return None

@@ -1,16 +1,14 @@
-"""Walking a tree along texts: the steps that decoding with it makes.
+"""Replay a tree along calibrated texts: the steps that decoding with it would make.
 
-A step starts at a position of the text, accepts the longest path of the tree that the text goes along with, and commits
-its tokens and the model's own next one; the next step starts behind the accepted ones. As decoding is lossless, it
-writes the same text with any tree, so that the ranks of the text's tokens (see `accuracy`) are all it takes to know its
-steps. The first step starts at the prompt's last token, whose next one is prefill's; the last one is cut short by the
-text's end, as in `MedusaOutput.accept_lengths`.
+A step starts at a position of the text, accepts the longest path of the tree that matches the text, and adds the
+model's own next token; the next step starts after them. Decoding is lossless and writes the same text with any tree, so
+the ranks of the text's tokens determine its steps. The first step starts at the prompt's last token, whose next token
+comes from the prefill; the last step is cut by the end of the text, as in `MedusaOutput.accept_lengths`.
 
-In float32 these are the very steps. In half precision sums are rounded otherwise for other trees: where two tokens, or
-two of a head's drafts, are as likely but for that, decoding may write another one and step otherwise from there on.
+In float32 these are exactly the steps of decoding. In half precision other trees round sums differently: if two tokens
+or two draft tokens are equally likely up to rounding, decoding may pick the other one and continue differently.
 
-This module knows ranks and trees, not models. A branch of copied tokens has no ranks, and which nodes of a dynamic tree
-a step verifies they do not tell: neither is walked.
+Trees with a copied branch and dynamic trees cannot be replayed: ranks do not determine their nodes.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ class Walked:
     """The steps of all texts.
 
     Attributes:
-        tokens: committed by the steps of each prompt's texts: all new tokens but each text's first.
-        steps: made for each prompt's texts.
-        starts: how many steps start at a position with each path of ranks.
+        tokens: new tokens in the texts of each prompt, without the first one of each text.
+        steps: number of steps for the texts of each prompt.
+        starts: for each path of ranks, how many steps start at a position that has it.
     """
 
     tokens: tuple[int, ...]
@@ -52,11 +50,11 @@ class Walked:
 
 
 def walk(calibration: Calibration, tree: Tree) -> Walked:
-    """Walk a tree along all texts of a calibration.
+    """Replay a tree along all texts of a calibration.
 
     Raises:
-        ValueError: a calibration that has no texts; a tree that the heads cannot fill, with ranks that were not looked
-            at, dynamic, or with a copied branch.
+        ValueError: the calibration has no texts; the heads cannot fill the tree, or it has ranks that were not counted,
+            is dynamic or has a copied branch.
     """
     texts = texts_of(calibration)
     check_walkable(tree)
@@ -73,11 +71,11 @@ def walk(calibration: Calibration, tree: Tree) -> Walked:
 
 
 def check_walkable(tree: Tree) -> None:
-    """Raise `ValueError` unless ranks tell all of a tree's steps."""
+    """Raise `ValueError` unless ranks determine all steps of the tree."""
     if tree.lookup:
         raise ValueError(f"tree: expected no copied branch, whose tokens no head ranks, got one of {tree.lookup}")
     if tree.keep is not None:
-        raise ValueError("tree: expected a static one, got a dynamic one, whose nodes are another step's others")
+        raise ValueError("tree: expected a static one, got a dynamic one, which has no fixed nodes")
 
 
 def texts_of(calibration: Calibration) -> tuple[tuple[Text, ...], ...]:
@@ -95,7 +93,7 @@ def texts_of(calibration: Calibration) -> tuple[tuple[Text, ...], ...]:
 
 
 def branches_of(tree: Tree) -> Branches:
-    """Return the children of a tree's root; copied tokens are left out."""
+    """Return the children of a tree's root, without the copied branch."""
     root: Branches = {}
     for path in tree.choices:
         node = root
@@ -106,7 +104,7 @@ def branches_of(tree: Tree) -> Branches:
 
 
 def accepted(path: RankPath, branches: Branches) -> int:
-    """Return how deep a tree goes along with a path of ranks."""
+    """Return the length of the longest path of the tree that a path of ranks begins with."""
     depth = 0
     for rank in path:
         if rank == NONE or rank not in branches:

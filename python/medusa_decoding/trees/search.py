@@ -1,8 +1,8 @@
-"""The tree with the most expected tokens a step: from accuracies of heads, from counts of whole paths, by walking.
+"""Search for the tree with the most tokens per step, by counts of whole paths or by replaying texts.
 
-From accuracies, a node is worth the product of the accuracies along its path (Medusa paper, section 2.3.3): that search
-is `Tree.optimal`. From counts, it is worth the share of positions at which its whole path is right. Walked, what counts
-is the tokens a step along the very texts (see `walk`). This module knows counts and trees; it does not know models.
+`Tree.optimal` searches by accuracies: a node's value is the product of the accuracies along its path (Medusa paper,
+section 2.3.3). `joint_tree` takes the share of positions at which the whole path is right. `walked_tree` compares the
+tokens per step along the calibrated texts (see `walk`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from medusa_decoding.trees.replay import walk
 from medusa_decoding.trees.tree import MAX_CHOICES, Tree
 
 ROUNDS = 8
-"""Searches of `walked_tree` at most, each at the positions that steps with the tree before start from."""
+"""Most searches of `walked_tree`. Each one counts the positions at which steps with the previous tree start."""
 
 
 def joint_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     """Return the tree of `num_nodes` nodes with the most expected tokens by `calibration`'s counts of whole paths.
 
-    Best-first search: the most frequent path that is not yet in the tree and whose parent is, again and again. It is
-    exact. A tree is worth the sum of its nodes' counts and no node counts more than its parent, so the most frequent
-    paths, parents first among equals, are a prefix-closed set already, and no set of as many paths has a larger sum.
-    The search takes just these: every path not yet in the tree is, or lies behind, one whose parent is in it and that
-    counts at least as much.
+    Best-first search: it repeatedly adds the most frequent path whose parent is in the tree. This is exact, because a
+    tree's value is the sum of its nodes' counts and no node counts more than its parent: the most frequent paths are
+    prefix-closed (parents first among equals), and no other set of as many paths has a larger sum.
 
-    Equal counts, those of paths that were never seen above all, are told apart by the product of accuracies.
+    Equal counts, mostly those of paths that were never seen, are ordered by the product of accuracies.
 
     Args:
         calibration: counts.
@@ -43,12 +41,12 @@ def joint_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
 
 
 def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
-    """Return a tree of `num_nodes` nodes that gives many tokens a step where steps really start.
+    """Return a tree of `num_nodes` nodes that gives many tokens per step at the positions where steps really start.
 
-    The better one, walked, of the trees by products and by counts is where it begins. Its steps start at some of the
-    positions; the paths that are most frequent at these are the next tree, whose steps start elsewhere, and so on,
-    until a tree is no better than the one before. So it is never worse, walked along `calibration`'s own texts, than
-    the two it is found from. It is not exact: what a tree accepts decides where the next step starts.
+    The search begins with the better one of `Tree.optimal` and `joint_tree`, replayed. The paths that are most frequent
+    where its steps start form the next tree, and so on until a tree is no better than the previous one. So the result
+    is never worse along `calibration`'s own texts than the two initial trees. It is not exact, because what a tree
+    accepts decides where the next step starts.
 
     Args:
         calibration: with its texts.
@@ -75,7 +73,7 @@ def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
 
 
 def _most_frequent(calibration: Calibration, num_nodes: int, often: Callable[[RankPath], Iterable[int]]) -> Tree:
-    """Return the tree of the most frequent paths; no path may be more frequent than one that it begins with."""
+    """Return the tree of the most frequent paths; no path may be more frequent than its own beginning."""
     if not 1 <= num_nodes <= MAX_CHOICES + 1:
         raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {num_nodes}")
     possible = most_nodes(calibration.num_heads, calibration.ranks)
@@ -102,7 +100,7 @@ def _most_frequent(calibration: Calibration, num_nodes: int, often: Callable[[Ra
 
 
 def most_nodes(num_heads: int, ranks: int) -> int:
-    """Return how many nodes the largest tree has, at most 256."""
+    """Return the number of nodes of the largest tree that the heads can fill, at most 256."""
     possible, level = 1, 1
     for _ in range(num_heads):
         level *= ranks

@@ -1,12 +1,11 @@
 """Tree: which combinations of the heads' drafts one forward pass verifies (Medusa paper, section 2.1.2).
 
-A tree is a set of paths of child ranks. The path (r1, .., rd) stands for the candidate "head 1's r1-th best token, ..,
-head d's rd-th best token" behind the root, the model's own next token. The root is implied and is node 0; the other
-nodes are ordered by (path length, path). Everything derived from the shape (parents, depths, ancestor bit words, node
-paths) is made once, here. This module knows shapes only: no tokens, no models, no caches.
+A tree is a set of paths of child ranks. The path (r1, .., rd) is the candidate "head 1's r1-th best token, ..,
+head d's rd-th best token" after the root, the model's own next token. The root is implied and is node 0; the other
+nodes are ordered by (path length, path). This module knows shapes only: no tokens, no models, no caches.
 
-One step past the paper, a tree may be dynamic: its paths are candidates, of which every step verifies the likeliest, by
-the probabilities that the heads give at that very step (`Tree.dynamic`).
+Beyond the paper, a tree may be dynamic: its paths are candidates, and each step verifies the most likely ones by the
+probabilities that the heads give at that step (`Tree.dynamic`).
 """
 
 from __future__ import annotations
@@ -27,31 +26,32 @@ from medusa_kernels.heads_topk import MAX_K
 from medusa_kernels.tree_select import MAX_CANDIDATES
 
 MAX_CHOICES = 255
-"""Nodes that a step may verify, the root not counted; also the longest path."""
+"""Most nodes per step without the root; also the longest path."""
 FILE_BYTES = 2**21
-"""Size of a tree's file; those of the largest trees have a tenth of it."""
+"""Largest file that is read; the largest trees need a tenth of it."""
 
 
 class Tree:
     """A prefix-closed set of paths of child ranks.
 
     Args:
-        choices: paths of child ranks in any order, at most 255 (with the root, 256 nodes). No path is the root alone:
-            `Tree([])` is plain decoding.
-        lookup: length of one more branch, a chain below the root whose tokens are copied from the text instead of
-            guessed by heads (see `decode.lookup`). Its nodes come last.
-        keep: None for a static tree, whose every node is verified. A number makes it dynamic: choices are candidates,
-            at most 8,191 with the copied branch, and a step verifies so many nodes, the root and the candidates with
-            the likeliest paths at that step; the copied branch besides. 1 to min(256 - lookup, 1 + candidates).
+        choices: paths of child ranks in any order, at most 255 (256 nodes with the root). `Tree([])` is the root
+            alone: plain decoding.
+        lookup: length of an additional branch, a chain below the root whose tokens are copied from the text instead of
+            proposed by heads (see `decode.lookup`). Its nodes come last.
+        keep: None for a static tree, of which every node is verified. A number makes the tree dynamic: choices are
+            candidates (at most 8,191 with the copied branch), and each step verifies `keep` nodes, the root and the
+            candidates with the most likely paths at that step, and also the copied branch. 1 to
+            min(256 - lookup, 1 + candidates).
 
     Attributes:
         choices: list of paths (lists of int), ordered by (length, path); node i + 1 is choices[i].
         lookup: nodes of the copied branch.
-        keep: nodes that a step of a dynamic tree verifies, the copied branch's not counted; None for a static tree.
+        keep: nodes that a step of a dynamic tree verifies, without the copied branch; None for a static tree.
         num_nodes: N, nodes that a step verifies, root included.
-        depth: the longest path's length, the copied branch's included.
-        parents: int32 [M], parent node of each node; -1 for the root. M is N; of a dynamic tree it is 1 +
-            len(choices) + lookup.
+        depth: length of the longest path, copied branch included.
+        parents: int32 [M], parent node of each node; -1 for the root. M is N, or 1 + len(choices) + lookup for a
+            dynamic tree.
         depths: int32 [M], path length of each node; 0 for the root.
         ranks: int32 [M], rank of each node among its head's predictions; -1 for the root and the copied branch.
         ancestors: int64 [M, W], W = ceil(M / 64): bit j % 64 of word j // 64 is set iff node j is an ancestor of the
@@ -59,8 +59,8 @@ class Tree:
         paths: int32 [M, depth + 1], the nodes from the root to each node, padded with the node itself.
 
     Raises:
-        ValueError: too many choices, an empty, repeated or malformed path, or one whose prefix is missing; it names
-            the path.
+        ValueError: there are too many choices, or a path is empty, repeated or malformed or lacks its prefix; the
+            message names the path.
     """
 
     def __init__(self, choices: Iterable[Sequence[int]], lookup: int = 0, keep: int | None = None) -> None:
@@ -87,20 +87,20 @@ class Tree:
 
     @functools.cached_property
     def ancestors(self) -> torch.Tensor:
-        """See the class; made at first use, which of a dynamic tree no step asks for."""
+        """See the class. Made at first use, because dynamic trees never need it."""
         visible = torch.zeros(len(self.paths), len(self.paths), dtype=torch.bool)
         return ancestor_words(visible.scatter_(1, self.paths.long(), torch.ones_like(self.paths, dtype=torch.bool)))
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """The single path of every head's best token: `length` nodes below the root."""
+        """Return the single path of every head's best token: `length` nodes below the root."""
         if not _is_whole(length) or not 0 <= length <= MAX_CHOICES:
             raise ValueError(f"length: expected at least 0 and at most {MAX_CHOICES}, got {shown(length)}")
         return cls([[0] * d for d in range(1, length + 1)])
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> Tree:
-        """Every combination of the first widths[k] predictions of each head k (Medusa paper, section 2.1.2)."""
+        """Return all combinations of the first widths[k] draft tokens of each head k (Medusa paper, section 2.1.2)."""
         if not isinstance(widths, Sequence) or not all(_is_whole(width) and width >= 1 for width in widths):
             raise ValueError(f"widths: expected at least 1 for every head, got {shown(widths)}")
         total, level_size = 0, 1
@@ -118,7 +118,7 @@ class Tree:
 
     @classmethod
     def optimal(cls, accuracies: Sequence[Sequence[float]], num_nodes: int = 64) -> Tree:
-        """The tree of `num_nodes` nodes with the longest expected acceptance (Medusa paper, section 2.3.3).
+        """Return the tree of `num_nodes` nodes with the longest expected acceptance (Medusa paper, section 2.3.3).
 
         A node's expected contribution is the product of the accuracies along its path, so the best tree takes the
         `num_nodes - 1` paths with the largest products. Best-first search over (first child, next sibling) is exact:
@@ -129,7 +129,7 @@ class Tree:
             num_nodes: size of the tree, root included, 1 to 256.
 
         Raises:
-            ValueError: an accuracy outside [0, 1], or fewer possible paths than asked for.
+            ValueError: an accuracy is outside [0, 1], or `num_nodes` is more than the heads can fill.
         """
         rows = _checked_accuracies(accuracies)
         if not _is_whole(num_nodes) or not 1 <= num_nodes <= MAX_CHOICES + 1:
@@ -154,21 +154,20 @@ class Tree:
 
     @classmethod
     def dynamic(cls, num_nodes: int, depth: int, top_k: int = 10) -> Tree:
-        """The `num_nodes` most probable nodes of each step, by the probabilities that the heads give at that step.
+        """Return a tree that verifies the `num_nodes` most probable nodes of each step, by the heads' probabilities.
 
-        The static tree's greedy search (Medusa paper, section 2.3.3), with one step's own probabilities in the place of
-        accuracies over a data set. Candidates are all paths that can be among the likeliest: every path whose ranks are
-        nowhere higher, and every prefix of those, is at least as probable; a path with too many of them is none. For
-        heads whose drafts depend on their parent this holds among siblings only, and a few paths that might have been
-        among the likeliest are never looked at.
+        It is the greedy search for a static tree (Medusa paper, section 2.3.3) with the probabilities of one step in
+        place of accuracies. Its candidates are all paths that can be among the most probable: a path with no higher
+        rank anywhere is at least as probable, and so are its prefixes, so a path with too many of these is left out. If
+        draft tokens depend on their parent, this only holds among siblings, and a few likely paths may be missed.
 
         Args:
             num_nodes: N, root included, 1 to 256.
-            depth: the longest path, at most the number of heads; 0 only with one node.
-            top_k: drafts a head, 1 to 32.
+            depth: length of the longest path, at most the number of heads; 0 only with one node.
+            top_k: draft tokens per head, 1 to 32.
 
         Raises:
-            ValueError: a value outside of its range, more nodes than there are paths, or more than 8,191 candidates.
+            ValueError: a value is out of range, there are fewer paths than nodes, or more than 8,191 candidates.
         """
         for name, value, least, most in (
             ("num_nodes", num_nodes, 1, MAX_CHOICES + 1),
@@ -204,7 +203,7 @@ class Tree:
         """Read a tree from JSON: `{"choices": [[0], ..], "lookup": 0, "keep": null}`, or the bare list of paths.
 
         Raises:
-            ValueError: not such a file, or no tree (see the class).
+            ValueError: it is not such a file, or holds no valid tree (see the class).
             OSError: it cannot be read.
         """
         if not isinstance(path, (str, Path)):
@@ -220,7 +219,7 @@ class Tree:
             raise ValueError(f"{path}: {error}") from error
 
     def with_lookup(self, length: int) -> Tree:
-        """The same tree with a copied branch of another length; 0 for none."""
+        """Return the same tree with a copied branch of another length; 0 for none."""
         return Tree(self.choices, length, self.keep)
 
     def save(self, path: str | Path) -> None:
@@ -230,15 +229,15 @@ class Tree:
         write_json(path, stated, indent=None)
 
     def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
-        """Expected tokens a step, root included, if heads are right independently (Medusa paper, section 2.3.3).
+        """Return the expected tokens per step, root included, for independent heads (Medusa paper, section 2.3.3).
 
         A copied branch is not counted.
 
         Raises:
-            ValueError: accuracies for too few heads or ranks, or a dynamic tree, whose nodes no accuracies tell.
+            ValueError: there are accuracies for too few heads or ranks, or the tree is dynamic.
         """
         if self.keep is not None:
-            raise ValueError("tree: expected a static one, got a dynamic one, whose nodes are another step's others")
+            raise ValueError("tree: expected a static one, got a dynamic one, which has no fixed nodes")
         rows = _checked_accuracies(accuracies)
         self.check_fits(len(rows), max((len(row) for row in rows), default=0))
         for path in self.choices:
@@ -249,7 +248,7 @@ class Tree:
         return 1.0 + sum(math.prod(rows[k][rank] for k, rank in enumerate(path)) for path in self.choices)
 
     def check_fits(self, num_heads: int, top_k: int) -> None:
-        """Raise `ValueError`, naming the path, unless `num_heads` heads with `top_k` drafts each can fill the tree."""
+        """Raise `ValueError`, naming the path, unless `num_heads` heads with `top_k` draft tokens fill the tree."""
         for path in self.choices:
             if len(path) > num_heads:
                 raise ValueError(f"tree: path {path} has depth {len(path)}, expected at most {num_heads} (the heads)")
@@ -257,18 +256,18 @@ class Tree:
                 raise ValueError(f"tree: path {path} has rank {max(path)}, expected below {top_k} (the heads' top-k)")
 
     def plot(self, accuracies: Sequence[Sequence[float]] | None = None, path: str | Path | None = None) -> Any:
-        """Draw the tree as the paper's figure 6 does: by depth, likelier nodes darker.
+        """Draw the tree by depth with likelier nodes darker, as in the paper's figure 6.
 
         Args:
             accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right; without them,
                 all nodes look alike.
-            path: an image file to write as well; its ending says which kind.
+            path: an image file to write as well; its suffix selects the format.
 
         Returns:
             A matplotlib Figure.
 
         Raises:
-            ValueError: matplotlib is not installed, or accuracies for too few heads or ranks.
+            ValueError: matplotlib is not installed, or there are accuracies for too few heads or ranks.
         """
         from medusa_decoding.trees.plot import as_figure, path_shares, save_figure
 
@@ -279,11 +278,11 @@ class Tree:
 
     @property
     def top_k(self) -> int:
-        """How many drafts a head the tree needs: its largest rank plus one."""
+        """Number of draft tokens per head that the tree needs: its largest rank plus one."""
         return max((max(path) for path in self.choices), default=-1) + 1
 
     def __eq__(self, other: object) -> bool:
-        """Trees are equal when their choices, copied branches and numbers of kept nodes are."""
+        """Compare choices, copied branches and numbers of kept nodes."""
         mine = (self.choices, self.lookup, self.keep)
         return isinstance(other, Tree) and mine == (other.choices, other.lookup, other.keep)
 
