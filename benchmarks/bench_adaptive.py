@@ -1,11 +1,11 @@
-"""What `tree="auto"` costs where the heads are useless, and how near it comes to the best tree where they are good.
+"""Measure what `tree="auto"` costs with useless heads, and how near it comes to the best fixed tree with good ones.
 
     python -m benchmarks.bench_adaptive --prompts 60
 
-Both on the embedded model: first with fresh random heads, whose drafts are right by chance only, against plain
-decoding; then with its own heads, against every fixed tree of the same tree_set. All ways run in turn on each prompt
-within this process. "plain again" is a second copy of plain decoding: its ratio shows what the clock can tell apart.
-"auto" keeps what it learns from prompt to prompt; "auto, first" starts each prompt knowing neither device nor heads.
+Both run on the embedded model: first random heads against plain decoding, then the model's own heads against every
+fixed tree of the same set. All ways run in turn on each prompt within this process. "plain again" is a second copy of
+plain decoding; its ratio shows the resolution of the measurement. "auto" keeps what it learns from prompt to prompt;
+"auto, first" starts each prompt without knowing the device or the heads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 
-TokenSelector = Tree | Literal["auto"]
+TreeChoice = Tree | Literal["auto"]
 HEADS = 4
 
 
 def random_heads(base: Any, seed: int) -> MedusaHeads:
-    """Heads of the embedded ones' size whose weights were never trained, each with a projection of its own."""
+    """Return untrained heads of the embedded ones' size, each with its own projection."""
     config, generator = base.config, torch.Generator().manual_seed(seed)
     heads = MedusaHeads(config.hidden_size, config.vocab_size, HEADS, num_layers=2, dtype=base.dtype)
     for weights in heads.parameters():
@@ -46,17 +46,17 @@ def random_heads(base: Any, seed: int) -> MedusaHeads:
 class Ways:
     """Ways of decoding with one model: tokens written, and what each way wrote and took, by name."""
 
-    def __init__(self, model: MedusaModel, choices: Mapping[str, TokenSelector]) -> None:
+    def __init__(self, model: MedusaModel, choices: Mapping[str, TreeChoice]) -> None:
         self.model = model
         self.texts: dict[str, list[list[int]]] = {name: [] for name in choices}
         self.steps: Counter[str] = Counter()
         self.ways = {name: self._way(name, choice) for name, choice in choices.items()}
 
-    def _way(self, name: str, choice: TokenSelector) -> Callable[[torch.Tensor], int]:
+    def _way(self, name: str, choice: TreeChoice) -> Callable[[torch.Tensor], int]:
         kept: list[Any] = [None]
 
         def way(ids: torch.Tensor) -> int:
-            # "auto" and "auto, first" decode with the same model, but shall not learn from each other.
+            # "auto" and "auto, first" use the same model, but must not learn from each other.
             self.model._adaptive = None if name.endswith("first") else kept[0]
             output = self.model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=choice)
             assert isinstance(output, MedusaOutput)
@@ -71,7 +71,7 @@ class Ways:
         """Run every way on every input, and return what "auto" gained over each of the others."""
         for name, way in self.ways.items():
             if name != "auto":
-                way(warm_up)  # what "auto" has to find out is part of its time
+                way(warm_up)  # "auto" must pay for what it has to find out
         self.steps.clear()
         for texts in self.texts.values():
             texts.clear()
@@ -93,7 +93,7 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
     """Compare with random heads, then with the model's own."""
     [warm_up], inputs = prompts(held_out=False, count=1, seed=3), prompts(held_out=True, count=count, seed=11)
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
-    plain: dict[str, TokenSelector] = {
+    plain: dict[str, TreeChoice] = {
         "plain": Tree([]),
         "plain again": Tree([]),
         "auto": "auto",
@@ -118,7 +118,7 @@ def test_adaptive(benchmark: Any, way: str) -> None:
     if not (CHECKPOINT / "measured.json").is_file():
         pytest.skip("the embedded checkpoint is not there")
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
-    choices: dict[str, TokenSelector] = {"plain": Tree([]), "auto": "auto"}
+    choices: dict[str, TreeChoice] = {"plain": Tree([]), "auto": "auto"}
     with MedusaModel(base, random_heads(base, seed=0), backend="eager") as model:
         ways = Ways(model, choices)
         [ids] = prompts(held_out=True, count=1, seed=11)
