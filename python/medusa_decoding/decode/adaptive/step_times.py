@@ -20,10 +20,10 @@ TRUSTED = 3
 """With fewer samples than this, what the next smaller size lets expect counts as one more."""
 RECENT = 3
 """Latest steps that tell how much slower than usual the machine is."""
-HEADS_COST = 0.1
-DOUBLING_COST = 0.05
+HEADS_COST, DOUBLING_COST = 0.1, 0.05
+"""Hoped cost of a tree that was never timed: of the heads, and of each doubling of the nodes, in parts of a step."""
 FEARED_GROWTH = 1.5
-"""Hoped cost of a tree that was never timed, in plain steps: of the heads, and of each doubling of the nodes."""
+"""Feared duration of such a tree, relative to the next smaller one."""
 
 
 class Profile:
@@ -48,7 +48,8 @@ class Profile:
         """
         slowdown, trusted = statistics.median(self._slowdowns), self.samples(nodes) >= TRUSTED
         if trusted or nodes in self._seeds:
-            self._slowdowns.append(seconds / self.known()[nodes])
+            usual = statistics.median_low(self._samples.get(nodes) or [self._seeds[nodes]])
+            self._slowdowns.append(seconds / usual)
         repeated, self._previous = nodes == self._previous, nodes
         if trusted and repeated:
             return False
@@ -98,12 +99,13 @@ class Profile:
             if nodes not in timed and place > 1:
                 careful = max(careful, FEARED_GROWTH * found[-1][1])
             found.append((pool[(len(pool) - 1) // 3], careful))
-        above = found[-1][0], None
+        fastest, feared = found[-1][0], 0.0
         for place in reversed(range(len(found))):
-            hopeful, careful = min(found[place][0], above[0]), found[place][1]
-            careful = careful if sizes[place] in timed else above[1] or careful
-            found[place] = hopeful, careful
-            above = hopeful, careful if sizes[place] in timed else above[1]
+            hopeful, careful = found[place]
+            fastest = min(fastest, hopeful)
+            if sizes[place] in timed:
+                feared = careful
+            found[place] = fastest, feared or careful
         return found
 
 
