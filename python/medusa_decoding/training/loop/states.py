@@ -55,18 +55,14 @@ class StateCache:
         self._file = folder / STATES
         facts = {"fingerprint": key, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
         size = shape[0] * shape[1] * shape[2] * dtype.itemsize
-        error: BaseException | None = None
-        if processes.main:
-            try:
+
+        def prepare() -> None:
+            if processes.main:
                 # Two processes that make the files at once would truncate what the other has mapped.
                 with only_writer("data.cache_hidden", folder, inside=True):
-                    if (folder / ABOUT).is_file():
-                        _check(folder, facts, size)
-                    else:
-                        _make(folder, facts, size)
-            except (OSError, ValueError) as caught:
-                error = caught
-        processes.together(error)
+                    (_check if (folder / ABOUT).is_file() else _make)(folder, facts, size)
+
+        processes.each(prepare)
         count = shape[0] * shape[1] * shape[2]
         self._states = torch.from_file(str(folder / STATES), shared=True, size=count, dtype=dtype).view(shape)
         self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)

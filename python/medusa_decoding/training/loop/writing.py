@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -37,32 +38,33 @@ def write_results(trainer: Trainer, rows: Rows, measured: Measured | None) -> tu
     """
     config, processes = trainer.config, trainer.processes
     weights = trainer.trained()
-    base = _base_name(config)
-    error: BaseException | None = None
-    try:
+    with _named_errors(trainer):
         if measured is not None and trainer.held_out is not None and config.heads.storage != "float":
             # The figures must be those of the written heads.
             processes.each(lambda: trainer.store(config.heads.storage))
             measured = trainer.measure(trainer.held_out)
-    except Exception as caught:  # memory, say
-        raise _not_written(trainer, caught) from caught
-    if processes.main:
-        try:
-            if config.trains_backbone:
-                base = _write_backbone(trainer, _part(weights, "model."))
-            _write_heads(trainer, _part(weights, "heads."), base, rows, measured)
-        except Exception as caught:  # safetensors and torch have their own errors for a full disk
-            error = _not_written(trainer, caught)
-            error.__cause__ = caught
-    processes.together(error)
-    return base, measured
+
+    def write() -> str:
+        base = _base_name(config)
+        if processes.main:
+            with _named_errors(trainer):
+                if config.trains_backbone:
+                    base = _write_backbone(trainer, _part(weights, "model."))
+                _write_heads(trainer, _part(weights, "heads."), base, rows, measured)
+        return base
+
+    return processes.each(write), measured
 
 
-def _not_written(trainer: Trainer, error: Exception) -> OSError:
-    newest = trainer.checkpoints.newest()
-    return OSError(
-        f"{trainer.folder}: what was trained could not be written ({error}); --resume writes it from {newest}"
-    )
+@contextlib.contextmanager
+def _named_errors(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # safetensors and torch have their own errors for a full disk and for memory
+        raise OSError(
+            f"{trainer.folder}: what was trained could not be written ({error}); --resume writes it from "
+            f"{trainer.checkpoints.newest()}"
+        ) from error
 
 
 def _part(weights: Weights, prefix: str) -> dict[str, torch.Tensor]:
