@@ -52,7 +52,7 @@ class Tokenizer:
         return "".join(chr(97 + token) for token in tokens)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bench() -> Any:
     base = tiny()
     base.generation_config.pad_token_id = None  # token 0 is an ordinary one
@@ -201,10 +201,10 @@ def test_dense_trees_are_drawn_from_every_range() -> None:
 
 
 def test_figure_4(bench: setup.Bench, tmp_path: Path) -> None:
-    record = as_drawn("figure-4", bench, figure_4.measure(bench, [4, 8, 256], 2), tmp_path)
+    record = as_drawn("figure-4", bench, figure_4.measure(bench, [4, 8, 64], 2), tmp_path)
     kinds = [tree["kind"] for tree in record["trees"]]
     assert kinds == ["dense"] * 6 + ["optimised"] * 3
-    assert [tree["nodes"] for tree in record["trees"][6:]] == [4, 8, 256]
+    assert [tree["nodes"] for tree in record["trees"][6:]] == [4, 8, 64]
     for tree in record["trees"]:
         assert tree["same_text"] == tree["texts"] == 3
         assert 1.0 <= tree["tokens_per_step"]["value"] <= 1 + tree["depth"]
@@ -409,6 +409,7 @@ needs_demo = pytest.mark.skipif(
 
 
 @needs_demo
+@pytest.mark.slow
 def test_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     small = ["--limit", "2", "--tuning", "1", "--max-new-tokens", "8"]

@@ -248,3 +248,20 @@ def test_by_rank_puts_the_fronts_of_all_axes_first() -> None:
 
 def test_machine_slug() -> None:
     assert harness.machine_slug({"name": "NVIDIA H200"}) == "nvidia-h200"
+
+
+def test_ways_run_in_turn_in_changing_order() -> None:
+    called: list[str] = []
+    ways = {name: lambda item, name=name: called.append(name) or item for name in "abc"}
+    found = harness.interleaved(ways, [1, 2, 3, 4], rounds=2)
+    turns = [tuple(called[i : i + 3]) for i in range(0, 24, 3)]
+    assert all(set(turn) == set("abc") for turn in turns)
+    assert len(set(turns)) > 2
+    assert [[units for units, _ in samples] for samples in found.values()] == [[2, 4, 6, 8]] * 3
+
+
+def test_ratio_of_rates_by_hand() -> None:
+    # 8 and 4 units in 1 second each, against the same in 4 and 1 seconds; half of the resamples draw one input twice.
+    found = harness.ratio([(8, 1.0), (4, 1.0)], [(8, 4.0), (4, 1.0)])
+    assert (found["ratio"], found["low"], found["high"]) == ((12 / 2) / (12 / 5), 1.0, 4.0)
+    assert (found["median_of_inputs"], found["p10_of_inputs"], found["p90_of_inputs"]) == (2.5, 1.0, 4.0)

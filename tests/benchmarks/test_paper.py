@@ -165,6 +165,7 @@ def test_the_papers_simulation_is_its_block_on_llama_7b() -> None:
     assert simulation.shape.hidden == 4096
 
 
+@pytest.mark.slow
 def test_one_command(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert command.main([str(tmp_path)]) == 0
