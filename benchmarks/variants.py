@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from benchmarks import harness
-from benchmarks.ablations import measuring, setup
+from benchmarks.ablations import measuring, setup, writing
 from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.cli import main as medusa
 from medusa_decoding.demo import CHECKPOINT
@@ -463,8 +463,8 @@ def heads_table(rows: Mapping[str, Figures]) -> str:
     lines = ["| heads | top-1, heads 1 to 4, % | top-10, % | tokens per step | MB per step, bf16 |", "|---" * 5 + "|"]
     for name, one in rows.items():
         shares = [" ".join(f"{100 * value:.0f}" for value in one[top]) for top in ("top1", "top10")]
-        low, high = one["interval"]
-        rate = f"{one['tokens_per_step']:.2f} ({low:.2f} to {high:.2f})"
+        low, high = one["interval"] or (None, None)
+        rate = writing.as_text({"value": one["tokens_per_step"], "low": low, "high": high})
         lines.append(f"| {name} | {' | '.join(shares)} | {rate} | {one['bytes_bf16'] / 1e6:.2f} |")
     return "\n".join(lines) + "\n"
 

@@ -8,7 +8,6 @@ caches, norms, acceptance, compaction) is part of the stated error.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,8 +120,3 @@ def compare(records: Sequence[Record], device: Device) -> list[Record]:
                 row[f"{name}_overhead"] = round(time / (1e6 * total_seconds(operators_of(base), of)), 4)
         rows.append(row)
     return rows
-
-
-def median_error(rows: Iterable[Record], name: str) -> float:
-    """Return the median size of the errors of `compare`'s rows, in percent; `name` is roofline or fitted."""
-    return statistics.median(abs(row[f"{name}_error_percent"]) for row in rows)
