@@ -199,7 +199,7 @@ gpu-tune: gpu-build
 
 # Every kernel compiled for every target, without a GPU: registers, spills, shared memory, instructions.
 kernels: $(EDITABLE)
-	$(BIN)/python -I -m medusa_kernels.inspection
+	$(BIN)/python -m benchmarks.inspection
 
 wheel-test: $(EDITABLE)
 	.ci/wheel-test $(BIN)/python "$(TORCH)" $(TRANSFORMERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# benchmarks/ and recipes/ are not installed. First, because tests/ has a folder of the same name as benchmarks/.
+sys.path.insert(0, str(ROOT))
 
 # Several workers on few cores: one thread each. Read by OpenMP when torch is first imported, hence here.
 if "PYTEST_XDIST_WORKER" in os.environ:

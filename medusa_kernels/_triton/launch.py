@@ -1,7 +1,7 @@
 """Host code shared by the Triton kernels: the description of a device, and of a compiled form of a kernel.
 
 A launch configuration is a function of a `Device`, dtypes and sizes, never of values. Each kernel file lists every form
-that its launches may ask for in `specialisations(device)`; `medusa_kernels.inspection` compiles all of them without a
+that its launches may ask for in `specialisations(device)`; `benchmarks.inspection` compiles all of them without a
 GPU.
 """
 

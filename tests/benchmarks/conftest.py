@@ -1,19 +1,14 @@
-"""The benchmarks are not installed: they are imported from the checkout. Records of tests go to a scratch folder."""
+"""Records of tests go to a scratch folder."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import gpu, harness  # noqa: E402  (after the path)
+from benchmarks import gpu, harness
 
 
 class Results:

@@ -111,7 +111,7 @@ def test_leading_axes_and_strides(device: str, delta: bool) -> None:
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 def test_fp32_divides_and_takes_roots_correctly_rounded() -> None:
     module = pytest.importorskip("medusa_kernels._triton.add_rms_norm")
-    inspection = pytest.importorskip("medusa_kernels.inspection")
+    inspection = pytest.importorskip("benchmarks.inspection")
     spec = next(s for s in module.specialisations(module.launch.TARGETS["90"]) if "fp32" in s.name)
     ptx = inspection.compiled(spec, "90", module.launch.OPTIONS).asm["ptx"]
     assert "sqrt.rn.f32" in ptx

@@ -12,7 +12,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from medusa_kernels import _registry, inspection, selftest
+from benchmarks import inspection
+from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
 from medusa_kernels._triton import decode_linear, heads_topk, launch, tree_attention, tree_verify
 from medusa_kernels._triton.launch import TARGETS, Device

@@ -262,7 +262,7 @@ def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gat
 def test_fp32_sums_stay_compensated(arch: str) -> None:
     """Every product begins at zero, and neither compiler folds the three further operations of each sum away."""
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
-    inspection = pytest.importorskip("medusa_kernels.inspection")
+    inspection = pytest.importorskip("benchmarks.inspection")
     spec = next(
         s for s in module.specialisations(module.launch.TARGETS[arch]) if "fp32" in s.name and "gated" not in s.name
     )

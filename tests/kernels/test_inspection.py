@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from medusa_kernels import inspection
+from benchmarks import inspection
+from benchmarks.inspection import Counts, Row, breaches, parse
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import rope_append
 from medusa_kernels._triton.launch import TARGETS, Specialisation
-from medusa_kernels.inspection import Counts, Row, breaches, parse
 
 needs_compiler = pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 

@@ -328,7 +328,7 @@ def test_captured_and_replayed() -> None:
 def test_all_of_a_program_has_read_before_any_writes() -> None:
     """A row's numbers are read by all threads and replaced by one: a barrier stands between, whatever the tile."""
     module = pytest.importorskip("medusa_kernels._triton.tree_accept")
-    inspection = pytest.importorskip("medusa_kernels.inspection")
+    inspection = pytest.importorskip("benchmarks.inspection")
     spec = next(iter(module.specialisations(module.launch.TARGETS["90"])))
     kernel = inspection.compiled(spec, "90", module.launch.OPTIONS)
     barrier = re.search(r"bar\.sync|barrier\.sync", kernel.asm["ptx"])

@@ -1,6 +1,6 @@
 """Compiles every launch configuration for every target without a GPU, and checks the compiled code.
 
-`python -m medusa_kernels.inspection` prints one table: registers, stack, shared memory and the instructions that
+`python -m benchmarks.inspection` prints one table: registers, stack, shared memory and the instructions that
 matter. It checks spills and the limits of shared memory, which compilation itself does not. It does not know what a
 kernel computes: it reads the specialisations, Triton's IR and the disassembly. The native kernels of csrc/ are read
 from the built library.
@@ -306,7 +306,7 @@ def inspect(archs: Sequence[str], only: str, jobs: int, ops: Sequence[str] = OPS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m medusa_kernels.inspection",
+        prog="python -m benchmarks.inspection",
         description="Compile every kernel for every target (no GPU needed), and check the compiled code.",
         epilog=RULES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
