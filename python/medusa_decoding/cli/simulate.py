@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,20 +89,25 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_matplotlib()  # before any work
     if args.records is not None:
-        rows = compare(read_steps(args.records), find_device(args.device))
-        print(json.dumps(rows)) if args.json else print_comparison(rows)
-        return 0
+        return _show(compare(read_steps(args.records), find_device(args.device)), args.json, print_comparison)
     simulation = make_simulation(args)
     if args.save_device is not None:
         write_device(simulation.device, args.save_device)
     points = simulation.sweep(args.batch, args.sequence, args.nodes)
-    result = as_json(simulation, points, args)
+    result = sweep_figures(simulation, points, args)
     if args.plot is not None:
         title = f"{simulation.shape.name} on {simulation.device.name}; {simulation.acceleration.name}"
         path = args.plot / "simulated-speedup.png"
         draw_sweep(points, title, path)
         result["figure"] = str(path)
-    print(json.dumps(result)) if args.json else print_report(result)
+    return _show(result, args.json, print_report)
+
+
+def _show(result: Any, as_json: bool, print_text: Callable[[Any], None]) -> int:
+    if as_json:
+        print(json.dumps(result))
+    else:
+        print_text(result)
     return 0
 
 
@@ -142,7 +147,7 @@ def make_simulation(args: argparse.Namespace) -> Simulation:
     return Simulation(device, shape, heads, acceleration, args.weight_bytes, "block" if args.block else "step")
 
 
-def as_json(simulation: Simulation, points: Sequence[Point], args: argparse.Namespace) -> dict[str, Any]:
+def sweep_figures(simulation: Simulation, points: Sequence[Point], args: argparse.Namespace) -> dict[str, Any]:
     """Return every figure of a sweep, and where speculation stops paying."""
     by_nodes = []
     for sequence in args.sequence:
