@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
-from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
+from medusa_decoding.decode.adaptive.step_times import TRUSTED, Profile, StepTimes
 from medusa_decoding.trees.tree import Tree
 
 LOSS_SHARE = 0.025
@@ -141,8 +141,8 @@ class Adaptive:
         assert profile is not None
         if seconds is not None and profile.observe(tree.num_nodes, seconds):
             self._refresh(profile)
-        cost = 1.0 + self._risk[index]
-        if index and seconds is not None and profile.samples(tree.num_nodes) < SETTLED:
+        cost = self._charges[index]
+        if index and seconds is not None and profile.samples(tree.num_nodes) < TRUSTED:
             cost = min(max(seconds / self._plain, 1.0 + LEAST_COST), MOST_COST)
         self._elapsed += cost
         self._probe_credit += PROBE_SHARE * cost
@@ -165,8 +165,9 @@ class Adaptive:
         estimates, timed = profile.estimates(self._nodes), profile.known()
         self._plain = plain = estimates[0][0] if estimates else 0.0
         self._timed = [nodes in timed for nodes in self._nodes]
-        self._costs, self._risk = [1.0 / PLAIN_MARGIN], [0.0]
+        self._costs, self._risk, self._charges = [1.0 / PLAIN_MARGIN], [0.0], [1.0]
         for nodes, (hopeful, careful) in zip(self._nodes[1:], estimates[1:], strict=False):
-            most = MOST_RISK if 0 < profile.samples(nodes) < SETTLED else careful / plain
+            likely, unsettled = max(careful / plain, 1.0 + LEAST_COST), 0 < profile.samples(nodes) < SETTLED
             self._costs.append(max(hopeful / plain, 1.0 + LEAST_COST / 2))
-            self._risk.append(max(min(careful / plain - 1.0, most), LEAST_COST))
+            self._charges.append(min(likely, MOST_COST) if unsettled else likely)
+            self._risk.append(min(likely - 1.0, MOST_RISK) if unsettled else likely - 1.0)
