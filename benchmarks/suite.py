@@ -260,7 +260,7 @@ def go(run: Run, cases: Sequence[Case], measure: Measure) -> Run:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line a case: our time, its fraction of the copy bandwidth, and how much slower the fastest peer is."""
+    """Return a line per case: our time, its fraction of the copy bandwidth, and how much slower the fastest peer is."""
     timed: dict[str, dict[str, dict[str, Any]]] = {}
     for record in records:
         if "median_us" in record:

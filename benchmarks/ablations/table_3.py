@@ -32,7 +32,7 @@ PAPER = {CHAIN: 1.5, DENSE: 1.9, OPTIMISED: 2.2, "medusa-2": 2.8}
 
 
 def widths(text: str) -> list[int]:
-    """Parse widths of a dense tree, one a head, separated by commas."""
+    """Parse widths of a dense tree, one per head, separated by commas."""
     found = [_arguments.at_least_one(part) for part in text.split(",")]
     try:
         Tree.cartesian(found)

@@ -1,7 +1,7 @@
 """Medusa decoding for Llama-family models of Hugging Face Transformers.
 
-Extra heads guess several next tokens, one forward pass verifies a tree of drafts, the longest path the model agrees
-with is kept: the text the model alone would write, in fewer steps.
+Extra heads draft several next tokens, one forward pass verifies a tree of them, and the longest path that the model
+agrees with is kept: the text that the model alone would write, in fewer steps.
 """
 
 from __future__ import annotations

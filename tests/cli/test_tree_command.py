@@ -176,13 +176,13 @@ def test_search_saves_a_tree_that_show_draws(capsys, file, tmp_path):
     assert main(["tree", "show", str(tree), "--accuracies", file, "--width", "40"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:5] == ["0   ●", "  ┌─┴─┐", "1 █   █", "  │   │", "2 █   █"]
-    assert lines[6] == "5 nodes, depth 2; 2.800 tokens a step"  # of whole paths, not 2.35
+    assert lines[6] == "5 nodes, depth 2; 2.800 tokens per step"  # of whole paths, not 2.35
 
 
 def test_show_takes_plain_accuracies_and_shapes(capsys, tmp_path):
     (tmp_path / "a.json").write_text("[[0.5, 0.4], [0.5, 0.4]]")
     assert main(["tree", "show", "cartesian:2,1", "--accuracies", str(tmp_path / "a.json"), "--width", "60"]) == 0
-    assert "5 nodes, depth 2; 2.350 tokens a step expected." in capsys.readouterr().out  # 1 + .5 + .4 + .25 + .2
+    assert "5 nodes, depth 2; 2.350 tokens per step expected." in capsys.readouterr().out  # 1 + .5 + .4 + .25 + .2
     assert main(["tree", "show", "chain:2+lookup:1"]) == 0
     assert capsys.readouterr().out.splitlines()[:5] == ["0   ●", "  ┌─┴─┐", "1 0   ◇", "  │", "2 0"]
 

@@ -78,7 +78,7 @@ class Simulation:
     """A device that decodes.
 
     Attributes:
-        times: plain steps a step takes, by nodes.
+        times: plain steps that a step takes, by nodes.
         late: steps chosen before a step is observed.
         noise: of what is observed, in the logarithm; the time that counts has none.
         disturbed: (step of the generation, nodes, seconds) to the seconds that are observed.

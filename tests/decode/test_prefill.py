@@ -20,7 +20,7 @@ from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_kernels import ancestor_words, tree_attention
 
 NEW = 12
-# Around the boundaries of chunks of 1, 3 and 5 tokens a row, the shortest and the longest in the middle.
+# Around the boundaries of chunks of 1, 3 and 5 tokens per row, the shortest and the longest in the middle.
 LENGTHS = [5, 10, 1, 24, 6, 15, 16, 4]
 WIDTHS = (1, 3, 5)
 

@@ -57,7 +57,7 @@ def packed_int4():
 
 
 # Each: how it is asked for, the type of a projection's weight, and the bound of `assert_own_text` in float32: 0 where
-# the text is the model's own token for token. Measured over 640 tokens a case: at most 0.024, and 0.065 in bfloat16.
+# the text is the model's own token for token. Measured over 640 tokens per case: at most 0.024, and 0.065 in bfloat16.
 ROUNDED, ROUNDED_BF16 = 0.06, 0.13
 CASES = {
     "bnb 8 bit": (lambda: bnb(8), "Int8Params", ROUNDED),

@@ -30,7 +30,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Case:
-    """Random inputs with random earlier parents: one tree, one a row, or (None) a chain."""
+    """Random inputs with random earlier parents: one tree, one per row, or (None) a chain."""
     trees = [[-1] + [int(torch.randint(0, i, ())) for i in range(1, nodes)] for _ in range(batch)]
     return {
         "hidden": torch.randn(batch, nodes, size).to(device, dtype),

@@ -40,7 +40,7 @@ def make_data(file, count=22):
 
 
 def config(folder, base, file, method="medusa-1", /, **sections):
-    """A run of a few steps: four rows a step, two epochs."""
+    """A run of a few steps: four rows per step, two epochs."""
     values = {
         "method": method,
         "model": {"name": str(base), "dtype": "float32", "quantization": "none"},

@@ -46,7 +46,7 @@ def test_shades_by_hand():
         "  ┌─┴─┐   │",
         "2 █   ░   ▓",
     ]
-    assert words.startswith("7 nodes, depth 2; 2.270 tokens a step expected.")
+    assert words.startswith("7 nodes, depth 2; 2.270 tokens per step expected.")
     assert "█ 30% or more, ▓ 10% or more, ▒ 3% or more, ░ fewer" in words
 
 
@@ -169,7 +169,7 @@ def test_figure_has_a_node_a_node_and_wide_lines_where_likely():
     assert guessed.get_array().tolist() == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.4])
     assert sorted(text.get_text() for text in figure.axes[0].texts) == ["0", "0", "1", "1"]
     assert figure.axes[0].get_title() == (
-        "6 nodes, 1 of them copied from the text, depth 2; 2.200 tokens a step expected."
+        "6 nodes, 1 of them copied from the text, depth 2; 2.200 tokens per step expected."
     )
 
 
@@ -181,7 +181,7 @@ def test_plot_writes_an_image(tmp_path):
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert [path.name for path in tmp_path.iterdir()] == ["tree.png"]
     expected = 1 + 0.85 + 0.85 * 0.6
-    assert f"{expected:.3f} tokens a step" in figure.axes[0].get_title()
+    assert f"{expected:.3f} tokens per step" in figure.axes[0].get_title()
     assert "tokens" not in tree.plot().axes[0].get_title()
     tree.plot(path=tmp_path / "tree.svg")
     assert b"<svg" in (tmp_path / "tree.svg").read_bytes()
@@ -198,5 +198,5 @@ def test_of_a_dynamic_tree_the_candidates_are_drawn():
     tree = Tree([[0], [1], [0, 0]], keep=3)
     lines = as_text(tree, 40, [0.6, 0.2, 0.3]).splitlines()
     assert sum(line.count(mark) for line in lines[:5] for mark in "█▓▒░") == 3
-    assert lines[6] == "3 nodes a step, of 4 candidates, depth"
-    assert "tokens a step expected" not in " ".join(lines)
+    assert lines[6] == "3 nodes per step, of 4 candidates, depth"
+    assert "tokens per step expected" not in " ".join(lines)
