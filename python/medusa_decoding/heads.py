@@ -182,7 +182,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_candidates(self) -> int:
-        """V', how many tokens per head can propose: V, or the size of the trimmed vocabulary."""
+        """V', how many tokens a head can propose: V, or the size of the trimmed vocabulary."""
         return self.vocab_size if self.token_map is None else len(self.token_map)
 
     @property
