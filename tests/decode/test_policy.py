@@ -330,6 +330,25 @@ def test_a_grown_cache_goes_on_with_what_is_known():
     assert policy.times.profile(1, 1024).known()[1] == 1.0
 
 
+@pytest.mark.parametrize("plain_steps", [0, 1, 2])
+def test_a_cache_grows_to_a_size_that_was_hardly_met(plain_steps):
+    """A generation of few steps met that number of rows before; the step chosen before the growth is observed after it."""
+    policy, draws = adaptive(BETTER), random.Random(0)
+    policy.begin(batch=1, rows=2048)
+    for _ in range(plain_steps):
+        policy.observe(policy.choose(), 1.5, [1])
+    policy.begin(batch=1, rows=1024)
+    nodes = []
+    for step in range(40):
+        tree = policy.choose()
+        if step == 20:
+            assert tree.num_nodes > 1
+            policy.grown(2048)
+        policy.observe(tree, GPU[tree.num_nodes] * (1.5 if step >= 20 else 1.0), [commit(tree, BETTER, draws)])
+        nodes.append(tree.num_nodes)
+    assert statistics.mean(one > 4 for one in nodes[21:]) > 0.5
+
+
 def test_steps_are_observed_in_the_order_they_were_chosen():
     policy = adaptive()
     policy.begin()

@@ -34,7 +34,7 @@ class Profile:
     """
 
     def __init__(self, seeds: Mapping[int, float] | None = None) -> None:
-        self._seeds = dict(seeds or {})
+        self.seeds = dict(seeds or {})
         self._samples: dict[int, deque[float]] = {}
         self._slowdowns: deque[float] = deque([1.0], maxlen=RECENT)
         self._previous = 0
@@ -47,8 +47,8 @@ class Profile:
         only taken when the size has changed: a run of steps of one size tells nothing about the others.
         """
         slowdown, trusted = statistics.median(self._slowdowns), self.samples(nodes) >= TRUSTED
-        if trusted or nodes in self._seeds:
-            usual = statistics.median_low(self._samples.get(nodes) or [self._seeds[nodes]])
+        if trusted or nodes in self.seeds:
+            usual = statistics.median_low(self._samples.get(nodes) or [self.seeds[nodes]])
             self._slowdowns.append(seconds / usual)
         repeated, self._previous = nodes == self._previous, nodes
         if trusted and repeated:
@@ -66,7 +66,7 @@ class Profile:
 
     def known(self) -> dict[int, float]:
         """Return the median seconds of every size that was timed here or is seeded, by nodes."""
-        return self._seeds | {nodes: statistics.median_low(samples) for nodes, samples in self._samples.items()}
+        return self.seeds | {nodes: statistics.median_low(samples) for nodes, samples in self._samples.items()}
 
     def kept(self) -> dict[int, list[float]]:
         """Return the samples by nodes, oldest first."""
@@ -87,12 +87,12 @@ class Profile:
         for place, nodes in enumerate(sizes):
             pool = list(self._samples.get(nodes, ()))
             if len(pool) < TRUSTED:
-                if nodes in self._seeds:
-                    pool.append(self._seeds[nodes])
+                if nodes in self.seeds:
+                    pool.append(self.seeds[nodes])
                 elif found:
                     growth = DOUBLING_COST * math.log2(nodes / sizes[place - 1]) + HEADS_COST * (place == 1)
                     pool.append(found[-1][0] * (1.0 + growth))
-            if len(pool) < (1 if place or nodes in self._seeds else 2):
+            if len(pool) < (1 if place or nodes in self.seeds else 2):
                 return []
             pool.sort()
             careful = pool[len(pool) // 2]
@@ -125,14 +125,14 @@ class StepTimes:
     def profile(self, batch: int, rows: int) -> Profile:
         """Return the times for a batch size and a number of cache rows.
 
-        A new profile starts from the one of the same batch size with the nearest number of rows.
+        Until it can tell the time of a plain step, it is seeded by the profile of the same batch size with the nearest number
+        of rows that can.
         """
-        found = self._profiles.get((batch, rows))
-        if found is None:
+        found = self._profiles.setdefault((batch, rows), Profile())
+        if not found.estimates([1]):
             others = [(other, profile) for (size, other), profile in self._profiles.items() if size == batch]
             others.sort(key=lambda pair: (abs(math.log2((pair[0] + 1) / (rows + 1))), pair[0]))
-            seeds = next((profile.known() for _, profile in others if profile.known()), None)
-            found = self._profiles[batch, rows] = Profile(seeds)
+            found.seeds = next((profile.known() for _, profile in others if profile.estimates([1])), {})
         return found
 
     def to_json(self) -> str:
