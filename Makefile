@@ -76,12 +76,12 @@ demo-model: $(EDITABLE)
 	$(BIN)/python -m recipes.demo.seeds runs/demo-model/text.jsonl --whole
 	[ -d runs/demo-model/base ] || $(BIN)/python -m recipes.demo.base --data runs/demo-model/text.jsonl \
 		--out runs/demo-model/base --vocab-size 2048 --plain
-	$(BIN)/medusa train --config recipes/demo-model-cpu.yaml $(MODEL_ARGS)
+	$(BIN)/medusa train --config recipes/demo-model-cpu.yaml --resume $(MODEL_ARGS)
 	$(BIN)/python -m recipes.demo.seeds runs/demo-model/seeds.jsonl --count $(SEEDS)
 	$(BIN)/medusa distill --config recipes/demo-cpu.yaml --set model.name=$(JOINT)/model \
 		--set heads.initial=$(JOINT)/heads --set heads.num_layers=2 --set heads.shared_projection=true \
 		--set heads.parent_rank=0 --set data.train="[{path: runs/demo-model/seeds.jsonl}]" \
-		--set data.cache_hidden=runs/demo-model/states --set output.folder=runs/demo-model/heads $(TRAIN_ARGS)
+		--set data.cache_hidden=runs/demo-model/states --set output.folder=runs/demo-model/heads --resume $(TRAIN_ARGS)
 	$(BIN)/python -m recipes.demo.card --model $(JOINT)/model --heads runs/demo-model/heads/heads \
 		--out runs/demo-model/checkpoint
 
@@ -107,7 +107,7 @@ test-transformers: $(EDITABLE)
 		$(foreach family,llama mistral qwen2 qwen3,tests/models/$(family)/test_modeling_$(family).py))
 
 test-lowest:
-	$(MAKE) test VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile
+	$(MAKE) test-all VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile
 
 lint: $(EDITABLE)
 	$(BIN)/ruff check .

@@ -178,10 +178,10 @@ def test_stats_tell_the_last_answer_and_all(chat, talk):
     code, out, err = talk(chat, [*QUESTIONS[:2], "/stats"], "--tree", "root", "--max-new-tokens", 10)
     last, everything = out[out.index("last answer:") :].split("all 2:\n")
     reused = len(prompts[0]) + new[0] - 1
-    assert f"{new[1]} tokens in {new[1] - 1} steps, 1.00 a step" in last
+    assert f"{new[1]} tokens in {new[1] - 1} steps, 1.00 per step" in last
     assert f"({len(prompts[1])} prompt tokens, {reused} of them reused from the cache)" in last
     assert f"0: {new[1] - 1} (100%)" in last
-    assert f"{sum(new)} tokens in {sum(new) - 2} steps, 1.00 a step" in everything
+    assert f"{sum(new)} tokens in {sum(new) - 2} steps, 1.00 per step" in everything
     assert f"({sum(map(len, prompts))} prompt tokens, {reused} of them reused from the cache)" in everything
     assert f"0: {sum(new) - 2} (100%)" in everything
 

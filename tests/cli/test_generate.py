@@ -138,7 +138,7 @@ def test_metrics(run_json, capsys, checkpoint):
     argv = ["generate", "--model", str(checkpoint / "heads"), "--prompt", PROMPT, "--tree", "chain:3", "--metrics"]
     assert main([*argv, "--max-new-tokens", str(NEW)]) == 0
     err = capsys.readouterr().err
-    assert f"{NEW} tokens in {out['steps']} steps, {out['tokens_per_step']:.2f} a step" in err
+    assert f"{NEW} tokens in {out['steps']} steps, {out['tokens_per_step']:.2f} per step" in err
     for length, count in metrics["accepted_histogram"].items():
         assert f"{length}: {count} ({count / out['steps']:.0%})" in err
     assert f"({len(PROMPT)} prompt tokens)" in err

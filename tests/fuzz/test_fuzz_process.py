@@ -28,7 +28,7 @@ class Gone(io.RawIOBase):
 @pytest.fixture
 def written(monkeypatch):
     """Replace the prompt's generation by printing the prompt: the text that came in goes out again."""
-    monkeypatch.setattr(generate, "generate", lambda args, text, speak: print(text))
+    monkeypatch.setattr(generate, "generate", lambda args, text, prints: print(text))
 
 
 def ascii_stream(content=b""):

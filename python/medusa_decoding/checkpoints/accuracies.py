@@ -145,7 +145,7 @@ def load_accuracies(
     if source == CALIBRATION:
         is_next_to_heads = file.resolve().parent == folder.resolve()
         calibration = CalibrationSource(
-            file.name if is_next_to_heads else str(file.resolve()),
+            file.resolve().name if is_next_to_heads else str(file.resolve()),
             hashlib.blake2b(content, digest_size=8).hexdigest(),
             settings.get("temperature"),
             same_dtype and "heads" in made and "base_model" in made,

@@ -49,9 +49,10 @@ _TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 _BASE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", *_TERMS]
 _OLDER_WEIGHTS = ["pytorch_model*.bin"]
 
-# What a folder with heads may hold besides weights. Lock files are of `files.only_writer`; a killed writer leaves one.
+# What a folder with heads may hold besides weights. A killed writer leaves lock files of `files.only_writer` and
+# partial files of `files.whole_file`.
 _KNOWN_FILES = (
-    "config.json", "generation_config.json", ".gitattributes", ".*.lock",
+    "config.json", "generation_config.json", ".gitattributes", ".*.lock", ".*.partial",
     *_CARRIED, *embedded.MEASURED_FILES, *_TOKENIZER, *_TERMS,
 )  # fmt: skip
 _HEADS_WEIGHTS = re.compile(r"medusa_lm_head\.(safetensors|pt)")

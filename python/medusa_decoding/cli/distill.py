@@ -150,7 +150,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
                 length=None if data.overlong == "split" else data.length,
                 resume=args.resume,
                 asked=asked,
-                progress=lambda report: _show(bar, report),
+                progress=None if args.json else lambda report: _show(bar, report),
             )
     except KeyboardInterrupt:
         print(f"medusa: what was generated is in {file}; --resume continues from there", file=sys.stderr)
@@ -202,4 +202,5 @@ def _show(bar: tqdm[Any], report: distill.GenerationReport) -> None:
     """Show a report on a progress bar over seeds."""
     bar.update(max(0, report.answered + report.left_out.total() - bar.n))
     per_step = "" if report.tokens_per_step is None else f", {report.tokens_per_step:.2f} per step"
-    bar.set_postfix_str(f"{report.tokens_per_second:.0f} tokens/s{per_step}")
+    if report.tokens_per_second is not None:
+        bar.set_postfix_str(f"{report.tokens_per_second:.0f} tokens/s{per_step}")

@@ -79,7 +79,7 @@ def read_prompts(
         if category not in known:
             raise ValueError(f"categories: expected some of {', '.join(known)}, got {category}")
     groups = {name: [prompt for prompt in found if prompt.category == name][:limit] for name in known}
-    wanted = {id(prompt) for name in categories or known for prompt in groups[name]}
+    wanted = {id(prompt) for name in (known if categories is None else categories) for prompt in groups[name]}
     return [prompt for prompt in found if id(prompt) in wanted]
 
 
