@@ -76,6 +76,8 @@ def register(
         mutates: names of the arguments that the op writes.
         schema: the arguments and results, if PyTorch cannot infer them from `public`.
     """
+    # Types instead of strings: not every supported PyTorch evaluates the strings in the namespace of `public`.
+    public.__annotations__ = inspect.get_annotations(public, eval_str=True)
     name, signature = public.__name__, inspect.signature(public)
     # A plain int: torch.compile takes the value of such an argument as a constant.
     inferred = schema or torch.library.infer_schema(public, mutates_args=mutates).replace("SymInt", "int")
