@@ -1,4 +1,4 @@
-"""Times every launch configuration that a Triton kernel's file lists as worth measuring, on the shapes that matter.
+"""Times every launch configuration of the Triton kernels in `kernel_candidates`, on the shapes that matter.
 
     python -m benchmarks.tune_kernels --budget 500
     python -m benchmarks.tune_kernels --only tree_verify --budget 120
@@ -160,7 +160,9 @@ def arguments(module: ModuleType, run: Callable[[], object]) -> list[Arguments]:
 
 def candidates(module: ModuleType, args: Arguments) -> list[Any]:
     """Return the configurations to time for some arguments; a kernel that lists none has its chosen one."""
-    listed = getattr(module, "candidates", None)
+    from benchmarks.kernel_candidates import CANDIDATES  # imports the kernels, which may be missing
+
+    listed = CANDIDATES.get(module.__name__.rpartition(".")[2])
     if listed is None:
         return [module.configuration(**dict(args))]
     takes = inspect.signature(listed).parameters

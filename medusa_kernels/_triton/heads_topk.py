@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.heads_topk_configs import candidates as candidates
 from medusa_kernels._triton.heads_topk_configs import configuration
 from medusa_kernels._triton.launch import TRITON_TYPES, Device, Specialisation, Warps, describe, on_device, specialise
 from medusa_kernels._triton.streaming import OPTIONS, Config, index_of, number_of, ordered, product, shares, unit, wide

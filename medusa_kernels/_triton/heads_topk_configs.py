@@ -7,7 +7,7 @@ import triton
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device
-from medusa_kernels._triton.streaming import NARROW_SHAPES, Config, interpreted_config, timed
+from medusa_kernels._triton.streaming import Config, interpreted_config
 
 
 def configuration(
@@ -31,19 +31,3 @@ def configuration(
         return Config(m, 128, 128 if stored.itemsize == 1 else 64, 4, 5, 2)
     block_k = 128 if m == 16 or (m == 32 and stage == "vocabulary") else 64
     return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, 4, 4, 2)
-
-
-def candidates(device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str) -> list[Config]:
-    """List configurations worth timing against the chosen one."""
-    chosen = configuration(device, dtype, stored, rows, stage)
-    if dtype == torch.float32 or not device.hopper:
-        return [chosen]
-    if stored.itemsize == 1:
-        shapes = [
-            (64, 256, 4, 3, 2), (64, 256, 4, 5, 2), (64, 128, 4, 6, 2), (64, 128, 4, 8, 2),
-            (32, 256, 4, 5, 2), (128, 128, 4, 5, 2), (128, 256, 8, 5, 1), (64, 512, 8, 4, 1), (64, 256, 4, 4, 8),
-            (32, 256, 4, 5, 12), (128, 128, 4, 4, 8),
-        ]  # fmt: skip
-    else:
-        shapes = NARROW_SHAPES
-    return timed(chosen, shapes)

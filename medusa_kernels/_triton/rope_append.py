@@ -45,11 +45,6 @@ def configuration(device: launch.Device, dtype: torch.dtype, head_dim: int, num_
     return Config(rows=max(rows, 256) if interpreted() else rows, num_warps=num_warps)
 
 
-def candidates(device: launch.Device, dtype: torch.dtype, head_dim: int) -> list[Config]:
-    """List configurations worth timing, the chosen one first."""
-    return [configuration(device, dtype, head_dim, num_warps) for num_warps in (2, 1, 4, 8)]
-
-
 @triton.jit
 def _product(b_x, b_y):
     """Return x * y rounded to the dtype of x, as eager PyTorch multiplies."""

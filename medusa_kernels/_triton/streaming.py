@@ -7,7 +7,6 @@ rows, tile by tile, and reduces its products in registers. This file does not kn
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,20 +82,6 @@ def unit(*elements: int) -> int:
 def wide(elements: int, *dtypes: torch.dtype) -> bool:
     """Return whether sizes and strides in this unit allow 16-byte loads (8-byte ones of 1-byte dtypes)."""
     return all(elements * dtype.itemsize >= min(16, 8 * dtype.itemsize) for dtype in dtypes)
-
-
-def timed(chosen: Config, shapes: Sequence[tuple[int, int, int, int, int]]) -> list[Config]:
-    """List the chosen configuration, then those of other shapes: block_v, block_k, warps, stages, programs."""
-    configs = (Config(chosen.block_m, *shape) for shape in shapes)
-    return [chosen, *(config for config in configs if config != chosen)]
-
-
-NARROW_SHAPES = [
-    (64, 128, 4, 3, 2), (64, 128, 4, 5, 2), (64, 128, 4, 6, 2), (64, 64, 4, 6, 3), (64, 256, 4, 3, 2),
-    (32, 128, 4, 5, 3), (32, 256, 4, 4, 2), (128, 64, 4, 5, 2), (128, 128, 8, 5, 1), (64, 256, 8, 5, 1),
-    (64, 128, 4, 4, 8), (64, 64, 4, 6, 12), (32, 128, 4, 5, 12),
-]  # fmt: skip
-"""Shapes worth timing for 16-bit weights and few rows."""
 
 
 def interpreted_config(rows: int) -> Config:

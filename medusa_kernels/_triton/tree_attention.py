@@ -27,7 +27,6 @@ from medusa_kernels._triton.launch import (
 )
 from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
 from medusa_kernels._triton.tree_attention_configs import LONG, Config, configuration
-from medusa_kernels._triton.tree_attention_configs import candidates as candidates
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
 MERGE_CHUNK = 8

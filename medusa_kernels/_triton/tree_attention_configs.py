@@ -72,33 +72,3 @@ def configuration(device: Device, dtype: torch.dtype, head_dim: int, rows: int, 
     if rows <= 64:
         return Config(64, 32, 4, 4, 1 + large)
     return Config(128, 64 if large else 32, 8, 3, 1)
-
-
-# block_m, block_n, num_warps, num_stages, programs
-_FEW = [
-    (16, 64, 4, 2, 4), (16, 64, 4, 3, 3), (16, 64, 4, 4, 2), (16, 64, 4, 5, 1), (16, 128, 4, 2, 3), (16, 128, 4, 3, 1),
-    (16, 128, 8, 2, 2), (16, 128, 8, 3, 1), (16, 128, 8, 4, 1), (16, 32, 4, 4, 4), (16, 32, 4, 5, 3), (16, 32, 4, 6, 2),
-    (16, 32, 2, 4, 4), (16, 32, 2, 5, 3),
-]  # fmt: skip
-_UP_TO_32 = [(32, 64, 4, 3, 2), (32, 128, 4, 2, 2), (32, 128, 4, 3, 1), (32, 32, 2, 4, 3)]
-_UP_TO_64 = [
-    (64, 64, 4, 2, 2), (64, 64, 4, 3, 2), (64, 64, 4, 4, 1), (64, 128, 4, 2, 1), (64, 128, 4, 3, 1), (64, 64, 8, 2, 1),
-    (64, 64, 8, 3, 1), (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 32, 4, 3, 3), (64, 32, 4, 4, 2), (64, 32, 4, 5, 2),
-]  # fmt: skip
-_MANY = [
-    (128, 64, 8, 2, 1), (128, 64, 8, 3, 1), (128, 64, 8, 4, 1), (128, 128, 8, 2, 1), (128, 128, 8, 3, 1),
-    (128, 32, 8, 3, 1), (128, 32, 8, 4, 1),
-]  # fmt: skip
-
-
-def candidates(device: Device, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG) -> list[Config]:
-    """Return the configurations worth timing, the chosen one first; others for 16 bits and D <= 128 on Hopper."""
-    chosen = configuration(device, dtype, head_dim, rows, keys=keys)
-    if dtype == torch.float32 or head_dim > 128 or not device.hopper:
-        return [chosen]
-    if rows <= 32:
-        others = [Config(*shape, min_keys=128) for shape in (_FEW if rows <= 16 else _UP_TO_32)]
-        others += [Config(64, 64, 4, 3, 2)] * (rows > 16)
-    else:
-        others = [Config(*shape) for shape in (_UP_TO_64 if rows <= 64 else _MANY + _UP_TO_64)]
-    return [chosen, *(other for other in others if other != chosen)]

@@ -27,7 +27,6 @@ from medusa_kernels._triton.streaming import (
     unit,
     wide,
 )
-from medusa_kernels._triton.tree_verify_configs import candidates as candidates
 from medusa_kernels._triton.tree_verify_configs import configuration
 
 MERGE = Warps(num_warps=4, num_stages=3)

@@ -7,7 +7,7 @@ import triton
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device
-from medusa_kernels._triton.streaming import NARROW_SHAPES, Config, interpreted_config, timed
+from medusa_kernels._triton.streaming import Config, interpreted_config
 
 
 def configuration(
@@ -31,23 +31,3 @@ def configuration(
             return Config(64, 128, 64, 8, 6, 1)
         return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
     return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
-
-
-def candidates(device: Device, dtype: torch.dtype, rows: int) -> list[Config]:
-    """List configurations worth timing against the chosen one."""
-    chosen = configuration(device, dtype, rows)
-    if dtype == torch.float32 or not device.hopper:
-        return [chosen]
-    if chosen.block_m <= 32:
-        shapes = NARROW_SHAPES
-    elif chosen.block_m == 64:
-        shapes = [
-            (256, 64, 8, 3, 1), (256, 64, 8, 4, 1), (256, 64, 8, 5, 1), (256, 64, 8, 4, 4), (128, 64, 4, 3, 2),
-            (128, 64, 4, 4, 2), (128, 64, 4, 4, 8), (128, 64, 8, 6, 1), (128, 128, 8, 4, 1), (64, 64, 4, 6, 2),
-        ]  # fmt: skip
-    else:
-        shapes = [
-            (128, 64, 8, 4, 1), (128, 64, 8, 5, 1), (128, 64, 8, 6, 1), (128, 128, 8, 3, 1), (64, 128, 8, 4, 1),
-            (64, 64, 8, 4, 1), (128, 64, 8, 5, 4), (64, 64, 8, 8, 1),
-        ]  # fmt: skip
-    return timed(chosen, shapes)

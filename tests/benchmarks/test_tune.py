@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, suite, tune_kernels
+from benchmarks import gpu, kernel_candidates, suite, tune_kernels
 
 CPU = torch.device("cpu")
 
@@ -35,12 +35,6 @@ def two_stages() -> types.ModuleType:
     module = types.ModuleType("two_stages")
     module.done = 0  # type: ignore[attr-defined]
     module.configuration = lambda stage, size: Config(3)  # type: ignore[attr-defined]
-    module.candidates = lambda stage, size: [  # type: ignore[attr-defined]
-        module.configuration(stage, size),
-        Config(1),
-        Config(1, added=5.0 if stage == "second" else 0.0),
-        Config(-1),
-    ]
 
     def call(case: Case, x: torch.Tensor) -> torch.Tensor:
         for stage in ("first", "second"):
@@ -59,6 +53,12 @@ def two_stages() -> types.ModuleType:
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> tune_kernels.Search:
     module = two_stages()
+
+    def candidates(stage: str, size: int) -> list[Config]:
+        added = 5.0 if stage == "second" else 0.0
+        return [module.configuration(stage, size), Config(1), Config(1, added), Config(-1)]
+
+    monkeypatch.setitem(kernel_candidates.CANDIDATES, "two_stages", candidates)
 
     def units_of_work(make_call: Any, sets: int, device: torch.device, seconds: float) -> gpu.Timing:
         before = module.done
