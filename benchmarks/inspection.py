@@ -2,8 +2,8 @@
 
 `python -m benchmarks.inspection` prints one table: registers, stack, shared memory and the instructions that
 matter. It checks spills and the limits of shared memory, which compilation itself does not. It does not know what a
-kernel computes: it reads the specialisations, Triton's IR and the disassembly. The native kernels of csrc/ are read
-from the built library.
+kernel computes: it reads the forms in `kernel_forms`, Triton's IR and the disassembly. The native kernels of csrc/ are
+read from the built library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Each of these is a breach, printed below the table, and makes the exit status 1:
                 or the native kernel of 16-byte units, without any 16-byte load (LDG .128, LDGSTS .128 or a bulk copy).
                 Exempt are kernels for rows whose elements or starts are not aligned, which have one of the words
                 strided, unit1, unit2, unit4 in their name.
-  missing       an op without a kernel module, or a kernel that does not compile
+  missing       an op without a kernel or compiled forms, or a kernel that does not compile
 """
 UNALIGNED_WORDS = frozenset({"strided", "unit1", "unit2", "unit4"})
 
@@ -149,7 +149,7 @@ def streams(ttir: str, warps: int) -> bool:
 
 
 def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
-    """Compile one `launch.Specialisation` for one target, with these compiler options, and read the result."""
+    """Compile one `kernel_forms.Specialisation` for one target, with these compiler options, and read the result."""
     row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), _device(arch).shared_memory)
     try:
         kernel = compiled(spec, arch, options)
@@ -242,8 +242,9 @@ class Task:
 
 
 def _specialisations(op: str, arch: str) -> list[Any]:
-    module = importlib.import_module(f"medusa_kernels._triton.{op}")
-    return list(module.specialisations(_device(arch)))
+    from benchmarks.kernel_forms import FORMS
+
+    return list(FORMS[op](_device(arch)))
 
 
 def work(task: Task) -> Row:
@@ -283,7 +284,7 @@ def inspect(archs: Sequence[str], only: str, jobs: int, ops: Sequence[str] = OPS
         try:
             forms = [(arch, *form) for arch in archs for form in enumerate(_specialisations(op, arch))]
             tasks += [Task(op, arch, index, spec.name) for arch, index, spec in forms if only in spec.name]
-        except (ImportError, AttributeError) as error:
+        except (ImportError, KeyError) as error:
             lines.append(f"{op}: missing: {error}")
     rows: dict[int, Row] = {}
     # Forked, so that workers do not import torch again; no threads and no CUDA have been started here.

@@ -12,7 +12,6 @@ from medusa_kernels._triton import (
     rope_append,
     streaming,
     tree_attention,
-    tree_attention_configs,
     tree_verify,
 )
 from medusa_kernels._triton.launch import Device
@@ -35,7 +34,7 @@ _MANY = [
 
 
 def _tree_attention(device: Device, dtype: torch.dtype, head_dim: int, rows: int, keys: int) -> list[Any]:
-    Config = tree_attention_configs.Config
+    Config = tree_attention.Config
     chosen = tree_attention.configuration(device, dtype, head_dim, rows, keys=keys)
     if dtype == torch.float32 or head_dim > 128 or not device.hopper:
         return [chosen]

@@ -1,5 +1,5 @@
 """The ops as Triton kernels, one file per op; imported only when they serve an op (see `_registry.triton_or`).
 
-A file has the kernels, the launch, and `specialisations`: the compiled forms that launches ask for. Names in kernels
-have prefixes: `p_` pointers, `o_` offsets, `m_` masks, `b_` blocks, `i_` program indices; constants are in capitals.
+Names in kernels have prefixes: `p_` pointers, `o_` offsets, `m_` masks, `b_` blocks, `i_` program indices; constants
+are in capitals.
 """

@@ -3,15 +3,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.decode_linear import as_rows
-from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 
 def configuration(size: int) -> launch.Warps:
@@ -76,19 +74,3 @@ def add_rms_norm(x, delta, weight, eps):
             **launch_options(pdl),
         )  # fmt: skip
     return total, normed
-
-
-def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
-    """Yield the usual row lengths in bf16, with a sum and without, and one form of each other kind."""
-    forms = [(torch.bfloat16, size, delta) for size in (2048, 4096, 5120, 8192) for delta in (True, False)]
-    forms += [(dtype, size, True) for dtype in (torch.float16, torch.float32) for size in (4096, 8192)]
-    for dtype, size, delta in [*forms, (torch.bfloat16, 4095, True)]:
-        kind, pdl, aligned = launch.TRITON_TYPES[dtype], has_programmatic(device), size % 16 == 0
-        yield launch.specialise(
-            f"add_rms_norm {kind} H{size}" + " sum" * delta + " pdl" * pdl + (" unit1" if not aligned else ""),
-            _add_rms_norm_kernel,
-            {"x delta weight total normed": f"*{kind}", "eps": "fp32"},
-            {"HAS_DELTA": delta, "PDL": pdl, "BLOCK_H": triton.next_power_of_2(size)},
-            configuration(size),
-            aligned=("size", "stride_x_m", "stride_delta_m") if aligned else (),
-        )

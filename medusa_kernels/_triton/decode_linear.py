@@ -8,17 +8,14 @@ products run instead.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.decode_linear_configs import choices, configuration, programs
-from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
+from medusa_kernels._triton.decode_linear_configs import configuration
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.streaming import dot_accumulate
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
 
@@ -170,56 +167,3 @@ def _bias_vectors(weights: list[Tensor], biases: list[Tensor | None] | None) -> 
         weight.new_zeros(weight.shape[0]) if bias is None else bias.contiguous()
         for weight, bias in zip(weights, given, strict=True)
     ]
-
-
-def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
-    """Yield the projections of Llama and Qwen in bf16, and one form of each other kind."""
-    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
-    for rows in (1, 32, 64):
-        yield _form(device, bf16, rows, (4096, 4096, 4096))
-        yield _form(device, bf16, rows, (4096,), residual=True)
-        yield _form(device, bf16, rows, (11008, 11008), gate=True)
-    yield _form(device, bf16, 64, (4096, 1024, 1024), bias=True)
-    yield _form(device, bf16, 64, (28672,))
-    yield _form(device, bf16, 1, (4096, 1024, 1024), bias=True)
-    yield _form(device, bf16, 1, (11008, 11008), gate=True, bias=True)
-    yield _form(device, fp16, 1, (4096, 4096, 4096))
-    yield _form(device, fp16, 64, (11008, 11008), gate=True)
-    for size, elements in ((11024, 16), (4095, 1)):
-        yield _form(device, bf16, 1, (4096,), size=size, elements=elements)
-        yield _form(device, bf16, 64, (11008, 11008), gate=True, size=size, elements=elements)
-    for rows in (1, 64):
-        yield _form(device, fp32, rows, (4096,), residual=True)
-        yield _form(device, fp32, rows, (11008, 11008), gate=True)
-    if not device.hopper:
-        # Which tile is chosen depends on the number of multiprocessors.
-        for rows, gate in itertools.product((16, 32, MOST_ROWS), (False, True)):
-            for config in choices(device, bf16, rows, gate):
-                yield _form(device, bf16, rows, (256, 256) if gate else (256,), gate=gate, config=config)
-
-
-def _form(
-    device, dtype, rows, features, *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None
-):
-    """Describe one compiled form whose strides are multiples of `elements`; the configuration may be given."""
-    config = config or configuration(device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR)
-    kind, pdl, even = launch.TRITON_TYPES[dtype], has_programmatic(device), size % config.block_k == 0
-    chosen = not device.hopper and config in choices(device, dtype, config.block_m, gate)
-    words = (
-        "decode_linear", kind, "gated" if gate else f"{len(features)} of {sum(features)}",
-        f"{'swapped ' if config.swap else ''}{config.block_m}x{config.block_n}x{config.block_k}",
-        "bias" * bias, "residual" * residual, "pdl" * pdl, "" if even else "masked",
-        "" if elements == VECTOR else f"unit{elements}",
-    )  # fmt: skip
-    integers = [n for n in _decode_linear_kernel.arg_names if n.startswith(("size", "features", "stride"))]
-    return launch.specialise(
-        " ".join(word for word in words if word),
-        _decode_linear_kernel,
-        {"x w0 w1 w2 b0 b1 b2 residual out": f"*{kind}"},
-        {"COUNT": len(features), "GATE": gate, "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "EVEN_K": even,
-         "SWAP": config.swap, "PDL": pdl, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-         "BLOCK_K": config.block_k},
-        config,
-        aligned=tuple(integers) if elements == VECTOR else (),
-        programs=programs(config, device, dtype, gate) if chosen else 0,
-    )  # fmt: skip

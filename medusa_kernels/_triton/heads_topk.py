@@ -8,21 +8,51 @@ order. Only the heads' states and these partial results are stored in between, n
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.heads_topk_configs import configuration
-from medusa_kernels._triton.launch import TRITON_TYPES, Device, Specialisation, Warps, describe, on_device, specialise
-from medusa_kernels._triton.streaming import OPTIONS, Config, index_of, number_of, ordered, product, shares, unit, wide
+from medusa_kernels._triton.launch import Device, Warps, describe, on_device
+from medusa_kernels._triton.streaming import (
+    OPTIONS,
+    Config,
+    index_of,
+    interpreted_config,
+    number_of,
+    ordered,
+    product,
+    shares,
+    unit,
+    wide,
+)
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
 
 MERGE = Warps(num_warps=4, num_stages=3)
+
+
+def configuration(
+    device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str, *, vectors: bool = True
+) -> Config:
+    """Choose how weights of dtype `stored` are streamed past `rows` states, in the stage "residual" or "vocabulary".
+
+    `vectors`: whether 16 bytes can be loaded at once (see `streaming.wide`).
+    """
+    if interpreted():
+        return interpreted_config(rows)
+    m = min(64, max(16, triton.next_power_of_2(rows)))
+    if dtype == torch.float32 or not vectors:
+        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
+        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
+    # On 10.0 the residual block of 64 rows spills with 64 weight rows.
+    if not device.roomy or (device.capability[0] == 10 and stage == "residual" and m == 64):
+        return Config(m, 32, 64, 4, 4, 3)
+    if device.hopper and stage == "vocabulary" and m == 16:
+        # Best on an H200 for own, shared and gathered rows.
+        return Config(m, 128, 128 if stored.itemsize == 1 else 64, 4, 5, 2)
+    block_k = 128 if m == 16 or (m == 32 and stage == "vocabulary") else 64
+    return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, 4, 4, 2)
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "step"])
@@ -237,60 +267,3 @@ def _top_k(
         num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
     )  # fmt: skip
     return logprobs, tokens
-
-
-def specialisations(device: Device) -> Iterator[Specialisation]:
-    """Yield each tile of rows in bf16, and one form of each other kind."""
-    fp16, bf16, fp32, int8, fp8 = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
-    for dtype, rows, elements in (
-        (bf16, 1, 16), (bf16, 32, 16), (bf16, 64, 16), (bf16, 1, 8), (bf16, 1, 1), (fp16, 1, 16), (fp32, 1, 16)
-    ):  # fmt: skip
-        config = configuration(device, dtype, dtype, rows, "residual", vectors=wide(elements, dtype))
-        kind = TRITON_TYPES[dtype]
-        yield specialise(
-            f"heads_topk residual {kind} {_tile(config, elements)}",
-            residual_kernel,
-            {"hidden w1 b1 states": f"*{kind}"},
-            config.blocks() | {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": True},
-            config,
-        )
-    for rows in (1, 32, 64):
-        yield _vocabulary(device, bf16, bf16, rows)
-    for elements in (8, 1):
-        yield _vocabulary(device, bf16, bf16, 1, elements=elements)
-    yield _vocabulary(device, bf16, bf16, 1, k=32)
-    yield _vocabulary(device, bf16, bf16, 1, gather=True)
-    for dtype, stored in itertools.product((fp16, bf16, fp32), (int8, fp8)):
-        yield _vocabulary(device, dtype, stored, 1)
-    yield _vocabulary(device, bf16, int8, 32, gather=True)
-    yield _vocabulary(device, fp16, fp16, 1)
-    yield _vocabulary(device, fp32, fp32, 1)
-    for programs, k in ((66, 10), (264, 10), (264, 32)):
-        blocks = merge_blocks(programs, k)
-        yield specialise(
-            f"heads_topk merge k{k} {blocks['BLOCK_N']}",
-            merge_kernel,
-            {"keys token_map tokens": "*i64", "peaks sums logprobs": "*fp32"},
-            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks},
-            MERGE,
-        )
-
-
-def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, elements=16):
-    config = configuration(device, dtype, stored, rows, "vocabulary", vectors=wide(elements, dtype, stored))
-    as_bytes, kind, weight = decodes_bytes(device, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
-    tile = _tile(config, elements, " gather" * gather)
-    types = {"states": f"*{kind}", "w2": "*u8" if as_bytes else f"*{weight}", "token_map keys": "*i64"}
-    flags = {"UNIT": elements, "EVEN": elements == 16, "E4M3": as_bytes, "HAS_SCALE": stored.itemsize == 1}
-    return specialise(
-        f"heads_topk vocabulary {kind} x {weight} k{k} {tile}",
-        vocabulary_kernel,
-        types | {"scale peaks sums": "*fp32"},
-        config.blocks() | flags | {"GATHER": gather, "K": k, "PLACES": triton.next_power_of_2(k)},
-        config,
-    )
-
-
-def _tile(config: Config, elements: int, gather: str = "") -> str:
-    unaligned = f" unit{elements} masked" if elements < 16 else ""
-    return f"{config.block_m}x{config.block_v}x{config.block_k}{gather}{unaligned}"

@@ -1,16 +1,13 @@
-"""Host code shared by the Triton kernels: the description of a device, and of a compiled form of a kernel.
+"""Host code shared by the launches of the Triton kernels.
 
-A launch configuration is a function of a `Device`, dtypes and sizes, never of values. Each kernel file lists every form
-that its launches may ask for in `specialisations(device)`; `benchmarks.inspection` compiles all of them without a
-GPU.
+A launch configuration is a function of a `Device`, dtypes and sizes, never of values.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,43 +65,6 @@ TARGETS = {
 """One GPU per compilation target for which kernels are checked; shared memory from the CUDA C++ programming guide,
 table of technical specifications."""
 
-TRITON_TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float8_e4m3fn: "fp8e4nv",
-}
-"""Names of dtypes in Triton's signatures."""
-
-
-@dataclass(frozen=True)
-class Specialisation:
-    """One compiled form of a kernel.
-
-    Attributes:
-        name: op, kernel and what distinguishes this form: "tree_attention bf16 D128 M64".
-        kernel: the `triton.jit` function.
-        signature: Triton type of every argument that is not a constant: "*bf16", "i32", "fp32".
-        constants: value of every `tl.constexpr` argument.
-        num_warps: warps per program.
-        num_stages: depth of software pipelining.
-        aligned: integers that a launch always passes as multiples of 16, so that the compiler may load 16 bytes at
-            once. Pointers always count as aligned.
-        programs: programs per multiprocessor that a launch counts on; 0 if it does not.
-    """
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
-    aligned: tuple[str, ...] = field(default=())
-    programs: int = 0
-
 
 @dataclass(frozen=True)
 class Warps:
@@ -112,26 +72,6 @@ class Warps:
 
     num_warps: int
     num_stages: int
-
-
-def specialise(
-    name: str,
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, Any],
-    config: Any,
-    *,
-    aligned: tuple[str, ...] = (),
-    programs: int = 0,
-) -> Specialisation:
-    """Describe a compiled form of a kernel.
-
-    The keys of `types` are names of arguments, separated by spaces, its values their Triton type. All other arguments
-    that are not constants are "i32". `config` has `num_warps` and `num_stages`.
-    """
-    type_of = {argument: kind for arguments, kind in types.items() for argument in arguments.split()}
-    signature = {argument: type_of.get(argument, "i32") for argument in kernel.arg_names if argument not in constants}
-    return Specialisation(name, kernel, signature, constants, config.num_warps, config.num_stages, aligned, programs)
 
 
 @functools.cache

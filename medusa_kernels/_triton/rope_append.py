@@ -7,7 +7,6 @@ device: a cache row outside the cache is not written, and a position outside the
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import has_programmatic, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 OPTIONS = launch.OPTIONS | {"enable_fp_fusion": False}
 """Compiler options of every launch. A fused product and sum would be rounded once, where PyTorch rounds twice."""
@@ -171,22 +170,3 @@ def rope_append(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
             num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip
     return out
-
-
-def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
-    """Yield the usual head sizes in every dtype, and one form whose heads have strided elements."""
-    dims = (64, 80, 96, 128, 256)
-    cases = [(dtype, dim, 1) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims]
-    names = _rope_append_kernel.arg_names
-    for dtype, dim, last in [*cases, (torch.bfloat16, 128, 2)]:
-        config, kind = configuration(device, dtype, dim), launch.TRITON_TYPES[dtype]
-        yield launch.specialise(
-            f"rope_append {kind} D{dim}" + (" strided" if last != 1 else ""),
-            _rope_append_kernel,
-            {"q k v cos sin k_cache v_cache out": f"*{kind}", "cache_lens depths": "*i32"},
-            dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
-            | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
-            | {"PDL": has_programmatic(device)},
-            config,
-            aligned=tuple(n for n in names if n.startswith("stride_") and n not in _UNSPECIALISED),
-        )

@@ -6,8 +6,6 @@ Nodes are checked in tiles of a few places of all paths; the rest is a few numbe
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -131,27 +129,3 @@ def tree_accept(
                 **launch.OPTIONS,
             )  # fmt: skip
     return path, accept_lens, old_lengths
-
-
-def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
-    """Yield plain decoding, the usual trees, the largest, and one form of each other kind."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for dtype, nodes, path_len, size in (
-        (bf16, 1, 1, 4096), (bf16, 64, 5, 4096), (bf16, 128, 6, 4096), (bf16, 256, 9, 4096), (bf16, 256, 256, 4096),
-        (bf16, 64, 5, 8192), (bf16, 64, 5, 4095), (fp32, 64, 5, 4096),
-    ):  # fmt: skip
-        constants, kind, aligned = blocks(nodes, path_len, size), launch.TRITON_TYPES[dtype], size % 16 == 0
-        yield launch.specialise(
-            f"tree_accept {kind} N{constants['BLOCK_N']} P{constants['BLOCK_P']} H{size}"
-            + (" unit1" if not aligned else ""),
-            _tree_accept_kernel,
-            {
-                "hidden state_hidden": f"*{kind}",
-                "tokens next_tokens paths eos step root output": "*i64",
-                "depths max_new lengths count log path accept_lens old_lengths": "*i32",
-                "finished": "*i8",
-            },
-            constants,
-            WARPS,
-            aligned=("size",) if aligned else (),
-        )

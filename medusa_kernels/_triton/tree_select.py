@@ -7,8 +7,6 @@ integers of their bits, which have the order of the floats.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import triton
 import triton.language as tl
 
@@ -125,26 +123,3 @@ def tree_select(tokens, logprobs, depths, paths, nodes):
                 **constants, num_warps=warps.num_warps, num_stages=warps.num_stages, **OPTIONS,
             )  # fmt: skip
     return out_tokens, out_parents, out_depths, ancestors, out_paths
-
-
-def specialisations(device: launch.Device) -> Iterator[launch.Specialisation]:
-    """Yield every block of candidates, with the fewest and the most nodes that ask for it.
-
-    The block of nodes follows from the nodes alone and changes little: sizes in between are left out.
-    """
-    for candidates, nodes in (
-        (32, 8), (64, 64), (116, 16), (128, 128), (158, 16), (256, 256), (347, 32), (512, 256), (872, 64), (1024, 256),
-        (1703, 64), (2048, 256), (3390, 256), (4096, 16), (8192, 16), (8192, 256),
-    ):  # fmt: skip
-        constants, warps = configuration(candidates, nodes)
-        yield launch.specialise(
-            f"tree_select M{constants['BLOCK_M']} N{constants['BLOCK_N']}",
-            _tree_select_kernel,
-            {
-                "logprobs": "*fp32",
-                "tokens paths out_tokens out_ancestors out_paths": "*i64",
-                "depths numbers chosen out_parents out_depths": "*i32",
-            },
-            constants,
-            warps,
-        )

@@ -8,18 +8,18 @@ child needs as a separate dot product. Logits exist one tile at a time, in regis
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import TRITON_TYPES, Device, Specialisation, Warps, describe, on_device, specialise
+from medusa_kernels._triton.launch import Device, Warps, describe, on_device
 from medusa_kernels._triton.streaming import (
     OPTIONS,
+    Config,
     exponential,
     index_of,
+    interpreted_config,
     ordered,
     packed,
     product,
@@ -27,10 +27,32 @@ from medusa_kernels._triton.streaming import (
     unit,
     wide,
 )
-from medusa_kernels._triton.tree_verify_configs import configuration
 
 MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
+
+
+def configuration(
+    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
+) -> Config:
+    """Choose how the weight is streamed past `rows` nodes of the whole batch.
+
+    `scaled`: whether there are a temperature and noise, which take registers; `vectors`: whether 16 bytes can be loaded
+    at once (see `streaming.wide`).
+    """
+    if interpreted():
+        return interpreted_config(rows)
+    m = min(128, max(16, triton.next_power_of_2(rows)))
+    if dtype == torch.float32 or not vectors:
+        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
+        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
+    if m <= 32:
+        return Config(m, 64, 128 if device.roomy else 64, 4, 4, 2)
+    if device.hopper:
+        if scaled:
+            return Config(64, 128, 64, 8, 6, 1)
+        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
+    return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])
@@ -226,52 +248,3 @@ def tree_verify(
             num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
         )  # fmt: skip
     return next_tokens, logsumexp, entropy, child_logprobs
-
-
-def specialisations(device: Device) -> Iterator[Specialisation]:
-    """Yield each tile of nodes in bf16, and one form of each other kind."""
-    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
-    for rows in (1, 32, 64, 256):
-        yield _projection(device, bf16, rows)
-    for elements in (8, 1):
-        yield _projection(device, bf16, 1, elements=elements)
-    for rows in (1, 64):
-        yield _projection(device, bf16, rows, stats=False)
-        yield _projection(device, bf16, rows, scaled=True)
-        yield _projection(device, bf16, rows, scaled=True, stats=False)
-        yield _projection(device, fp16, rows)
-    yield _projection(device, fp32, 1)
-    yield _projection(device, fp32, 64, scaled=True, elements=1)
-    for dtype, rows, scaled, stats, chain in (
-        (bf16, 1, False, True, False), (bf16, 1, False, False, False), (bf16, 2048, True, True, False),
-        (fp32, 1, False, True, True),
-    ):  # fmt: skip
-        kind, blocks = TRITON_TYPES[dtype], merge_blocks(rows, 264)
-        yield specialise(
-            f"tree_verify merge {kind} {blocks['BLOCK_R']}x{blocks['BLOCK_P']}"
-            + " scaled" * scaled + " stats" * stats + " chain" * chain,
-            merge_kernel,
-            {
-                "hidden weight": f"*{kind}",
-                "peaks sums moments logsumexp entropy child_logprobs": "*fp32",
-                "keys candidates next_tokens": "*i64",
-                "parents": "*i64" if chain else "*i32",
-                "temperature": "fp32",
-            },
-            {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks},
-            MERGE,
-        )  # fmt: skip
-
-
-def _projection(device, dtype, rows, *, scaled=False, stats=True, elements=16):
-    config = configuration(device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
-    kind, blocks = TRITON_TYPES[dtype], config.blocks()
-    flags = {"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats}
-    return specialise(
-        f"tree_verify project {kind} {'x'.join(map(str, blocks.values()))}"
-        + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
-        project_kernel,
-        {"hidden weight": f"*{kind}", "noise peaks sums moments": "*fp32", "keys": "*i64", "temperature": "fp32"},
-        blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1},
-        config,
-    )  # fmt: skip

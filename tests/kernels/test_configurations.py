@@ -13,6 +13,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks import inspection
+from benchmarks.kernel_forms import FORMS
 from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
 from medusa_kernels._triton import decode_linear, heads_topk, launch, tree_attention, tree_verify
@@ -98,7 +99,7 @@ def test_attention_fits_blocks_of_99_kib(device: Device, head_dim: int) -> None:
 @pytest.mark.parametrize("arch", ["89", "100", "120"])
 def test_attention_compiles_within_the_limits_of_newer_gpus(arch: str) -> None:
     """One node and many: the smallest and the largest tiles of rows at the usual head size."""
-    specs = {spec.name: spec for spec in tree_attention.specialisations(TARGETS[arch])}
+    specs = {spec.name: spec for spec in FORMS["tree_attention"](TARGETS[arch])}
     for name in ("D128 N1 M1", "D128 N64 M256"):
         row = inspection.compiled_row(specs[f"tree_attention attend bf16 {name}"], arch, tree_attention.OPTIONS)
         assert inspection.breaches(row) == []
@@ -121,7 +122,7 @@ def test_an_a100s_neighbours_choose_tiles_that_are_compiled(arch: str) -> None:
     """Whatever the number of multiprocessors: an RTX 3080 has 68, an L4 58, an A10 72, an RTX PRO 6000 188."""
     compiled = {
         (spec.constants["GATE"], *(spec.constants[f"BLOCK_{axis}"] for axis in "MNK"), spec.num_stages)
-        for spec in decode_linear.specialisations(TARGETS[arch])
+        for spec in FORMS["decode_linear"](TARGETS[arch])
     }
     for multiprocessors in (46, 58, 68, 72, 82, 108, 128, 142, 160, 188):
         device = dataclasses.replace(TARGETS[arch], multiprocessors=multiprocessors)

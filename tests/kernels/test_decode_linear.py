@@ -263,9 +263,9 @@ def test_fp32_sums_stay_compensated(arch: str) -> None:
     """Every product begins at zero, and neither compiler folds the three further operations of each sum away."""
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
     inspection = pytest.importorskip("benchmarks.inspection")
-    spec = next(
-        s for s in module.specialisations(module.launch.TARGETS[arch]) if "fp32" in s.name and "gated" not in s.name
-    )
+    forms = pytest.importorskip("benchmarks.kernel_forms")
+    specs = forms.FORMS["decode_linear"](module.launch.TARGETS[arch])
+    spec = next(s for s in specs if "fp32" in s.name and "gated" not in s.name)
     kernel = inspection.compiled(spec, arch, module.launch.OPTIONS)
     (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+) ", kernel.asm["ttir"])
     assert f"{start} = arith.constant dense<0.0" in kernel.asm["ttir"]

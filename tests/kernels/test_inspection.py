@@ -14,9 +14,10 @@ import triton.language as tl
 
 from benchmarks import inspection
 from benchmarks.inspection import Counts, Row, breaches, parse
+from benchmarks.kernel_forms import FORMS, Specialisation
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import rope_append
-from medusa_kernels._triton.launch import TARGETS, Specialisation
+from medusa_kernels._triton.launch import TARGETS
 
 needs_compiler = pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 
@@ -217,14 +218,14 @@ def test_a_missing_op_is_a_breach(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_rope_append_rounds_every_product(kind: str, arch: str) -> None:
     """No multiply-add but x * y - 0 and x * 1 + y: any other would round once where PyTorch rounds twice."""
-    specs = {spec.name: spec for spec in rope_append.specialisations(TARGETS[arch])}
+    specs = {spec.name: spec for spec in FORMS["rope_append"](TARGETS[arch])}
     spec = specs[f"rope_append {kind} D64"]
     assert fused(inspection.disassembled(inspection.compiled(spec, arch, rope_append.OPTIONS))) == []
 
 
 @needs_compiler
 def test_without_its_options_rope_append_would_fuse() -> None:
-    specs = {spec.name: spec for spec in rope_append.specialisations(TARGETS["90"])}
+    specs = {spec.name: spec for spec in FORMS["rope_append"](TARGETS["90"])}
     kernel = inspection.compiled(specs["rope_append fp32 D64"], "90", {"enable_fp_fusion": True})
     assert fused(inspection.disassembled(kernel)) != []
 

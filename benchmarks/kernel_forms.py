@@ -1,0 +1,408 @@
+"""The compiled forms of the Triton kernels that launches may ask for: what `benchmarks.inspection` compiles.
+
+Each function of `FORMS` yields the forms of one op on one `launch.Device`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from medusa_kernels._triton import (
+    add_rms_norm,
+    decode_linear,
+    heads_topk,
+    rope_append,
+    tree_accept,
+    tree_attention,
+    tree_select,
+    tree_verify,
+)
+from medusa_kernels._triton.decode_linear import VECTOR
+from medusa_kernels._triton.decode_linear_configs import MOST_ROWS, choices, programs
+from medusa_kernels._triton.launch import Device
+from medusa_kernels._triton.programmatic import has_programmatic
+from medusa_kernels._triton.streaming import Config, wide
+
+TRITON_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+"""Names of dtypes in Triton's signatures."""
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """One compiled form of a kernel.
+
+    Attributes:
+        name: op, kernel and what distinguishes this form: "tree_attention bf16 D128 M64".
+        kernel: the `triton.jit` function.
+        signature: Triton type of every argument that is not a constant: "*bf16", "i32", "fp32".
+        constants: value of every `tl.constexpr` argument.
+        num_warps: warps per program.
+        num_stages: depth of software pipelining.
+        aligned: integers that a launch always passes as multiples of 16, so that the compiler may load 16 bytes at
+            once. Pointers always count as aligned.
+        programs: programs per multiprocessor that a launch counts on; 0 if it does not.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    aligned: tuple[str, ...] = field(default=())
+    programs: int = 0
+
+
+def specialise(
+    name: str,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    config: Any,
+    *,
+    aligned: tuple[str, ...] = (),
+    programs: int = 0,
+) -> Specialisation:
+    """Describe a compiled form of a kernel.
+
+    The keys of `types` are names of arguments, separated by spaces, its values their Triton type. All other arguments
+    that are not constants are "i32". `config` has `num_warps` and `num_stages`.
+    """
+    type_of = {argument: kind for arguments, kind in types.items() for argument in arguments.split()}
+    signature = {argument: type_of.get(argument, "i32") for argument in kernel.arg_names if argument not in constants}
+    return Specialisation(name, kernel, signature, constants, config.num_warps, config.num_stages, aligned, programs)
+
+
+_ATTENTION: list[tuple[Any, ...]] = [
+    # dtype, head size, nodes, rows, window, softcap, and the rows of the cache if they matter
+    *(
+        (torch.bfloat16, 128, nodes, rows, None, False)
+        for nodes, rows in ((1, 1), (16, 16), (8, 32), (64, 64), (64, 256))
+    ),
+    *((torch.bfloat16, 128, 64, 64, window, cap) for window, cap in ((4096, False), (40, False), (None, True))),
+    *((torch.bfloat16, 128, 1, 4, window, False) for window in (None, 4096)),
+    *((torch.bfloat16, dim, 64, 64, None, False) for dim in (64, 80, 96, 256)),
+    *((torch.bfloat16, dim, 1, 1, None, False) for dim in (64, 80, 256)),
+    *((torch.bfloat16, 256, 64, rows, 4096, True) for rows in (128, 512)),
+    (torch.bfloat16, 128, 64, 256, None, False, 1024),
+    (torch.float16, 128, 64, 64, None, False),
+    *((torch.float32, dim, 64, 64, None, False) for dim in (64, 128, 256)),
+    (torch.float32, 128, 64, 256, 40, True),
+]
+_ATTENTION_MERGES = [*((torch.bfloat16, dim) for dim in (64, 80, 128, 256)), (torch.float32, 128)]
+
+
+def _tree_attention(device: Device) -> Iterator[Specialisation]:
+    """Yield the forms that launches with the usual head sizes ask for."""
+    pdl = {"PDL": has_programmatic(device)}
+    aligned = tuple(
+        n for n in tree_attention.attend_kernel.arg_names if n.startswith("stride_") and n[7] in "qkv" and n[-1] != "d"
+    )
+    for dtype, head_dim, nodes, rows, window, cap, *keys in _ATTENTION:
+        config, kind = (
+            tree_attention.configuration(device, dtype, head_dim, rows, keys=keys[0] if keys else tree_attention.LONG),
+            TRITON_TYPES[dtype],
+        )
+        strides = {f"stride_{tensor}_d": 1 for tensor in ("q", "k", "v")}
+        words = (
+            f"tree_attention attend {kind} D{head_dim} N{nodes} M{rows}", "short" * bool(keys), "window" * bool(window),
+            "softcap" * cap, "deep" * tree_attention._deep(nodes, window),
+        )  # fmt: skip
+        yield specialise(
+            " ".join(word for word in words if word),
+            tree_attention.attend_kernel,
+            {
+                "q k_cache v_cache out": f"*{kind}",
+                "parts stats": "*fp32",
+                "cache_lens": "*i32",
+                "ancestors": "*i64",
+                "scale softcap": "fp32",
+            },
+            strides
+            | tree_attention._attend_constants(config, head_dim, nodes, window, capped=cap, negative=False)
+            | pdl,
+            config,
+            aligned=aligned,
+            programs=config.programs,
+        )
+    for dtype, head_dim in _ATTENTION_MERGES:
+        config, kind = tree_attention.configuration(device, dtype, head_dim, 64), TRITON_TYPES[dtype]
+        yield specialise(
+            f"tree_attention merge {kind} D{head_dim}",
+            tree_attention.merge_kernel,
+            {"parts stats": "*fp32", "out": f"*{kind}", "cache_lens": "*i32", "factor": "fp32"},
+            tree_attention._constants(config, head_dim, 64, None) | {"CHUNK": tree_attention.MERGE_CHUNK} | pdl,
+            tree_attention.MERGE,
+        )
+
+
+def _rope_append(device: Device) -> Iterator[Specialisation]:
+    """Yield the usual head sizes in every dtype, and one form whose heads have strided elements."""
+    dims = (64, 80, 96, 128, 256)
+    cases = [(dtype, dim, 1) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims]
+    names = rope_append._rope_append_kernel.arg_names
+    for dtype, dim, last in [*cases, (torch.bfloat16, 128, 2)]:
+        config, kind = rope_append.configuration(device, dtype, dim), TRITON_TYPES[dtype]
+        yield specialise(
+            f"rope_append {kind} D{dim}" + (" strided" if last != 1 else ""),
+            rope_append._rope_append_kernel,
+            {"q k v cos sin k_cache v_cache out": f"*{kind}", "cache_lens depths": "*i32"},
+            dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
+            | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
+            | {"PDL": has_programmatic(device)},
+            config,
+            aligned=tuple(n for n in names if n.startswith("stride_") and n not in rope_append._UNSPECIALISED),
+        )
+
+
+def _heads_topk(device: Device) -> Iterator[Specialisation]:
+    """Yield each tile of rows in bf16, and one form of each other kind."""
+    fp16, bf16, fp32, int8, fp8 = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
+    for dtype, rows, elements in (
+        (bf16, 1, 16), (bf16, 32, 16), (bf16, 64, 16), (bf16, 1, 8), (bf16, 1, 1), (fp16, 1, 16), (fp32, 1, 16)
+    ):  # fmt: skip
+        config = heads_topk.configuration(device, dtype, dtype, rows, "residual", vectors=wide(elements, dtype))
+        kind = TRITON_TYPES[dtype]
+        yield specialise(
+            f"heads_topk residual {kind} {_tile(config, elements)}",
+            heads_topk.residual_kernel,
+            {"hidden w1 b1 states": f"*{kind}"},
+            config.blocks() | {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": True},
+            config,
+        )
+    for rows in (1, 32, 64):
+        yield _vocabulary(device, bf16, bf16, rows)
+    for elements in (8, 1):
+        yield _vocabulary(device, bf16, bf16, 1, elements=elements)
+    yield _vocabulary(device, bf16, bf16, 1, k=32)
+    yield _vocabulary(device, bf16, bf16, 1, gather=True)
+    for dtype, stored in itertools.product((fp16, bf16, fp32), (int8, fp8)):
+        yield _vocabulary(device, dtype, stored, 1)
+    yield _vocabulary(device, bf16, int8, 32, gather=True)
+    yield _vocabulary(device, fp16, fp16, 1)
+    yield _vocabulary(device, fp32, fp32, 1)
+    for count, k in ((66, 10), (264, 10), (264, 32)):
+        blocks = heads_topk.merge_blocks(count, k)
+        yield specialise(
+            f"heads_topk merge k{k} {blocks['BLOCK_N']}",
+            heads_topk.merge_kernel,
+            {"keys token_map tokens": "*i64", "peaks sums logprobs": "*fp32"},
+            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks},
+            heads_topk.MERGE,
+        )
+
+
+def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, elements=16):
+    config = heads_topk.configuration(device, dtype, stored, rows, "vocabulary", vectors=wide(elements, dtype, stored))
+    as_bytes, kind, weight = heads_topk.decodes_bytes(device, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
+    tile = _tile(config, elements, " gather" * gather)
+    types = {"states": f"*{kind}", "w2": "*u8" if as_bytes else f"*{weight}", "token_map keys": "*i64"}
+    flags = {"UNIT": elements, "EVEN": elements == 16, "E4M3": as_bytes, "HAS_SCALE": stored.itemsize == 1}
+    return specialise(
+        f"heads_topk vocabulary {kind} x {weight} k{k} {tile}",
+        heads_topk.vocabulary_kernel,
+        types | {"scale peaks sums": "*fp32"},
+        config.blocks() | flags | {"GATHER": gather, "K": k, "PLACES": triton.next_power_of_2(k)},
+        config,
+    )
+
+
+def _tile(config: Config, elements: int, gather: str = "") -> str:
+    unaligned = f" unit{elements} masked" if elements < 16 else ""
+    return f"{config.block_m}x{config.block_v}x{config.block_k}{gather}{unaligned}"
+
+
+def _tree_verify(device: Device) -> Iterator[Specialisation]:
+    """Yield each tile of nodes in bf16, and one form of each other kind."""
+    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    for rows in (1, 32, 64, 256):
+        yield _projection(device, bf16, rows)
+    for elements in (8, 1):
+        yield _projection(device, bf16, 1, elements=elements)
+    for rows in (1, 64):
+        yield _projection(device, bf16, rows, stats=False)
+        yield _projection(device, bf16, rows, scaled=True)
+        yield _projection(device, bf16, rows, scaled=True, stats=False)
+        yield _projection(device, fp16, rows)
+    yield _projection(device, fp32, 1)
+    yield _projection(device, fp32, 64, scaled=True, elements=1)
+    for dtype, rows, scaled, stats, chain in (
+        (bf16, 1, False, True, False), (bf16, 1, False, False, False), (bf16, 2048, True, True, False),
+        (fp32, 1, False, True, True),
+    ):  # fmt: skip
+        kind, blocks = TRITON_TYPES[dtype], tree_verify.merge_blocks(rows, 264)
+        yield specialise(
+            f"tree_verify merge {kind} {blocks['BLOCK_R']}x{blocks['BLOCK_P']}"
+            + " scaled" * scaled + " stats" * stats + " chain" * chain,
+            tree_verify.merge_kernel,
+            {
+                "hidden weight": f"*{kind}",
+                "peaks sums moments logsumexp entropy child_logprobs": "*fp32",
+                "keys candidates next_tokens": "*i64",
+                "parents": "*i64" if chain else "*i32",
+                "temperature": "fp32",
+            },
+            {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks},
+            tree_verify.MERGE,
+        )  # fmt: skip
+
+
+def _projection(device, dtype, rows, *, scaled=False, stats=True, elements=16):
+    config = tree_verify.configuration(device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
+    kind, blocks = TRITON_TYPES[dtype], config.blocks()
+    flags = {"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats}
+    return specialise(
+        f"tree_verify project {kind} {'x'.join(map(str, blocks.values()))}"
+        + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
+        tree_verify.project_kernel,
+        {"hidden weight": f"*{kind}", "noise peaks sums moments": "*fp32", "keys": "*i64", "temperature": "fp32"},
+        blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1},
+        config,
+    )  # fmt: skip
+
+
+def _decode_linear(device: Device) -> Iterator[Specialisation]:
+    """Yield the projections of Llama and Qwen in bf16, and one form of each other kind."""
+    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    for rows in (1, 32, 64):
+        yield _linear_form(device, bf16, rows, (4096, 4096, 4096))
+        yield _linear_form(device, bf16, rows, (4096,), residual=True)
+        yield _linear_form(device, bf16, rows, (11008, 11008), gate=True)
+    yield _linear_form(device, bf16, 64, (4096, 1024, 1024), bias=True)
+    yield _linear_form(device, bf16, 64, (28672,))
+    yield _linear_form(device, bf16, 1, (4096, 1024, 1024), bias=True)
+    yield _linear_form(device, bf16, 1, (11008, 11008), gate=True, bias=True)
+    yield _linear_form(device, fp16, 1, (4096, 4096, 4096))
+    yield _linear_form(device, fp16, 64, (11008, 11008), gate=True)
+    for size, elements in ((11024, 16), (4095, 1)):
+        yield _linear_form(device, bf16, 1, (4096,), size=size, elements=elements)
+        yield _linear_form(device, bf16, 64, (11008, 11008), gate=True, size=size, elements=elements)
+    for rows in (1, 64):
+        yield _linear_form(device, fp32, rows, (4096,), residual=True)
+        yield _linear_form(device, fp32, rows, (11008, 11008), gate=True)
+    if not device.hopper:
+        # Which tile is chosen depends on the number of multiprocessors.
+        for rows, gate in itertools.product((16, 32, MOST_ROWS), (False, True)):
+            for config in choices(device, bf16, rows, gate):
+                yield _linear_form(device, bf16, rows, (256, 256) if gate else (256,), gate=gate, config=config)
+
+
+def _linear_form(
+    device, dtype, rows, features, *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None
+):
+    """Describe one compiled form whose strides are multiples of `elements`; the configuration may be given."""
+    config = config or decode_linear.configuration(
+        device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR
+    )
+    kind, pdl, even = TRITON_TYPES[dtype], has_programmatic(device), size % config.block_k == 0
+    chosen = not device.hopper and config in choices(device, dtype, config.block_m, gate)
+    words = (
+        "decode_linear", kind, "gated" if gate else f"{len(features)} of {sum(features)}",
+        f"{'swapped ' if config.swap else ''}{config.block_m}x{config.block_n}x{config.block_k}",
+        "bias" * bias, "residual" * residual, "pdl" * pdl, "" if even else "masked",
+        "" if elements == VECTOR else f"unit{elements}",
+    )  # fmt: skip
+    integers = [
+        n for n in decode_linear._decode_linear_kernel.arg_names if n.startswith(("size", "features", "stride"))
+    ]
+    return specialise(
+        " ".join(word for word in words if word),
+        decode_linear._decode_linear_kernel,
+        {"x w0 w1 w2 b0 b1 b2 residual out": f"*{kind}"},
+        {"COUNT": len(features), "GATE": gate, "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "EVEN_K": even,
+         "SWAP": config.swap, "PDL": pdl, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+         "BLOCK_K": config.block_k},
+        config,
+        aligned=tuple(integers) if elements == VECTOR else (),
+        programs=programs(config, device, dtype, gate) if chosen else 0,
+    )  # fmt: skip
+
+
+def _add_rms_norm(device: Device) -> Iterator[Specialisation]:
+    """Yield the usual row lengths in bf16, with a sum and without, and one form of each other kind."""
+    forms = [(torch.bfloat16, size, delta) for size in (2048, 4096, 5120, 8192) for delta in (True, False)]
+    forms += [(dtype, size, True) for dtype in (torch.float16, torch.float32) for size in (4096, 8192)]
+    for dtype, size, delta in [*forms, (torch.bfloat16, 4095, True)]:
+        kind, pdl, aligned = TRITON_TYPES[dtype], has_programmatic(device), size % 16 == 0
+        yield specialise(
+            f"add_rms_norm {kind} H{size}" + " sum" * delta + " pdl" * pdl + (" unit1" if not aligned else ""),
+            add_rms_norm._add_rms_norm_kernel,
+            {"x delta weight total normed": f"*{kind}", "eps": "fp32"},
+            {"HAS_DELTA": delta, "PDL": pdl, "BLOCK_H": triton.next_power_of_2(size)},
+            add_rms_norm.configuration(size),
+            aligned=("size", "stride_x_m", "stride_delta_m") if aligned else (),
+        )
+
+
+def _tree_accept(device: Device) -> Iterator[Specialisation]:
+    """Yield plain decoding, the usual trees, the largest, and one form of each other kind."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, nodes, path_len, size in (
+        (bf16, 1, 1, 4096), (bf16, 64, 5, 4096), (bf16, 128, 6, 4096), (bf16, 256, 9, 4096), (bf16, 256, 256, 4096),
+        (bf16, 64, 5, 8192), (bf16, 64, 5, 4095), (fp32, 64, 5, 4096),
+    ):  # fmt: skip
+        constants, kind, aligned = tree_accept.blocks(nodes, path_len, size), TRITON_TYPES[dtype], size % 16 == 0
+        yield specialise(
+            f"tree_accept {kind} N{constants['BLOCK_N']} P{constants['BLOCK_P']} H{size}"
+            + (" unit1" if not aligned else ""),
+            tree_accept._tree_accept_kernel,
+            {
+                "hidden state_hidden": f"*{kind}",
+                "tokens next_tokens paths eos step root output": "*i64",
+                "depths max_new lengths count log path accept_lens old_lengths": "*i32",
+                "finished": "*i8",
+            },
+            constants,
+            tree_accept.WARPS,
+            aligned=("size",) if aligned else (),
+        )
+
+
+def _tree_select(device: Device) -> Iterator[Specialisation]:
+    """Yield every block of candidates, with the fewest and the most nodes that ask for it.
+
+    The block of nodes follows from the nodes alone and changes little: sizes in between are left out.
+    """
+    for candidates, nodes in (
+        (32, 8), (64, 64), (116, 16), (128, 128), (158, 16), (256, 256), (347, 32), (512, 256), (872, 64), (1024, 256),
+        (1703, 64), (2048, 256), (3390, 256), (4096, 16), (8192, 16), (8192, 256),
+    ):  # fmt: skip
+        constants, warps = tree_select.configuration(candidates, nodes)
+        yield specialise(
+            f"tree_select M{constants['BLOCK_M']} N{constants['BLOCK_N']}",
+            tree_select._tree_select_kernel,
+            {
+                "logprobs": "*fp32",
+                "tokens paths out_tokens out_ancestors out_paths": "*i64",
+                "depths numbers chosen out_parents out_depths": "*i32",
+            },
+            constants,
+            warps,
+        )
+
+
+FORMS: dict[str, Callable[[Device], Iterator[Specialisation]]] = {
+    "tree_attention": _tree_attention,
+    "rope_append": _rope_append,
+    "heads_topk": _heads_topk,
+    "tree_verify": _tree_verify,
+    "decode_linear": _decode_linear,
+    "add_rms_norm": _add_rms_norm,
+    "tree_accept": _tree_accept,
+    "tree_select": _tree_select,
+}
