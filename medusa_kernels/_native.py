@@ -1,14 +1,15 @@
 """Loads the compiled libraries of csrc/ through ctypes, and tells why one is missing.
 
-Loading is lazy, cached and thread-safe. This file knows the C ABI and how the libraries were built, but neither tensors
-nor ops. A missing library raises nothing: callers ask `why_missing`.
+Loading is lazy and cached; two threads at worst load a library twice, which gives the same one. This file knows the C
+ABI and how the libraries were built, but neither tensors nor ops. A missing library raises nothing: callers ask
+`why_missing`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
-import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,18 +19,15 @@ Kind = Literal["cpu", "cuda"]
 ABI_VERSION = 1
 LIBRARY_FOLDER = Path(__file__).parent / "_lib"
 
-_lock = threading.Lock()
-_loaded: dict[tuple[Path, Kind], tuple[ctypes.CDLL | None, str]] = {}
-
 
 def cpu_library() -> ctypes.CDLL | None:
     """Return the C++ library, or None; then `why_missing("cpu")` tells why."""
-    return _load("cpu")[0]
+    return _load(LIBRARY_FOLDER, "cpu")[0]
 
 
 def cuda_library() -> ctypes.CDLL | None:
     """Return the CUDA library, or None; then `why_missing("cuda")` tells why. It loads without a GPU too."""
-    return _load("cuda")[0]
+    return _load(LIBRARY_FOLDER, "cuda")[0]
 
 
 def why_missing(kind: Kind) -> str:
@@ -40,7 +38,7 @@ def why_missing(kind: Kind) -> str:
     """
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"kind: expected 'cpu' or 'cuda', got {kind!r}")
-    return _load(kind)[1]
+    return _load(LIBRARY_FOLDER, kind)[1]
 
 
 def build_info() -> dict[str, Any]:
@@ -52,22 +50,15 @@ def build_info() -> dict[str, Any]:
     return facts
 
 
-def _load(kind: Kind) -> tuple[ctypes.CDLL | None, str]:
-    key = (LIBRARY_FOLDER, kind)
-    with _lock:
-        if key not in _loaded:
-            _loaded[key] = _open(kind)
-        return _loaded[key]
-
-
-def _open(kind: Kind) -> tuple[ctypes.CDLL | None, str]:
+@functools.cache
+def _load(folder: Path, kind: Kind) -> tuple[ctypes.CDLL | None, str]:
     name = "C++" if kind == "cpu" else "CUDA"
-    path = LIBRARY_FOLDER / f"libmedusa_{kind}.so"
+    path = folder / f"libmedusa_{kind}.so"
     if not path.exists():
         facts = build_info()
         why = facts.get(kind, {}).get("why") or f"{path} does not exist"
         if not facts:
-            why = f"{LIBRARY_FOLDER} holds no build; install with `pip install .` or `pip install -e .`"
+            why = f"{folder} holds no build; install with `pip install .` or `pip install -e .`"
         return None, f"the {name} library was not built: {why}"
     try:
         library = ctypes.CDLL(str(path))
