@@ -7,8 +7,6 @@ a depth and an index.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -91,19 +89,19 @@ _last_factors = LastResult[tuple[Tensor, Tensor]]()
 def _factors(cos: Tensor, sin: Tensor, lens: list[int], cache_lens: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and (-sin, sin) at the positions, each `[1 or B, N, 1, D]`.
 
-    `rotate_half(x) * sin == roll(x) * (-sin, sin)`: negating a factor is exact, and the small table is negated once.
+    `rotate_half(x) * sin == roll(x) * (-sin, sin)`: negating a factor is exact, and these few rows are negated once.
     """
     found = _last_factors.get((cos, sin, depths), lens)
     if found is not None:
         return found
     positions = depths + (lens[0] if len(lens) == 1 else cache_lens[:, None])
     at_cos, at_sin = _table_rows(cos, positions, len(lens)), _table_rows(sin, positions, len(lens))
-    at_sin = at_sin * _half_signs(sin.shape[-1], sin.dtype)
+    at_sin[..., : sin.shape[-1] // 2].neg_()
     return _last_factors.keep((cos, sin, depths), lens, (at_cos, at_sin))
 
 
 def _table_rows(table: Tensor, positions: Tensor, batch: int) -> Tensor:
-    """Return the rows of a table at the positions, with an axis for the heads: `[1 or B, N, 1, D]`."""
+    """Return a copy of a table's rows at the positions, with an axis for the heads: `[1 or B, N, 1, D]`."""
     try:
         if table.dim() == 2 or batch == 1:
             rows = table.view(-1, table.shape[-1]).index_select(0, positions.flatten())
@@ -116,14 +114,6 @@ def _table_rows(table: Tensor, positions: Tensor, batch: int) -> Tensor:
             f"depths: expected positions cache_lens + depths within the {table.shape[-2]} rows of cos and sin, "
             f"got positions {low} to {high}"
         ) from error
-
-
-@functools.lru_cache(maxsize=16)
-def _half_signs(head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return `[-1] * (D / 2) + [1] * (D / 2)`."""
-    signs = torch.ones(head_dim, dtype=dtype)
-    signs[: head_dim // 2] = -1
-    return signs
 
 
 register(
