@@ -132,15 +132,9 @@ def tree_verify(hidden, weight, candidates, parents=None, *, temperature=0.0, no
 
 
 def verify_stats(logits: Tensor, candidates: Tensor, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum-exp and entropy of each node's distribution, log-probability of each node's token under its parent's.
+    """Return each node's log-sum-exp and entropy, and the log-probability of its token under its parent's distribution.
 
-    Args:
-        logits: fp32 (or fp64) `[B, N, V]`, already divided by the temperature.
-        candidates: int64 `[B, N]`, the nodes' tokens.
-        parents: int32 `[N]` or `[B, N]`, -1 for the root; None for a chain.
-
-    Returns:
-        Three tensors `[B, N]` in the dtype of the logits.
+    The logits `[B, N, V]`, fp32 or fp64, are divided by the temperature already; results `[B, N]` have their dtype.
     """
     batch, nodes = candidates.shape
     if parents is None:
@@ -189,23 +183,9 @@ def add_rms_norm(x, delta, weight, eps):
 
 
 def tree_accept(
-    tokens,
-    next_tokens,
-    hidden,
-    depths,
-    paths,
-    eos,
-    max_new,
-    step,
-    *,
-    lengths,
-    root,
-    state_hidden,
-    output,
-    count,
-    finished,
-    log,
-):
+    tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
+    *, lengths, root, state_hidden, output, count, finished, log,
+):  # fmt: skip
     """The longest right path, and what a row carries to its next step; see the public `tree_accept`."""
     (batch, nodes), places = tokens.shape, paths.shape[-1]
     row = torch.arange(batch, device=tokens.device)

@@ -86,13 +86,8 @@ def _on_host(tokens, logprobs, depths, paths, nodes):
         for number in range(-(-nodes // reference.WORD))
     ]
     ancestors = np.stack(words, axis=-1).view(np.int64)
-    return (
-        torch.from_numpy(tokens.numpy()[rows, chosen]),
-        torch.from_numpy(parents),
-        torch.from_numpy(kept_depths),
-        torch.from_numpy(ancestors),
-        torch.from_numpy(kept_paths),
-    )
+    kept = tokens.numpy()[rows, chosen], parents, kept_depths, ancestors, kept_paths
+    return tuple(torch.from_numpy(array) for array in kept)
 
 
 def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
