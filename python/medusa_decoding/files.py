@@ -1,7 +1,4 @@
-"""Write files and folders whole or not at all, one writer at a time; read JSON and text up to a size.
-
-This module does not know what the files hold.
-"""
+"""Write files and folders whole or not at all, one writer at a time; read JSON and text up to a size."""
 
 from __future__ import annotations
 

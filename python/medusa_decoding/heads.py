@@ -1,14 +1,9 @@
 """MedusaHeads: K small heads on the last hidden state, each drafting one more token (Medusa paper, section 2.1.1).
 
 Head k (0-based) predicts the token k + 2 positions after its input: residual blocks `h <- h + SiLU(W1 h + b1)`, then a
-vocabulary projection W2. W2 may be the base model's own lm_head (version 2 of the paper's checkpoints), and may cover a
-trimmed vocabulary through `token_map`. Own projections may be stored in 8 bits. The weights of all heads are packed
-into one tensor per role, so that one kernel reads them in one pass.
-
+vocabulary projection W2. The weights of all heads are packed into one tensor per role, for one pass of one kernel.
 Beyond the paper, a head's drafts may depend on the token before them, their parent in the tree, by a low-rank score
 that is added to the logits, A[parent] M_k C[candidate]. Different parents then have different children.
-
-This module does not know trees, caches or base models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a figure or a file depends on: weights, library versions, commit, machine and command.
 
-A fingerprint tells whether weights are the ones that a file was made with; it is no proof against forgery. This module
-does not know what was measured.
+A fingerprint tells whether weights are the ones that a file was made with; it is no proof against forgery.
 """
 
 from __future__ import annotations

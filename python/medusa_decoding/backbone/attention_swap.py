@@ -1,9 +1,8 @@
 """Swap the attention modules of a loaded Llama-family model for tree attention, and back.
 
 The swapped module shares the original's submodule table, so quantised and LoRA-wrapped layers keep working and
-`state_dict` does not change. Called with a `DecodeContext` it appends to a `TreeCache` and attends through the
-project's ops. Called without one, by the model's own forward or `generate`, it calls the original module. This module
-does not know tokens, heads or acceptance.
+`state_dict` does not change. With a `DecodeContext` it appends to a `TreeCache` and attends through the project's ops;
+without one (the model's own forward or `generate`) it calls the original module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Backbone: run the loaded model's own modules over the tokens of a decode pass.
 
 It calls the embedding, the decoder layers and the final norm of the loaded model; only the attention modules are
-swapped. With `fuse` set, `fused_layers` runs the layers. It does not know heads, trees or acceptance.
+swapped. With `fuse` set, `fused_layers` runs the layers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Run a decoder layer in nine launches: this project's ops read the model's own weights in place of its modules.
 
-Apart from attention and projections, a layer of a Llama-family model consists of small operations, each of which costs
-a launch. Here the projections of q, k and v are one launch over three weights; gate, up and SiLU(gate) * up are one
-launch; and the residual is added before the product is rounded. So products are rounded once, where the modules round
-twice: 16-bit results may differ in the last bit, float32 results hardly at all.
-
-Only layers of plain modules can be run this way (`obstacle` returns what prevents it); weights are read from the
-modules in every call. This module does not know caches, trees or heads.
+The projections of q, k and v are one launch over three weights; gate, up and SiLU(gate) * up are one launch; and the
+residual is added before the product is rounded. So products are rounded once, where the modules round twice: 16-bit
+results may differ in the last bit, float32 results hardly at all. `obstacle` returns what prevents running this way.
 """
 
 from __future__ import annotations

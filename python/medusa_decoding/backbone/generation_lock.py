@@ -1,10 +1,9 @@
 """GenerationLock: one generation of a model runs at a time, whichever threads call it.
 
-Generations of one model share attention modules, caches, captured steps and what `tree="auto"` has learned. A
-generation holds the lock while it runs the model, and releases it while the caller's own code runs (streamer, stopping
-criteria, logits processors), so that this code may wait for any other thread. The next generation still begins only
-when the one before has ended. There are two exceptions: a generation that this code itself calls, and code that has not
-returned for `PATIENCE` seconds, since it may be waiting for the next generation.
+A generation holds the lock while it runs the model, and releases it while the caller's own code runs (a streamer,
+criteria, processors), so that this code may wait for any other thread. The next generation begins when the one
+before has ended, with two exceptions: one that this code itself calls, and if the code has not returned for `PATIENCE`
+seconds, since it may be waiting for the next generation.
 """
 
 from __future__ import annotations

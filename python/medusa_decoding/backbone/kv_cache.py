@@ -1,7 +1,6 @@
 """TreeCache: the keys and values of all layers in one preallocated block, and the length of each row.
 
-With one block, one launch compacts every layer (`kv_compact`), and addresses stay fixed for captured steps. The cache
-knows shapes and lengths; it does not know trees, tokens or models.
+With one block, one launch compacts every layer (`kv_compact`), and addresses stay fixed for captured steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Rotary tables by position, computed by the model's own rotary module so that every RoPE variant stays exact.
 
-Dynamic NTK scaling is the only variant whose frequencies depend on the sequence length: transformers recomputes them
-when the sequence grows past the trained context, and cached keys keep the rotation that they were written with.
-Position p is written when the sequence has p + 1 tokens (or in the prefill), so its table row has the frequencies of
-that length. These are the values that transformers computes, without changing state in the model. In a batch of
-different lengths each row has the frequencies that it has alone; transformers uses those of the longest row.
+Only with dynamic NTK scaling do the frequencies depend on the sequence length. Position p is written when the sequence
+has p + 1 tokens (or in the prefill), so its table row has the frequencies of that length, as transformers computes
+them. In a batch each row has the frequencies that it has alone; transformers uses those of the longest row.
 """
 
 from __future__ import annotations

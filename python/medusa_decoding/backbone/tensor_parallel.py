@@ -1,10 +1,8 @@
 """Tensor parallel: the processes that share one model's weights, and how they stay in sync.
 
-transformers shards a model over the processes that `torchrun` started (`tp_plan="auto"`): each holds some rows or
-columns of every projection, and the sharded modules exchange results, so that hidden states and logits are complete in
-every process. Every process runs the same decode loop over the keys and values of its own attention heads. Decisions
-that depend on anything but the model (random numbers, the clock) are process 0's, shared through `Peers`. This module
-does not know decoding; transformers decides how a module is sharded.
+transformers shards a model over the processes that `torchrun` started (`tp_plan="auto"`); hidden states and logits are
+complete in every process. Each runs the same decode loop over the keys and values of its own attention heads. Decisions
+that depend on anything but the model (random numbers, the clock) are process 0's, shared through `Peers`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """Refuse models whose text decoding would not reproduce: whatever transformers' `generate` runs and decoding does not.
 
-Decoding calls the embedding, the decoder layers with their norms, projections and MLPs, the final norm and lm_head as
-modules, and the rotary embedding once for all positions (see `rope`). Any subclass, patch, hook or adapter there takes
-effect. Decoding does not call:
-
-- `forward` of the causal language model, its decoder and the attention modules, and the functions that these call:
-  attention and mask functions, rotation, cache;
-- the methods of `METHODS`, which prepare and update each step of transformers' own loop.
-
-transformers' own versions of these do what decoding does. Other versions might write another text, so `check` refuses
-them by name. `generate` itself may be overridden: `MedusaModel.generate` replaces it anyway, and
-`generate(custom_generate=medusa_generate)` calls it. This module does not know how decoding works.
+Decoding calls the embedding, the decoder layers with their norms, projections and MLPs, the final norm, lm_head and the
+rotary embedding as modules: any subclass, patch, hook or adapter there takes effect. It does not call `forward` of the
+causal language model, its decoder and the attention modules, the functions that these call, or `METHODS`. `check`
+refuses versions of these that are not transformers' own, by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Load the base model of a heads checkpoint, or only its lm_head.
 
 transformers loads it as the plain model that its `model_type` names. The `medusa_head.*` tensors of a Medusa-2 folder
-are ignored; any other tensor that the model has no place for is an error. This module does not know how heads are
-stored.
+are ignored; any other tensor that the model has no place for is an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Check a model's settings files (config.json, generation_config.json, ..), which may come from strangers.
 
 transformers trusts most of what it reads. It loops over the number of layers before weights could contradict it, sets
-any key as an attribute, and uses the numbers of rotary embeddings in the first forward. This module does not load
-models.
+any key as an attribute, and uses the numbers of rotary embeddings in the first forward.
 """
 
 from __future__ import annotations

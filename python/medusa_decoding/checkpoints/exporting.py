@@ -1,7 +1,6 @@
 """Write the heads of a checkpoint in another format: what each format can hold, and what is converted or refused.
 
-Nothing is dropped or approximated unless asked for: the written heads draft what the given heads draft. This module
-does not know the names of tensors or weight files, which are the formats' own.
+Nothing is dropped or approximated unless asked for: the written heads draft what the given heads draft.
 """
 
 from __future__ import annotations
@@ -221,7 +220,7 @@ def _folder_of(base_model: str) -> Path | None:
 
 
 def _base_folder(base: str, revision: str | None, target: Target) -> Path:
-    """Return the folder of a base model with its weights; a model on the hub is fetch_folder."""
+    """Return the folder of a base model with its weights; a model on the hub is fetched."""
     folder = fetch_folder(base, revision, "base_model", _BASE_FILES)
     if target == "embedded" or Path(base).is_dir() or any(folder.glob("*.safetensors")):
         return folder

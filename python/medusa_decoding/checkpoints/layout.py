@@ -1,9 +1,8 @@
 """Pack the named tensors of single heads into `MedusaHeads`, after every check, and name them again.
 
 The names are the paper's: `{h}.{l}.linear.weight`, `{h}.{l}.linear.bias`, `{h}.{L}.weight` for head h, residual block l
-of L. This package adds `token_map`; `{h}.{L}.weight_scale` next to a projection in 8 bits; `parent_tokens`,
-`candidate_tokens` and `{h}.parent_mix` of heads whose drafts depend on their parent token. A format with other names
-maps them to these. This module does not know files or folders.
+of L. This package adds `token_map`, `{h}.{L}.weight_scale` of projections in 8 bits, and `parent_tokens`,
+`candidate_tokens` and `{h}.parent_mix`. A format with other names maps them to these.
 """
 
 from __future__ import annotations

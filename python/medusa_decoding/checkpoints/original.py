@@ -1,10 +1,7 @@
 """The paper's heads-only folder: `config.json` next to `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
-Version 1 stores one vocabulary projection per head, version 2 only the residual blocks, and shares the base model's
-lm_head. The tensors tell which version a file is, and what this package adds to the paper (see `layout`). The config
-repeats it: `medusa_storage` if it is "int8" or "fp8", and `medusa_parent_rank` if it is not 0. `base_model_revision` is
-the revision of the base model that the heads belong to. This module does not know other formats or how a base model is
-loaded.
+Version 1 stores one vocabulary projection per head, version 2 shares the base model's lm_head: the tensors tell which.
+The config repeats what this package adds: `medusa_storage`, `medusa_parent_rank` and `base_model_revision`.
 """
 
 from __future__ import annotations

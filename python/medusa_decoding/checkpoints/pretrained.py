@@ -1,8 +1,7 @@
 """Load configs, tokenizers, models and adapters with transformers and peft. No other module calls their loaders.
 
 A checkpoint may come from a stranger. Its own code never runs, nothing is asked on standard input, and its sizes are
-compared with its weight files before a model is allocated. Whatever the libraries raise for a damaged or hostile folder
-becomes one `ValueError`.
+compared with its weight files before a model is allocated. Whatever the libraries raise becomes one `ValueError`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Recognise the format of a heads checkpoint and read it with every check.
 
 There is one module per format. A format lists its tensors under the paper's names; checks and packing are shared. The
-tensors are believed, and a config that contradicts them is reported. This module does not know trees or the decode
-loop.
+tensors are believed, and a config that contradicts them is reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read and write weight files: safetensors, PyTorch files and the index of a sharded model.
 
 Tensors are listed with shape and dtype before any of their bytes are read. PyTorch files are read with
-`weights_only=True`: tensors, never code. This module does not know what the tensors mean.
+`weights_only=True`: tensors, never code.
 """
 
 from __future__ import annotations

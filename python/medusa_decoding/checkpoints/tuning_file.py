@@ -1,8 +1,7 @@
 """`tuning.json` of a checkpoint of heads: measured step times and the trees chosen by them.
 
-`medusa tune` writes it and `MedusaModel.from_pretrained` reads it. A file holds only under the conditions it was made
-in: another device, other weights, another dtype or backend refuse it with a message that says which. Library versions
-are recorded but refuse nothing. This module does not know how steps are timed or trees are chosen.
+A file holds only under the conditions it was made in: another device, other weights, another dtype or backend refuse it
+with a message that says which. Library versions are recorded but refuse nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Where tuning files are: next to the heads, or in the user's cache folder.
 
-The cache folder is used for heads that are part of an installed package and for heads in a read-only folder. Machines
-may share a home folder, so files in the cache have different names per device, dtype and backend. This module does not
-know what the files contain.
+The cache folder is for heads that are part of an installed package or in a read-only folder. Machines may share a home
+folder, so files in the cache have different names per device, dtype and backend.
 """
 
 from __future__ import annotations

@@ -4,13 +4,8 @@
     lm_heads.{h}.weight                     its own projection, or with `original_lm_head` one for all: lm_head.weight
     token_map                               of a trimmed vocabulary, with `truncated_vocab_size`
 
-vLLM 0.28 to 0.32 load such folders; 0.33 dropped Medusa. None of them loads a `token_map`: they report it as an
-uninitialised parameter, and own projections must cover the whole vocabulary. So no map is written; a folder that has
-one can be read.
-
-vLLM silently ignores names that it does not know, so this module refuses any other name. A projection that all heads
-share is read as each head's own: the file holds it, whatever the base model's lm_head is. This module does not know
-other formats.
+vLLM 0.28 to 0.32 load such folders, without a `token_map`, so none is written; one that is there can be read. vLLM
+silently ignores names that it does not know, so this module refuses them.
 """
 
 from __future__ import annotations

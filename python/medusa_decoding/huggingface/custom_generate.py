@@ -1,9 +1,7 @@
 """Decode with heads inside transformers' own `generate`: `custom_generate=medusa_generate`.
 
-transformers prepares token ids, logits processors and stopping criteria as for its own decoding and calls
-`medusa_generate`. This turns them into a `Request`: end tokens and lengths become limits of the loop, all other
-processors and criteria run on the host. This module knows how transformers calls a decoding method; it does not know
-how models are cached between calls (see `model_cache`) or how a step works.
+transformers prepares token ids, logits processors and stopping criteria as for its own decoding. `medusa_generate`
+turns them into a `Request`: end tokens and lengths become limits of the loop, all others run on the host.
 """
 
 from __future__ import annotations

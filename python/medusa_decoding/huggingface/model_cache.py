@@ -1,7 +1,7 @@
 """Cache a model's MedusaModels between calls of transformers' `generate`, while the model itself stays unpatched.
 
 Between calls a MedusaModel is suspended: the model has its own attention modules again, and caches, compiled and
-captured steps, and heads read from a folder are kept. This module does not know how transformers calls.
+captured steps, and heads read from a folder are kept.
 """
 
 from __future__ import annotations
