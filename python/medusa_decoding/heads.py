@@ -242,7 +242,11 @@ class MedusaHeads(nn.Module):
         states = hidden if last == 0 else self.residual(hidden, last)
         weight = self.w2 if self.w2 is not None else plain_weight(lm_head)
         if weight is None:
-            return self._propose_through_module(hidden, k, lm_head)
+            logits = self.forward(hidden, lm_head).float()
+            values, tokens = logits.topk(k, dim=-1)
+            if self.token_map is not None:
+                tokens = self.token_map[tokens]
+            return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
         b1 = None if self.b1 is None else self.b1[:, last]
         gather = self.w2 is None and self.token_map is not None
         best = heads_topk(
@@ -274,13 +278,6 @@ class MedusaHeads(nn.Module):
         scores = mixed @ of_candidates[rows].float().transpose(-1, -2) + logprobs[:, :, None]
         ranked = scores.sort(dim=-1, descending=True, stable=True)
         return Children(tokens, ranked.indices[..., :k], logprobs, ranked.values)
-
-    def _propose_through_module(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None) -> DraftTokens:
-        logits = self.forward(hidden, lm_head).float()
-        values, tokens = logits.topk(k, dim=-1)
-        if self.token_map is not None:
-            tokens = self.token_map[tokens]
-        return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
 
     def quantized(self, storage: Storage) -> MedusaHeads:
         """Return a copy, for decoding, whose own projections are stored in 8 bits.

@@ -233,7 +233,7 @@ class MedusaModel:
         """
         with ended_on_error(streamer):
             self._check_swapped()
-            unsupported.check_generate_methods(self.backbone.causal_lm)
+            unsupported.check_methods(self.backbone.causal_lm)
             changes = generation | {
                 "max_new_tokens": max_new_tokens, "do_sample": do_sample, "temperature": temperature, "top_p": top_p,
                 "top_k": top_k, "stop_strings": stop_strings, "return_dict_in_generate": return_dict_in_generate,

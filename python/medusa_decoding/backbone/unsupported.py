@@ -74,7 +74,7 @@ def check(base: Any, causal: Any, now: bool = True) -> None:
             "base_model: expected no global forward hooks (torch.nn.modules.module.register_module_..), got some; "
             "decoding does not call all modules. Hook single modules instead"
         )
-    _check_methods(causal, METHODS)
+    check_methods(causal, METHODS)
     for cls in {type(module) for module in not_called.values()}:
         _check_called(cls)
     # Layers usually share one config: check one layer per config, the first.
@@ -93,11 +93,6 @@ def check(base: Any, causal: Any, now: bool = True) -> None:
         _check_adapters(base, causal)
     if now and torch.is_autocast_enabled(next(causal.parameters()).device.type):
         raise ValueError("autocast: expected off (load the model in the dtype it shall run in), got on")
-
-
-def check_generate_methods(causal: Any) -> None:
-    """Raise `ValueError` if a model overrides what transformers' `generate` calls before its loop."""
-    _check_methods(causal, METHODS_BEFORE)
 
 
 def foreign_forward(cls: type[nn.Module]) -> str | None:
@@ -187,7 +182,8 @@ def _check_class(name: str, cls: type[nn.Module]) -> None:
         )
 
 
-def _check_methods(causal: Any, names: Sequence[str]) -> None:
+def check_methods(causal: Any, names: Sequence[str] = METHODS_BEFORE) -> None:
+    """Raise `ValueError` if a model overrides one of these methods, by default those before transformers' loop."""
     for name in names:
         function, own = getattr(type(causal), name, None), vars(causal).get(name)
         other = None if function is None else _foreign(function)

@@ -6,6 +6,7 @@ any key as an attribute, and uses the numbers of rotary embeddings in the first 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,18 +35,12 @@ _ROPE_NUMBERS = {
 }  # fmt: skip
 # They name other files of weights or settings, which would evade these checks.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
-_CONFIG_BYTES = 2**24
 # Neither a path from the root nor an option; git allows no space, control character, backslash or any of ~^:?*[.
 _REVISION = re.compile(r"(?![/-])[^\x00-\x20\x7f\\~^:?*\[]{1,256}")
 
 
-def read_settings(file: str | Path) -> dict[str, Any]:
-    """Read a JSON object of settings.
-
-    Raises:
-        ValueError: not a JSON object, or a file of more than 16 MiB.
-    """
-    return read_json_object(file, _CONFIG_BYTES)
+read_settings = functools.partial(read_json_object, limit=2**24)
+"""Read a JSON object of settings from a file of at most 16 MiB; errors as of `read_json_object`."""
 
 
 def check_config(raw: Mapping[str, Any], file: Path) -> None:

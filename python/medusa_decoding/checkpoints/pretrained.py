@@ -54,11 +54,6 @@ def stated_sizes(base_model: str, revision: str | None = None) -> dict[str, int]
     return {name: size for name in ("hidden_size", "vocab_size") if isinstance(size := config.get(name), int)}
 
 
-def stated_vocab_size(base_model: str, revision: str | None = None) -> int | None:
-    """Return vocab_size from a model's config; None if it cannot be read."""
-    return stated_sizes(base_model, revision).get("vocab_size")
-
-
 def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> dict[str, Any]:
     """Return the content of a model's config.json, checked for impossible and dangerous values.
 
@@ -288,18 +283,16 @@ def _explained(argument: str, name: str, expected: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
     """Suppress transformers' table of weights that do not fit: each of them is an error here."""
-    logs = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
 
     def other(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
-    for log in logs:
-        log.addFilter(other)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("modeling_utils", "integrations.peft"):
+            log = logging.getLogger(f"transformers.{name}")
+            log.addFilter(other)
+            stack.callback(log.removeFilter, other)
         yield
-    finally:
-        for log in logs:
-            log.removeFilter(other)
 
 
 def _local(name: str | Path) -> str:

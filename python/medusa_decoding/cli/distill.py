@@ -25,7 +25,7 @@ import torch
 from tqdm import tqdm
 
 from medusa_decoding.checkpoints import read_heads
-from medusa_decoding.checkpoints.pretrained import stated_vocab_size
+from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.cli._arguments import at_least_one
 from medusa_decoding.cli.train import add_config, read_config, train
 from medusa_decoding.files import only_writer
@@ -188,7 +188,9 @@ def load(config: Config) -> MedusaModel:
     name = config.generation.heads or config.heads.initial
     checkpoint = None
     if name is not None:  # before the model, which takes longer to load
-        checkpoint = read_heads(name, vocab_size=stated_vocab_size(config.model.name, config.model.revision))
+        checkpoint = read_heads(
+            name, vocab_size=stated_sizes(config.model.name, config.model.revision).get("vocab_size")
+        )
     base = TrainingBackbone.load(plain, device).causal
     if checkpoint is None:
         return MedusaModel(base)

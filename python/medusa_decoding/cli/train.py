@@ -112,14 +112,14 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
 
 
 def _check(config: Config, resume: bool) -> int:
-    from medusa_decoding.checkpoints.pretrained import stated_vocab_size
+    from medusa_decoding.checkpoints.pretrained import stated_sizes
     from medusa_decoding.training.loop.backbone import load_tokenizer
     from medusa_decoding.training.loop.preflight import check
     from medusa_decoding.training.loop.rows import load_rows
     from medusa_decoding.training.loop.schedules import stages
 
     check(config, _processes(config), resume)
-    vocabulary = stated_vocab_size(config.model.name, config.model.revision)
+    vocabulary = stated_sizes(config.model.name, config.model.revision).get("vocab_size")
     rows = load_rows(config, load_tokenizer(config.model), vocabulary)
     print(rows.report)
     print(f"{rows.records[0]} records in {len(rows.train)} rows of {config.data.length} ({rows.train.fill:.0%} filled)")

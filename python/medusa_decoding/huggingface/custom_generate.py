@@ -6,10 +6,9 @@ turns them into a `Request`: end tokens and lengths become limits of the loop, a
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -24,7 +23,7 @@ from medusa_decoding.checks import token_list, whole
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.generation import settings
-from medusa_decoding.generation.inputs import split_prompts, whole_seed
+from medusa_decoding.generation.inputs import ended_on_error, split_prompts, whole_seed
 from medusa_decoding.generation.output import MedusaOutput
 from medusa_decoding.generation.request import Request
 from medusa_decoding.heads import MedusaHeads
@@ -98,7 +97,7 @@ def medusa_generate(
     """
     given = _dropped_arguments(model)
     streamer = None if given.streamer is None else _AfterPrompt(given.streamer)
-    with contextlib.nullcontext() if streamer is None else streamer.ended_on_error():
+    with ended_on_error(streamer):
         if generation_config is None:
             raise ValueError("generation_config: expected the one that transformers has prepared, got None")
         # The config is checked first: its messages explain more than those about the other arguments.
@@ -169,8 +168,7 @@ def _dropped_arguments(model: Any) -> _Dropped:
             "medusa_generate: expected a call by transformers, model.generate(.., custom_generate=medusa_generate, "
             "heads=..), got another; MedusaModel.generate can be called directly"
         )
-    names = ("streamer", "assistant_model", "synced_gpus")
-    found = frame.f_locals
+    names, found = ("streamer", "assistant_model", "synced_gpus"), frame.f_locals
     unknown = [name for name in names if name not in found]
     if unknown:
         raise ValueError(
@@ -180,7 +178,7 @@ def _dropped_arguments(model: Any) -> _Dropped:
         )
     tokenizer = _arguments(frame.f_back).get("tokenizer")
     mask, positions = (_arguments(frame).get(name) is not None for name in ("attention_mask", "position_ids"))
-    return _Dropped(found["streamer"], found["assistant_model"], found["synced_gpus"], tokenizer, mask, positions)
+    return _Dropped(*(found[name] for name in names), tokenizer, mask, positions)
 
 
 def _arguments(frame: FrameType | None) -> dict[str, Any]:
@@ -209,16 +207,6 @@ class _AfterPrompt:
         if not self._ended:
             self._ended = True
             self._streamer.end()
-
-    @contextlib.contextmanager
-    def ended_on_error(self) -> Iterator[None]:
-        """End the streamer if anything fails: a thread may be waiting for it."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(Exception):
-                self.end()
-            raise
 
 
 def _checked(config: GenerationConfig, given: _Dropped, stop_strings: bool) -> GenerationConfig:
@@ -307,17 +295,7 @@ def _check_positions(positions: Any, input_ids: torch.Tensor, mask: torch.Tensor
 
 
 def _limits(config: GenerationConfig, criteria: Sequence[Any], width: int, rows: int) -> tuple[Limits, list[Any]]:
-    """Turn known criteria into limits, and return the other criteria, which run on the host.
-
-    Args:
-        config: as transformers has prepared it: lengths include the padded prompt.
-        criteria: as transformers has made them.
-        width: T, of the padded prompt.
-        rows: B.
-
-    Raises:
-        ValueError: criteria of the caller that contradict the config.
-    """
+    """Turn known criteria into limits, and return the others, which run on the host. Lengths include the padding."""
     lengths, ends, others = [], set(), []
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from medusa_decoding.checkpoints.pretrained import stated_vocab_size
+from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.loop.accuracy import Measured
@@ -88,7 +88,7 @@ def _train(
         announce(f"no checkpoint in {folder}: begins anew")
     torch.manual_seed(config.optimisation.seed)
     tokenizer = load_tokenizer(config.model)
-    rows = load_rows(config, tokenizer, stated_vocab_size(config.model.name, config.model.revision))
+    rows = load_rows(config, tokenizer, stated_sizes(config.model.name, config.model.revision).get("vocab_size"))
     announce(
         f"{rows.records[0]} records in {len(rows.train)} rows ({rows.train.fill:.0%} filled), "
         f"{rows.records[1]} held out"
