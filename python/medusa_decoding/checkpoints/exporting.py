@@ -17,8 +17,7 @@ import torch
 
 from medusa_decoding.checkpoints import embedded, original, vllm
 from medusa_decoding.checkpoints.base_model import lm_head_weight
-from medusa_decoding.checkpoints.conversion import check_holds, converted, in_order
-from medusa_decoding.checkpoints.layout import unpack
+from medusa_decoding.checkpoints.layout import DTYPES, unpack
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.checkpoints.reading import FORMATS, HUB_FILES, fetch_folder, read_heads, stated_base_model
 from medusa_decoding.checkpoints.tensor_files import own_file, save_tensors
@@ -153,10 +152,10 @@ def export(
     sizes = stated_sizes(base, base_revision) if local is not None or base_model is not None else {}
     vocab_size = None if base_model is None else sizes.get("vocab_size")
     given = read_heads(source, hidden_size=sizes.get("hidden_size"), vocab_size=vocab_size).heads
-    heads = converted(given, storage, dtype)
+    heads = _converted(given, storage, dtype)
     if format not in ("native", "embedded"):
-        heads = in_order(heads)
-    check_holds(heads, format)
+        heads = _in_order(heads)
+    _check_holds(heads, format)
     base_folder = functools.cache(lambda: _base_folder(base, base_revision, format))
     if format == "embedded":
         sizes = stated_sizes(str(base_folder()))
@@ -206,14 +205,11 @@ def export(
 
 
 def _folder_of(base_model: str) -> Path | None:
-    """Return the folder that a base model's name means, or None for a hub id or a path of another machine.
-
-    Raises:
-        ValueError: a relative path that is no folder: elsewhere it would mean another folder, or a hub id.
-    """
+    """Return the folder that a base model's name means, or None for a hub id or a path of another machine."""
     path = Path(base_model).expanduser()
     if path.is_dir():
         return path.resolve()
+    # Elsewhere a relative path would mean another folder, or a hub id.
     if base_model.startswith((".", "~")) or (not path.is_absolute() and base_model.count("/") > 1):
         raise ValueError(f"base_model: expected a hub id or a folder that exists, got {base_model!r}")
     return None
@@ -255,6 +251,73 @@ def unrelated_entry(folder: Path) -> str | None:
         if entry.is_dir() or not known:
             return entry.name
     return None
+
+
+def _check_holds(heads: MedusaHeads, target: str) -> None:
+    """Raise `ValueError` if a format cannot hold such heads; the message says what can be done."""
+    if target in ("native", "embedded"):
+        return
+    anywhere, wanted, got = "native and embedded hold it", None, None
+    if heads.parent_rank:
+        wanted = (
+            f"none whose drafts depend on their parent token for {target} ({anywhere}; heads trained with "
+            "heads.parent_rank 0 have none)"
+        )
+        got = f"parent_rank {heads.parent_rank}"
+    elif heads.storage != "float":
+        wanted = f"projections in floats for {target} ({anywhere}; storage float, --storage float, turns them back)"
+        got = heads.storage
+    elif heads.token_map is not None and not (target == "vllm" and heads.shared_projection):
+        wanted = f"the whole vocabulary for {target} ({anywhere}; what a trimmed one never proposes has no projection)"
+        got = f"{heads.num_candidates} of {heads.vocab_size} tokens"
+    elif target == "original-v2" and not heads.shared_projection:
+        wanted, got = f"a projection shared with lm_head for {target} (original-v1 holds own ones)", "own"
+    elif target == "original-v2" and heads.num_layers > 1:
+        wanted = (
+            f"one residual block per head for {target} ({anywhere}; the original project's code makes one block of "
+            "several)"
+        )
+        got = f"{heads.num_layers}"
+    if wanted is not None:
+        raise ValueError(f"heads: expected {wanted}, got {got}")
+
+
+def _converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype | None) -> MedusaHeads:
+    """Return heads with another storage of the projections and another dtype, or raise `ValueError`."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16, float32 or None, got {dtype}")
+    if storage not in (None, "float", "int8", "fp8"):
+        raise ValueError(f"storage: expected 'float', 'int8', 'fp8' or None, got {storage!r}")
+    wanted = heads.w1.dtype if dtype is None else dtype
+    if storage in (None, heads.storage):
+        found = heads.to(wanted)
+    elif storage == "float":
+        found = heads.remade(dtype=wanted)
+        stored, scale, floats = heads.get_buffer("w2"), heads.get_buffer("w2_scale"), found.get_parameter("w2")
+        for head in range(heads.num_heads):
+            floats[head] = stored[head].float() * scale[head, :, None]
+    else:
+        # Quantised before the conversion, so that weights are rounded once.
+        found = heads.quantized(storage).to(wanted)
+    for name, weight in unpack(found).items():
+        # Weights in 8 bits have not been converted.
+        if weight.is_floating_point() and weight.element_size() > 1 and not bool(weight.isfinite().all()):
+            raise ValueError(f"dtype: expected one that holds {name}, got {dtype}, in which it is not finite")
+    return found
+
+
+def _in_order(heads: MedusaHeads) -> MedusaHeads:
+    """Return heads without a token_map if theirs covers the whole vocabulary: rows in the order of token ids.
+
+    vLLM's format and the original ones have no token_map. Other heads are returned unchanged.
+    """
+    mapped = heads.token_map
+    if mapped is None or len(mapped) != heads.vocab_size or heads.storage != "float" or heads.parent_rank:
+        return heads
+    found = heads.remade(token_map=None)
+    if not heads.shared_projection:
+        found.get_parameter("w2")[:, mapped] = heads.get_parameter("w2")
+    return found
 
 
 def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> tuple[MedusaHeads, torch.Tensor]:
@@ -314,14 +377,7 @@ def _copy_tokenizer(base: Path, staging: Path, base_model: str) -> list[str]:
 
 
 def _carry(source: Path, staging: Path, was: str, now: str) -> list[str]:
-    """Copy card, figures and tree; return a note if the figures no longer hold.
-
-    Args:
-        source: folder of the heads that were read.
-        staging: folder of the heads that are written.
-        was: the property of the former that their figures depend on.
-        now: that property of the latter; the same if nothing has changed.
-    """
+    """Copy card, figures and tree. Return a note if the figures are of heads that `was` describes, not `now`."""
     for name in _CARRIED:
         file = source / name
         if not file.is_file() or (name == _MEASURED and was != now):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +90,7 @@ def write_heads(
         raise ValueError(f"folder: expected a new one or one of heads alone, got {folder} with a model's config.json")
     stated = fields(heads, str(base_model), base_revision, config)
     tensors = unpack(heads)
-    stored = {
-        name: StoredTensor(name, tuple(tensor.shape), tensor.dtype, weights_file, partial(tensors.__getitem__, name))
-        for name, tensor in tensors.items()
-    }
+    stored = {name: StoredTensor.from_tensor(name, tensor, weights_file) for name, tensor in tensors.items()}
     for name, *_ in examine(HeadTensors(stored)).expected():
         check_finite(stored[name], tensors[name])
     with contextlib.ExitStack() as stack:

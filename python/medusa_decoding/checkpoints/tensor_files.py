@@ -74,6 +74,11 @@ class StoredTensor:
     file: Path
     load: Callable[[], torch.Tensor]
 
+    @classmethod
+    def from_tensor(cls, name: str, tensor: torch.Tensor, file: Path) -> StoredTensor:
+        """Describe a tensor in memory as one of a file."""
+        return cls(name, tuple(tensor.shape), tensor.dtype, file, tensor.detach)
+
     def refused(self, expected: str, got: object) -> ValueError:
         """Return the error that says what was expected of this tensor."""
         return ValueError(f"{self.name} in {self.file}: expected {expected}, got {got}")
@@ -209,7 +214,7 @@ def _open_pytorch(file: Path, prefix: str) -> dict[str, StoredTensor]:
                 f"{file}: {name}: expected {wanted} bytes of values, got {held} that {list(value.shape)} is a view of"
             )
         copied += wanted
-        tensors[name] = StoredTensor(name, tuple(value.shape), value.dtype, file, value.detach)
+        tensors[name] = StoredTensor.from_tensor(name, value, file)
     if copied > _MOST_COPIES * size:
         raise ValueError(
             f"{file}: expected tensors with values of their own, got names for {copied} bytes in a file of {size}"
