@@ -82,23 +82,14 @@ class TreeAttention(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, medusa_context: DecodeContext | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within a decode pass, or as the original module without a context.
+        """Attend within a decode pass from and to [B, N, H], or as the original module without a context.
 
-        Args:
-            hidden_states: [B, N, H].
-            *args: passed to the original module.
-            medusa_context: the decode pass; None outside of one.
-            **kwargs: passed to the original module.
-
-        Returns:
-            The output [B, N, H], and None for the attention weights, which a decode pass never materialises.
+        The second result is None in a decode pass, which never materialises attention weights.
         """
         if medusa_context is None:
             return self.original(hidden_states, *args, **kwargs)
         heads = (*hidden_states.shape[:2], -1, self.original.head_dim)
-        q = self.q_proj(hidden_states).view(heads)
-        k = self.k_proj(hidden_states).view(heads)
-        v = self.v_proj(hidden_states).view(heads)
+        q, k, v = (module(hidden_states).view(heads) for module in (self.q_proj, self.k_proj, self.v_proj))
         if "q_norm" in self._modules:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attend(q, k, v, medusa_context)), None
@@ -117,26 +108,17 @@ class TreeAttention(nn.Module):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """Rotate q and k, append k and v to the cache and attend.
 
-        Args:
-            q: [B, N, Hq, D] queries, normed if the family does that, not yet rotated.
-            k: [B, N, Hkv, D].
-            v: [B, N, Hkv, D].
-            context: the decode pass.
-
-        Returns:
-            [B, N, Hq * D], the input of the output projection.
+        Takes q [B, N, Hq, D], k and v [B, N, Hkv, D], normed if the family does that, not yet rotated. Returns
+        [B, N, Hq * D], the input of the output projection.
         """
-        original, cache = self.original, context.cache
-        k_cache, v_cache = cache.layer(original.layer_idx)
+        cache = context.cache
+        k_cache, v_cache = cache.layer(self.original.layer_idx)
         q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths)
+        settings: dict[str, Any] = {"scale": self.original.scaling, "window": self.window}
         if context.ancestors is None:
-            out = prefill_attention(
-                q, k_cache, v_cache, cache.lengths, context.offset, scale=original.scaling, window=self.window
-            )
+            out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, **settings)
         else:
-            out = tree_attention(
-                q, k_cache, v_cache, cache.lengths, context.ancestors, scale=original.scaling, window=self.window
-            )
+            out = tree_attention(q, k_cache, v_cache, cache.lengths, context.ancestors, **settings)
         return out.reshape(*out.shape[:2], -1)
 
 
@@ -159,17 +141,8 @@ def prefill_attention(
     Prompts begin at the start of their rows and padding follows them, so causality alone hides the padding. No mask of
     chunk times earlier rows is materialised on any device.
 
-    Args:
-        q: [B, T, Hq, D] rotated queries of positions `offset` to `offset + T`.
-        k_cache: [B, Hkv, S, D], of which rows [0, offset + T) hold keys.
-        v_cache: like `k_cache`.
-        cache_lens: int32 [B], `offset` in every row.
-        offset: rows before the chunk.
-        scale: factor of the scores.
-        window: sliding window in positions, or None.
-
-    Returns:
-        [B, T, Hq, D].
+    Takes rotated queries [B, T, Hq, D] of positions `offset` to `offset + T`, caches [B, Hkv, S, D] of which rows
+    [0, offset + T) are filled, and int32 [B] lengths, `offset` in every row. Returns [B, T, Hq, D].
     """
     if offset > 0:
         attend = _prefill_by_chains if q.is_cuda else _prefill_by_mask
@@ -178,8 +151,7 @@ def prefill_attention(
     keys, values = k_cache[:, :, :length], v_cache[:, :, :length]
     mask = None
     if window is not None and length > window:
-        age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        mask = (age >= 0) & (age < window)
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
@@ -284,14 +256,7 @@ class AttentionSwap:
         return self._restore.alive and not self._suspended
 
     def check(self, layers: nn.ModuleList) -> None:
-        """Check that the model still runs the swapped modules.
-
-        Args:
-            layers: the model's current decoder layers.
-
-        Raises:
-            ValueError: other layers, or a layer with another attention module (such as a wrapper of peft).
-        """
+        """Raise `ValueError` for other layers than the swapped ones, or one whose attention was replaced (by peft)."""
         if list(layers) != self.layers:
             raise ValueError("layers: expected the ones that were swapped, got others; undo, then swap again")
         for index, (layer, swapped) in enumerate(zip(self.layers, self._swapped, strict=True)):

@@ -60,14 +60,9 @@ class Backbone:
         self.fuse = False
 
     def check(self, base: Any, now: bool = True) -> None:
-        """Check that the model can still be decoded; it may have been cast, moved or patched.
+        """Raise `ValueError` if the model has been cast, moved or patched so that it cannot be decoded.
 
-        Args:
-            base: the model that the backbone was made from.
-            now: see `unsupported.check`.
-
-        Raises:
-            ValueError: it cannot, see `unsupported`.
+        `base` is the model that the backbone was made from. See `unsupported.check` for `now`.
         """
         if self.causal_lm.model is not self.decoder:
             raise ValueError("base_model.model: expected the decoder that was wrapped, got another; wrap it again")

@@ -65,15 +65,9 @@ def obstacle(decoder: Any) -> str | None:
 
 
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-    """Run embedded tokens through all layers and the final norm, and append to the cache.
+    """Run embedded tokens [B, N, H] through all layers and the final norm, and append to the cache.
 
-    Args:
-        decoder: a decoder without `obstacle`, with swapped attention modules.
-        hidden: [B, N, H], the embedded tokens.
-        context: the decode pass.
-
-    Returns:
-        [B, N, H] hidden states after the final norm.
+    The decoder has no `obstacle`, and swapped attention modules. The hidden states [B, N, H] are those after the norm.
     """
     for layer in decoder.layers:
         attention, mlp = layer.self_attn, layer.mlp

@@ -31,11 +31,7 @@ class TreeCache:
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], rope: Tables) -> TreeCache:
-        """Allocate an empty cache.
-
-        Args:
-            shape: (L, 2, B, Hkv, S, D).
-            rope: the tables of cosines and sines; the cache has their dtype and device.
+        """Allocate an empty cache of shape (L, 2, B, Hkv, S, D), in the dtype and on the device of the rotary tables.
 
         Raises:
             MemoryError: the block does not fit on the device; the message tells its size.
@@ -97,12 +93,8 @@ def bucket(size: int) -> int:
 def reusable_rows(old: Tables, new: Tables) -> int:
     """Return the number of leading positions at which two pairs of rotary tables are equal.
 
-    Keys cached with one pair can be used with the other up to there. Tables differ if the frequencies depend on the
-    sequence length (dynamic scaling). This waits for the device.
-
-    Args:
-        old: cosines and sines, each [P, D] or [B, P, D].
-        new: the same; P may be another.
+    Keys cached with one pair can be used with the other up to there. Tables, each [P, D] or [B, P, D], differ if the
+    frequencies depend on the sequence length (dynamic scaling); P may be another. This waits for the device.
     """
     rows = min(old[0].shape[-2], new[0].shape[-2])
     differ = torch.zeros(rows, dtype=torch.bool, device=old[0].device)

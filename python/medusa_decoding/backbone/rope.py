@@ -21,12 +21,8 @@ def rope_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin), each [capacity, D], or [B, capacity, D] if the rows of a batch differ.
 
-    Args:
-        rotary: the model's rotary embedding module, called as `rotary(x, position_ids)`; it is not modified.
-        prompt_lengths: the length of each row's prompt (for the frequencies of dynamic scaling).
-        capacity: the number of positions.
-        dtype: of the tables, the model's own.
-        device: of the tables.
+    The rotary module, called as `rotary(x, position_ids)`, is not modified. Prompt lengths, one per row, decide the
+    frequencies of dynamic scaling.
 
     Raises:
         ValueError: longrope, or a module of another package whose angles depend on more than the position.

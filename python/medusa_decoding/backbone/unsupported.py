@@ -45,12 +45,9 @@ _CALLED = "embed_tokens, a decoder layer, an MLP, a norm, lm_head"
 def check(base: Any, causal: Any, now: bool = True) -> None:
     """Check that decoding writes the same text as a model's own `generate`.
 
-    Call this before each generation: hooks, patches, adapters and modes may change.
-
-    Args:
-        base: the caller's model, possibly a peft model.
-        causal: the causal language model in it, with attention modules of a supported class, swapped or not.
-        now: whether decoding follows, so that active adapters, training mode and autocast matter.
+    Call this before each generation: hooks, patches, adapters and modes may change. `base` is the caller's model
+    (possibly peft's), `causal` the language model in it. `now` says that decoding follows, so that active adapters,
+    training mode and autocast matter.
 
     Raises:
         ValueError: something that decoding does not run would change the text; the message names the module.
