@@ -64,11 +64,7 @@ def write_json(path: str | Path, values: Any, indent: int | None = 1) -> None:
 
 
 def read_json(path: str | Path, limit: int = MAX_JSON) -> Any:
-    """Read a JSON file.
-
-    Args:
-        path: the file.
-        limit: its largest size in bytes. A larger file is refused before it is read.
+    """Read a JSON file of at most `limit` bytes; a larger one is refused before it is read.
 
     Raises:
         ValueError: a file that is too large or is not JSON (see `parse_json`); the message names the file.
@@ -78,11 +74,7 @@ def read_json(path: str | Path, limit: int = MAX_JSON) -> Any:
 
 
 def read_text(path: str | Path, limit: int = MAX_TEXT) -> str:
-    """Read a text file, with or without a byte order mark.
-
-    Args:
-        path: the file.
-        limit: its largest size in bytes. A larger file is refused before it is read.
+    """Read a text file of at most `limit` bytes, with or without a byte order mark; see `read_json`.
 
     Raises:
         ValueError: a file that is too large or is not UTF-8; the message names the file.
@@ -113,11 +105,9 @@ def read_json_object(path: str | Path, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
-    """Parse JSON. NaN and Infinity are numbers, as for Python's own parser.
+    """Parse JSON; bytes are UTF-8, with or without a byte order mark. NaN and Infinity are numbers, as in Python.
 
-    Args:
-        text: the JSON; bytes are UTF-8, with or without a byte order mark.
-        where: the file, line or name at the beginning of error messages.
+    `where` is the file, line or name at the beginning of error messages.
 
     Raises:
         ValueError: text that is not JSON, is not UTF-8, is nested too deeply, or has an integer of more digits than

@@ -55,10 +55,7 @@ def _digest(weight: torch.Tensor, digest: hashlib.blake2b) -> None:
 def provenance(command: str, device: torch.device | None = None, file: str | Path = __file__) -> dict[str, Any]:
     """Return machine, versions, commit, command and date, as records of measurements store them.
 
-    Args:
-        command: the command that measures, such as `medusa_command()`.
-        device: where it measures; by default the GPU if there is one, else the CPU.
-        file: a file of the checkout whose commit is meant.
+    `command` is the one that measures, `device` where it does (see `machine`), `file` one of the checkout.
     """
     return {
         "machine": machine(device),

@@ -97,11 +97,7 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def local_kv_heads(causal: Any, size: int) -> int:
-    """Return how many KV heads per layer this process holds.
-
-    Args:
-        causal: the causal language model, sharded over `size` processes.
-        size: the number of processes.
+    """Return how many KV heads per layer this process holds of a model that is sharded over `size` processes.
 
     Raises:
         ValueError: head counts that are not divisible by `size`, or a plan that shards modules in another way than by
@@ -130,8 +126,7 @@ def local_kv_heads(causal: Any, size: int) -> int:
 def joined(device: str) -> Iterator[int]:
     """Join the processes that `torchrun` started for a `with` block; yields this process's rank.
 
-    Args:
-        device: "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
+    The device is "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
 
     Raises:
         ValueError: not started by torchrun, or only one process.

@@ -108,11 +108,8 @@ def default_accuracies(heads: MedusaHeads) -> Accuracies:
 def find_accuracies(folder: Path, heads: MedusaHeads, base_model: str | None = None) -> Accuracies | None:
     """Read the accuracies stored next to a checkpoint of heads; None if there are none.
 
-    Args:
-        folder: the folder of the heads.
-        heads: the heads as loaded. A calibration of other heads is refused, and ranks that these heads do not have are
-            left out.
-        base_model: fingerprint of the base model as loaded. A calibration on texts of another one is refused.
+    Ranks that these heads, as loaded, do not have are left out. `base_model` is the fingerprint of the base model as
+    loaded.
 
     Raises:
         ValueError: a damaged file, or one of other heads or another base model; the message names the file.

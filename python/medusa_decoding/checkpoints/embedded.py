@@ -74,17 +74,9 @@ def base_files(base: Path) -> list[Path]:
 
 
 def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> None:
-    """Write the base model with heads in it.
+    """Write a base model, without its own heads and what was measured with them, with these heads into a folder.
 
-    Args:
-        staging: an empty folder.
-        base: folder of the base model; heads in it and what was measured with them are left out.
-        tensors: of the heads, under the paper's names.
-        fields: of the heads in the config.
-
-    Raises:
-        ValueError: see `base_files`.
-        OSError: a file could not be written.
+    `tensors` are the heads' under the paper's names, `fields` theirs in the config. Errors are as of `base_files`.
     """
     files = base_files(base)
     for pattern in _OTHER_FILES:

@@ -197,12 +197,8 @@ def pack(
 ) -> MedusaHeads:
     """Read the tensors one at a time into packed heads, in eval mode and without gradients.
 
-    Args:
-        found: the tensors.
-        layout: what `examine` returned for them.
-        vocab_size: V.
-        dtype: of the packed weights; None keeps the file's. Projections in 8 bits and their scales stay as they are.
-        device: of the packed weights.
+    `layout` is what `examine` returned for them. A dtype of None keeps the file's; projections in 8 bits and their
+    scales stay as they are.
 
     Raises:
         ValueError: NaN or Inf among the weights, before or after the conversion to `dtype`; a token_map that repeats

@@ -57,10 +57,7 @@ def stated_sizes(base_model: str, revision: str | None = None) -> dict[str, int]
 def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> dict[str, Any]:
     """Return the content of a model's config.json, checked for impossible and dangerous values.
 
-    Args:
-        name: folder or hub id.
-        argument: the argument that messages name.
-        hub: arguments of the hub, such as `revision`.
+    `argument` is the one that messages name, `hub` are arguments of the hub, such as `revision`.
 
     Raises:
         ValueError: no such folder or repository, or a config.json that is damaged or refused.
@@ -77,14 +74,8 @@ def read_config(
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
     """Read a model's config, and split the keyword arguments as `AutoModelForCausalLM.from_pretrained` does.
 
-    Args:
-        name: folder or hub id.
-        argument: the argument that messages name.
-        causal: whether the config must be a causal language model's.
-        kwargs: of transformers' `from_pretrained`; fields of the config override the file's.
-
-    Returns:
-        The config, and the remaining arguments for `load_model`.
+    Arguments that are fields of the config override the file's. `argument` is the one that messages name; `causal` says
+    whether the config must be a causal language model's. Returns the config and the other arguments for `load_model`.
 
     Raises:
         ValueError: no such folder or repository, a damaged config, one that states impossible sizes, or a `model_type`
@@ -118,16 +109,7 @@ def load_config(
 
 
 def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: str = "base_model") -> Any:
-    """Return a model's tokenizer.
-
-    Args:
-        name: folder or hub id of the model.
-        revision: branch, tag or commit on the hub.
-        argument: the argument that messages name.
-
-    Raises:
-        ValueError: no such model, no tokenizer there, or a damaged one.
-    """
+    """Return a model's tokenizer; no such model, no tokenizer there, or a damaged one is a `ValueError`."""
     name, hub = _local(name), at(revision)
     config = load_config(name, revision, argument=argument)
     with _explained(argument, name, "a folder or hub id with a tokenizer"):
@@ -136,7 +118,11 @@ def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: s
         for kind in (stated, getattr(config, "tokenizer_class", None)):
             # transformers calls any of its classes that is named here, even those that ask about running code.
             found = None if kind is None else getattr(transformers, kind, None)
-            if found is not None and not _is_tokenizer(found):
+            # A class whose library is missing has `_backends`; transformers then says which one.
+            known = isinstance(found, type) and (
+                issubclass(found, PreTrainedTokenizerBase) or hasattr(found, "_backends")
+            )
+            if found is not None and not known:
                 raise ValueError(f"tokenizer_class: expected a tokenizer, got {kind}")
         return AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False, **hub)
 
@@ -150,16 +136,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model with every weight that its config describes, and no other.
 
-    Medusa heads among its weights are ignored.
-
-    Args:
-        name: folder or hub id.
-        config: as `read_config` returns it; None reads the model's own.
-        argument: the argument that messages name.
-        kwargs: as for `read_config`, or the remaining arguments that it returned.
-
-    Returns:
-        The model in eval mode, an instance of transformers' own class.
+    Medusa heads among its weights are ignored. `config` and `kwargs` are what `read_config` returned; without a config
+    it is read, with arguments as for `read_config`. The model is in eval mode, an instance of transformers' own class.
 
     Raises:
         ValueError: damaged weight files; weights that the config does not describe, or describes in another shape, or
@@ -227,12 +205,7 @@ def build_model(
 
 
 def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
-    """Put an adapter of peft into a loaded model.
-
-    Args:
-        model: changed in place.
-        name: folder or hub id of the adapter.
-        hub: arguments of the hub, such as `revision`.
+    """Put an adapter of peft into a loaded model, in place.
 
     Raises:
         ValueError: an adapter that is damaged, that names code, or that does not fit the model.
@@ -309,11 +282,6 @@ def _file_of(name: str, file: str, **hub: Any) -> Path:
     """Return where a file of a model is, fetched if need be; `OSError` if there is none."""
     check_revision(hub.get("revision"))
     return Path(cached_file(name, file, **hub) or file)
-
-
-def _is_tokenizer(found: Any) -> bool:
-    # A class whose library is missing has `_backends`; transformers then says which one.
-    return isinstance(found, type) and (issubclass(found, PreTrainedTokenizerBase) or hasattr(found, "_backends"))
 
 
 def _stored_shapes(folder: Path) -> dict[str, torch.Size]:

@@ -39,15 +39,12 @@ class Format(Protocol):
 
     def recognise(self, folder: Path) -> bool:
         """Return whether the folder holds this format."""
-        ...
 
     def gather(self, folder: Path) -> HeadTensors:
         """List the heads' tensors under the paper's names."""
-        ...
 
     def base_model(self, folder: Path, config: Mapping[str, Any]) -> str | None:
         """Return the base model's folder or hub id, if the checkpoint says."""
-        ...
 
 
 FORMATS: tuple[Format, ...] = (original, embedded, vllm)
@@ -169,13 +166,7 @@ def fetch_folder(
     name: str = "path_or_hub_id",
     files: list[str] = HUB_FILES,
 ) -> Path:
-    """Return the folder of a checkpoint; one on the hub is fetched.
-
-    Args:
-        path_or_hub_id: a folder, or else a repository on the hub.
-        revision: branch, tag or commit of a repository.
-        name: the argument's name, for messages.
-        files: patterns of the files to fetch.
+    """Return the folder of a checkpoint; of one on the hub, the files that match the patterns are fetched.
 
     Raises:
         ValueError: neither a folder nor a repository within reach.

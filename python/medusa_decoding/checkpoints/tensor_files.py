@@ -106,11 +106,8 @@ def own_file(file: Path) -> Path:
 def open_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
     """List the tensors of one weight file whose names start with `prefix`, by name.
 
-    The memory that they take is bounded by the file's size, whatever the file says.
-
-    Args:
-        file: a `.safetensors` file, or a file written by `torch.save` that holds a dict of tensors.
-        prefix: the beginning of the wanted names.
+    The file is a `.safetensors` file, or one written by `torch.save` that holds a dict of tensors. The memory that they
+    take is bounded by the file's size, whatever the file says.
 
     Raises:
         ValueError: the file is truncated or damaged, holds anything but tensors, or fewer values than their shapes
@@ -121,10 +118,7 @@ def open_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
 
 
 def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
-    """List the tensors of a model's folder whose names start with `prefix`; other shards stay closed.
-
-    Returns:
-        The tensors by name; none if there are no weights.
+    """List the tensors of a model's folder whose names start with `prefix`, by name; other shards stay closed.
 
     Raises:
         ValueError: as `open_tensors` and `read_index`, or shards that disagree with the index about these names.

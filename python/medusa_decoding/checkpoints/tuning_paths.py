@@ -37,11 +37,7 @@ def cache_folder(folder: Path) -> Path | None:
 
 
 def cache_name(runtime: str) -> str:
-    """Return the name of a tuning file in the cache folder.
-
-    Args:
-        runtime: what step times depend on apart from weights: device, dtype, backend (`Conditions.runtime`).
-    """
+    """Return the name of a tuning file in the cache folder for conditions without weights (`Conditions.runtime`)."""
     return f"tuning-{_hash(runtime)}.json"
 
 

@@ -118,11 +118,9 @@ def _rows_of(projection: StoredTensor, token_map: StoredTensor) -> StoredTensor:
 
 
 def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return the tensors of heads by vLLM's names.
+    """Return the tensors of heads by vLLM's names, with the base model's lm_head [V, H] if the heads share it.
 
-    Args:
-        heads: with projections in floats, without a parents' term and without a token_map.
-        lm_head: [V, H], the base model's, if the heads share it.
+    Projections are floats, and there is no parents' term and no token_map.
     """
     layers = heads.num_layers
     own = re.compile(rf"(\d+)\.{layers}\.weight")
@@ -165,13 +163,7 @@ def launch(heads: MedusaHeads, folder: Path, base: str, revision: str | None) ->
 
 
 def obstacles(folder: Path, base: str, source: Path) -> list[str]:
-    """Return the reasons why vLLM cannot serve a base model with the heads in a folder, and what to do.
-
-    Args:
-        folder: where the heads are written.
-        base: hub id or folder of the base model.
-        source: folder that the heads come from.
-    """
+    """Return why vLLM cannot serve a base model with the heads that are written from `source` to `folder`."""
     found = [
         f"vLLM takes a folder with {method!r} in its path for heads of another kind: name another one"
         for method in _OTHER_METHODS
