@@ -40,6 +40,7 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.evaluation.own_text import accuracy_of_texts
 from medusa_decoding.files import only_writer
+from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.training import Config, config_schema, train
 from medusa_decoding.training.data.encoding import fingerprint
@@ -371,8 +372,29 @@ def measure(model: MedusaModel, material: Material) -> Measured:
         for ids, one in zip(material.prompts, found[PLAIN].written, strict=True)
     ]
     accuracy = accuracy_of_texts(model, own)
-    size = sum(model.heads.to(torch.bfloat16).step_bytes().values())
+    size = sum(head_bytes(model.heads.to(torch.bfloat16)).values())
     return Measured(scores, found, accuracy, [list(path) for path in best.choices], size)
+
+
+def head_bytes(heads: MedusaHeads) -> dict[str, int]:
+    """Return the bytes of weights that a decode step reads for heads at batch 1, by part.
+
+    The parts are the "residual" blocks; the "projection" with its scales and the ids of gathered rows (a shared one
+    is read once for all heads, assumed in their dtype); and "parents", the candidates' rows of the parents' term.
+    """
+    float_bytes, ids = heads.w1.element_size(), 0 if heads.token_map is None else 8 * len(heads.token_map)
+    residual = sum(t.numel() for t in (heads.w1, heads.b1) if t is not None) * float_bytes
+    if heads.w2 is None:
+        projection = heads.num_candidates * heads.hidden_size * float_bytes + ids
+    else:
+        scales = 0 if heads.w2_scale is None else heads.w2_scale.numel() * 4
+        projection = heads.w2.numel() * heads.w2.element_size() + scales
+    candidates = min(MAX_TOP_K, heads.num_candidates)
+    # Parents: the root, and the candidates of every head but the last.
+    rows = 1 + (heads.num_heads - 1) * candidates + heads.num_heads * candidates
+    rank = heads.parent_rank
+    parents = (rows * rank + heads.num_heads * rank * rank) * float_bytes if rank else 0
+    return {"residual": residual, "projection": projection, "parents": parents}
 
 
 @torch.no_grad()

@@ -345,26 +345,6 @@ class MedusaHeads(nn.Module):
                     parameter.copy_(self.get_parameter(name))
         return found.requires_grad_(False).eval()
 
-    def step_bytes(self) -> dict[str, int]:
-        """Return the bytes of weights that a decode step reads for these heads at batch 1, by part.
-
-        The parts are the "residual" blocks; the "projection" with its scales and the ids of gathered rows (a shared one
-        is read once for all heads, assumed in their dtype); and "parents", the candidates' rows of the parents' term.
-        """
-        float_bytes, ids = self.w1.element_size(), 0 if self.token_map is None else 8 * len(self.token_map)
-        residual = sum(t.numel() for t in (self.w1, self.b1) if t is not None) * float_bytes
-        if self.w2 is None:
-            projection = self.num_candidates * self.hidden_size * float_bytes + ids
-        else:
-            scales = 0 if self.w2_scale is None else self.w2_scale.numel() * 4
-            projection = self.w2.numel() * self.w2.element_size() + scales
-        candidates = min(MAX_TOP_K, self.num_candidates)
-        # Parents: the root, and the candidates of every head but the last.
-        rows = 1 + (self.num_heads - 1) * candidates + self.num_heads * candidates
-        rank = self.parent_rank
-        parents = (rows * rank + self.num_heads * rank * rank) * float_bytes if rank else 0
-        return {"residual": residual, "projection": projection, "parents": parents}
-
     def extra_repr(self) -> str:
         """Describe the heads in one line for `print(model)`."""
         projection = "shared" if self.w2 is None else f"own [{self.w2.shape[1]}]"

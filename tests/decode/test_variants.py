@@ -13,6 +13,7 @@ from models import heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import new_tokens
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from benchmarks.variants import head_bytes
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.decode.arrange import arrange
 from medusa_decoding.decode.propose import propose
@@ -353,15 +354,15 @@ def test_bytes_of_a_step():
     # K = 2 heads of one block of 4 x 4 with bias; V = 40, V' = 36 where trimmed.
     trimmed = torch.arange(36)
     heads = MedusaHeads(4, 40, 2, dtype=torch.bfloat16)
-    assert heads.step_bytes() == {"residual": 2 * (2 * 16 + 2 * 4), "projection": 2 * 2 * 40 * 4, "parents": 0}
-    assert heads.quantized("int8").step_bytes()["projection"] == 2 * 40 * 4 + 4 * 2 * 40
+    assert head_bytes(heads) == {"residual": 2 * (2 * 16 + 2 * 4), "projection": 2 * 2 * 40 * 4, "parents": 0}
+    assert head_bytes(heads.quantized("int8"))["projection"] == 2 * 40 * 4 + 4 * 2 * 40
     heads = MedusaHeads(4, 40, 2, shared_projection=True, dtype=torch.bfloat16)
-    assert heads.step_bytes()["projection"] == 2 * 40 * 4
+    assert head_bytes(heads)["projection"] == 2 * 40 * 4
     heads = MedusaHeads(4, 40, 2, shared_projection=True, token_map=trimmed, dtype=torch.bfloat16)
-    assert heads.step_bytes()["projection"] == 2 * 36 * 4 + 8 * 36
+    assert head_bytes(heads)["projection"] == 2 * 36 * 4 + 8 * 36
     heads = MedusaHeads(4, 40, 2, token_map=trimmed, parent_rank=3, dtype=torch.float32)
     # Rows of A: the root's and 32 of head 0; of C: 32 a head; M: two of 3 x 3.
-    assert heads.step_bytes() == {
+    assert head_bytes(heads) == {
         "residual": 4 * (2 * 16 + 2 * 4), "projection": 4 * 2 * 36 * 4, "parents": 4 * 3 * (33 + 64) + 4 * 2 * 9
     }  # fmt: skip
     assert str(heads) == "MedusaHeads(heads=2, layers=1, hidden=4, projection=own [36], parent_rank=3)"
