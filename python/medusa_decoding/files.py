@@ -138,11 +138,9 @@ def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterato
     ends for any reason. The same thread may take a lock again that it holds. If the file system has no locks, a warning
     says so and the block runs.
 
-    Args:
-        name: the argument that names the path, for messages.
-        path: a file or folder, which need not exist. Missing parents are created.
-        inside: put the lock file into the folder `path`, which is created, instead of next to it. An empty folder that
-            was created here is removed at the end.
+    `name` is the argument that names the path, for messages. The file or folder need not exist; missing parents are
+    created. With `inside`, the lock file is in the folder `path`, which is created, instead of next to it. An empty
+    folder that was created here is removed at the end.
 
     Raises:
         ValueError: another process or thread holds it. The message tells its id, host, command and start time.
@@ -236,9 +234,7 @@ def append_line(path: str | Path, values: Any) -> None:
 def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a scratch folder that is renamed to `folder` when the block succeeds, and deleted when it fails.
 
-    Args:
-        folder: the name; its parents are created.
-        replace: replace a folder of that name, which is deleted.
+    Parents are created. With `replace`, a folder of that name is deleted.
 
     Raises:
         ValueError: the name exists and `replace` is not set, or another process writes it.

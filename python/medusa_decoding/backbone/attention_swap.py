@@ -7,6 +7,7 @@ without one (the model's own forward or `generate`) it calls the original module
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -223,7 +224,7 @@ def sliding_window(attention: nn.Module) -> int | None:
     return getattr(attention, "sliding_window", None)
 
 
-class AttentionSwap:
+class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
     """The swap of one model's attention modules; `undo` (or leaving the `with` block) restores them exactly.
 
     Several swaps of one model share the swapped modules; the last `undo` restores. A garbage-collected swap is undone,
@@ -301,10 +302,6 @@ class AttentionSwap:
     def undo(self) -> None:
         """Put the original modules back; a second call does nothing."""
         self._restore()
-
-    def __enter__(self) -> AttentionSwap:
-        """Return the swap itself."""
-        return self
 
     def __exit__(self, *exc: object) -> None:
         """Undo the swap."""

@@ -40,9 +40,8 @@ class GenerationLock:
     def held(self, device: torch.device | None = None) -> Iterator[None]:
         """Hold the lock for a generation, or for anything that must not happen during one of another thread.
 
-        Args:
-            device: the model's. If another thread held the lock before, this waits for what that thread launched there:
-                it may be on another stream, and captured steps share memory.
+        If another thread held it before, this waits for what that thread launched on the model's device: it may be on
+        another stream, and captured steps share memory.
         """
         me = threading.get_ident()
         self._device = device or self._device

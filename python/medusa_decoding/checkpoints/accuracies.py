@@ -46,12 +46,7 @@ class CalibrationSource:
 
     @classmethod
     def from_json(cls, values: Any) -> CalibrationSource:
-        """Read what `dataclasses.asdict` returned.
-
-        Raises:
-            ValueError: a temperature that is not a number.
-            KeyError, TypeError: missing fields or other types.
-        """
+        """Read what `dataclasses.asdict` returned; anything else is a `ValueError`, `KeyError` or `TypeError`."""
         temperature = values["temperature"]
         if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, (int, float))):
             raise ValueError(f"calibration: expected a number or null for temperature, got {temperature!r}")

@@ -160,12 +160,7 @@ class Case:
 
     @classmethod
     def from_json(cls, values: Any) -> Case:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: sizes and trees that do not match, an impossible number.
-            KeyError, TypeError: missing fields or other types.
-        """
+        """Read what `to_json` returned; anything else is a `ValueError`, `KeyError` or `TypeError`."""
         batch, prefix, rows, nodes = (check_count(name, values[name]) for name in ("batch", "prefix", "rows", "nodes"))
         sizes = tuple(map(TimedTree.from_json, values["sizes"]))
         tree, known = Tree(values["choices"]), [size.nodes for size in sizes]
@@ -227,11 +222,7 @@ class Tuning:
 
     @classmethod
     def from_json(cls, values: Any) -> Tuning:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: anything else; the message says what is wrong.
-        """
+        """Read what `to_json` returned; anything else is a `ValueError` that says what is wrong."""
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             got = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"tuning: expected format {FORMAT}, got {got}")

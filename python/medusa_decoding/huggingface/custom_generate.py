@@ -150,15 +150,10 @@ class _Dropped(NamedTuple):
 def _dropped_arguments(model: Any) -> _Dropped:
     """Find the arguments of `generate` that transformers does not pass on.
 
-    transformers (5.17 to 5.23) passes a callable only those of its extracted arguments that its own decoding methods
-    do not take, if the callable's signature names them: `streamer`, `assistant_model` and `synced_gpus` are silently
-    dropped, and `tokenizer` has been removed before. The first three are read from the frame of transformers'
-    `generate`, the tokenizer from the frame that called it: transformers' own decorator (`torch.no_grad`), which has
-    all keywords. A release with other names is refused, since a streamer that gets nothing would leave its reader
-    waiting.
-
-    Raises:
-        ValueError: this is no call by transformers' `generate` for this model, or by an unknown release.
+    transformers (5.17 to 5.23) silently drops `streamer`, `assistant_model` and `synced_gpus`, which are read from the
+    frame of its `generate`, and removes `tokenizer`, which is read from the frame that called it: transformers' own
+    decorator (`torch.no_grad`), which has all keywords. A release with other names is refused, since a streamer that
+    gets nothing would leave its reader waiting.
     """
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_globals is vars(generation_utils)):
