@@ -27,11 +27,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 
 def whole(name: str, value: Any) -> int | None:
-    """Return an optional count as an int.
-
-    Raises:
-        ValueError: not a whole number, or one that does not fit 32 bits.
-    """
+    """Return an optional count as an int; raise `ValueError` if it is not whole or does not fit 32 bits."""
     if value is None:
         return None
     number = index(name, value)
@@ -55,11 +51,7 @@ def shown(value: Any) -> str:
 
 
 def index(name: str, value: Any) -> int:
-    """Return a whole number, including one of numpy or torch, as an int.
-
-    Raises:
-        ValueError: anything else, including True and False.
-    """
+    """Return a whole number, also of numpy or torch, as an int; raise `ValueError` for others, also True and False."""
     try:
         if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
             raise TypeError("a truth value")
@@ -69,11 +61,7 @@ def index(name: str, value: Any) -> int:
 
 
 def token_list(value: Any, name: str = "eos_token_id") -> list[int]:
-    """Return token ids given as None, an int, a list or an integer tensor as a list.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Return token ids given as None, an int, a list or an integer tensor as a list; else raise `ValueError`."""
     if value is None or (isinstance(value, (list, tuple)) and not value):
         return []
     try:

@@ -55,12 +55,8 @@ def _rows(rotary: Any, sample: torch.Tensor, start: int, stop: int) -> tuple[tor
 
 
 def _dynamic_tables(rotary: Any, sample: torch.Tensor, prompt: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    fresh = _fresh(rotary)
-    trained = rotary.original_max_seq_len
-    blocks = [_rows(fresh, sample, 0, prompt)]
-    if prompt < trained:
-        blocks.append(_rows(fresh, sample, prompt, trained))
-    blocks += [_rows(fresh, sample, p, p + 1) for p in range(max(prompt, trained), capacity)]
+    fresh, first = _fresh(rotary), max(prompt, rotary.original_max_seq_len)
+    blocks = [_rows(fresh, sample, 0, first), *(_rows(fresh, sample, p, p + 1) for p in range(first, capacity))]
     cos, sin = zip(*blocks, strict=True)
     return torch.cat(cos), torch.cat(sin)
 

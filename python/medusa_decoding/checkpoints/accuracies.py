@@ -148,8 +148,7 @@ def load_accuracies(
 def load_texts(accuracies: Accuracies, folder: Path, heads: MedusaHeads) -> Accuracies:
     """Return accuracies with the texts of their calibration, if there is one and it was stored with its texts.
 
-    Raises:
-        ValueError: a damaged file, or one with ranks that the heads do not have; the message names the file.
+    A damaged file, or one with ranks that the heads do not have, is a `ValueError`.
     """
     file = None if accuracies.calibration is None else folder / accuracies.calibration.path
     if file is None or "texts" not in read_json(file):

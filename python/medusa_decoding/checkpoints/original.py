@@ -34,8 +34,7 @@ def recognise(folder: Path) -> bool:
 def gather(folder: Path) -> HeadTensors:
     """List the heads' tensors. If both files exist, the safetensors file is read, and a note says so.
 
-    Raises:
-        ValueError: a damaged file, or one in which only some names have the prefix `medusa_head.`.
+    A damaged file, or one in which only some names have the prefix `medusa_head.`, is a `ValueError`.
     """
     file, *others = (folder / name for name in _WEIGHTS if (folder / name).is_file())
     notes = [f"{other.name}: not read, {file.name} lies beside it" for other in others]

@@ -194,11 +194,7 @@ def load_model(
 def build_model(
     config: PretrainedConfig, device: torch.device, *, argument: str = "base_model", **options: Any
 ) -> PreTrainedModel:
-    """Return a causal language model with random weights, or on the meta device with shapes alone.
-
-    Raises:
-        ValueError: a config from which transformers cannot make a model.
-    """
+    """Return a causal language model with random weights, or on the meta device with shapes alone."""
     with _explained(argument, str(config.name_or_path), "a config that describes a model"), device:
         found: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     return found

@@ -27,12 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Format(Protocol):
-    """What a format's module provides.
-
-    Attributes:
-        NAME: the format's name.
-        FILES: the files that it is recognised by, in words.
-    """
+    """What a format's module provides: its name, the files that it is recognised by (in words) and three functions."""
 
     NAME: str
     FILES: str
@@ -146,11 +141,7 @@ def find_base_revision(
 
 
 def stated_base_model(folder: Path) -> tuple[str | None, str | None]:
-    """Return the folder or hub id of a checkpoint's base model, and its revision, if the checkpoint names them.
-
-    Raises:
-        ValueError: an unknown checkpoint.
-    """
+    """Return the folder or hub id of a checkpoint's base model, and its revision, if the checkpoint names them."""
     module, config, _ = _recognise(folder)
     return module.base_model(folder, config), _revision(module, config)
 

@@ -255,11 +255,7 @@ def _calls(file: Path, zipped: bool) -> str | None:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    """Write tensors into a `.safetensors` file (also before it gets that name), or into a PyTorch file.
-
-    Raises:
-        OSError: the file could not be written.
-    """
+    """Write tensors as safetensors if any suffix says so, else as a PyTorch file; raise `OSError` if that fails."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # safetensors writes for the owner alone; a checkpoint should be as readable as any new file.
     file.touch()

@@ -257,12 +257,7 @@ class Tuning:
 
     @classmethod
     def load(cls, path: Path) -> Tuning:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ValueError: another or a damaged file; the message names it.
-            OSError: it cannot be read.
-        """
+        """Read a file that `save` wrote; another or a damaged one is a `ValueError` that names it."""
         try:
             return cls.from_json(read_json(path))
         except ValueError as error:  # what json and the decoder raise as well
@@ -289,8 +284,7 @@ def load_for(path: Path, conditions: Conditions, heads: MedusaHeads) -> Tuning:
 def find(folder: Path, conditions: Conditions, heads: MedusaHeads) -> tuple[Path, Tuning]:
     """Return the first of a folder's tuning files that holds under the conditions of a model, and its content.
 
-    Raises:
-        ValueError: no file holds; the message says why, for each file.
+    If none holds, a `ValueError` says why, for each file.
     """
     refused = []
     for file in stored_files(folder, conditions.runtime):
