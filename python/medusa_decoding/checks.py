@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 import reprlib
 from typing import Any
@@ -34,6 +35,20 @@ def whole(name: str, value: Any) -> int | None:
     if abs(number) >= 2**31:
         raise ValueError(f"{name}: expected below 2**31, got {shown(number)}")
     return number
+
+
+def import_library(module: str, purpose: str, instead: str = "") -> Any:
+    """Import a module that the extra `train` installs.
+
+    Raises:
+        ModuleNotFoundError: it is missing; names the purpose, and what else to do `instead` (", or use adamw").
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error.name}: expected the library for {purpose} (pip install 'medusa-kernels[train]'{instead}), got none"
+        ) from error
 
 
 def check_truth(name: str, value: Any) -> None:

@@ -27,6 +27,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
+from medusa_decoding.checks import import_library
 from medusa_decoding.training.config import SourceConfig
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -414,18 +415,8 @@ def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
         yield str(path), BadRecordError("not UTF-8")
 
 
-def _datasets(reason: str) -> Any:
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"datasets: expected the library for {reason} (pip install 'medusa-kernels[train]'), got none"
-        ) from error
-    return datasets
-
-
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    datasets = _datasets(str(path))
+    datasets = import_library("datasets", str(path))
     # Streamed, so that the library caches no copy.
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
@@ -436,7 +427,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _from_hub(source: SourceConfig) -> Iterator[tuple[str, Any]]:
-    datasets = _datasets(f"{source.path}, which is no file and so a hub name")
+    datasets = import_library("datasets", f"{source.path}, which is no file and so a hub name")
     try:
         rows = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
     except (OSError, ValueError) as error:

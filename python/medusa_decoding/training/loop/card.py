@@ -7,7 +7,6 @@ imported only when a card is written. This module does not know how anything was
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from medusa_decoding.checks import import_library
 from medusa_decoding.files import whole_file, write_text
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config, SourceConfig
@@ -70,12 +70,7 @@ class CardFacts:
 
 def check_plotting() -> None:
     """Raise `ModuleNotFoundError` if matplotlib is not installed: `write_card` needs it after training."""
-    try:
-        importlib.import_module("matplotlib")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"matplotlib: expected the library for {PLOT} (pip install 'medusa-kernels[train]'), got none"
-        ) from error
+    import_library("matplotlib", PLOT)
 
 
 def write_card(folder: str | Path, facts: CardFacts) -> Path:
@@ -313,7 +308,7 @@ def _duration(seconds: float) -> str:
 
 def _plot(facts: CardFacts, path: Path) -> None:
     # pyplot would change the state of the process, and might open a display.
-    figures = importlib.import_module("matplotlib.figure")
+    figures = import_library("matplotlib.figure", PLOT)
     figure = figures.Figure(figsize=(10, 4), layout="constrained")
     heads, loss = figure.subplots(1, 2)
     accuracy = facts.accuracy

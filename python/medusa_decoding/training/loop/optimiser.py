@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from medusa_decoding.checks import import_library
 from medusa_decoding.training.config import Config
 
 
@@ -68,12 +69,6 @@ def make_optimiser(groups: list[dict[str, Any]], config: Config) -> torch.optim.
                 f"optimisation.optimizer: expected adamw for weights of {list(weight.shape)} (adamw_8bit counts in 32 "
                 "bits; or make them smaller with heads.token_map_size or heads.shared_projection), got adamw_8bit"
             )
-    try:
-        from bitsandbytes.optim.adamw import AdamW8bit
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "bitsandbytes: expected the library for optimisation.optimizer adamw_8bit "
-            "(pip install 'medusa-kernels[train]', or use adamw), got none"
-        ) from error
-    found: torch.optim.Optimizer = AdamW8bit(groups, **options)
+    library = import_library("bitsandbytes.optim.adamw", "optimisation.optimizer adamw_8bit", ", or use adamw")
+    found: torch.optim.Optimizer = library.AdamW8bit(groups, **options)
     return found

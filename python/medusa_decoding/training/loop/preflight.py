@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.checks import import_library
 from medusa_decoding.files import only_writer
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
@@ -79,13 +80,7 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
             if broken:
                 raise ValueError(f"{expected} with divided weights, got another")
     if config.output.tensorboard and processes.main:
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "tensorboard: expected the library for output.tensorboard "
-                "(pip install 'medusa-kernels[train]', or set it to false), got none"
-            ) from error
+        import_library("torch.utils.tensorboard", "output.tensorboard", ", or set it to false")
     return start
 
 

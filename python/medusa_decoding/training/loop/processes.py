@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from medusa_decoding.checks import import_library
+
 Sharding = Literal["auto", "none", "full"]
 T = TypeVar("T")
 
@@ -47,13 +49,7 @@ class Processes:
             ModuleNotFoundError: accelerate is missing.
             ValueError: divided weights are requested for one process.
         """
-        try:
-            from accelerate import PartialState
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "accelerate: expected the library for training (pip install 'medusa-kernels[train]'), got none"
-            ) from error
-        state = PartialState(cpu=not torch.cuda.is_available())
+        state = import_library("accelerate", "training").PartialState(cpu=not torch.cuda.is_available())
         if state.num_processes > 1:
             atexit.unregister(_leave)
             atexit.register(_leave)
