@@ -21,8 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding.training.data.targets import IGNORE
-from medusa_decoding.training.loss.distillation import distillation_loss, without_adapter
-from medusa_decoding.training.loss.language import language_loss
+from medusa_decoding.training.loss.language import distillation_loss, language_loss, without_adapter
 from medusa_decoding.training.loss.medusa import medusa_loss
 
 

@@ -15,8 +15,7 @@ from medusa_decoding.training.data.targets import (
     shifted_labels,
     target_counts,
 )
-from medusa_decoding.training.loss.distillation import distillation_loss
-from medusa_decoding.training.loss.language import combined_loss, language_loss
+from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop.optimiser import parameter_groups
-from medusa_decoding.training.loop.schedules import Stage, lambda_0, learning_rates, stages
+from medusa_decoding.training.loop.schedules import Stage, lambda_0, learning_rates, parameter_groups, stages
 
 
 def config(**sections):

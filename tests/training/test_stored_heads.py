@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from medusa_decoding.training.loss.fake_quant import fake_quant
+from medusa_decoding.training.loop.heads import fake_quant
 
 
 class Largest(TorchDispatchMode):

@@ -760,7 +760,7 @@ import json
 import torch
 from torch import nn
 from medusa_decoding.training.loop.processes import Processes, own, whole
-from medusa_decoding.training.loss.fake_quant import fake_quant
+from medusa_decoding.training.loop.heads import fake_quant
 processes = Processes.join("full")
 facts = {{}}
 for case in ("dtypes", "shapes", "names", "more", "buffers"):

@@ -1,8 +1,7 @@
 """The objective of a step: heads and backbone as one module whose forward is the loss (paper, 2.2 and 2.3.2).
 
 Medusa-1 trains heads on the states of a frozen backbone. Medusa-2 adds the model's own next-token loss to the heads'
-(equation 2). Self-distillation replaces that loss by the divergence from the model without its adapter. Means are over
-a whole step, whose targets the caller counts. This module does not know optimisers or processes.
+(equation 2). Self-distillation replaces that loss by the divergence from the model without its adapter.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.targets import IGNORE, number_segments, target_counts
 from medusa_decoding.training.loop.backbone import TrainingBackbone
-from medusa_decoding.training.loss.distillation import distillation_loss, without_adapter
-from medusa_decoding.training.loss.language import combined_loss, language_loss
+from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss, without_adapter
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 HIDDEN = "hidden"

@@ -1,8 +1,7 @@
 """The training loop: stages of steps, each the gradient of one global batch (Medusa paper, sections 2.2 and B).
 
 The order of rows depends on the seed alone, and every mean is over a whole step's targets: neither the number of
-processes nor the size of micro-batches changes the loss. A stopped run resumes from its last checkpoint with the same
-numbers. This module does not know where rows, models or heads come from.
+processes nor the size of micro-batches changes the loss. A stopped run resumes with the same numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from medusa_decoding.training.data.packing import PackedDataset, collate
 from medusa_decoding.training.data.targets import IGNORE
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone
+from medusa_decoding.training.loop.heads import fake_quant
 from medusa_decoding.training.loop.log import LOG, Watcher, cut_log
 from medusa_decoding.training.loop.objective import HIDDEN, Normalisers, Objective
-from medusa_decoding.training.loop.optimiser import make_optimiser, parameter_groups
 from medusa_decoding.training.loop.processes import Processes, fill, own, whole
 from medusa_decoding.training.loop.saving import (
     STATE,
@@ -40,10 +39,17 @@ from medusa_decoding.training.loop.saving import (
     read_state,
     restore_random,
 )
-from medusa_decoding.training.loop.schedules import Progress, Stage, lambda_0, learning_rates, stages
+from medusa_decoding.training.loop.schedules import (
+    Progress,
+    Stage,
+    lambda_0,
+    learning_rates,
+    make_optimiser,
+    parameter_groups,
+    stages,
+)
 from medusa_decoding.training.loop.states import StateCache, fingerprint
 from medusa_decoding.training.loss.chunked import TOP
-from medusa_decoding.training.loss.fake_quant import fake_quant
 
 
 @dataclass

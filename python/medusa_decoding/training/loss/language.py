@@ -1,4 +1,4 @@
-"""The language model's own loss, and Medusa-2's sum of both losses (Medusa paper, section 2.2.2, equation 2)."""
+"""The model's own loss (Medusa paper, 2.2.2, equation 2), or its divergence from itself without the adapter (2.3.2)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, shifted_labels
@@ -73,6 +74,102 @@ def next_token_loss(
     targets = targets.index_select(1, positions)
     states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
     return chunked_loss(projection, criterion(targets, positions), states, counts, **options)
+
+
+def distillation_loss(
+    hidden: Tensor,
+    lm_head: nn.Module | Tensor,
+    teacher_hidden: Tensor,
+    teacher_lm_head: nn.Module | Tensor,
+    labels: Tensor,
+    *,
+    segments: Tensor | None = None,
+    normaliser: Tensor | None = None,
+    chunk: int | None = None,
+    repeatable: bool = False,
+) -> Loss:
+    """KL(teacher || student) of the next token's distribution, the mean over the positions of `language_loss` (2.3.2).
+
+    KL(p || q) = sum over tokens x of p(x) * (log p(x) - log q(x)).
+
+    Args:
+        hidden: [T, H] the student's states; the gradient goes through them.
+        lm_head: the student's; its parameters get a gradient if they require one.
+        teacher_hidden: [T, H] states of the same model with its adapter off.
+        teacher_lm_head: the model's lm_head without the adapter; see `without_adapter`.
+        labels: int64 [T] or IGNORE; only their positions matter.
+        segments: int64 [T], as in `language_loss`.
+        normaliser: [1], as in `language_loss`.
+        chunk: as in `language_loss`.
+        repeatable: as in `language_loss`.
+
+    Returns:
+        A `Loss` with one entry, in nats, without hits.
+
+    Raises:
+        ValueError: as in `language_loss`.
+    """
+    if teacher_hidden.shape != hidden.shape:
+        raise ValueError(f"teacher_hidden: expected shape {list(hidden.shape)}, got {list(teacher_hidden.shape)}")
+    student = lm_head_projection(lm_head, hidden, trains=True)
+    teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False)
+    if student.size != teacher.size:
+        raise ValueError(f"teacher_lm_head: expected a vocabulary of {student.size}, got {teacher.size}")
+
+    def criterion(targets: Tensor, positions: Tensor) -> Divergence:
+        return Divergence(teacher, teacher_hidden.index_select(0, positions), sum_type(hidden.dtype))
+
+    return next_token_loss(
+        hidden, student, criterion, labels, segments, normaliser=normaliser, chunk=chunk, repeatable=repeatable
+    )
+
+
+class Divergence:
+    """KL(teacher || student) between the distributions of two projections at the same positions.
+
+    Args:
+        teacher: the teacher's projection; gets no gradient.
+        states: [T, H] of the teacher.
+        dtype: of the sums.
+
+    Attributes:
+        sums: [1] the summed divergence in nats.
+        hits: int64 [1, 0].
+    """
+
+    def __init__(self, teacher: Projection, states: Tensor, dtype: torch.dtype) -> None:
+        self.sums = torch.zeros(1, dtype=dtype, device=states.device)
+        self.hits = torch.zeros(1, 0, dtype=torch.int64, device=states.device)
+        self._teacher, self._states = teacher, states.detach()
+
+    def __call__(self, head: int, rows: slice, logits: Tensor, wants_gradient: bool) -> Tensor:
+        """See `Criterion`."""
+        teacher = self._teacher.logits(head, rows, self._states[rows], wants_gradient=False)
+        teacher.sub_(teacher.logsumexp(1, keepdim=True))
+        logits.sub_(logits.logsumexp(1, keepdim=True))
+        weights = teacher.exp()
+        # A token that the teacher rules out (probability 0, logarithm -inf) adds nothing.
+        ratio = teacher.sub_(logits).masked_fill_(weights == 0, 0.0)
+        loss = (weights * ratio).sum()
+        self.sums += loss
+        if wants_gradient:
+            logits.exp_().sub_(weights)
+        return loss
+
+
+def without_adapter(lm_head: nn.Module) -> nn.Module:
+    """Return the layer under an adapter of peft, or the module itself if there is none.
+
+    Raises:
+        ValueError: the adapter is merged into the layer, so that the original model is gone.
+    """
+    base = getattr(lm_head, "get_base_layer", None)
+    if base is None:
+        return lm_head
+    if getattr(lm_head, "merged", False):
+        raise ValueError("lm_head: expected an adapter that is not merged into its layer, got a merged one")
+    layer: nn.Module = base()
+    return layer
 
 
 def combined_loss(lm_loss: Tensor, medusa: Tensor, lambda_0: float) -> Tensor:

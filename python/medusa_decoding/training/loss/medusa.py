@@ -4,14 +4,9 @@
 
 with the paper's heads from 1 and lambda_k = 0.8^k. In the code heads are numbered from 0.
 
-**Which mean.** The paper writes the loss of one position. Here each head's cross-entropy is averaged over the positions
-that have a target for this head. Later heads have fewer targets in short conversations, so with one denominator for all
-heads they would count less than lambda_k says. A mean of means over micro-batches or processes would depend on how the
-text was divided: `normaliser` divides the sums by counts over all of them (`targets.target_counts`).
-
-A target that a trimmed vocabulary lacks is left out of the loss, counted as `outside`, and a miss in the accuracies.
-Heads whose drafts depend on their parent token (`parent_rank`) learn with the text's own parent tokens.
-This module does not know models, tokenizers or optimisers.
+The paper writes the loss of one position. Here each head's cross-entropy is averaged over the positions that have a
+target for this head: with one denominator for all heads, later heads would count less than lambda_k says, because they
+have fewer targets. `normaliser` divides the sums by counts over all micro-batches and processes.
 """
 
 from __future__ import annotations
@@ -22,8 +17,14 @@ from torch import Tensor, nn
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, head_targets
 from medusa_decoding.training.loss.chunked import TOP, CrossEntropy, Loss, chunked_loss
-from medusa_decoding.training.loss.parents import Parents
-from medusa_decoding.training.loss.projections import Matrix, Projection, compute_type, lm_head_projection, sum_type
+from medusa_decoding.training.loss.projections import (
+    Matrix,
+    Parents,
+    Projection,
+    compute_type,
+    lm_head_projection,
+    sum_type,
+)
 
 HEAD_DECAY = 0.8
 

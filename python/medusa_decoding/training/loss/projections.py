@@ -2,7 +2,7 @@
 
 Rounding: with 16-bit weights the operands of the three products (logits, gradient of the states, gradient of the
 weights) are 16-bit, their sums fp32. The gradient of the logits is rounded to 16 bits before its products while it
-still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32. This module does not know losses.
+still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class Projection(Protocol):
     """How a chunk's logits come from its states, and how their gradient goes back.
 
-    A term that depends on more than the state is a projection around another one, as in `parents.py`: `logits` adds the
+    A term that depends on more than the state is a projection around another one, as `Parents` is: `logits` adds the
     term (`head` and `rows` say for which positions), and its own weights take their gradient in `backward`.
 
     Attributes:
@@ -256,3 +256,60 @@ class Called:
         """Return the parameters' gradients; see `Projection`."""
         sums = self._sums or [torch.zeros_like(p) for p in self.parameters]
         return [total.to(p.dtype) for total, p in zip(sums, self.parameters, strict=True)]
+
+
+class Parents:
+    """Another projection's logits plus the parents' term, A[parent] M_k C[candidate].
+
+    For heads with a `parent_rank`; decoding adds the same score to log-probabilities (`MedusaHeads.propose_children`).
+    Like there, the term is computed in the type of the logits; its low rank makes that cheap.
+
+    Args:
+        inner: the projection of the states.
+        heads: with a parent_rank.
+        parents: int64 [K, R], the parent of each head's target in each row.
+    """
+
+    def __init__(self, inner: Projection, heads: MedusaHeads, parents: Tensor) -> None:
+        self._inner, self._parents, self._own = inner, parents, heads.parent_term
+        self.size = inner.size
+        self.parameters: tuple[Tensor, ...] = (*inner.parameters, *self._own)
+        self._wide: list[Tensor] = []
+        self._sums: list[Tensor] = []
+
+    def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
+        """Add the term; see `Projection`."""
+        logits = self._inner.logits(head, rows, states, wants_gradient)
+        if not self._wide:
+            self._wide = [tensor.detach().to(logits.dtype) for tensor in self._own]
+        tokens, mix, candidates = self._wide
+        with torch.autocast(logits.device.type, enabled=False):
+            return logits.addmm_(tokens[self._parents[head, rows]] @ mix[head], candidates.t())
+
+    def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
+        """Add to the gradients of A, M and C, then ask the inner projection; see `Projection`."""
+        if not self._sums:
+            self._sums = [torch.zeros_like(tensor) for tensor in self._wide]
+        tokens, mix, candidates = self._wide
+        of_tokens, of_mix, of_candidates = self._sums
+        chosen = self._parents[head, rows]
+        with torch.autocast(gradient.device.type, enabled=False):
+            parents, factor = tokens[chosen], scale.to(gradient.dtype)
+            of_candidates.addmm_(gradient.t(), (parents @ mix[head]).mul_(factor))
+            of_mixed = (gradient @ candidates).mul_(factor)
+            of_mix[head] += parents.t() @ of_mixed
+            of_tokens.index_add_(0, chosen, of_mixed @ mix[head].t())
+        return self._inner.backward(head, rows, gradient, scale)
+
+    def end_head(self, head: int) -> None:
+        """Tell the inner projection; see `Projection`."""
+        self._inner.end_head(head)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the inner projection's gradients, then those of A, M and C; see `Projection`."""
+        sums = self._sums or [torch.zeros_like(tensor) for tensor in self._own]
+        own = [
+            total.to(tensor.dtype) if tensor.requires_grad else None
+            for total, tensor in zip(sums, self._own, strict=True)
+        ]
+        return [*self._inner.gradients(), *own]
