@@ -2,8 +2,7 @@
 
 A chat template is a program that comes with a checkpoint. jinja2's sandbox protects files and Python's internals, but
 not from endless loops or from filling memory. Here every loop iteration, call and filter checks the clock, and every
-operation that makes text or lists longer checks their length. Otherwise the sandbox is that of transformers (names,
-filters, `{% generation %}` blocks). This module does not know tokenizers.
+operation that makes text or lists longer checks their length. Otherwise the sandbox is that of transformers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Encode chat messages as prompt tokens, and decode the tokens of answers.
 
-Every part of the package encodes prompts here: the command line, evaluation, calibration and training. Training adds
-which tokens are learnt (`training.data.encoding`).
-
 A tokenizer may divide an answer in the history otherwise than the model wrote it. The KV cache of the previous turn
 would then be useless from that token on. So the model's own tokens are kept as long as they spell the text that the
-template asks for (`splice`). This module knows tokenizers; it does not know models or caches.
+template asks for (`splice`).
 """
 
 from __future__ import annotations

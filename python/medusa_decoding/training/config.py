@@ -1,10 +1,7 @@
 """All settings of a training run, with their defaults and sources; `medusa train --config FILE.yaml`.
 
-The defaults are those of the paper's appendix B (settings of section 3's experiments; here "B.2", "B.3", "B.4"). So a
-file only has to name a model, data and a folder. Settings that the paper does not mention are marked. The method
-decides some of the defaults (`PRESETS`). Medusa-1 trains heads on a frozen backbone (section 2.2.1). Medusa-2 does that
-first and then trains heads and a LoRA adapter together (2.2.2, B.3). Self-distillation trains both at once towards the
-model's own distribution (2.3.2, B.4). This module knows no training libraries.
+The defaults are those of the paper's appendix B ("B.2", "B.3", "B.4"). Settings that the paper does not mention are
+marked. The method decides some of the defaults (`PRESETS`). This module knows no training libraries.
 """
 
 # ruff: noqa: RUF009  (`setting` returns a dataclass field)

@@ -1,8 +1,7 @@
 """Read a tree of dataclasses from YAML strictly, check its values, and write it back.
 
 Each field (`setting`) says what it means, where its default comes from and which values it takes. Errors are
-ValueErrors of the form "key.path: expected X, got Y": unknown, repeated and missing keys, wrong types, values out of
-range. This module knows dataclasses and YAML; it does not know what the settings are for.
+ValueErrors of the form "key.path: expected X, got Y": unknown, repeated and missing keys, wrong types and values.
 """
 
 from __future__ import annotations

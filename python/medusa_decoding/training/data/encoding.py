@@ -1,17 +1,13 @@
 """Conversations as token ids, and which of those tokens the assistant wrote.
 
-`chat.template` renders a conversation. The spans of the assistant's turns in its text come from the template's
-`{% generation %}` blocks if it has any. Otherwise the conversation is rendered up to each turn: the answer is what the
-prefix with the answer adds to the prefix with the generation prompt. Text before and after a turn is never learnt, nor
-is white space after an end-of-turn token.
+The spans of the assistant's turns in the rendered text come from the template's `{% generation %}` blocks if it has any.
+Otherwise the answer is what the prefix with the answer adds to the prefix with the generation prompt. Text before and
+after a turn is never learnt, nor is white space after an end-of-turn token.
 
-From text to tokens: a turn begins at the first token in which the whole conversation differs from the text before the
-turn, and ends with the last token that it shares with the text up to the turn's end. So a token that contains the end
-of the prompt and the start of the answer belongs to the answer, because the model has to write it. A token that reaches
-beyond the end of the answer does not. This needs no character offsets, which some tokenizers get wrong.
-
-A record with exact tokens is taken as it is. This module knows tokenizers and templates; it does not know files or
-rows.
+A turn begins at the first token in which the whole conversation differs from the text before the turn, and ends with
+the last token that it shares with the text up to the turn's end. So a token that contains the end of the prompt and the
+start of the answer belongs to the answer, because the model has to write it. This needs no character offsets, which
+some tokenizers get wrong.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Pack examples into rows of one length, several per row, none of which sees another.
 
 Positions restart at 0 with each conversation. With SDPA, eager and flex attention this is enough for transformers to
-keep conversations apart (it makes the mask block-diagonal), if there is neither an attention mask nor a cache. With the
-cache that models use by default it detects nothing, and conversations see each other. With flash-attn this works for
-one row only; several rows need the cumulative lengths that `collate` adds. Labels are the learnt tokens in place. The
-losses shift them, and stop at the end of a conversation (`targets.number_segments`).
-This module knows rows; it does not know where examples come from.
+keep conversations apart if there is neither an attention mask nor a cache (with a cache, conversations see each other).
+With flash-attn this works for one row only; several rows need the cumulative lengths that `collate` adds.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 Records are ShareGPT's (`conversations`, turns of `from` and `value`), messages (`messages`, of `role` and `content`) or
 plain (`text`). Records that a model wrote also have their exact tokens (`input_ids`, the spans `learnt` of them, the
-`tokenizer`'s fingerprint), because their text might be tokenised differently. Files are .jsonl, .json (a list, or one
-record per line), .txt (one text per file), all of them also as .gz, and .parquet. A folder means all such files in it
-in the order of their names. A bad record is left out and noted with its line and the reason; too large a share of bad
-records is an error. Parquet files and hub names are read with the `datasets` library. This module does not know
-tokenizers or templates.
+`tokenizer`'s fingerprint). Files are .jsonl, .json (a list, or one record per line), .txt (one text per file), all of
+them also as .gz, and .parquet. A bad record is left out and noted; too large a share of them is an error.
 """
 
 from __future__ import annotations

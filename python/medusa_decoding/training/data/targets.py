@@ -1,10 +1,7 @@
 """Find the target tokens of each head: labels a few positions later within one conversation.
 
 Head k (0-based) predicts the token k + 2 places after its input position, k + 1 after the model's own next token
-(Medusa paper, section 2.2.1). A position has a target if that token has a label (is part of an assistant turn) and is
-in the same conversation. Targets that a trimmed vocabulary (`most_frequent_tokens`) lacks are left out and counted. The
-token before a target is its parent, which a head's prediction may depend on. This module knows token ids and
-conversations; it does not know models or losses.
+(Medusa paper, section 2.2.1). The token before a target is its parent, which a head's prediction may depend on.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Have a model write its own training data from seed prompts (Medusa paper, section 2.3.2).
 
-The model answers the user turns of each seed with its own heads, which change the speed but not the text. The random
-numbers of an answer depend only on the setting `seed`, the seed's number and the turn. So neither the batch nor an
-interruption changes a record. Batches depend only on seeds and settings: a continued run repeats the batch that was
-under way, and the file is the same to the byte. (Rounding depends on the other rows of a batch, and in 16 bits it can
-decide a token.) This module does not know how records are learnt from.
-
-Heads are not always faster: they trade computation for steps, and a large batch on a CPU has no computation to spare.
+The random numbers of an answer depend only on the setting `seed`, the seed's number and the turn. So neither the batch
+nor an interruption changes a record: a continued run repeats the batch that was under way, and the file is the same to
+the byte. (Rounding depends on the other rows of a batch, and in 16 bits it can decide a token.)
 """
 
 from __future__ import annotations

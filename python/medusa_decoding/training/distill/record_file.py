@@ -1,9 +1,8 @@
 """Append generated records to a file, so that a stopped run can continue.
 
-`records.jsonl` has one record per line. `records.jsonl.settings` next to it says what they were made with; records of
-other settings are never added. `records.jsonl.finished` exists once all records are written. Records are flushed to
-disk one block at a time. If a kill left a half-written last line, the continued run removes it. This module knows lines
-and files; it does not know models or seeds.
+`records.jsonl.settings` next to `records.jsonl` says what they were made with; records of other settings are never
+added. `records.jsonl.finished` exists once all records are written. Records are flushed to disk one block at a time. If
+a kill left a half-written last line, the continued run removes it.
 """
 
 from __future__ import annotations

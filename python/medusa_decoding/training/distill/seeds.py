@@ -1,11 +1,9 @@
 """Seeds whose user turns a model answers, one after the other (Medusa paper, section 2.3.2).
 
-A seed's own answers are dropped. The model's answers stay in the conversation with the tokens that it wrote. With
-`turns="joint"` all answers of a seed are one record: each prompt is the previous one, its answer, and what the template
-puts after it. A served model sees the same prompt only if the template keeps earlier answers as they were, which is
-checked at each turn. With `turns="each"` every prompt is rendered anew from the text of the answers, as in serving, and
-every answer is one record. The first tokens of a text are a prompt, and its continuation is the only answer. This
-module knows conversations and tokens; it does not know models or files.
+A seed's own answers are dropped. With `turns="joint"` all answers of a seed are one record: each prompt is the previous
+one, its answer as the model wrote it, and what the template puts after it. With `turns="each"` every prompt is rendered
+anew from the text of the answers, as in serving, and every answer is one record. The first tokens of a text are a
+prompt, and its continuation is the only answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How often heads are right on given targets, and what a tree gains by it (Medusa paper, section 2.3.3).
-
-A target outside a trimmed vocabulary is a miss. This module does not know where the counts come from.
-"""
+"""How often heads are right on given targets, and what a tree gains by it (Medusa paper, section 2.3.3)."""
 
 from __future__ import annotations
 

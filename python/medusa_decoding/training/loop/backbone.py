@@ -1,8 +1,4 @@
-"""The model that heads are trained on: loads it, freezes or adapts it, and returns its hidden states.
-
-Quantisation is bitsandbytes' through transformers, adapters are peft's. The teacher of self-distillation is the same
-model with its adapter off (Medusa paper, section 2.3.2). This module does not know data, losses or optimisers.
-"""
+"""The model that heads are trained on: loads it, freezes or adapts it, and returns its hidden states."""
 
 from __future__ import annotations
 

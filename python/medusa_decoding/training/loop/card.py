@@ -1,7 +1,6 @@
 """The model card of trained heads: a README.md with Hugging Face's front matter, and a plot.
 
-It states data, settings, losses and the accuracy on held-out data. Equal facts give equal files. matplotlib is
-imported only when a card is written. This module does not know how anything was trained or measured.
+Equal facts give equal files. matplotlib is imported only when a card is written.
 """
 
 from __future__ import annotations

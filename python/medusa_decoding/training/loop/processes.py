@@ -1,7 +1,6 @@
 """The processes of a run: ranks, sums and errors over all of them, and replicated (DDP) or divided (FSDP) weights.
 
-`accelerate launch` or torchrun starts several; otherwise there is one. DDP and FSDP are torch's own, on GPUs and CPUs.
-This module does not know models or losses.
+`accelerate launch` or torchrun starts several; otherwise there is one.
 """
 
 from __future__ import annotations

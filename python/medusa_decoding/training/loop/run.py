@@ -1,10 +1,7 @@
 """A whole run from its configuration: checks, data, model, heads, training, results.
 
-    from medusa_decoding.training import Config, train
-    result = train(Config.read("vicuna-7b.yaml"))
-
 The output folder gets `heads` (with their model card), `model` or `adapter` if the backbone was trained, the log,
-checkpoints and TensorBoard's files. This module does not know how a step is made.
+checkpoints and TensorBoard's files.
 """
 
 from __future__ import annotations

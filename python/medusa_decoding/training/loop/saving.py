@@ -1,9 +1,7 @@
 """Training checkpoints: everything that a run needs to resume, written completely or not at all.
 
-A checkpoint is a folder `step-000200` with the trained weights, the state of optimiser and schedule, the random numbers
-of each process, and `state.json`. It is written under another name and renamed at the end; then all but the last few
-are removed. `state.json` has a digest of itself and of each other file, so that a damaged, exchanged or edited file is
-refused. This module does not know models or losses.
+A checkpoint is a folder `step-000200`, written under another name and renamed at the end. Its `state.json` has a digest
+of itself and of each other file, so that a damaged, exchanged or edited file is refused.
 """
 
 from __future__ import annotations

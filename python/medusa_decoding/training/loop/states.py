@@ -1,7 +1,7 @@
 """A cache of hidden states on disk: a frozen backbone computes the states of each row once, later epochs read them.
 
-One file holds all rows, mapped into memory; another has one byte per row that says whether the row is there. The folder
-belongs to one model and one set of rows: a third file has their fingerprint. This module does not know models.
+One file holds all rows, mapped into memory; another has one byte per row that says whether the row is there. A third
+has the fingerprint of the model and the rows.
 """
 
 from __future__ import annotations

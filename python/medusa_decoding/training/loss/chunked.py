@@ -1,9 +1,7 @@
 """A loss over a vocabulary, and its gradient, for a chunk of positions at a time: never the logits of all positions.
 
 The gradient of a chunk's logits is known as soon as the logits are, so the forward pass takes it to the states and the
-weights at once. Backward only scales these gradients. Three parts meet here: a `Projection` (states to logits, and
-back), a `Criterion` (logits to loss and gradient), and the autograd function that loops over heads and chunks. Softmax,
-loss and sums are fp32 (fp64 for fp64 inputs). This module does not know what a target is.
+weights at once. Backward only scales these gradients. Softmax, loss and sums are fp32 (fp64 for fp64 inputs).
 """
 
 from __future__ import annotations
