@@ -8,6 +8,7 @@ marked. The method decides some of the defaults (`PRESETS`). This module knows n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,10 +248,8 @@ class Config:
     def __post_init__(self) -> None:
         config_schema.check(self)
         for key, expected in self._exclusions():
-            section, _, name = key.partition(".")
-            value = getattr(getattr(self, section), name)
-            got = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            raise ValueError(f"{key}: expected {expected}, got {got}")
+            value = operator.attrgetter(key)(self)
+            raise ValueError(f"{key}: expected {expected}, got {config_schema.value_text(value)}")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Config:

@@ -177,6 +177,11 @@ def write_yaml(settings: Any) -> str:
     return text
 
 
+def value_text(value: Any) -> str:
+    """Return a setting's value as YAML writes it, text without quotes."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 # -- dataclasses -------------------------------------------------------------------------------------------------------
 
 

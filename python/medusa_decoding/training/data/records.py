@@ -30,7 +30,7 @@ from medusa_decoding.training.config import SourceConfig
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _LISTS = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".txt", ".txt.gz")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 EXAMPLES = 20
 MAX_LINE, MAX_WHOLE, MAX_RATIO = 64 * 2**20, 4 * 2**30, 100
 """Most bytes of one line, and of a whole list or text; how many times its size a compressed file may expand to."""
@@ -316,7 +316,7 @@ def raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"data: expected files that end in {', '.join(_SUFFIXES)} in {path}, got none")
         for file in files:
             yield from _read_file(file)
-    elif path.is_absolute() or source.path.endswith(_SUFFIXES) or not _HUB_NAME.fullmatch(source.path):
+    elif path.is_absolute() or source.path.endswith(_SUFFIXES) or not HUB_NAME.fullmatch(source.path):
         raise ValueError(f"data: expected a file, a folder or a hub name, got {source.path} (there is no such file)")
     else:
         yield from _from_hub(source)

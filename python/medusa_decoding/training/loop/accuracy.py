@@ -41,15 +41,21 @@ class HeadAccuracy:
     @property
     def cumulative(self) -> list[list[float]]:
         """For each head, the share of targets among its top n candidates, for each n."""
-        found: list[list[float]] = (self.hits.double() / self.total.clamp(min=1)[:, None]).tolist()
-        return found
+        return self._shares(self.hits)
 
     @property
     def by_rank(self) -> list[list[float]]:
         """For each head, the share of targets that are its n-th candidate: what `Tree.optimal` takes."""
-        alone = torch.diff(self.hits, dim=1, prepend=torch.zeros_like(self.hits[:, :1]))
-        found: list[list[float]] = (alone.double() / self.total.clamp(min=1)[:, None]).tolist()
+        return self._shares(torch.diff(self.hits, dim=1, prepend=torch.zeros_like(self.hits[:, :1])))
+
+    def _shares(self, hits: torch.Tensor) -> list[list[float]]:
+        found: list[list[float]] = (hits.double() / self.total.clamp(min=1)[:, None]).tolist()
         return found
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest tree that the heads can fill."""
+        return sum(self.hits.shape[1] ** depth for depth in range(len(self.hits) + 1))
 
     def expected_tokens(self, num_nodes: int) -> float:
         """Return the tokens per step of the best tree of `num_nodes` nodes (root included), as section 2.3.3 has it.
@@ -57,11 +63,7 @@ class HeadAccuracy:
         The heads count as independent. The tree has fewer nodes if the heads cannot fill as many.
         """
         accuracies = self.by_rank
-        possible, level = 1, 1
-        for row in accuracies:
-            level *= len(row)
-            possible += level
-        return Tree.optimal(accuracies, min(num_nodes, possible)).expected_tokens(accuracies)
+        return Tree.optimal(accuracies, min(num_nodes, self.most_nodes)).expected_tokens(accuracies)
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as plain lists."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,12 @@ from medusa_decoding.checks import import_library
 from medusa_decoding.files import whole_file, write_text
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config, SourceConfig
-from medusa_decoding.training.data.records import Report
+from medusa_decoding.training.data.records import HUB_NAME, Report
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
 
 TREE_SIZES = (4, 8, 16, 32, 64)
 CURVE_POINTS = 9
 CARD, PLOT = "README.md", "accuracy.png"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt")
 # Settings of every run, which other sections of the card show.
 _STATED = ("method", "model.name", "data.train", "output.folder")
@@ -99,24 +99,29 @@ def write_card(folder: str | Path, facts: CardFacts) -> Path:
 def card_text(facts: CardFacts) -> str:
     """Return the card as Markdown."""
     config = facts.config
+    model = escaped(config.model.name) + (
+        "" if config.model.revision is None else f" (revision {escaped(config.model.revision)})"
+    )
+    if facts.trained_model is None:
+        use = "Use them with that model only."
+    else:
+        use = f"The model was trained too: use them with the trained one, `{facts.trained_model}`, only."
     sections = [
         _front_matter(config),
         f"# Medusa heads for {escaped(_shown_name(config.model.name))}",
-        f"{config.heads.num_heads} heads that draft further tokens of {escaped(config.model.name)}{_revision(config)}, "
-        f"trained with the method {config.method} of the [Medusa paper](https://arxiv.org/abs/2401.10774). "
-        + (
-            "Use them with that model only."
-            if facts.trained_model is None
-            else f"The model was trained too: use them with the trained one, `{facts.trained_model}`, only."
-        ),
+        f"{config.heads.num_heads} heads that draft further tokens of {model}, trained with the method {config.method} "
+        f"of the [Medusa paper](https://arxiv.org/abs/2401.10774). {use}",
         f"![Accuracy of each head, and loss over steps]({PLOT})",
         *_accuracy(facts),
         *_data(facts),
         *_training(facts),
         *_settings(config),
-        *_origin(facts),
+        "## Made with",
+        _table(
+            ["", "version"], [*facts.versions.items(), *([] if facts.machine is None else [("machine", facts.machine)])]
+        ),
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def escaped(value: object) -> str:
@@ -138,27 +143,22 @@ def _front_matter(config: Config) -> str:
 
 
 def _on_hub(name: str) -> bool:
-    return bool(_HUB_NAME.fullmatch(name)) and not name.endswith(_FILES) and not Path(name).expanduser().exists()
+    return bool(HUB_NAME.fullmatch(name)) and not name.endswith(_FILES) and not Path(name).expanduser().exists()
 
 
 def _shown_name(name: str) -> str:
     return name if _on_hub(name) else Path(name).name or name
 
 
-def _revision(config: Config) -> str:
-    return "" if config.model.revision is None else f" (revision {escaped(config.model.revision)})"
-
-
 def _accuracy(facts: CardFacts) -> list[str]:
     accuracy, storage = facts.accuracy, facts.config.heads.storage
     if not int(accuracy.total.sum()):
         return ["## Accuracy", "Not measured: there was no held-out data."]
-    ranks = accuracy.hits.shape[1]
     rows = [
         [f"head {k}", *(f"{100 * share:.1f}" for share in shares), total]
         for k, (shares, total) in enumerate(zip(accuracy.cumulative, accuracy.total.tolist(), strict=True), start=1)
     ]
-    possible = sum(ranks**depth for depth in range(len(rows) + 1))
+    possible = accuracy.most_nodes
     expected = [
         [size if size <= possible else f"{size} (the heads fill {possible})", f"{accuracy.expected_tokens(size):.2f}"]
         for size in TREE_SIZES
@@ -168,7 +168,7 @@ def _accuracy(facts: CardFacts) -> list[str]:
         "Percent of held-out tokens among each head's top n candidates. Head k drafts the token k places after the "
         "model's own next one."
         + ("" if storage == "float" else f" Measured with the projections as they are stored, in {storage}."),
-        _table(["", *(f"top-{n}" for n in range(1, ranks + 1)), "tokens"], rows),
+        _table(["", *(f"top-{n}" for n in range(1, accuracy.hits.shape[1] + 1)), "tokens"], rows),
         "Expected tokens per step of the best tree of a number of nodes (root included), by section 2.3.3 of the "
         "paper. This treats the heads as independent of each other, and the accuracies are those on the data's text, "
         "not on the text that the model itself writes: `medusa eval` measures that, and the real tokens per step.",
@@ -178,8 +178,8 @@ def _accuracy(facts: CardFacts) -> list[str]:
 
 def _data(facts: CardFacts) -> list[str]:
     config = facts.config
-    rows = [["training", *_source(source)] for source in config.data.train]
-    rows += [["held out", *_source(source)] for source in config.data.held_out]
+    sources = {"training": config.data.train, "held out": config.data.held_out}
+    rows = [[name, *_source(source)] for name, part in sources.items() for source in part]
     if config.data.held_out:
         split = "Held-out data has separate sources."
     else:
@@ -197,13 +197,9 @@ def _data(facts: CardFacts) -> list[str]:
             bad = report.bad.total()
             end = ", because of:" if bad else "."
             found.append(f"{prefix}{report.read} records read, {bad} of them left out{end}")
-            found += _counts(["reason", "records"], report.bad) + _counts(["noted", "times"], report.notes)
+            for header, counts in ((["reason", "records"], report.bad), (["noted", "times"], report.notes)):
+                found.append(_table(header, sorted(counts.items(), key=lambda item: (-item[1], item[0]))))
     return found
-
-
-def _counts(header: list[str], counts: Mapping[str, int]) -> list[str]:
-    rows = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return [_table(header, rows)] if rows else []
 
 
 def _source(source: SourceConfig) -> list[str]:
@@ -250,49 +246,33 @@ def _settings(config: Config) -> list[str]:
             "output": {"folder": config.output.folder},
         }
     )
-    of_method, values = _flat(defaults), _flat(config)
-    meanings = {key: meaning for key, _, _, meaning, _ in config_schema.describe(Config)}
     rows = [
-        [key, _setting(value), _setting(of_method[key]), meanings[key]]
-        for key, value in values.items()
-        if key not in _STATED and value != of_method[key]
+        [key, _setting(value), _setting(default), meaning]
+        for key, _, _, meaning, _ in config_schema.describe(Config)
+        if "[]" not in key and key not in _STATED
+        for value, default in [map(operator.attrgetter(key), (config, defaults))]
+        if value != default
     ]
     longest = max(map(len, re.findall("`+", config.to_yaml())), default=0)
     fence = "`" * max(3, longest + 1)
     return [
         "## Settings",
         f"Those that differ from the defaults of {config.method}:" if rows else f"The defaults of {config.method}.",
-        *([_table(["setting", "value", "default", "meaning"], rows)] if rows else []),
+        _table(["setting", "value", "default", "meaning"], rows),
         f"<details>\n<summary>All settings</summary>\n\n{fence}yaml\n{config.to_yaml()}{fence}\n\n</details>",
     ]
-
-
-def _flat(settings: Any, path: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for entry in dataclasses.fields(settings):
-        name, value = f"{path}{entry.name}", getattr(settings, entry.name)
-        found |= _flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
-    return found
 
 
 def _setting(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(entry.path if isinstance(entry, SourceConfig) else str(entry) for entry in value) or "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
+    return config_schema.value_text(value)
 
 
-def _origin(facts: CardFacts) -> list[str]:
-    rows = [[name, version] for name, version in facts.versions.items()]
-    if facts.machine is not None:
-        rows.append(["machine", facts.machine])
-    return ["## Made with", *([_table(["", "version"], rows)] if rows else [])]
-
-
-def _table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+def _table(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table, or nothing if it has no rows."""
     lines = [header, ["---"] * len(header), *([escaped(cell) for cell in row] for row in rows)]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) if rows else ""
 
 
 def _number(value: float) -> str:
