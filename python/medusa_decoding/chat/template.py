@@ -72,9 +72,7 @@ PROBE = "8fe31b"
 class PromptEncoder:
     """Encodes messages without a template: the first turn is the text, and each further turn a new line.
 
-    Args:
-        tokenizer: of the base model.
-        eos: the model's tokens that end a text; one at the end of an answer is removed before the text goes on.
+    A token of `eos` at the end of an answer is removed before the text goes on.
 
     Attributes:
         stop: the string that ends an answer and is not part of it; None if a token ends it.
@@ -91,11 +89,7 @@ class PromptEncoder:
         return None
 
     def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
-        """Return the tokens of a prompt.
-
-        Args:
-            messages: `role` and `content` each.
-            known: the tokens of the previous prompt and its answer.
+        """Return the tokens of a prompt; `known` are the tokens of the previous prompt and its answer.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -268,12 +262,7 @@ def _template_text(tokenizer: Any, name: str | None, built_in: Mapping[str, str]
 
 
 class AnswerStreamer(TextStreamer):
-    """Prints an answer word by word like transformers' streamer, without the string that ends it.
-
-    Args:
-        tokenizer: of the base model.
-        stop: nothing is printed from this string on; None prints everything.
-    """
+    """Prints an answer word by word like transformers' streamer; nothing from the string that ends it (`stop`) on."""
 
     def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -308,13 +297,9 @@ class AnswerStreamer(TextStreamer):
 def splice(tokenizer: Any, known: list[int], fresh: list[int]) -> list[int]:
     """Return a prompt's tokens that begin with as many known tokens as spell the same text.
 
-    Args:
-        tokenizer: decodes.
-        known: the previous prompt and the model's answer, as it wrote it.
-        fresh: the new prompt as the tokenizer divides it.
-
-    Returns:
-        `known[:n]` for the largest possible n, then the rest of `fresh`. Decoded, it is the text of `fresh`.
+    `known` is the previous prompt and the model's answer as it wrote it, `fresh` the new prompt as the tokenizer
+    divides it. Returns `known[:n]` for the largest possible n, then the rest of `fresh`; decoded, it is the text of
+    `fresh`.
     """
     same = common_length(known, fresh)
     start = max(0, same - ANCHOR)

@@ -292,8 +292,7 @@ class Config:
     def warnings(self, distills: bool = False) -> list[str]:
         """Return warnings about settings that work but are easily overlooked: a quantised model is another model.
 
-        Args:
-            distills: whether the model also writes the data (`medusa distill`).
+        `distills` says whether the model also writes the data (`medusa distill`).
         """
         if self.model.quantization == "none":
             return []

@@ -50,15 +50,10 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 def setting(default: Any, meaning: str, source: str = "", within: Range | None = None) -> Any:
-    """Declare a field of a settings dataclass.
+    """Declare a field of a settings dataclass: its default, meaning and source, and the values that it takes.
 
-    For example `count: int = setting(5, "how many", "B.2", at_least(1))`.
-
-    Args:
-        default: REQUIRED if there is none; a type stands for a new object of it each time.
-        meaning: what the setting does.
-        source: where the default comes from: a section of the paper, or another source.
-        within: the values that the setting takes.
+    The default is REQUIRED if there is none; a type stands for a new object of it each time. The source is a section of
+    the paper, or other words on where the default comes from.
     """
     said = {"meaning": meaning, "source": source, "within": within}
     if isinstance(default, type):
@@ -136,12 +131,10 @@ def _parse(text: str) -> Any:
 
 
 def _check_node(node: Any, path: str, sizes: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Return how many values and levels a node stands for; refuse too many, repeated keys, and loops.
+    """Return how many values and levels a node of `yaml.compose` stands for; refuse too many, repeated keys, and loops.
 
-    Args:
-        node: of `yaml.compose`; an alias is the very node that it stands for.
-        path: of the node.
-        sizes: results by the nodes' ids, so that each is visited once; None during the visit.
+    `sizes` has the results by the nodes' ids, so that each is visited once; None during the visit. An alias is the very
+    node that it stands for.
     """
     if id(node) in sizes:
         size = sizes[id(node)]
@@ -198,12 +191,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def build(kind: type[T], values: Any, path: str = "") -> T:
-    """Make a settings dataclass from a mapping, and nested ones from the mappings in it.
-
-    Args:
-        kind: the dataclass.
-        values: the mapping, as YAML gives it.
-        path: of the keys above it.
+    """Make a settings dataclass from a mapping, as YAML gives it, and nested ones from the mappings in it.
 
     Raises:
         ValueError: not a mapping, an unknown key, a missing one. (Types and ranges: `check`.)
@@ -234,12 +222,7 @@ def _convert(value: Any, hint: Any, path: str) -> Any:
 
 
 def check(value: Any, hint: Any = None, path: str = "") -> None:
-    """Raise unless a value has its type and every field in it its type and range.
-
-    Args:
-        value: a settings dataclass, or the value of a field.
-        hint: the type; None for the value's own.
-        path: of the value.
+    """Raise unless a value has its type (`hint`, or its own) and every field in it its type and range.
 
     Raises:
         ValueError: names the key's path, what was expected and what was received.

@@ -1,6 +1,6 @@
 """Conversations as token ids, and which of those tokens the assistant wrote.
 
-The spans of the assistant's turns in the rendered text come from the template's `{% generation %}` blocks if it has any.
+The spans of the assistant's turns in the text come from the template's `{% generation %}` blocks if it has any.
 Otherwise the answer is what the prefix with the answer adds to the prefix with the generation prompt. Text before and
 after a turn is never learnt, nor is white space after an end-of-turn token.
 

@@ -27,12 +27,8 @@ OVERLONG = ("truncate", "drop", "split")
 def fit(examples: Iterable[Example], length: int, report: Report, overlong: str = "truncate") -> Iterator[Example]:
     """Yield examples of at most `length` tokens that have something to learn.
 
-    Args:
-        examples: of any length.
-        length: tokens per row.
-        report: notes what was cut or dropped.
-        overlong: what happens to longer conversations: "truncate" keeps their first `length` tokens, "drop" leaves them
-            out, and "split" cuts them into pieces that do not see each other. Texts are always split.
+    Of longer conversations `overlong` "truncate" keeps the first `length` tokens, "drop" leaves them out, and "split"
+    cuts them into pieces that do not see each other. Texts are always split. The report notes what was cut or dropped.
 
     Raises:
         ValueError: another `overlong`, or a length below 2.
@@ -136,11 +132,7 @@ def _fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[str, Any]:
-    """Stack rows, and add the lengths with which flash-attn keeps conversations apart.
-
-    Args:
-        rows: of a `PackedDataset`, on the CPU.
-        attention: transformers' name of the implementation.
+    """Stack rows on the CPU, and add the lengths with which flash-attn keeps conversations apart.
 
     Returns:
         `input_ids`, `labels`, `position_ids`: int64 [B, length]. For flash-attn also `cu_seq_lens_q`, `cu_seq_lens_k`

@@ -244,14 +244,7 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
 
 
 def parse_turn(turn: Any, number: int, role_key: str, content_key: str, may_be_empty: bool = False) -> dict[str, str]:
-    """Return a turn's role and content.
-
-    Args:
-        turn: as the record has it.
-        number: of the turn, for messages.
-        role_key: of its role.
-        content_key: of its content, a text or a list of texts.
-        may_be_empty: whether the content may be.
+    """Return a turn's role and content (a text, or a list of texts), which the record has under these keys.
 
     Raises:
         BadRecordError: it has no known role, or no content.

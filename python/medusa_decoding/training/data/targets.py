@@ -137,10 +137,8 @@ def check_ids(name: str, tensor: Tensor, size: int) -> None:
 def most_frequent_tokens(counts: Mapping[int, int], size: int, always: Iterable[int] = ()) -> Tensor:
     """Return a trimmed vocabulary, the `token_map` of heads: the tokens seen most often, the most frequent first.
 
-    Args:
-        counts: how often each token id was seen, 0 if it is missing. Of equal counts the lower id comes first.
-        size: V', the number of tokens, at most V.
-        always: ids that are always included, such as end-of-text and other special tokens.
+    `counts` says how often each token id was seen; of equal counts the lower id comes first. The ids in `always` (such
+    as end-of-text) are always included.
 
     Returns:
         int64 [size].

@@ -19,16 +19,10 @@ from medusa_decoding.files import parse_json, read_json_object, write_json
 
 
 class RecordFile:
-    """A file of generated records.
-
-    Args:
-        path: of the records; its folder is made.
-        settings: what they are made with, as JSON.
-        resume: continue the file of a stopped run; otherwise there must be none.
+    """A file of records generated with some settings; its folder is made.
 
     Attributes:
-        path: as given.
-        earlier: the records of earlier runs without their tokens.
+        earlier: the records of the earlier runs that this one continues (`resume`), without their tokens.
 
     Raises:
         ValueError: there are records and `resume` is not set; their settings differ; a damaged file.

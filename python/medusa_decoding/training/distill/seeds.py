@@ -23,14 +23,7 @@ _PROBES = (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}")
 
 
 class Seed:
-    """A seed record that is being answered.
-
-    Args:
-        number: of the seed, from 0.
-        record: a conversation with a user turn, or a text.
-        encoder: renders and tokenizes; its `turns` decides how.
-        settings: how many turns, how long a text's prompt.
-        length: most tokens of a record.
+    """A seed record, a conversation with a user turn or a text, that is being answered.
 
     Attributes:
         number, record: as given.
@@ -83,12 +76,7 @@ class Seed:
         return len(self._spans)
 
     def take(self, answer: Sequence[int], ends: Collection[int]) -> None:
-        """Add the answer to the prompt, and make the next prompt if there is one.
-
-        Args:
-            answer: its tokens, with the end token if it has one.
-            ends: token ids that end an answer.
-        """
+        """Add the tokens of an answer to the prompt, and make the next prompt if there is one; `ends` end an answer."""
         ids = [*self.prompt, *answer]
         closed = bool(answer) and answer[-1] in ends
         span, self.prompt = (len(self.prompt), len(ids)), []
@@ -144,14 +132,7 @@ class Seed:
         The further prompt's tokens are those of the previous prompt, those of the answer as the model wrote them, and
         the ones returned, which begin with the answer's end token. This holds if the template keeps the earlier text
         and the answer (except white space around it), and goes on with a special token: no tokenizer joins text across
-        one.
-
-        Args:
-            answer: the answer's text without the end token.
-            messages: all messages so far, with that answer and a further user turn at the end.
-
-        Raises:
-            BadRecordError: it does not hold, or the template refuses the messages.
+        one. Raises `BadRecordError` if it does not hold.
         """
         text, whole = self._encoder.prompt(messages)
         if not text.startswith(self._text):

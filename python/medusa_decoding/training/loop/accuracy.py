@@ -88,13 +88,7 @@ class HeadAccuracy:
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of held-out data.
-
-    Attributes:
-        accuracy: of the heads.
-        model_loss: of the model itself, in nats per token.
-        model_top1: its next-token accuracy.
-    """
+    """Figures of held-out data: accuracy of the heads, and the model's own loss in nats per token and accuracy."""
 
     accuracy: HeadAccuracy
     model_loss: float

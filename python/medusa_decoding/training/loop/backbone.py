@@ -20,15 +20,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class TrainingBackbone:
-    """A causal language model, with or without an adapter.
-
-    Args:
-        causal: as transformers loads it.
-        lora: peft's wrapper around it, or None.
-
-    Attributes:
-        causal, lora: as given.
-    """
+    """A causal language model as transformers loads it, with or without peft's wrapper (`lora`) around it."""
 
     def __init__(self, causal: Any, lora: Any = None) -> None:
         self.causal = causal
@@ -38,9 +30,7 @@ class TrainingBackbone:
     def load(cls, config: Config, device: torch.device) -> TrainingBackbone:
         """Load the model of a configuration, frozen except for an adapter or weights that the run trains.
 
-        Args:
-            config: of the run.
-            device: of the model; on "meta" it has shapes only, and its weights are not read.
+        On the device "meta" it has shapes only, and its weights are not read.
 
         Raises:
             ValueError: no such model, a dtype that cannot be trained in, or an adapter that the model cannot take.

@@ -73,14 +73,7 @@ def check_plotting() -> None:
 
 
 def write_card(folder: str | Path, facts: CardFacts) -> Path:
-    """Write README.md and accuracy.png into a folder, each of them completely or not at all.
-
-    Args:
-        folder: of the trained heads; it must exist.
-        facts: content of the card.
-
-    Returns:
-        The card's path.
+    """Write README.md and accuracy.png into an existing folder, each completely or not at all; return the card's path.
 
     Raises:
         ValueError: no such folder.
@@ -106,6 +99,7 @@ def card_text(facts: CardFacts) -> str:
         use = "Use them with that model only."
     else:
         use = f"The model was trained too: use them with the trained one, `{facts.trained_model}`, only."
+    made = {**facts.versions, "machine": facts.machine}
     sections = [
         _front_matter(config),
         f"# Medusa heads for {escaped(_shown_name(config.model.name))}",
@@ -117,9 +111,7 @@ def card_text(facts: CardFacts) -> str:
         *_training(facts),
         *_settings(config),
         "## Made with",
-        _table(
-            ["", "version"], [*facts.versions.items(), *([] if facts.machine is None else [("machine", facts.machine)])]
-        ),
+        _table(["", "version"], [(name, version) for name, version in made.items() if version is not None]),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 

@@ -105,12 +105,9 @@ def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHead
 
 
 def fake_quant(projections: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
-    """Round projections in place to the values that they have once they are stored in 8 bits.
+    """Round projections, floats [K, V', H], in place to the values that they have once they are stored in 8 bits.
 
-    Args:
-        projections: [K, V', H] floats; K may be 0.
-        storage: "int8" or "fp8".
-        dtype: that they are converted to before they are stored.
+    Before that they are converted to `dtype`. K may be 0.
     """
     for weight in projections.detach():
         # One head at a time: there may be no memory for a second set of all heads at the end of a run.

@@ -43,15 +43,9 @@ class Normalisers:
 
 
 class Objective(nn.Module):
-    """The loss of a batch.
-
-    Args:
-        backbone: the model; its weights are this module's too.
-        heads: the heads, in float32.
-        config: of the run.
+    """The loss of a batch, as a module of the heads and the model (whose weights are this module's too).
 
     Attributes:
-        heads, model: the submodules.
         joint: whether the backbone (its adapter) is trained now too.
     """
 

@@ -26,13 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process and its relation to the others of the run.
+    """This process, its rank from 0, and its relation to the others of the run.
 
-    Attributes:
-        rank: number of this process, from 0.
-        size: number of processes.
-        device: of this process.
-        sharded: whether weights are divided over the processes.
+    `sharded` says whether weights are divided over the processes.
     """
 
     rank: int

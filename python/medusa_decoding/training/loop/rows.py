@@ -35,10 +35,7 @@ class Rows:
 def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> Rows:
     """Read, encode, split and pack the data of a configuration.
 
-    Args:
-        config: of the run.
-        tokenizer: of the model.
-        vocab_size: of the model, which bounds the ids of tokenized records; None for the tokenizer's.
+    The model's vocabulary size bounds the ids of tokenized records; without it, the tokenizer's does.
 
     Raises:
         ValueError: unreadable data, too many bad records, or nothing to learn.

@@ -32,13 +32,7 @@ WEIGHTS, OPTIMISER, STATE = "weights.pt", "optimiser.pt", "state.json"
 
 
 class Checkpoints:
-    """The checkpoints of a run.
-
-    Args:
-        folder: of the checkpoints.
-        keep: how many to keep.
-        processes: those of the run; all of them call `save`.
-    """
+    """The last checkpoints of a run, as many as it is to `keep`; all processes call `save`."""
 
     def __init__(self, folder: Path, keep: int, processes: Processes) -> None:
         self.folder, self.keep, self.processes = folder, keep, processes
@@ -58,13 +52,10 @@ class Checkpoints:
     def save(
         self, step: int, state: Mapping[str, Any], weights: Mapping[str, Any], optimiser: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint; older ones go once it is complete.
+        """Write a checkpoint after a step of the whole run; older ones go once it is complete.
 
-        Args:
-            step: of the whole run.
-            state: values that JSON can hold.
-            weights: tensors by name, in the main process.
-            optimiser: the state of optimiser and schedule, in the main process.
+        The main process gives the weights by name, and the state of optimiser and schedule. `state` has values for
+        JSON.
 
         Raises:
             OSError: it could not be written (a full disk, say). Earlier checkpoints stay, and the newest is named.

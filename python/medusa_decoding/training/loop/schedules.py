@@ -23,10 +23,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return an optimiser's groups: the heads at `heads_factor` times the rate of the backbone (2.2.2, B.2).
 
-    Args:
-        heads: their trainable parameters.
-        backbone: (name, parameter) of the backbone or its adapter; those that are not trainable are left out.
-        config: for rates and weight decay. Biases and vectors do not decay.
+    Only trainable parameters are in them. Biases and vectors do not decay.
 
     Returns:
         Dictionaries of `params`, `lr`, `weight_decay` and `name`, none of them empty.
@@ -126,12 +123,9 @@ def lambda_0(step: int, total_steps: int, value: float, schedule: str = "constan
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run with an optimiser and schedules of its own.
+    """A part of a run, "heads" or "joint", with an optimiser and schedules of its own.
 
-    Attributes:
-        name: "heads" or "joint".
-        steps: optimiser steps.
-        trains_backbone: whether the backbone (its adapter) is trained too.
+    It `trains_backbone` (or its adapter), or the heads alone.
     """
 
     name: str
@@ -142,9 +136,7 @@ class Stage:
 def stages(config: Config, rows: int) -> list[Stage]:
     """Return the stages of a run in order (2.2.2): heads alone, then heads and backbone; one of them or both.
 
-    Args:
-        config: of the run.
-        rows: number of training rows; the last, smaller batch of an epoch counts as a step.
+    The last, smaller batch of an epoch's rows counts as a step.
 
     Raises:
         ValueError: a stage with fewer steps than its warm-up needs.
@@ -169,14 +161,9 @@ def stages(config: Config, rows: int) -> list[Stage]:
 
 @dataclass
 class Progress:
-    """The point that a run has reached.
+    """The point that a run has reached: number of the stage, steps done in this stage, and in the whole run.
 
-    Attributes:
-        stage: number of the stage.
-        step: steps done in this stage.
-        done: steps done in the whole run.
-        tokens: tokens trained on, including padding.
-        seconds: spent in steps.
+    Also the tokens trained on, including padding, and the seconds spent in steps.
     """
 
     stage: int = 0

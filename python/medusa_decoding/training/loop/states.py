@@ -35,14 +35,9 @@ def fingerprint(rows: PackedDataset, settings: Mapping[str, Any]) -> str:
 
 
 class StateCache:
-    """States [length, H] of rows in a folder.
+    """States [length, H] of rows in a folder, which is made if it is missing.
 
-    Args:
-        folder: made if it is missing.
-        key: see `fingerprint`.
-        shape: rows, length, H.
-        dtype: of the states.
-        processes: those of the run.
+    The key is a `fingerprint`, the shape (rows, length, H).
 
     Raises:
         ValueError: a folder with the states of other rows or of another model, or with damaged files.
@@ -68,14 +63,9 @@ class StateCache:
         self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)
 
     def get(self, rows: Sequence[int], pinned: bool = False) -> Tensor | None:
-        """Return the states of rows, or None if one of them is not there yet.
+        """Return the states of rows, a copy [B, length, H] on the CPU, or None if one of them is not there yet.
 
-        Args:
-            rows: B numbers of rows.
-            pinned: read them into pinned memory, so that the copy to a GPU overlaps with the host's work.
-
-        Returns:
-            A copy, [B, length, H] on the CPU, in the cache's dtype.
+        From pinned memory, the copy to a GPU overlaps with the host's work.
 
         Raises:
             ValueError: states that are not finite: the file is damaged.

@@ -54,17 +54,9 @@ from medusa_decoding.training.loss.chunked import TOP
 
 @dataclass
 class Trainer:
-    """Trains heads, and also the backbone's adapter or weights if the method says so.
+    """Trains heads (in float32), and also the backbone's adapter or weights if the method says so.
 
-    Args:
-        config: of the run.
-        backbone: the model.
-        heads: in float32, on the model's device.
-        rows: to train on.
-        held_out: to measure on, or None.
-        processes: those of the run.
-        states: cache of hidden states, or None.
-        watchers: receive each line of the log, in the main process.
+    Measures on the rows `held_out`, if any. The watchers receive each line of the log in the main process.
     """
 
     config: Config

@@ -154,14 +154,8 @@ class _Chunked(torch.autograd.Function):
 class CrossEntropy:
     """The cross-entropy of each head with its targets, -log softmax(logits)[target], and the heads' accuracies.
 
-    Args:
-        targets: int64 [K, T], rows of the projection; IGNORE for none.
-        top: hits are counted for n from 1 to this; 0 for none.
-        dtype: of the sums.
-
-    Attributes:
-        sums: [K], the summed losses.
-        hits: int64 [K, top], targets among the top n candidates. Of equal logits the lower row goes first.
+    A `Criterion` for targets int64 [K, T], rows of the projection or IGNORE. Hits are counted for the top 1 to `top`
+    candidates (0: none). Of equal logits the lower row goes first.
     """
 
     def __init__(self, targets: Tensor, top: int, dtype: torch.dtype) -> None:

@@ -125,16 +125,9 @@ def distillation_loss(
 
 
 class Divergence:
-    """KL(teacher || student) between the distributions of two projections at the same positions.
+    """KL(teacher || student) in nats between the distributions of two projections at the same positions.
 
-    Args:
-        teacher: the teacher's projection; gets no gradient.
-        states: [T, H] of the teacher.
-        dtype: of the sums.
-
-    Attributes:
-        sums: [1] the summed divergence in nats.
-        hits: int64 [1, 0].
+    The teacher's projection gets no gradient; `states` [T, H] are the teacher's. A `Criterion` without hits.
     """
 
     def __init__(self, teacher: Projection, states: Tensor, dtype: torch.dtype) -> None:
