@@ -1,9 +1,9 @@
 """Training Medusa heads (Medusa paper, sections 2.2, 2.3.2 and B).
 
     records -> examples -> rows     -> hidden states -> loss         -> step    -> checkpoints -> results
-    data/      data/       loop/rows   loop/backbone    loop/objective  loop/trainer  loop/saving   loop/writing
+    data/      data/       loop/rows   loop/backbone    loop/objective  loop/trainer  loop/saving   loop/run
 
-`loss/` has one module per loss, `config` every setting with its source, and `loop/run` is a whole run, which
+`loss/` has the losses, `config` every setting with its source, and `loop/run` is a whole run, which
 `train(Config.read(FILE))` starts.
 """
 
