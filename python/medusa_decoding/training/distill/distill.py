@@ -44,19 +44,13 @@ class GenerationReport:
     """Counts of what has been generated.
 
     Attributes:
-        seeds: seeds read.
-        left_out: seeds without a record, by reason.
-        examples: the first of these as (where, reason).
+        left_out: seeds without a record, by reason; `examples` has the first of these as (where, reason).
         answered: seeds whose records are all in the file.
-        records: records in the file.
-        before: how many of these earlier runs wrote.
-        answers: answers in the records.
+        before: how many of the records earlier runs wrote.
         cut: answers without an end token, cut off by `max_new_tokens` or the length.
         ended: records of seeds with unanswered turns, by reason.
         tokens: learnt tokens in the records, all written by the model.
-        new_tokens: tokens that this run wrote.
-        steps: decode steps of this run, counted per row.
-        seconds: time that this run spent generating.
+        new_tokens, steps, seconds: of this run; decode steps are counted per row.
     """
 
     seeds: int = 0
@@ -234,7 +228,8 @@ def _answers(
     lengths = [len(prompt) for prompt in prompts]
     limits = decoding.limits_from_config(config, lengths, width, model.backbone.context_limit)
     budgets = [min(settings.max_new_tokens, seed.room) for seed in seeds]
-    numbers = [_answer_seed(settings.seed, seed.number, seed.answered) for seed in seeds]
+    names = (f"{settings.seed} {seed.number} {seed.answered}".encode() for seed in seeds)
+    numbers = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") for name in names]
     request = Request(ids, prompts, config, dataclasses.replace(limits, budgets=budgets), seed=numbers)
     start = time.perf_counter()
     output = model.run(request)
@@ -244,12 +239,6 @@ def _answers(
     report.steps += output.steps
     report._stepped += sum(output.new_tokens) - len(new)
     return new
-
-
-def _answer_seed(seed: int, record: int, turn: int) -> int:
-    """Return the 64-bit seed of one answer."""
-    digest = hashlib.blake2b(f"{seed} {record} {turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def _settings(

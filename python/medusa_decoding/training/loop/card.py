@@ -36,17 +36,10 @@ class CardFacts:
     """The content of a card.
 
     Attributes:
-        config: of the run.
-        report: of reading the training data.
-        train_records, held_out_records: sound records on each side of the split.
         accuracy: of the heads, as they are stored, on the held-out data's text; its totals are 0 without such data.
-        losses: (step, training loss), in order; steps count over all stages.
-        steps: optimiser steps of all stages.
-        seconds: spent in them.
+        losses: (step, training loss), in order; steps count over all stages, as `steps` does.
         held_out_report: of reading `data.held_out`, or None without it.
         tokens: of training data, learnt or not, or None if unknown.
-        versions: library to version.
-        machine: that the run used, or None.
         generated: for each data file that a model has written, by path: the settings of that (`record_file.asked_of`).
         trained_model: folder of the trained backbone, or of its adapter, which the heads need; None if it was frozen.
     """

@@ -171,12 +171,6 @@ class Processes:
         on_gpu = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=on_gpu, broadcast_buffers=False, init_sync=False)
 
-    def divide_again(self, module: nn.Module) -> None:
-        """Divide the weights again that a forward pass without a backward pass has gathered."""
-        if self.sharded:
-            sharded: Any = module
-            sharded.reshard()
-
     def optimiser_state(self, module: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the whole state of an optimiser of the module, in the main process; all processes must call."""
         if not self.sharded:

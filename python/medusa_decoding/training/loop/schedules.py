@@ -77,10 +77,6 @@ def make_optimiser(groups: list[dict[str, Any]], config: Config) -> torch.optim.
     return found
 
 
-_SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
-"""Our names of schedules -> transformers' names."""
-
-
 def learning_rates(
     optimizer: torch.optim.Optimizer, warmup_steps: int, total_steps: int, schedule: str = "cosine"
 ) -> torch.optim.lr_scheduler.LambdaLR:
@@ -95,10 +91,11 @@ def learning_rates(
     """
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"warmup_steps: expected from 0 to below the {total_steps} steps in all, got {warmup_steps}")
-    if schedule not in _SCHEDULES:
+    if schedule not in ("cosine", "linear", "constant"):
         raise ValueError(f"schedule: expected 'cosine', 'linear' or 'constant', got {schedule!r}")
+    name = "constant_with_warmup" if schedule == "constant" else schedule
     rates: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
-        _SCHEDULES[schedule], optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps
+        name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps
     )
     return rates
 

@@ -264,7 +264,9 @@ class Trainer:
         with torch.no_grad(), self._precision():
             for numbers in self._micro_batches(list(range(len(rows)))):
                 _accumulate(sums, self.objective(self._batch(numbers, rows), top=TOP))
-        self.processes.divide_again(self.objective)
+        if self.processes.sharded:  # no backward pass divides the gathered weights again
+            objective: Any = self.objective
+            objective.reshard()
         sums = self._over_processes(sums)
         hits, counts, outside = (sums[f"head_{name}"].round().long() for name in ("hits", "counts", "outside"))
         accuracy = HeadAccuracy.empty(self.heads.num_heads)
