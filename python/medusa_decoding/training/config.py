@@ -309,7 +309,6 @@ class Config:
         return [f"model.quantization: {self.model.quantization} makes the quantised {words}" for words in found]
 
     def _exclusions(self) -> Iterator[tuple[str, str]]:
-        """Yield the key and what is expected there, for each setting that others exclude."""
         model, data, heads, lora, loss = self.model, self.data, self.heads, self.lora, self.loss
         rates, method, quantised = self.optimisation, self.method, self.model.quantization != "none"
         if method == "medusa-1":

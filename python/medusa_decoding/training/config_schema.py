@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import re
 import types
 import typing
@@ -179,7 +180,6 @@ def value_text(value: Any) -> str:
 
 
 def _settings(kind: Any) -> dict[str, tuple[Any, dataclasses.Field[Any]]]:
-    """Return the type and the field of every setting."""
     hints = typing.get_type_hints(kind)
     return {field.name: (hints[field.name], field) for field in dataclasses.fields(kind)}
 
@@ -277,6 +277,12 @@ def _is_settings(hint: Any) -> bool:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def flat(settings: Any) -> dict[str, Any]:
+    """Return the value of every setting in a tree by its key."""
+    keys = (key for key, *_ in describe(type(settings)) if "[]" not in key)
+    return {key: operator.attrgetter(key)(settings) for key in keys}
 
 
 def describe(kind: type, path: str = "") -> Iterator[tuple[str, str, str, str, str]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,21 +221,18 @@ def _training(facts: CardFacts) -> list[str]:
 
 
 def _settings(config: Config) -> list[str]:
-    stated = dataclasses.asdict(config)
-    defaults = Config.of(
-        {
-            "method": config.method,
-            "model": {"name": config.model.name},
-            "data": {"train": stated["data"]["train"]},
-            "output": {"folder": config.output.folder},
-        }
-    )
+    needed = {
+        "method": config.method,
+        "model": {"name": config.model.name},
+        "data": {"train": dataclasses.asdict(config.data)["train"]},
+        "output": {"folder": config.output.folder},
+    }
+    defaults = config_schema.flat(Config.of(needed)).values()
+    meanings = {key: meaning for key, _, _, meaning, _ in config_schema.describe(Config)}
     rows = [
-        [key, _setting(value), _setting(default), meaning]
-        for key, _, _, meaning, _ in config_schema.describe(Config)
-        if "[]" not in key and key not in _STATED
-        for value, default in [map(operator.attrgetter(key), (config, defaults))]
-        if value != default
+        [key, _setting(value), _setting(default), meanings[key]]
+        for (key, value), default in zip(config_schema.flat(config).items(), defaults, strict=True)
+        if key not in _STATED and value != default
     ]
     longest = max(map(len, re.findall("`+", config.to_yaml())), default=0)
     fence = "`" * max(3, longest + 1)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +19,11 @@ from medusa_decoding.training.loop.backbone import NAME, check_adaptable
 from medusa_decoding.training.loop.heads import given_heads
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
+
+_CHANGEABLE = [
+    f"output.{name}" for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "tensorboard", "merge")
+]
+"""Settings that a resumed run can change, next to those of `medusa distill`."""
 
 
 @contextlib.contextmanager
@@ -109,24 +112,8 @@ def _checkpoint_to_resume(config: Config, folder: Path, resume: bool) -> Path | 
         before = Config.of(config_schema.parse_yaml(str(state.get("config"))))
     except ValueError as error:
         raise damaged(newest, f"{STATE}: config: {error}") from error
-    if different := _first_difference(_fixed_settings(before), _fixed_settings(config)):
-        raise ValueError(f"{different}: expected what the run in {folder} was begun with, got another; start a new one")
+    had = config_schema.flat(before)
+    for key, value in config_schema.flat(config).items():
+        if key not in _CHANGEABLE and not key.startswith("generation.") and had[key] != value:
+            raise ValueError(f"{key}: expected what the run in {folder} was begun with, got another; start a new one")
     return newest
-
-
-def _fixed_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a resumed run cannot change."""
-    values = dataclasses.asdict(config)
-    for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "tensorboard", "merge"):
-        del values["output"][name]
-    del values["generation"]
-    return values
-
-
-def _first_difference(one: Any, other: Any, path: str = "") -> str:
-    """Return the path of the first setting that differs, "" if none does."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        for name in one:
-            if one[name] != other[name]:
-                return _first_difference(one[name], other[name], f"{path}.{name}" if path else name)
-    return path

@@ -135,13 +135,8 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
     if config.data.cache_hidden is None:
         return None
     model = config.model
-    facts = {
-        "name": model.name,
-        "revision": model.revision,
-        "quantization": model.quantization,
-        "attention": model.attention,
-        "weights": weights_fingerprint(backbone.causal),
-    }
+    facts = {name: getattr(model, name) for name in ("name", "revision", "quantization", "attention")}
+    facts["weights"] = weights_fingerprint(backbone.causal)
     shape = len(rows.train), config.data.length, int(backbone.causal.config.hidden_size)
     key = fingerprint(rows.train, facts)
     return StateCache(Path(config.data.cache_hidden), key, shape, DTYPES[model.dtype], processes)

@@ -98,7 +98,6 @@ class Checkpoints:
             raise OSError(f"{self.folder}: the checkpoint could not be written ({error}{free}); {kept}") from error
 
     def _put_in_place(self, staging: Path, step: int) -> None:
-        """Rename a complete checkpoint, and remove the oldest ones."""
         for file in staging.iterdir():
             with open(file, "rb+") as written:
                 os.fsync(written.fileno())
