@@ -34,12 +34,7 @@ class _LimitError(Exception):
 
 
 def render(template: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> tuple[str, list[tuple[int, int]]]:
-    """Render messages by a chat template.
-
-    Args:
-        template: in Jinja, with the names that transformers offers to chat templates.
-        messages: `role` and `content` each.
-        **variables: further variables of the template, such as `add_generation_prompt`.
+    """Render messages (`role` and `content` each) by a chat template in Jinja, with further variables.
 
     Returns:
         The text, and where the template's `{% generation %}` blocks are in it: pairs of start and end.

@@ -129,9 +129,7 @@ class ChatTemplate(PromptEncoder):
 
     Attributes:
         text: the template in Jinja.
-        variables: all variables of the template, the tokenizer's special tokens among them.
-        special: the tokenizer's special tokens.
-        stop: see `PromptEncoder`; only the built-in "plain" template has one.
+        variables: all variables of the template, with the tokenizer's special tokens, which `special` has too.
 
     Raises:
         ValueError: no template, or one that does not render a question; a file that cannot be read.
@@ -218,13 +216,10 @@ class ChatTemplate(PromptEncoder):
 
 
 def prompt_encoder(tokenizer: Any, template: str | None, eos: Collection[int]) -> PromptEncoder:
-    """Return what encodes a model's prompts.
+    """Return what encodes a model's prompts; `eos` are the model's tokens that end a text.
 
-    Args:
-        tokenizer: of the base model.
-        template: a file with a Jinja template, "vicuna", "plain", or None for the tokenizer's own template; a tokenizer
-            without one encodes plain text.
-        eos: the model's tokens that end a text.
+    The template is a file in Jinja, "vicuna", "plain", or None for the tokenizer's own; a tokenizer without one encodes
+    plain text.
 
     Raises:
         ValueError: as `ChatTemplate`.

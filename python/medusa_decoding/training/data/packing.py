@@ -56,13 +56,8 @@ def fit(examples: Iterable[Example], length: int, report: Report, overlong: str 
 class PackedDataset(Dataset[dict[str, Tensor]]):
     """Rows of `length` tokens. The same examples give the same rows; shuffle them with a sampler.
 
-    The longest example goes first, each into the row with the least room that is large enough.
-
-    Args:
-        examples: of at most `length` tokens.
-        length: tokens per row.
-        pad_token_id: fills the ends of rows; any id, because it is neither seen nor learnt.
-        pack: several examples per row; otherwise one.
+    The longest example goes first, each into the row with the least room that is large enough; without `pack`, each has
+    a row of its own. The ends of rows are filled with `pad_token_id`, which is neither seen nor learnt.
 
     Attributes:
         rows: the examples of each row, by number.

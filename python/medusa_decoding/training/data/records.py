@@ -135,17 +135,11 @@ def read_records(
     limit: int | None = None,
     seeds: bool = False,
 ) -> Iterator[Record]:
-    """Yield the good records of all sources, in order.
+    """Yield the good records of all sources in order, at most `limit`. The caller calls `Report.check` at the end.
 
     Assistant turns before the first user turn are dropped, because they answer nothing, and turns after the last
-    assistant turn, because they teach nothing. Seeds need no assistant turn, as a model will answer their user turns.
-
-    Args:
-        sources: what to read.
-        report: notes bad records; the caller calls `Report.check` once all are read.
-        system: a system message for conversations that have none.
-        limit: stop after this many good records.
-        seeds: keep all turns from the first user turn on, and accept conversations without an answer.
+    assistant turn, because they teach nothing. Seeds need no assistant turn, and keep all turns from the first user
+    turn on, as a model will answer their user turns. Conversations without a system message get `system`.
 
     Raises:
         ValueError: a source that does not exist, holds no files, or cannot be read as a whole.

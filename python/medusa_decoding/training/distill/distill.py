@@ -134,19 +134,10 @@ def generate_records(
     Tokens are drawn from the model's distribution at the temperature and top_p of the settings. Other settings are
     those of the model's own generation config. An answer ends with one of that config's end tokens or the template's.
 
-    Args:
-        model: with or without heads.
-        tokenizer: of the model.
-        seeds: conversations, whose answers are dropped, and texts, whose first tokens are continued.
-        settings: of the generation.
-        out: the file to append to, see `record_file`.
-        template: see `ChatEncoder`.
-        turns: "joint" for one record per seed; "each" for one record per answer, with prompts that are rendered anew.
-        arguments: further variables of the template.
-        length: most tokens of a record; None for the model's context.
-        resume: continue a stopped run.
-        asked: kept with the report, for `record_file.finished`.
-        progress: called with the report so far after each batch of answers.
+    Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With `turns="each"`
+    there is one record per answer, with prompts that are rendered anew. A record has at most `length` tokens (None: the
+    model's context). `asked` is kept with the report, for `record_file.finished`; `progress` is called with the report
+    so far after each batch of answers. See `ChatEncoder` for the template and its arguments.
 
     Returns:
         The final report, which is also written next to the file.

@@ -14,14 +14,10 @@ from medusa_decoding.training.data import records as data
 
 @dataclass(frozen=True)
 class Rows:
-    """The data of a run.
+    """The data of a run: packed rows to train on and to measure on, and the reports of reading them.
 
-    Attributes:
-        train, held_out: packed rows to train on and to measure on; the latter may be None.
-        report: of reading the training data.
-        held_out_report: of reading `data.held_out`, or None without it.
-        records: number of training and of held-out records.
-        frequencies: how often each token is learnt in the training data.
+    `held_out_report` is None without `data.held_out`. `records` are the numbers of training and of held-out records.
+    `frequencies` says how often each token is learnt in the training data.
     """
 
     train: packing.PackedDataset

@@ -41,11 +41,7 @@ class Loss:
 
 
 class Criterion(Protocol):
-    """The loss of a chunk's logits.
-
-    Attributes:
-        sums, hits: so far; see `Loss`.
-    """
+    """The loss of a chunk's logits, with the `sums` and `hits` so far; see `Loss`."""
 
     sums: Tensor
     hits: Tensor
