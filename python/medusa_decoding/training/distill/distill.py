@@ -29,14 +29,13 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
-from medusa_decoding.training.data.records import BadRecordError, Record
+from medusa_decoding.training.data.records import EXAMPLES, BadRecordError, Record
 from medusa_decoding.training.distill.record_file import RecordFile
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.trees.tree import Tree
 
 WINDOW = 32
 """How many batches of seeds are sorted at a time, so that a batch has prompts of similar length."""
-_EXAMPLES = 20
 
 
 @dataclass
@@ -100,7 +99,7 @@ class GenerationReport:
     def reject(self, where: str, reason: str) -> None:
         """Count a seed without a record."""
         self.left_out[reason] += 1
-        if len(self.examples) < _EXAMPLES:
+        if len(self.examples) < EXAMPLES:
             self.examples.append((where, reason))
 
     def add(self, record: Mapping[str, Any]) -> None:
