@@ -181,8 +181,8 @@ def _data(facts: CardFacts) -> list[str]:
             bad = report.bad.total()
             end = ", because of:" if bad else "."
             found.append(f"{prefix}{report.read} records read, {bad} of them left out{end}")
-            for header, counts in ((["reason", "records"], report.bad), (["noted", "times"], report.notes)):
-                found.append(_table(header, sorted(counts.items(), key=lambda item: (-item[1], item[0]))))
+            for header, reasons in ((["reason", "records"], report.bad), (["noted", "times"], report.notes)):
+                found.append(_table(header, sorted(reasons.items(), key=lambda item: (-item[1], item[0]))))
     return found
 
 
