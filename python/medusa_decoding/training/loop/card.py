@@ -182,7 +182,8 @@ def _data(facts: CardFacts) -> list[str]:
             end = ", because of:" if bad else "."
             found.append(f"{prefix}{report.read} records read, {bad} of them left out{end}")
             for header, reasons in ((["reason", "records"], report.bad), (["noted", "times"], report.notes)):
-                found.append(_table(header, sorted(reasons.items(), key=lambda item: (-item[1], item[0]))))
+                by_count = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+                found.append(_table(header, by_count))
     return found
 
 
