@@ -14,6 +14,8 @@ import torch
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, pretrained
 from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.evaluation.prompts import TURNS
+from medusa_decoding.evaluation.run import PROMPT_TOKENS
 from medusa_decoding.generation.selectors import ACCEPTANCES
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
@@ -35,15 +37,11 @@ def text(value: str) -> str:
 
 def at_least_one(text: str) -> int:
     """Parse a count of at least 1."""
-    return _whole(text, 1)
+    return at_least_zero(text, 1)
 
 
-def at_least_zero(text: str) -> int:
-    """Parse a count of at least 0."""
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
+def at_least_zero(text: str, least: int = 0) -> int:
+    """Parse a count of at least 0, or of at least `least`."""
     try:
         value = int(text)
     except ValueError as error:
@@ -73,6 +71,11 @@ share = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 share_or_none = number("from 0 to 1", lambda value: 0 <= value <= 1)
 proper_share = number("above 0 and below 1", lambda value: 0 < value < 1)
 factor = number("above 0", lambda value: 0 < value < math.inf)
+
+
+def counts(text: str) -> list[int]:
+    """Parse counts of at least 1, separated by commas."""
+    return [at_least_one(part) for part in text.split(",")]
 
 
 def tree(text: str) -> Tree | Literal["auto"]:
@@ -118,42 +121,70 @@ def _shape(text: str) -> Tree:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def add_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    name: str,
+    parse: Callable[[str], Any],
+    words: str,
+    default: Any = None,
+) -> None:
+    """Add an option that takes one value.
+
+    Args:
+        parser: gets the option.
+        name: flag and metavariable, as in "--limit N".
+        parse: turns text into the value.
+        words: the help, without the default, which is added unless it is None.
+        default: the value if the option is not given.
+    """
+    flag, metavar = name.split()
+    if default is not None:
+        words += f" (default: {','.join(map(str, default)) if isinstance(default, (list, tuple)) else default})"
+    parser.add_argument(flag, type=parse, metavar=metavar, default=default, help=words)
+
+
 def add_model(parser: argparse.ArgumentParser, default: str = "the embedded demo checkpoint") -> None:
     """Add the arguments that name the model, its dtype and its device."""
-    parser.add_argument("--model", metavar="HEADS", help=f"folder or hub id of the heads (default: {default})")
-    parser.add_argument(
-        "--base-model", metavar="BASE", help="folder or hub id of the base model (default: the one the heads name)"
-    )
+    add_option(parser, "--model HEADS", str, f"folder or hub id of the heads (default: {default})")
+    add_option(parser, "--base-model BASE", str, "folder or hub id of the base model (default: the one the heads name)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's; float32 on a CPU)"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
 
 
+def add_prompts(parser: argparse.ArgumentParser, prompt_tokens: bool = True) -> None:
+    """Add `--prompts`, `--limit`, `--turns` and, if wanted, `--prompt-tokens`."""
+    words = "files, folders or hub names; a prompt's category is its own, or else its file's name"
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help=words)
+    add_option(parser, "--limit N", at_least_one, "first N prompts per category (default: all)")
+    add_option(parser, "--turns N", at_least_one, "at most N turns per prompt", TURNS)
+    if prompt_tokens:
+        words = "of a plain text, the first N tokens are the prompt"
+        add_option(parser, "--prompt-tokens N", at_least_one, words, PROMPT_TOKENS)
+
+
+def add_backend(parser: argparse.ArgumentParser, words: str = "how steps run, as in medusa generate") -> None:
+    """Add `--backend`."""
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help=words)
+
+
 def add_decoding(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     """Add the arguments of decoding; `new_tokens` is the default limit."""
-    parser.add_argument(
-        "--max-new-tokens",
-        type=at_least_one,
-        default=new_tokens,
-        metavar="N",
-        help=f"new tokens at most (default: {new_tokens})",
+    add_option(parser, "--max-new-tokens N", at_least_one, "new tokens at most", new_tokens)
+    add_option(
+        parser,
+        "--tree TREE",
+        tree,
+        "a JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 verifies the 16 likeliest nodes of "
+        "each step, at most 4 deep (a third number: draft tokens per head); +lookup:8 after any of them adds a branch "
+        "of 8 tokens copied from the text; auto picks a tree for each step from measured step times and acceptance "
+        "(default: the checkpoint's)",
     )
-    parser.add_argument(
-        "--tree",
-        type=tree,
-        metavar="TREE",
-        help="a JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 verifies the 16 likeliest "
-        "nodes of each step, at most 4 deep (a third number: draft tokens per head); +lookup:8 after any of them adds "
-        "a branch of 8 tokens copied from the text; auto picks a tree for each step from measured step times and "
-        "acceptance (default: the checkpoint's)",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default="auto",
-        help="how steps run: eager; compiled: through torch.compile (takes seconds; needs a C++ compiler on a CPU); "
-        "graph: as a captured CUDA graph; auto: graph on CUDA, else eager (default)",
+    add_backend(
+        parser,
+        "how steps run: eager; compiled: through torch.compile (takes seconds; needs a C++ compiler on a CPU); graph: "
+        "as a captured CUDA graph; auto: graph on CUDA, else eager (default)",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON, one object per line")
 
@@ -165,39 +196,17 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         "Greedy unless --temperature is above 0 or --do-sample is given.\n"
         "When sampling, settings that are not given come from the base model's generation config.",
     )
-    group.add_argument(
-        "--temperature",
-        type=temperature,
-        metavar="T",
-        help="above 0: sample at this temperature (implies --do-sample); 0: greedy, the default",
-    )
+    words = "above 0: sample at this temperature (implies --do-sample); 0: greedy, the default"
+    add_option(group, "--temperature T", temperature, words)
     group.add_argument("--do-sample", action="store_true", help="sample tokens from the model's distribution")
-    group.add_argument(
-        "--top-p", type=share, metavar="P", help="sample from the likeliest tokens whose probabilities add up to P"
-    )
-    group.add_argument("--top-k", type=at_least_zero, metavar="K", help="sample from the K likeliest tokens; 0 for all")
-    group.add_argument(
-        "--min-p",
-        type=share_or_none,
-        metavar="P",
-        help="sample from tokens at least P times as likely as the likeliest",
-    )
-    group.add_argument(
-        "--seed", type=at_least_zero, metavar="N", help="seed of sampling; the same seed gives the same text"
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=factor,
-        metavar="X",
-        help="above 1: makes tokens that are already in the text less likely",
-    )
-    group.add_argument(
-        "--stop",
-        type=text,
-        action="append",
-        metavar="TEXT",
-        help="stop after the token that completes TEXT; may be repeated",
-    )
+    add_option(group, "--top-p P", share, "sample from the likeliest tokens whose probabilities add up to P")
+    add_option(group, "--top-k K", at_least_zero, "sample from the K likeliest tokens; 0 for all")
+    add_option(group, "--min-p P", share_or_none, "sample from tokens at least P times as likely as the likeliest")
+    add_option(group, "--seed N", at_least_zero, "seed of sampling; the same seed gives the same text")
+    words = "above 1: makes tokens that are already in the text less likely"
+    add_option(group, "--repetition-penalty X", factor, words)
+    words = "stop after the token that completes TEXT; may be repeated"
+    group.add_argument("--stop", type=text, action="append", metavar="TEXT", help=words)
     group.add_argument(
         "--acceptance",
         choices=ACCEPTANCES,
@@ -205,12 +214,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="lossless: the base model's own text (default); typical: the paper's typical acceptance, which is LOSSY: "
         "it keeps draft tokens that are likely enough, even if the model alone would write other ones",
     )
-    group.add_argument(
-        "--posterior-threshold", type=share, metavar="E", help="epsilon of typical acceptance (default: 0.09)"
-    )
-    group.add_argument(
-        "--posterior-alpha", type=proper_share, metavar="D", help="delta of typical acceptance (default: 0.3)"
-    )
+    add_option(group, "--posterior-threshold E", share, "epsilon of typical acceptance (default: 0.09)")
+    add_option(group, "--posterior-alpha D", proper_share, "delta of typical acceptance (default: 0.3)")
 
 
 SAMPLING_ONLY = ("top_p", "top_k", "min_p")
@@ -251,10 +256,11 @@ def samples(args: argparse.Namespace) -> bool:
 
 def add_template(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names a chat template."""
-    parser.add_argument(
-        "--template",
-        metavar="FILE",
-        help="a Jinja chat template to use instead of the tokenizer's; vicuna: the template of Vicuna models, as in "
+    add_option(
+        parser,
+        "--template FILE",
+        str,
+        "a Jinja chat template to use instead of the tokenizer's; vicuna: the template of Vicuna models, as in "
         "training; plain: a simple one for models without any (`User: ..`, `Assistant: ..`)",
     )
 

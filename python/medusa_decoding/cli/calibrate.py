@@ -20,9 +20,8 @@ from medusa_decoding.calibration.collect import calibrate, check_fresh, progress
 from medusa_decoding.calibration.expected import expect
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import CALIBRATION
-from medusa_decoding.cli import _arguments, _prompts
+from medusa_decoding.cli import _arguments
 from medusa_decoding.cli.tree import DRAWN, NODES, in_columns
-from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.files import only_writer
 from medusa_decoding.trees.calibration import Calibration, wilson
@@ -39,15 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # The base model writes the texts alone.
     parser.set_defaults(tree=Tree([]))
     _arguments.add_template(parser)
-    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="files, folders or hub names")
-    _prompts.add_amounts(parser)
-    parser.add_argument(
-        "--max-new-tokens",
-        type=_arguments.at_least_one,
-        default=NEW_TOKENS,
-        metavar="N",
-        help=f"per text (default: {NEW_TOKENS})",
-    )
+    _arguments.add_prompts(parser)
+    _arguments.add_option(parser, "--max-new-tokens N", _arguments.at_least_one, "per text", NEW_TOKENS)
     parser.add_argument(
         "--temperature",
         type=_arguments.temperature,
@@ -56,11 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="above 0: sample the texts, for heads that are to serve sampling (default: 0, greedy); top-k, top-p, "
         "repetition penalty and so on are those of the base model's own generation config",
     )
-    parser.add_argument(
-        "--seed", type=_arguments.at_least_zero, metavar="N", help="of sampling: the same seed, the same texts"
-    )
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {CALIBRATION} in the folder of the heads")
+    words = "of sampling: the same seed, the same texts"
+    _arguments.add_option(parser, "--seed N", _arguments.at_least_zero, words)
+    _arguments.add_backend(parser)
+    _arguments.add_option(parser, "--out FILE", Path, f"default: {CALIBRATION} in the folder of the heads")
     parser.add_argument("--resume", action="store_true", help="continue a stopped run")
     parser.add_argument("--json", action="store_true", help="print the file's content instead of tables")
 

@@ -48,9 +48,9 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     _arguments.add_model(parser, default="none: the embedded demo model continues code and cannot chat")
-    parser.add_argument("--system", type=_arguments.text, metavar="TEXT", help="system message; replaces a loaded one")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="start with the history in a JSON file")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the history to a JSON file after each answer")
+    _arguments.add_option(parser, "--system TEXT", _arguments.text, "system message; replaces a loaded one")
+    _arguments.add_option(parser, "--load FILE", Path, "start with the history in a JSON file")
+    _arguments.add_option(parser, "--save FILE", Path, "write the history to a JSON file after each answer")
     _arguments.add_template(parser)
     _arguments.add_decoding(parser, new_tokens=NEW_TOKENS)
     _arguments.add_sampling(parser)

@@ -18,39 +18,26 @@ import sys
 from pathlib import Path
 
 from medusa_decoding.checkpoints import tuning_paths
-from medusa_decoding.cli import _arguments, _prompts
+from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
 from medusa_decoding.evaluation.report import as_text
 from medusa_decoding.files import only_writer, write_text
 
 NAME = "eval"
-NEW_TOKENS = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="files, folders or hub names; a prompt's category is its own, or else its file's name",
-    )
+    _arguments.add_prompts(parser)
     parser.add_argument("--categories", nargs="+", metavar="NAME", help="only these (default: all)")
-    _prompts.add_amounts(parser)
     _arguments.add_model(parser)
     _arguments.add_template(parser)
-    _arguments.add_decoding(parser, new_tokens=NEW_TOKENS)
+    _arguments.add_decoding(parser, new_tokens=256)
     _arguments.add_sampling(parser)
-    parser.add_argument(
-        "--rounds",
-        type=_arguments.at_least_one,
-        default=1,
-        metavar="R",
-        help="times that each text is written and timed by each way (default: 1)",
-    )
+    words = "times that each text is written and timed by each way"
+    _arguments.add_option(parser, "--rounds R", _arguments.at_least_one, words, 1)
     parser.add_argument("--no-transformers", action="store_true", help="leave transformers' generate out")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures as JSON into a file as well")
+    _arguments.add_option(parser, "--out FILE.json", Path, "write the figures as JSON into a file as well")
 
 
 def run(args: argparse.Namespace) -> int:

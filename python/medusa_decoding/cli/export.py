@@ -21,7 +21,7 @@ from pathlib import Path
 
 from medusa_decoding.checkpoints import TARGETS, export
 from medusa_decoding.checkpoints.vllm import VERSIONS
-from medusa_decoding.cli import _arguments
+from medusa_decoding.cli._arguments import DTYPES, add_option
 
 __doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words in TARGETS.items())
 
@@ -29,7 +29,7 @@ __doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words i
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--model", required=True, metavar="HEADS", help="folder or hub id of the heads")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of the heads on the hub")
+    add_option(parser, "--revision REV", str, "branch, tag or commit of the heads on the hub")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to write")
     parser.add_argument("--format", required=True, choices=TARGETS, help="see above")
     parser.add_argument(
@@ -39,19 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=_arguments.DTYPES,
+        choices=DTYPES,
         help="dtype of all head weights that are not in 8 bits (default: the checkpoint's); the embedded format "
         "converts only the heads and copies the base model's files unchanged",
     )
-    parser.add_argument(
-        "--base-model",
-        metavar="BASE",
-        help="folder or hub id of the base model (default: the one the heads name); its weights are read if the "
-        "format needs them",
+    add_option(
+        parser,
+        "--base-model BASE",
+        str,
+        "folder or hub id of the base model (default: the one the heads name); its weights are read if the format "
+        "needs them",
     )
-    parser.add_argument(
-        "--base-revision", metavar="REV", help="branch, tag or commit of the base model (default: the heads')"
-    )
+    add_option(parser, "--base-revision REV", str, "branch, tag or commit of the base model (default: the heads')")
     parser.add_argument(
         "--file",
         choices=("pt", "safetensors"),
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         args.format,
         storage=args.storage,
-        dtype=_arguments.DTYPES[args.dtype] if args.dtype else None,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
         base_model=args.base_model,
         base_revision=args.base_revision,
         file=args.file,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_decoding.checkpoints.accuracies import read_accuracies
-from medusa_decoding.cli._arguments import at_least_one, factor
+from medusa_decoding.cli._arguments import add_option, at_least_one, counts, factor
 from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
 from medusa_decoding.roofline.compare_measured import compare, read_steps
 from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
@@ -38,50 +38,32 @@ from medusa_decoding.trees.plot import check_matplotlib
 MEASURED = ("cpu", "cuda")
 
 
-def counts(text: str) -> list[int]:
-    """Parse counts of at least 1, separated by commas."""
-    return [at_least_one(part) for part in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument(
-        "--model",
-        default="vicuna-7b",
-        metavar="MODEL",
-        help=f"{', '.join(SHAPES)}, or a folder or hub id with a transformers config (default: %(default)s)",
+    words = f"{', '.join(SHAPES)}, or a folder or hub id with a transformers config"
+    add_option(parser, "--model MODEL", str, words, "vicuna-7b")
+    words = f"{', '.join(DEVICES)}; cpu or cuda: measured now, in seconds; or a JSON file"
+    add_option(parser, "--device DEVICE", str, words, "a100-80")
+    add_option(parser, "--save-device FILE", Path, "write the device as JSON, to be edited")
+    add_option(parser, "--batch B,B", counts, "batch sizes", [1, 4, 16])
+    add_option(parser, "--sequence S,S", counts, "cached rows", [1024])
+    add_option(parser, "--nodes N,N", counts, "root included", [1, 16, 32, 64])
+    add_option(
+        parser,
+        "--accuracies FILE",
+        Path,
+        "JSON: for each head a list of how often each rank is right, or counts (hits, total); each size has its best "
+        "tree then (default: the paper's model, 1 + 0.477 ln n)",
     )
-    parser.add_argument(
-        "--device",
-        default="a100-80",
-        metavar="DEVICE",
-        help=f"{', '.join(DEVICES)}; cpu or cuda: measured now, in seconds; or a JSON file (default: %(default)s)",
-    )
-    parser.add_argument("--save-device", type=Path, metavar="FILE", help="write the device as JSON, to be edited")
-    parser.add_argument("--batch", type=counts, default=[1, 4, 16], metavar="B,B", help="default: 1,4,16")
-    parser.add_argument("--sequence", type=counts, default=[1024], metavar="S,S", help="cached rows (default: 1024)")
-    parser.add_argument(
-        "--nodes", type=counts, default=[1, 16, 32, 64], metavar="N,N", help="root included (default: 1,16,32,64)"
-    )
-    parser.add_argument(
-        "--accuracies",
-        type=Path,
-        metavar="FILE",
-        help="JSON: for each head a list of how often each rank is right, or counts (hits, total); each size has its "
-        "best tree then (default: the paper's model, 1 + 0.477 ln n)",
-    )
-    parser.add_argument("--heads", type=at_least_one, metavar="K", help="default: 4, or those in the accuracies")
-    parser.add_argument("--head-vocabulary", type=at_least_one, metavar="V", help="rows of a trimmed projection")
+    add_option(parser, "--heads K", at_least_one, "default: 4, or those in the accuracies")
+    add_option(parser, "--head-vocabulary V", at_least_one, "rows of a trimmed projection")
     parser.add_argument("--shared", action="store_true", help="heads project with the model's lm_head")
-    parser.add_argument("--weight-bytes", type=factor, metavar="X", help="bytes per weight, as 0.5 for 4 bits")
-    parser.add_argument(
-        "--block", action="store_true", help="the paper's simplified block, without heads, instead of a whole step"
-    )
+    add_option(parser, "--weight-bytes X", factor, "bytes per weight, as 0.5 for 4 bits")
+    words = "the paper's simplified block, without heads, instead of a whole step"
+    parser.add_argument("--block", action="store_true", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw the speedups there (needs matplotlib)")
-    parser.add_argument(
-        "--records", type=Path, metavar="FILE", help="instead: compare a benchmark's measured steps with the prediction"
-    )
+    add_option(parser, "--plot FOLDER", Path, "draw the speedups there (needs matplotlib)")
+    add_option(parser, "--records FILE", Path, "instead: compare a benchmark's measured steps with the prediction")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,8 +29,8 @@ from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
 from medusa_decoding.calibration.validate import Validation, validate
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import read_accuracies
-from medusa_decoding.cli import _arguments, _prompts
-from medusa_decoding.decode.runtime.steps import BACKENDS
+from medusa_decoding.cli import _arguments
+from medusa_decoding.cli._arguments import add_option
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.files import read_json
 from medusa_decoding.trees import plot
@@ -49,7 +49,7 @@ DRAWN = f"In brackets: {interval.WORDS}."
 
 def sizes(text: str) -> list[int]:
     """Parse tree sizes, separated by commas."""
-    found = [_arguments.at_least_one(part) for part in text.split(",")]
+    found = _arguments.counts(text)
     for size in found:
         if size > MAX_CHOICES + 1:
             raise argparse.ArgumentTypeError(f"expected at most {MAX_CHOICES + 1} nodes, got {size}")
@@ -69,29 +69,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     summary = "Draw a tree in the terminal, and as an image."
     show = actions.add_parser("show", help=summary, description=summary)
-    show.add_argument(
-        "tree",
-        type=shape,
-        metavar="TREE",
-        help="JSON file, chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8",
+    words = "JSON file, chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8"
+    show.add_argument("tree", type=shape, metavar="TREE", help=words)
+    add_option(
+        show,
+        "--accuracies FILE",
+        Path,
+        "draw likelier nodes darker: a file of `medusa calibrate` (how often whole paths are right), or accuracies as "
+        "in `medusa simulate` (as if heads were right independently)",
     )
-    show.add_argument(
-        "--accuracies",
-        type=Path,
-        metavar="FILE",
-        help="draw likelier nodes darker: a file of `medusa calibrate` (how often whole paths are right), or "
-        "accuracies as in `medusa simulate` (as if heads were right independently)",
-    )
-    show.add_argument("--width", type=_arguments.at_least_one, metavar="N", help="columns (default: the terminal's)")
-    show.add_argument("--image", type=Path, metavar="FILE", help="also draw it into a PNG, SVG or PDF")
+    add_option(show, "--width N", _arguments.at_least_one, "columns (default: the terminal's)")
+    add_option(show, "--image FILE", Path, "also draw it into a PNG, SVG or PDF")
     show.set_defaults(act=run_show)
     summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
     search = actions.add_parser("search", help=summary, description=summary)
     _add_calibration(search)
-    search.add_argument(
-        "--held-out", type=Path, metavar="FILE", help="a calibration on other prompts, to judge the trees by"
-    )
-    search.add_argument("--save", type=Path, metavar="FILE", help="write the tree (of one size) as JSON")
+    add_option(search, "--held-out FILE", Path, "a calibration on other prompts, to judge the trees by")
+    add_option(search, "--save FILE", Path, "write the tree (of one size) as JSON")
     search.add_argument(
         "--by",
         choices=(PRODUCTS, PATHS, WALK),
@@ -102,18 +96,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure = actions.add_parser("measure", help=summary, description=summary)
     _arguments.add_model(measure)
     _arguments.add_template(measure)
-    measure.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help="files, folders or hub names")
-    _prompts.add_amounts(measure, prompt_tokens=False)
+    _arguments.add_prompts(measure, prompt_tokens=False)
     _add_calibration(measure)
-    measure.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run, as in medusa generate")
+    _arguments.add_backend(measure)
     measure.set_defaults(act=run_measure, tree=Tree([]))
 
 
 def _add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
-    parser.add_argument(
-        "--nodes", type=sizes, default=NODES, metavar="N,N", help="tree sizes, root included (default: 4,8,16,32,64)"
-    )
+    add_option(parser, "--nodes N,N", sizes, "tree sizes, root included", NODES)
     parser.add_argument("--json", action="store_true", help="print one JSON object per size, with its trees")
 
 

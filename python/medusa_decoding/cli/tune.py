@@ -36,8 +36,8 @@ from medusa_decoding.checkpoints.accuracies import (
 from medusa_decoding.checkpoints.reading import fetch_folder
 from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
 from medusa_decoding.cli import _arguments
+from medusa_decoding.cli._arguments import add_option, at_least_one
 from medusa_decoding.cli._sweep import compare
-from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
@@ -54,69 +54,45 @@ FEW_TEXTS = 20
 
 def counts(text: str) -> list[int]:
     """Parse different counts of at least 1, separated by commas, into ascending order."""
-    return sorted({_arguments.at_least_one(part) for part in text.split(",")})
+    return sorted({*_arguments.counts(text)})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     _arguments.add_model(parser)
-    parser.add_argument("--batch", type=counts, default=[1], metavar="B,B", help="batch sizes (default: 1)")
-    parser.add_argument(
-        "--prefix",
-        type=counts,
-        metavar="T,T",
-        help="tokens of each row before the step (default: 128,1024, or those that fit the model's context)",
+    add_option(parser, "--batch B,B", counts, "batch sizes", [1])
+    words = "tokens of each row before the step (default: 128,1024, or those that fit the model's context)"
+    add_option(parser, "--prefix T,T", counts, words)
+    add_option(
+        parser,
+        "--nodes N,N",
+        counts,
+        "tree sizes, root included; 1 (plain decoding) is always added (default: 1,2,4,8,16,32,64, or those that the "
+        "heads can fill)",
     )
-    parser.add_argument(
-        "--nodes",
-        type=counts,
-        metavar="N,N",
-        help="tree sizes, root included; 1 (plain decoding) is always added (default: 1,2,4,8,16,32,64, or those that "
-        "the heads can fill)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=_arguments.at_least_one,
-        default=7,
-        metavar="N",
-        help="rounds over all sizes, three timed steps each (default: 7)",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default="auto",
-        help="how steps run, as in medusa generate; the choice holds for this backend only (default: auto)",
-    )
-    parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="of medusa calibrate (default: calibration.json of the heads)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="file to write, or to read with --check and --sweep, instead of the heads' tuning.json; loading a model "
-        "does not look there",
+    add_option(parser, "--repeats N", at_least_one, "rounds over all sizes, three timed steps each", 7)
+    words = "how steps run, as in medusa generate; the choice holds for this backend only (default: auto)"
+    _arguments.add_backend(parser, words)
+    add_option(parser, "--calibration FILE", Path, "of medusa calibrate (default: calibration.json of the heads)")
+    add_option(
+        parser,
+        "--out FILE",
+        Path,
+        "file to write, or to read with --check and --sweep, instead of the heads' tuning.json; loading a model does "
+        "not look there",
     )
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--check", action="store_true", help="only check whether the stored choice holds; exit 2 if not")
-    other.add_argument(
-        "--sweep",
-        action="store_true",
-        help="only generate with every stored tree on --prompts, and rank the chosen one among them",
-    )
+    words = "only generate with every stored tree on --prompts, and rank the chosen one among them"
+    other.add_argument("--sweep", action="store_true", help=words)
     swept = parser.add_argument_group("with --sweep")
-    swept.add_argument(
-        "--prompts", nargs="+", metavar="FILE", help="as for medusa eval; the first turn of each is used"
-    )
-    swept.add_argument("--limit", type=_arguments.at_least_one, metavar="N", help="first N prompts per category")
-    swept.add_argument("--max-new-tokens", type=_arguments.at_least_one, metavar="N", help="per text (default: 128)")
-    swept.add_argument("--rounds", type=_arguments.at_least_one, metavar="R", help="generations per text (default: 3)")
-    swept.add_argument(
-        "--sweep-out",
-        type=Path,
-        metavar="FILE",
-        help="append the figures to this file as a JSON line, with machine, versions, commit and command",
-    )
+    words = "as for medusa eval; the first turn of each is used"
+    swept.add_argument("--prompts", nargs="+", metavar="FILE", help=words)
+    add_option(swept, "--limit N", at_least_one, "first N prompts per category")
+    add_option(swept, "--max-new-tokens N", at_least_one, "per text (default: 128)")
+    add_option(swept, "--rounds R", at_least_one, "generations per text (default: 3)")
+    words = "append the figures to this file as a JSON line, with machine, versions, commit and command"
+    add_option(swept, "--sweep-out FILE", Path, words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # What is stored already must not be loaded with the model.
     parser.set_defaults(tree=Tree([]))
