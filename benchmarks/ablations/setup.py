@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from medusa_decoding.calibration.texts import encode_prompt
-from medusa_decoding.chat.template import PromptEncoder, prompt_encoder
-from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import BACKENDS, resolve_backend
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.own_text import accuracy_of_texts
+from medusa_decoding.evaluation.prompts import Conversations
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees import search
 from medusa_decoding.trees.tree import Tree
@@ -237,18 +235,15 @@ def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) 
         left_out = 0
     else:
         read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1)
-        eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
-        chat, as_it_stands = prompt_encoder(tokenizer, args.template, eos), PromptEncoder(tokenizer, eos)
-        found = [torch.tensor([encode_prompt(one, as_it_stands if one.is_text else chat)]) for one in read]
+        conversations = Conversations(model, tokenizer, args.template)
+        found = [torch.tensor([conversations.encode(one)]) for one in read]
         fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.backbone.context_limit]
         left_out = len(found) - len(fits)
         if not fits:
             most = model.backbone.context_limit - args.max_new_tokens
             raise ValueError(f"--prompts: expected one of at most {most} tokens, got {len(found)} longer ones")
         rows, tuning = set_aside(fits, args.tuning)
-        ends = {"eos_token_id": chat.ends(eos)}
-        if chat.stop_strings(None):
-            ends |= {"stop_strings": chat.stop_strings(None), "tokenizer": tokenizer}
+        ends = {"eos_token_id": []} | conversations.ending()
     asked, other = ([Asked(i, ids) for i, ids in enumerate(some)] for some in (rows, tuning))
     bench = Bench(model, tokenizer, asked, other, args.max_new_tokens, ends, args.seed)
     bench.described["left_out"] = left_out

@@ -18,8 +18,7 @@ from tqdm.auto import tqdm
 
 from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
-from medusa_decoding.evaluation.prompts import Prompt
-from medusa_decoding.evaluation.run import PROMPT_TOKENS
+from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, Prompt
 from medusa_decoding.files import only_writer, parse_json, write_text
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.calibration import FORMAT, NONE, Calibration, Text, text_name_of, text_of

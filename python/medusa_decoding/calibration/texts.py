@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.chat.template import ChatTemplate, Message, PromptEncoder, prompt_encoder
-from medusa_decoding.checks import check_count, token_list
+from medusa_decoding.chat.template import ChatTemplate, Message
+from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
-from medusa_decoding.evaluation.prompts import Prompt
-from medusa_decoding.evaluation.run import PROMPT_TOKENS
+from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, Conversations, Prompt
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.provenance import fingerprint, versions
 from medusa_decoding.trees.tree import Tree
@@ -89,10 +88,9 @@ class Writer:
     """
 
     def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
-        self._eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
         self.model, self._settings = model, settings
-        self._chat = prompt_encoder(tokenizer, settings.template, self._eos)
-        self._plain = PromptEncoder(tokenizer, self._eos)
+        self._conversations = Conversations(model, tokenizer, settings.template, settings.prompt_tokens)
+        self._chat, self.encode = self._conversations.chat, self._conversations.encode
 
     def describe(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return everything that the texts and the heads' ranks in them depend on, as JSON values."""
@@ -104,10 +102,10 @@ class Writer:
             # The tokens of the first turn depend on the tokenizer and the template.
             ids = self.encode(prompt)
             digest.update((json.dumps([ids, prompt.system, prompt.turns, prompt.is_text]) + "\n").encode())
-            each.append(_hash(ids if prompt.is_text else _first_turn(prompt), 6))
+            each.append(_hash(ids if prompt.is_text else prompt.messages, 6))
         device, own = model.backbone.device, model.backbone.causal_lm.generation_config
         sampling = {"seed": settings.seed} | {name: getattr(own, name, None) for name in SAMPLING}
-        ends, stops = self._chat.ends(self._eos), self._chat.stop_strings(None)
+        ends, stops = self._chat.ends(self._conversations.eos), self._chat.stop_strings(None)
         return {
             "heads": fingerprint(model.heads),
             "base_model": fingerprint(model.backbone.causal_lm),
@@ -127,10 +125,6 @@ class Writer:
             "versions": versions("torch", "transformers", "medusa-kernels"),
         }
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt's first turn."""
-        return encode_prompt(prompt, self._encoder(prompt), self._settings.prompt_tokens)
-
     def answers(self, prompt: Prompt, number: int, tree: Tree) -> Iterator[Written | None]:
         """Write the text of each turn of a prompt.
 
@@ -142,12 +136,9 @@ class Writer:
         Yields:
             The texts; None for each turn that does not fit the context.
         """
-        encoder, settings = self._encoder(prompt), self._settings
-        messages = _first_turn(prompt)[:-1]
-        known: list[int] = []
-        for turn, question in enumerate(prompt.turns):
-            messages = [*messages, {"role": "user", "content": question}]
-            ids = encoder.encode(messages, known)[: settings.prompt_tokens if prompt.is_text else None]
+        settings, turns, new = self._settings, self._conversations.turns(prompt), None
+        for turn in range(len(prompt.turns)):
+            ids = turns.send(new)
             room = self.model.backbone.context_limit - len(ids)
             if room < 1:
                 yield from [None] * (len(prompt.turns) - turn)
@@ -160,19 +151,12 @@ class Writer:
                 sampling = {"do_sample": True, "temperature": settings.temperature, "seed": seed}
             output = self.generate(prompt, ids, tree, min(settings.max_new_tokens, room), **sampling)
             new = output.sequences[0, len(ids) :].tolist()
-            known = ids + new
-            messages = [*messages, {"role": "assistant", "content": encoder.answer(new)}]
             yield Written(ids, new, output.accept_lengths[0])
 
     def generate(self, prompt: Prompt, ids: list[int], tree: Tree, max_new_tokens: int, **more: Any) -> MedusaOutput:
         """Continue the tokens of a prompt up to the end of an answer; `more` arguments as in `MedusaModel.generate`."""
-        encoder = self._encoder(prompt)
-        ends, stops = encoder.ends(self._eos), encoder.stop_strings(None)
-        if ends:
-            more["eos_token_id"] = ends
-        if stops:
-            more |= {"stop_strings": stops, "tokenizer": encoder.tokenizer}
-        output = self.model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, tree=tree, **more)
+        ending = self._conversations.ending(prompt)
+        output = self.model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, tree=tree, **ending, **more)
         assert isinstance(output, MedusaOutput)
         return output
 
@@ -181,14 +165,6 @@ class Writer:
             return _hash(self._chat.encode(SAMPLE_CHAT), 8)
         except ValueError as error:  # such as a template for single questions
             return _hash([self._chat.encode(SAMPLE_CHAT[:1]), str(error)], 8)
-
-    def _encoder(self, prompt: Prompt) -> PromptEncoder:
-        return self._plain if prompt.is_text else self._chat
-
-
-def encode_prompt(prompt: Prompt, encoder: PromptEncoder, prompt_tokens: int = PROMPT_TOKENS) -> list[int]:
-    """Return the tokens of a prompt's first turn; of a text to continue, only the first `prompt_tokens`."""
-    return encoder.encode(_first_turn(prompt))[: prompt_tokens if prompt.is_text else None]
 
 
 def shared_prompts(one: Any, other: Any) -> int | None:
@@ -207,11 +183,6 @@ def shared_prompts(one: Any, other: Any) -> int | None:
         return None
     known = set(map(str, second))
     return sum(str(name) in known for name in first)
-
-
-def _first_turn(prompt: Prompt) -> list[Message]:
-    system: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-    return [*system, {"role": "user", "content": prompt.turns[0]}]
 
 
 def _hash(content: Any, size: int) -> str:

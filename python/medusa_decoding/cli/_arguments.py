@@ -14,8 +14,7 @@ import torch
 from medusa_decoding.checkpoints import find_base_model, find_base_revision, pretrained
 from medusa_decoding.decode.runtime.steps import BACKENDS
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.evaluation.prompts import TURNS
-from medusa_decoding.evaluation.run import PROMPT_TOKENS
+from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, TURNS
 from medusa_decoding.generation.selectors import ACCEPTANCES
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree

@@ -8,17 +8,19 @@ and hub names are those of `training.data`. A record of another kind is an error
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.checks import check_text, shown
+from medusa_decoding.chat.template import Message, PromptEncoder, prompt_encoder
+from medusa_decoding.checks import check_text, shown, token_list
 from medusa_decoding.files import MAX_TEXT
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.records import BadRecordError, parse_turn, raw_records
 
-TURNS = 2
+TURNS, PROMPT_TOKENS = 2, 128
 KEYS = ("turns", "conversations", "messages", "prompt", "question", "text")
 """A record is of the kind of the first key that has a value."""
 _ROLES = {"conversations": ("from", "value"), "messages": ("role", "content")}
@@ -41,6 +43,60 @@ class Prompt:
     where: str = "prompt"
     system: str | None = None
     is_text: bool = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of the first turn."""
+        system: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, {"role": "user", "content": self.turns[0]}]
+
+
+class Conversations:
+    """Encodes prompts for a model, turn by turn.
+
+    Args:
+        model: the model.
+        tokenizer: of the base model.
+        template: as in `prompt_encoder`.
+        prompt_tokens: how many tokens at the start of a text to continue are the prompt.
+
+    Attributes:
+        eos: the model's tokens that end a text.
+        chat: encodes all prompts that are not texts to continue.
+    """
+
+    def __init__(
+        self, model: MedusaModel, tokenizer: Any, template: str | None = None, prompt_tokens: int = PROMPT_TOKENS
+    ) -> None:
+        self.eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
+        self.chat = prompt_encoder(tokenizer, template, self.eos)
+        self._plain, self._prompt_tokens = PromptEncoder(tokenizer, self.eos), prompt_tokens
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt's first turn."""
+        return next(self.turns(prompt))
+
+    def turns(self, prompt: Prompt) -> Generator[list[int], list[int] | None, None]:
+        """Yield the tokens of each turn; send the new tokens of its answer, or None if it was not answered."""
+        encoder, messages = self._encoder(prompt), prompt.messages[:-1]
+        known: list[int] = []
+        for question in prompt.turns:
+            messages = [*messages, {"role": "user", "content": question}]
+            ids = encoder.encode(messages, known)[: self._prompt_tokens if prompt.is_text else None]
+            new = yield ids
+            if new is not None:
+                known = ids + new
+                messages = [*messages, {"role": "assistant", "content": encoder.answer(new)}]
+
+    def ending(self, prompt: Prompt | None = None, stop_strings: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the arguments of `MedusaModel.generate` that end an answer to a prompt, or to any that is no text."""
+        encoder = self.chat if prompt is None else self._encoder(prompt)
+        ends, stops = encoder.ends(self.eos), encoder.stop_strings(stop_strings)
+        found: dict[str, Any] = {"eos_token_id": ends} if ends else {}
+        return found | ({"stop_strings": stops, "tokenizer": encoder.tokenizer} if stops else {})
+
+    def _encoder(self, prompt: Prompt) -> PromptEncoder:
+        return self._plain if prompt.is_text else self.chat
 
 
 def read_prompts(

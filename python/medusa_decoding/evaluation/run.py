@@ -18,17 +18,16 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from medusa_decoding.chat.template import ChatTemplate, Message, PromptEncoder, prompt_encoder
-from medusa_decoding.checks import token_list
+from medusa_decoding.chat.template import ChatTemplate
+from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.own_text import own_text_accuracy
-from medusa_decoding.evaluation.prompts import Prompt
+from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, Conversations, Prompt
 from medusa_decoding.evaluation.report import MEDUSA, PLAIN, TRANSFORMERS, Evaluation, Measured
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.provenance import versions
 from medusa_decoding.trees.tree import Tree
 
-PROMPT_TOKENS = 128
 # Arguments that only one kind of decoding takes.
 _OF_TYPICAL = ("acceptance", "posterior_threshold", "posterior_alpha")
 _OF_DRAWING = ("temperature", "top_p", "top_k", "min_p")
@@ -73,14 +72,11 @@ def evaluate(
         ValueError: bad arguments; no prompt that fits the model's context.
     """
     for name, value in (("max_new_tokens", max_new_tokens), ("rounds", rounds), ("prompt_tokens", prompt_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected a whole number from 1, got {value!r}")
+        check_count(name, value)
     if not prompts:
         raise ValueError("prompts: expected at least one, got none")
-    eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
-    chat, as_it_stands = prompt_encoder(tokenizer, template, eos), PromptEncoder(tokenizer, eos)
-    settings = max_new_tokens, tree, rounds, transformers, prompt_tokens, stop_strings, generation
-    run = _Run(model, chat, as_it_stands, eos, *settings)
+    conversations = Conversations(model, tokenizer, template, prompt_tokens)
+    run = _Run(model, conversations, max_new_tokens, tree, rounds, transformers, stop_strings, generation)
     turns = sum(len(prompt.turns) for prompt in prompts)
     with tqdm(total=turns, unit="text", disable=None if progress else True) as bar:
         for number, prompt in enumerate(prompts):
@@ -130,14 +126,11 @@ class _Run:
     """
 
     model: MedusaModel
-    chat: PromptEncoder
-    as_it_stands: PromptEncoder
-    eos: list[int]
+    conversations: Conversations
     max_new_tokens: int
     tree: Tree | Literal["auto"] | None
     rounds: int
     transformers: bool
-    prompt_tokens: int
     stop_strings: Sequence[str] | None
     generation: dict[str, Any]
     measured: list[Measured] = field(default_factory=list)
@@ -152,21 +145,15 @@ class _Run:
 
     def answer(self, number: int, prompt: Prompt) -> Iterator[None]:
         """Measure a prompt's turns, each after the plain loop's answer to the previous one; yield after each."""
-        chat = self.as_it_stands if prompt.is_text else self.chat
-        messages: list[Message] = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
-        known: list[int] = []
-        fits = True
-        for turn, question in enumerate(prompt.turns, start=1):
-            messages = [*messages, {"role": "user", "content": question}]
-            ids = chat.encode(messages, known)
-            if prompt.is_text:
-                ids = ids[: self.prompt_tokens]
-            fits = fits and len(ids) < self.model.backbone.context_limit
+        turns, new, limit = self.conversations.turns(prompt), None, self.model.backbone.context_limit
+        ending, fits = self.conversations.ending(prompt, self.stop_strings), True
+        for turn in range(1, len(prompt.turns) + 1):
+            ids = turns.send(new)
+            fits, new = fits and len(ids) < limit, None
             if fits:
                 one = Measured(number, prompt.category, prompt.where, turn)
-                new = self._measure(one, self._asked(ids, chat))
-                known = ids + new
-                messages = [*messages, {"role": "assistant", "content": chat.answer(new)}]
+                common = {"max_new_tokens": min(self.max_new_tokens, limit - len(ids)), **ending}
+                new = self._measure(one, _Asked(ids, len(self.measured), common))
                 self.measured.append(one)
             else:
                 self.left_out.append({"where": prompt.where, "turn": turn, "prompt_tokens": len(ids)})
@@ -188,18 +175,8 @@ class _Run:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "backend": self._backend,
             "threads": torch.get_num_threads(),
-            "template": "chat" if isinstance(self.chat, ChatTemplate) else "none",
+            "template": "chat" if isinstance(self.conversations.chat, ChatTemplate) else "none",
         } | self.generation
-
-    def _asked(self, ids: list[int], chat: PromptEncoder) -> _Asked:
-        room = self.model.backbone.context_limit - len(ids)
-        common: dict[str, Any] = {"max_new_tokens": min(self.max_new_tokens, room)}
-        ends, stops = chat.ends(self.eos), chat.stop_strings(self.stop_strings)
-        if ends:
-            common["eos_token_id"] = ends
-        if stops:
-            common |= {"stop_strings": stops, "tokenizer": chat.tokenizer}
-        return _Asked(ids, len(self.measured), common)
 
     def _measure(self, one: Measured, asked: _Asked) -> list[int]:
         """Write a text by every way; return the plain loop's."""
