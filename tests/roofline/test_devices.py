@@ -30,7 +30,6 @@ def test_a_short_file_has_the_ideal_rooflines_defaults(tmp_path: Path) -> None:
     device = read_device(path)
     assert device == Device("mine", 1e12, 1e11, linear=Attained(bandwidth=0.5))
     assert device.attention == Attained(1.0, 1.0, 0.0, 1)
-    assert device.ridge == pytest.approx(10)
 
 
 @pytest.mark.parametrize(

@@ -161,4 +161,3 @@ def test_element_size_follows_the_devices_dtype() -> None:
     single = Device("single", flops=1e9, bandwidth=1.0, dtype="float32")
     assert up.seconds(single) == pytest.approx(2 * up.seconds(Device("half", flops=1e9, bandwidth=1.0)))
     assert single.element_bytes == torch.finfo(torch.float32).bits // 8
-    assert UNIT.ridge == 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def sweep_figures(simulation: Simulation, points: Sequence[Point], args: argpars
             )
     trees = [count for count in args.nodes if count > 1]
     return {
-        "device": simulation.device.to_json(),
+        "device": asdict(simulation.device),
         "model": vars(simulation.shape),
         "heads": None if simulation.scope == "block" else vars(simulation.heads),
         "scope": simulation.scope,

@@ -10,28 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from medusa_decoding.trees.tree import MAX_CHOICES, Tree
 
 SLOPE = 0.477
-
-
-class Acceleration(Protocol):
-    """Tokens per step as a function of the tree's size.
-
-    Attributes:
-        name: for figures.
-        most_nodes: the largest tree that it covers, root included.
-        heads: the number of heads; None if it does not say.
-    """
-
-    name: str
-    most_nodes: int
-    heads: int | None
-
-    def __call__(self, nodes: int) -> float:
-        """Return tokens per step with a tree of `nodes` nodes, root included; 1 for one node."""
 
 
 class PaperAcceleration:
@@ -39,6 +21,11 @@ class PaperAcceleration:
 
     It was fitted to trees of up to 256 nodes of Medusa-2 Vicuna-7B on two categories of MT-Bench. It says nothing about
     other heads or other texts.
+
+    Attributes:
+        name: for figures.
+        most_nodes: the largest tree that it covers, root included.
+        heads: the number of heads; None: it does not say.
     """
 
     name = "1 + 0.477 ln(n), Medusa paper"
@@ -46,7 +33,7 @@ class PaperAcceleration:
     heads: int | None = None
 
     def __call__(self, nodes: int) -> float:
-        """See `Acceleration`.
+        """Return tokens per step with a tree of `nodes` nodes, root included; 1 for one node.
 
         Raises:
             ValueError: fewer than 1 node.
@@ -58,6 +45,8 @@ class PaperAcceleration:
 
 class TreeAcceleration:
     """The expected tokens per step of the best tree of each size (Medusa paper, section 2.3.3).
+
+    Its attributes are those of `PaperAcceleration`.
 
     Args:
         accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right.
@@ -83,7 +72,7 @@ class TreeAcceleration:
         self.most_nodes = len(self._expected)
 
     def __call__(self, nodes: int) -> float:
-        """See `Acceleration`.
+        """Return tokens per step with a tree of `nodes` nodes, root included; 1 for one node.
 
         Raises:
             ValueError: fewer than 1 node, or more than the heads can fill.
@@ -91,3 +80,6 @@ class TreeAcceleration:
         if not 1 <= nodes <= self.most_nodes:
             raise ValueError(f"nodes: expected 1 to {self.most_nodes} with these heads, got {nodes}")
         return self._expected[nodes - 1]
+
+
+Acceleration = PaperAcceleration | TreeAcceleration

@@ -19,7 +19,8 @@ from medusa_decoding.roofline.operators import Operator, step_operators, total_s
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape
 
 Record = dict[str, Any]
-WAYS = ("plain graph", "medusa graph")
+PLAIN = "plain graph"
+WAYS = (PLAIN, "medusa graph")
 HEADS: dict[str | None, HeadShape | None] = {
     None: None,
     "shared": HeadShape(shared=True),
@@ -63,11 +64,6 @@ def operators_of(record: Record) -> list[Operator]:
     return step_operators(SHAPES[record["model"].lower()], heads, record["batch"], record["nodes"], record["prefix"])
 
 
-def is_plain(record: Record) -> bool:
-    """Return whether a record is of a plain step."""
-    return record["way"] == "plain graph"
-
-
 def fit_steps(records: Iterable[Record], device: Device) -> Device:
     """Fit a share of the bandwidth and a fixed time per operator to the plain steps, the same for all operators.
 
@@ -76,10 +72,9 @@ def fit_steps(records: Iterable[Record], device: Device) -> Device:
     Raises:
         ValueError: no plain step among the records.
     """
-    plain = [record for record in records if is_plain(record)]
+    plain = [record for record in records if record["way"] == PLAIN]
     if not plain:
         raise ValueError("records: expected a plain step among them, got none")
-
     steps = [(operators_of(record), record["median_us"]) for record in plain]
 
     def with_guess(guess: Attained) -> Device:
@@ -104,7 +99,7 @@ def compare(records: Sequence[Record], device: Device) -> list[Record]:
     """
     ideal, fitted = device.ideal(), fit_steps(records, device.ideal())
     case = ("model", "prefix", "batch")
-    plain = {tuple(record[name] for name in case): record for record in records if is_plain(record)}
+    plain = {tuple(record[name] for name in case): record for record in records if record["way"] == PLAIN}
     rows = []
     for record in records:
         row: Record = {name: record[name] for name in (*case, "nodes", "heads")}

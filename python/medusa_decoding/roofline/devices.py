@@ -82,11 +82,6 @@ class Device:
             raise ValueError(f"dtype: expected one of {', '.join(ELEMENT_BYTES)}, got {self.dtype!r}")
 
     @property
-    def ridge(self) -> float:
-        """Operations per byte above which arithmetic, not memory, bounds an operator."""
-        return self.flops / self.bandwidth
-
-    @property
     def element_bytes(self) -> int:
         """Bytes of an element of `dtype`."""
         return ELEMENT_BYTES[self.dtype]
@@ -94,10 +89,6 @@ class Device:
     def ideal(self) -> Device:
         """Return the device with its peaks reached in full."""
         return replace(self, linear=Attained(), attention=Attained())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what `device_from_json` reads."""
-        return asdict(self)
 
 
 A100 = Device("a100-80", 312e12, 1935e9, source="data sheet, PCIe; figure 9 of the paper")
@@ -148,35 +139,25 @@ def read_device(path: str | Path) -> Device:
     Raises:
         ValueError: not such a file; it names the file and the attribute.
     """
-    values = read_json(path)
+    read = read_json(path)
     try:
-        return device_from_json(values)
+        values = dict(_attributes("device", read, Device, ("name", "flops", "bandwidth")))
+        for name in ("name", "dtype", "source"):
+            if not isinstance(values.get(name, ""), str):
+                raise ValueError(f"{name}: expected text, got {values[name]!r}")
+        for kind in ("linear", "attention"):
+            try:
+                values[kind] = Attained(**_attributes(kind, values.get(kind, {}), Attained, ()))
+            except ValueError as error:
+                raise ValueError(f"{kind}: {error}") from error
+        return Device(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def device_from_json(values: Any) -> Device:
-    """Return the device that `to_json` described.
-
-    Raises:
-        ValueError: an attribute is missing, unknown or of the wrong kind.
-    """
-    values = dict(_attributes("device", values, Device, ("name", "flops", "bandwidth")))
-    for name in ("name", "dtype", "source"):
-        if not isinstance(values.get(name, ""), str):
-            raise ValueError(f"{name}: expected text, got {values[name]!r}")
-    for kind in ("linear", "attention"):
-        if kind in values:
-            try:
-                values[kind] = Attained(**_attributes(kind, values[kind], Attained, ()))
-            except ValueError as error:
-                raise ValueError(f"{kind}: {error}") from error
-    return Device(**values)
-
-
 def write_device(device: Device, path: str | Path) -> None:
     """Write a device for `read_device`; the file appears whole or not at all."""
-    write_json(path, device.to_json())
+    write_json(path, asdict(device))
 
 
 def _attributes(what: str, values: Any, cls: type, required: tuple[str, ...]) -> dict[str, Any]:
