@@ -21,8 +21,9 @@ from medusa_decoding.calibration.expected import expect
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import CALIBRATION
 from medusa_decoding.cli import _arguments
-from medusa_decoding.cli.tree import DRAWN, NODES, in_columns
+from medusa_decoding.cli.tree import DRAWN, NODES
 from medusa_decoding.evaluation import read_prompts
+from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import only_writer
 from medusa_decoding.trees.calibration import Calibration, wilson
 from medusa_decoding.trees.search import most_nodes, walked_tree

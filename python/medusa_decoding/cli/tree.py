@@ -32,6 +32,7 @@ from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._arguments import add_option
 from medusa_decoding.evaluation import interval, read_prompts
+from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import read_json
 from medusa_decoding.trees import plot
 from medusa_decoding.trees.calibration import Calibration
@@ -289,9 +290,3 @@ def as_measured(found: Iterable[Validation]) -> str:
         figures = [*one.expected.cells(), as_figure(one.measured)]
         rows.append([str(one.tree.num_nodes), *figures, str(one.steps), as_figure(one.ratio)])
     return in_columns(rows)
-
-
-def in_columns(rows: list[list[str]]) -> str:
-    """Return a table with columns aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -30,8 +30,7 @@ def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], i
     total = HeadAccuracy.empty(model.heads.num_heads, RANKS)
     for tokens, prompt in texts:
         one = own_text_accuracy(model, tokens, prompt)
-        total.hits += one.hits
-        total.total += one.total
+        total.add(one.hits, one.total)
     return total
 
 

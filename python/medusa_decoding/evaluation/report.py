@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,7 +172,7 @@ def as_text(evaluation: Evaluation) -> str:
     if len(evaluation.categories) > 1:
         rows += [_row(name, figures) for name, figures in evaluation.categories.items()]
     rows.append(_row("all", overall))
-    lines = [_table(rows), ""]
+    lines = [in_columns(rows, str.ljust), ""]
     rates = ", ".join(f"{way} {rate:.1f}" for way, rate in overall.tokens_per_second.items())
     lines += [
         f"tokens/s, prefill included: {rates}",
@@ -207,8 +207,7 @@ def _added(measured: Sequence[Measured]) -> HeadAccuracy | None:
         return None
     accuracy = HeadAccuracy.empty(*found[0].hits.shape)
     for one in found:
-        accuracy.hits += one.hits
-        accuracy.total += one.total
+        accuracy.add(one.hits, one.total)
     return accuracy
 
 
@@ -238,15 +237,12 @@ def _heads(accuracy: HeadAccuracy) -> str:
     rows = [["", *(f"top-{n}" for n in range(1, ranks + 1)), "tokens"]]
     for k, (row, total) in enumerate(zip(accuracy.cumulative, accuracy.total.tolist(), strict=True), start=1):
         rows.append([f"head {k}", *(f"{100 * value:.1f}" for value in row), str(total)])
-    return _table(rows)
+    return in_columns(rows, str.ljust)
 
 
-def _table(rows: list[list[str]]) -> str:
+def in_columns(rows: list[list[str]], align_first: Callable[[str, int], str] = str.rjust) -> str:
+    """Return a table whose columns are aligned to the right, the first one as `align_first` does."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    aligned = [align_first, *[str.rjust] * (len(widths) - 1)]
+    lines = [[align(cell, n) for align, cell, n in zip(aligned, row, widths, strict=True)] for row in rows]
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
