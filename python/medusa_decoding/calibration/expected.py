@@ -8,7 +8,7 @@ start. Each has a 95 % interval from drawing whole prompts, because positions of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,7 @@ class Expected:
 
     def to_json(self) -> dict[str, Any]:
         """Return the three by name."""
-        figures = {"independent": self.independent, "paths": self.paths, "walked": self.walked}
-        return {name: None if one is None else one.to_json() for name, one in figures.items()}
+        return asdict(self)
 
     def cells(self) -> list[str]:
         """Return the three as cells of a table."""

@@ -12,24 +12,12 @@ from medusa_decoding.generation.metrics import GenerationMetrics
 
 def total(metrics: Sequence[GenerationMetrics]) -> GenerationMetrics:
     """Add up generations, at least one; figures per step and per depth are left out."""
-
-    def added(name: str) -> Any:
-        return sum(getattr(one, name) for one in metrics)
-
-    def histogram(name: str) -> dict[int, int]:
-        return dict(sorted(sum((Counter(getattr(one, name)) for one in metrics), Counter()).items()))
-
-    return GenerationMetrics(
-        prompt_tokens=added("prompt_tokens"),
-        new_tokens=added("new_tokens"),
-        steps=added("steps"),
-        accepted_histogram=histogram("accepted_histogram"),
-        depth_acceptance=[],
-        tree_nodes=histogram("tree_nodes"),
-        prefill_seconds=added("prefill_seconds"),
-        decode_seconds=added("decode_seconds"),
-        step_seconds=[],
-    )
+    summed = ("prompt_tokens", "new_tokens", "steps", "prefill_seconds", "decode_seconds")
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in metrics) for name in summed}
+    for name in ("accepted_histogram", "tree_nodes"):
+        counted: Counter[int] = sum((Counter(getattr(one, name)) for one in metrics), Counter())
+        sums[name] = dict(sorted(counted.items()))
+    return GenerationMetrics(depth_acceptance=[], step_seconds=[], **sums)
 
 
 def as_json(metrics: GenerationMetrics, reused: int | None = None) -> dict[str, Any]:

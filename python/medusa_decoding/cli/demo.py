@@ -10,6 +10,7 @@ package's plain loop, and Medusa. The texts are compared token by token.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -81,12 +82,7 @@ def parameters(model: MedusaModel) -> int:
 def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:
     """Run the three methods in turn; return their speed and whether their texts are identical.
 
-    Args:
-        model: the model with heads.
-        base: the same base model as transformers loads it, without swapped attention.
-        prompts: int64 [1, T] each.
-        new_tokens: new tokens per prompt at most.
-        rounds: timed rounds, after one that is not timed.
+    `base` is the same base model as transformers loads it, without swapped attention; prompts are int64 [1, T] each.
     """
     accept_lengths: list[int] = []
 
@@ -94,23 +90,18 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
         out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
         return out[0, ids.shape[1] :].tolist()
 
-    def plain(ids: torch.Tensor) -> list[int]:
-        output = model.generate(ids, max_new_tokens=new_tokens, tree=Tree([]))
+    def ours(ids: torch.Tensor, tree: Tree | None = None) -> list[int]:
+        output = model.generate(ids, max_new_tokens=new_tokens, tree=tree)
         assert isinstance(output, MedusaOutput)
-        return output.sequences[0, ids.shape[1] :].tolist()
-
-    def medusa(ids: torch.Tensor) -> list[int]:
-        output = model.generate(ids, max_new_tokens=new_tokens)
-        assert isinstance(output, MedusaOutput)
-        accept_lengths.extend(output.accept_lengths[0])
+        if tree is None:
+            accept_lengths.extend(output.accept_lengths[0])
         return output.sequences[0, ids.shape[1] :].tolist()
 
     methods: dict[str, Callable[[torch.Tensor], list[int]]] = {
-        "transformers": transformers, "plain": plain, "medusa": medusa
+        "transformers": transformers, "plain": functools.partial(ours, tree=Tree([])), "medusa": ours
     }  # fmt: skip
-    texts = {
-        name: [method(ids) for ids in prompts] for name, method in methods.items()
-    }  # not timed: compiles, warms up
+    # Not timed: it compiles and warms up.
+    texts = {name: [method(ids) for ids in prompts] for name, method in methods.items()}
     accept_lengths.clear()
     rates: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):

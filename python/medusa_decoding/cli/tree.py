@@ -194,16 +194,12 @@ def check_held_out(calibration: Calibration, held_out: Calibration, file: Path) 
 
 
 def are_others(name: str, prompts: Any, calibration: Calibration, file: Path) -> bool:
-    """Return whether prompts are known to be none of a calibration's; False if one of the sets does not tell.
+    """Return whether prompts, as `Writer.describe` returns them, are known to be none of a calibration's.
 
-    Args:
-        name: the argument that the prompts came with.
-        prompts: as `Writer.describe` returns them.
-        calibration: a calibration.
-        file: of the calibration.
+    It is False if one of the sets does not tell.
 
     Raises:
-        ValueError: the sets share prompts.
+        ValueError: the sets share prompts; it names the argument `name` that they came with.
     """
     same = shared_prompts(prompts, calibration.made.get("prompts"))
     if same:
@@ -251,10 +247,7 @@ def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
 def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> bool:
     """Check that answers to other prompts are comparable: same model, heads and settings as the calibration's.
 
-    Args:
-        calibration: a calibration with settings.
-        now: what `Writer.describe` says about the answers.
-        file: of the calibration.
+    `now` is what `Writer.describe` says about the answers.
 
     Returns:
         Whether the prompts are known to be others (see `are_others`).

@@ -157,11 +157,7 @@ def check_stored(out: Path | None, folder: Path) -> None:
 def load_knowledge(file: Path | None, folder: Path, model: MedusaModel, conditions: Conditions) -> Accuracies:
     """Return the accuracies, and the texts if there are any, that trees are weighed with.
 
-    Args:
-        file: a file of `medusa calibrate`; None for what is stored next to the heads.
-        folder: the folder of the heads.
-        model: the model.
-        conditions: of the model.
+    They come from a file of `medusa calibrate`, or (None) from what is stored next to the heads.
     """
     heads, base_model = model.heads, conditions.base_model
     assert heads is not None

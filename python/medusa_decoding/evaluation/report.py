@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from medusa_decoding.evaluation import interval
@@ -110,10 +110,8 @@ class Figures:
     def to_json(self) -> dict[str, Any]:
         """Return plain values; null if there was nothing to divide by."""
         accuracy = self.head_accuracy
-        return vars(self) | {
-            "tokens_per_step": None if self.tokens_per_step is None else self.tokens_per_step.to_json(),
+        return asdict(self) | {
             "accepted_histogram": {str(length): count for length, count in self.accepted_histogram.items()},
-            "speedup": {way: None if over is None else over.to_json() for way, over in self.speedup.items()},
             "head_accuracy": None if accuracy is None else {"top_n": accuracy.cumulative} | accuracy.to_json(),
         }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -137,7 +137,11 @@ class _Run:
     left_out: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._ways = {MEDUSA: self._medusa, PLAIN: self._plain, TRANSFORMERS: self._transformers}
+        self._ways: dict[str, Callable[[_Asked], _Written]] = {
+            MEDUSA: lambda asked: self._ours(asked, self.tree, self.generation),
+            PLAIN: lambda asked: self._ours(asked, Tree([]), self._of_baselines()),
+            TRANSFORMERS: self._transformers,
+        }
         self._order = [MEDUSA, PLAIN, *([TRANSFORMERS] if self.transformers else [])]
         self._shuffler = random.Random(0)
         self._backend = resolve_backend(self.model.backend, self.model.backbone.device, self.model.backbone.peers.size)
@@ -211,12 +215,6 @@ class _Run:
         assert isinstance(output, MedusaOutput)
         new = output.sequences[0, len(asked.ids) :].tolist()
         return _Written(new, time.perf_counter() - start, output.accept_lengths[0])
-
-    def _medusa(self, asked: _Asked) -> _Written:
-        return self._ours(asked, self.tree, self.generation)
-
-    def _plain(self, asked: _Asked) -> _Written:
-        return self._ours(asked, Tree([]), self._of_baselines())
 
     def _transformers(self, asked: _Asked) -> _Written:
         own = self.model.backbone.causal_lm.generation_config

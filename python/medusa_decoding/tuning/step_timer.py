@@ -209,6 +209,3 @@ def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, r
             f"{prefix}"
         )
     model._check_decodable()
-
-
-__all__ = ["Latency", "interleaved", "longest_prefix", "time_steps"]
