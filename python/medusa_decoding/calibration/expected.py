@@ -44,7 +44,7 @@ class Expected:
 
     def cells(self) -> list[str]:
         """Return the three as cells of a table."""
-        return [as_figure(one) for one in (self.independent, self.paths, self.walked)]
+        return [interval.as_text(one) for one in (self.independent, self.paths, self.walked)]
 
 
 def expect(calibration: Calibration, tree: Tree) -> Expected:
@@ -142,11 +142,3 @@ def search_trees(
             ]
         )
     return found
-
-
-def as_figure(found: Interval | None) -> str:
-    """Return a figure with its interval as text."""
-    if found is None:
-        return "unknown"
-    ends = "" if found.low is None else f" ({found.low:.3f} to {found.high:.3f})"
-    return f"{found.value:.3f}{ends}"

@@ -76,14 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """A conversation.
-
-    Args:
-        model: writes the answers.
-        template: turns messages into prompts.
-        args: the command's arguments; /set changes a copy.
-        history: messages to start with: an optional system message, then questions and answers in turn.
-    """
+    """A conversation that starts with a history; /set changes a copy of the command's arguments."""
 
     def __init__(
         self, model: MedusaModel, template: ChatTemplate, args: argparse.Namespace, history: list[Message]

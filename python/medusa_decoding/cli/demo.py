@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         CHECKPOINT / "heads", dtype=DTYPES[args.dtype], tree=args.tree, backend=args.backend
     ) as model:
         if not args.json:
-            print(f"A {parameters(model) / 1e6:.1f}M-parameter model of Python code continues:\n")
+            parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]
+            size = sum(weights.numel() for part in parts for weights in part.parameters())
+            print(f"A {size / 1e6:.1f}M-parameter model of Python code continues:\n")
             model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
             print()
         base = pretrained.load_model(CHECKPOINT / "base", dtype=DTYPES[args.dtype])
@@ -71,12 +73,6 @@ def run(args: argparse.Namespace) -> int:
         print("medusa: the texts differ, which must not happen in float32: please report it", file=sys.stderr)
         return 1
     return 0
-
-
-def parameters(model: MedusaModel) -> int:
-    """Count the parameters of base model and heads."""
-    heads = model.heads.parameters() if model.heads is not None else ()
-    return sum(p.numel() for p in model.backbone.causal_lm.parameters()) + sum(p.numel() for p in heads)
 
 
 def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from medusa_decoding.calibration.expected import PATHS, PRODUCTS, WALK, SearchedTree, as_figure, search_trees
+from medusa_decoding.calibration.expected import PATHS, PRODUCTS, WALK, SearchedTree, search_trees
 from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
 from medusa_decoding.calibration.validate import Validation, validate
 from medusa_decoding.checkpoints import tuning_paths
@@ -280,6 +280,6 @@ def as_measured(found: Iterable[Validation]) -> str:
     """Return expectations and measurements as a table."""
     rows = [["nodes", "if independent", "by paths", "walked", "measured", "steps", "walked over measured"]]
     for one in found:
-        figures = [*one.expected.cells(), as_figure(one.measured)]
-        rows.append([str(one.tree.num_nodes), *figures, str(one.steps), as_figure(one.ratio)])
+        figures = [*one.expected.cells(), interval.as_text(one.measured)]
+        rows.append([str(one.tree.num_nodes), *figures, str(one.steps), interval.as_text(one.ratio)])
     return in_columns(rows)

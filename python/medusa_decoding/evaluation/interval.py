@@ -30,6 +30,14 @@ class Interval:
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
+def as_text(found: Interval | None, digits: int = 3, unknown: str = "unknown") -> str:
+    """Return a figure with its interval as text."""
+    if found is None:
+        return unknown
+    ends = "" if found.low is None else f" ({found.low:.{digits}f} to {found.high:.{digits}f})"
+    return f"{found.value:.{digits}f}{ends}"
+
+
 def bootstrap(columns: Sequence[Sequence[float]], statistic: Callable[[np.ndarray], np.ndarray]) -> Interval | None:
     """Return a statistic of sums over prompts, with its percentile bootstrap interval.
 

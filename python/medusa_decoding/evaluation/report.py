@@ -219,15 +219,9 @@ def _row(name: str, figures: Figures) -> list[str]:
         name,
         str(figures.prompts),
         str(figures.texts),
-        *(_interval(one) for one in (figures.tokens_per_step, *figures.speedup.values())),
+        *(interval.as_text(one, 2, "-") for one in (figures.tokens_per_step, *figures.speedup.values())),
         *(f"{count}/{figures.texts}" for count in figures.identical.values()),
     ]
-
-
-def _interval(found: Interval | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.value:.2f}" + ("" if found.low is None else f" ({found.low:.2f} to {found.high:.2f})")
 
 
 def _heads(accuracy: HeadAccuracy) -> str:

@@ -1,15 +1,8 @@
 """The operators of a decoding step and their roofline times (Medusa paper, appendix G.1, table 5).
 
 An operator is a number of operations and of elements moved. Its time on a device is the longer of the times that its
-arithmetic and its bytes take. There are two lists of operators:
-
-- `block_operators`: the paper's simplified block. Three projections to queries, keys and values, two attention
-  products whose scores go to memory and come back, and up, gate and down. No output projection, no lm_head, no heads.
-- `step_operators`: a whole step as this project runs it. Packed projections, attention that keeps its scores on the
-  chip, the output projection, lm_head at every node without stored logits, and the heads at the accepted node.
-
-Every token sees every key: sliding windows are not modelled. Not counted: norms, rotary embedding, residual sums, the
-embedding's rows, acceptance and the cache's compaction. A tree is only a number of nodes here.
+arithmetic and its bytes take. `block_operators` lists those of the paper's simplified block, `step_operators` those of
+a whole step as this project runs it. A tree is only a number of nodes here.
 """
 
 from __future__ import annotations
@@ -106,7 +99,7 @@ def fused_attention(name: str, batch: int, tokens: int, keys: int, shape: ModelS
 
 
 def block_operators(shape: ModelShape, batch: int, tokens: int, sequence: int) -> list[Operator]:
-    """Return the paper's simplified block (appendix G.3), run in this order.
+    """Return the paper's simplified block (appendix G.3), run in this order; scores go to memory and come back.
 
     Args:
         shape: of the model; as in the paper every query head has keys and values of its own.
@@ -125,7 +118,10 @@ def block_operators(shape: ModelShape, batch: int, tokens: int, sequence: int) -
 
 
 def step_operators(shape: ModelShape, heads: HeadShape | None, batch: int, nodes: int, prefix: int) -> list[Operator]:
-    """Return a whole step.
+    """Return a whole step: lm_head at every node without stored logits, the heads at the accepted node.
+
+    Every token sees every key: sliding windows are not modelled. Not counted: norms, rotary embedding, residual sums,
+    the embedding's rows, acceptance and the cache's compaction.
 
     Args:
         shape: of the model.
