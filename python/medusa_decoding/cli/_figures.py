@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from medusa_decoding.generation.metrics import GenerationMetrics
@@ -27,20 +28,9 @@ def as_json(metrics: GenerationMetrics, reused: int | None = None) -> dict[str, 
         metrics: of one generation.
         reused: tokens of the prompt that were in the cache; None without a cache across prompts.
     """
-    figures: dict[str, Any] = {"prompt_tokens": metrics.prompt_tokens}
-    if reused is not None:
-        figures["reused_tokens"] = reused
-    return figures | {
-        "new_tokens": metrics.new_tokens,
-        "steps": metrics.steps,
-        "tokens_per_step": number_or_null(metrics.tokens_per_step),
-        "tokens_per_second": number_or_null(metrics.tokens_per_second),
-        "accepted_histogram": {str(length): count for length, count in metrics.accepted_histogram.items()},
-        "depth_acceptance": metrics.depth_acceptance,
-        "tree_nodes": {str(nodes): count for nodes, count in metrics.tree_nodes.items()},
-        "prefill_seconds": metrics.prefill_seconds,
-        "decode_seconds": metrics.decode_seconds,
-    }
+    figures = asdict(metrics) | ({} if reused is None else {"reused_tokens": reused})
+    del figures["step_seconds"]
+    return figures | {name: number_or_null(getattr(metrics, name)) for name in ("tokens_per_step", "tokens_per_second")}
 
 
 def number_or_null(value: float) -> float | None:

@@ -53,10 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     chosen = _arguments.sampling(args)
-    try:
-        prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
-    except ModuleNotFoundError as error:
-        raise ValueError(str(error)) from error
+    prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
     tokenizer = _arguments.load_tokenizer(args)
     with _arguments.load_model(args) as model:
         evaluation = evaluate(
