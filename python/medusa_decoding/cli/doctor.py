@@ -9,7 +9,6 @@ Exit code 1 if an op fails its check.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.provenance import versions
 from medusa_kernels import _native, selftest
 
 PACKAGES = ("medusa-kernels", "torch", "triton", "transformers", "safetensors", "flash-attn")
@@ -41,11 +41,12 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> dict[str, Any]:
     """Collect versions, devices, native libraries and the results of the checks."""
+    installed = versions(*PACKAGES)
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     return {
-        "python": platform.python_version(),
+        "python": installed["python"],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed.get(name) for name in PACKAGES},
         "cpu": {
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
@@ -57,13 +58,6 @@ def examine() -> dict[str, Any]:
         "demo_checkpoint": (CHECKPOINT / "base").is_dir(),
         "ops": [vars(result) | {"passed": result.passed} for device in devices for result in selftest.run(device)],
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def print_report(report: dict[str, Any]) -> None:
