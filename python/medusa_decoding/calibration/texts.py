@@ -36,14 +36,7 @@ SAMPLE_CHAT: list[Message] = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What a text depends on, apart from model and prompt.
-
-    Attributes:
-        max_new_tokens: per text.
-        prompt_tokens: if a prompt is a text to continue, only this many of its first tokens are used.
-        template: a file with a Jinja template, "plain", or None: the tokenizer's own, or no template if it has none.
-        temperature: above 0, tokens are sampled at it; 0: greedy. The rest is as in the model's own generation config.
-        seed: of sampling.
+    """What a text depends on, apart from model and prompt; `collect.calibrate` has the same arguments.
 
     Raises:
         ValueError: an impossible number.
@@ -79,13 +72,7 @@ class Written:
 
 
 class Writer:
-    """Has a model answer prompts; every turn follows the model's own answer to the previous one.
-
-    Args:
-        model: the model.
-        tokenizer: of the base model.
-        settings: see `Settings`.
-    """
+    """Has a model answer prompts; every turn follows the model's own answer to the previous one."""
 
     def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
         self.model, self._settings = model, settings
