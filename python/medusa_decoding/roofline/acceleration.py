@@ -50,13 +50,14 @@ class TreeAcceleration:
 
     Args:
         accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right.
-        name: for figures.
 
     Raises:
         ValueError: an accuracy outside [0, 1], or no heads.
     """
 
-    def __init__(self, accuracies: Sequence[Sequence[float]], name: str = "best tree of measured accuracies") -> None:
+    name = "best tree of measured accuracies"
+
+    def __init__(self, accuracies: Sequence[Sequence[float]]) -> None:
         if not accuracies:
             raise ValueError("accuracies: expected at least one head, got none")
         possible, level = 1, 1
@@ -66,7 +67,6 @@ class TreeAcceleration:
         largest = Tree.optimal(accuracies, min(possible, MAX_CHOICES + 1))
         # The search adds paths in the order of their products, so a smaller tree is a prefix of a larger one.
         products = [math.prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in largest.choices]
-        self.name = name
         self.heads: int | None = len(accuracies)
         self._expected = list(accumulate(sorted(products, reverse=True), initial=1.0))
         self.most_nodes = len(self._expected)

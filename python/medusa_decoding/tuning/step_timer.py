@@ -85,7 +85,6 @@ def time_steps(
     batch: int = 1,
     prefix: int = 128,
     repeats: int = 7,
-    seed: int = 0,
     on_block: Callable[[], object] = lambda: None,
 ) -> list[Latency]:
     """Time a model's steps with each tree, on the backend that its generations use.
@@ -96,7 +95,6 @@ def time_steps(
         batch: rows of the batch.
         prefix: tokens per row before the steps.
         repeats: counted blocks per tree, of `COUNTED` durations each.
-        seed: of tokens and orders.
         on_block: called after each block, for a progress bar. There are `repeats` + 1 per tree: the first warms up.
 
     Returns:
@@ -111,7 +109,7 @@ def time_steps(
     _check(model, trees, batch, prefix, repeats)
     backbone = model.backbone
     backend = resolve_backend(model.backend, backbone.device)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(backbone.vocab_size, (prefix,), generator=generator).to(backbone.device) for _ in range(batch)
     ]
@@ -143,7 +141,7 @@ def time_steps(
                 on_block()
                 return seconds[UNCOUNTED:]
 
-            found, capacity = interleaved(block, trees, repeats, seed), state.cache.capacity
+            found, capacity = interleaved(block, trees, repeats), state.cache.capacity
         finally:
             pool.release(state)
     return [
@@ -152,9 +150,7 @@ def time_steps(
     ]
 
 
-def interleaved(
-    block: Callable[[Tree], Sequence[float]], trees: Sequence[Tree], repeats: int, seed: int = 0
-) -> list[list[float]]:
+def interleaved(block: Callable[[Tree], Sequence[float]], trees: Sequence[Tree], repeats: int) -> list[list[float]]:
     """Run one block per tree and round, in shuffled order, after a first round that is not counted.
 
     The first round compiles and captures.
@@ -163,14 +159,13 @@ def interleaved(
         block: runs a block of steps with a tree and returns the durations to count.
         trees: what to run.
         repeats: counted rounds.
-        seed: of the orders.
 
     Returns:
         The durations of each tree, in the order of `trees`.
     """
     for tree in trees:
         block(tree)
-    shuffler, order = random.Random(seed), list(range(len(trees)))
+    shuffler, order = random.Random(0), list(range(len(trees)))
     found: list[list[float]] = [[] for _ in trees]
     for _ in range(repeats):
         shuffler.shuffle(order)

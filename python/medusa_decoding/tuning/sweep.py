@@ -82,7 +82,6 @@ def sweep(
     *,
     rounds: int = 3,
     warm_all: bool = False,
-    seed: int = 0,
     on_text: Callable[[], object] = lambda: None,
 ) -> list[Swept]:
     """Write texts with every tree.
@@ -94,7 +93,6 @@ def sweep(
         rounds: how often each text is written with each tree.
         warm_all: write every text once with each tree before anything counts, instead of the first text only. Needed if
             steps are made at the first use of a shape.
-        seed: of the orders.
         on_text: called after each text that counts, for a progress bar.
 
     Returns:
@@ -108,7 +106,7 @@ def sweep(
     for text in range(texts if warm_all else 1):
         for tree in trees:
             write(text, tree)
-    shuffler, order = random.Random(seed), list(range(len(trees)))
+    shuffler, order = random.Random(0), list(range(len(trees)))
     found: list[list[list[Written]]] = [[[] for _ in range(rounds)] for _ in trees]
     for number in range(rounds):
         for text in range(texts):
