@@ -38,11 +38,6 @@ class Limits:
         self.eos_tensor = torch.tensor(self.eos, dtype=torch.int64, device=self.device)
 
     @property
-    def max_budget(self) -> int:
-        """The largest budget of all rows."""
-        return max(self.budgets)
-
-    @property
     def key(self) -> tuple[int, bool]:
         """Steps with the same key run the same operations; compiled and captured steps are cached by it."""
         return len(self.eos), self.min_new_tensor is None

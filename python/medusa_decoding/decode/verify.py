@@ -6,9 +6,8 @@ not know which one was asked.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -33,36 +32,41 @@ class Nodes:
     shape: TreeShape
 
 
-class TokenSelector(Protocol):
+class TokenSelector:
     """How the next token is picked at a node.
 
     Attributes:
         key: selectors with the same key run the same operations; captured and compiled steps are cached by it.
-        on_host: whether it reads device data on the host (then it is a `HostTokenSelector`).
         makes_logits: whether it makes the logits of all nodes, which take memory.
     """
 
-    @property
-    def key(self) -> Hashable: ...  # noqa: D102
-
-    @property
-    def on_host(self) -> bool: ...  # noqa: D102
-
-    @property
-    def makes_logits(self) -> bool: ...  # noqa: D102
+    key: Hashable
+    makes_logits = True
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return int64 [B, N]: the next token at every node; any id at nodes that no path can reach.
 
         `state.check` [B] is set: not finite if the model's output is not.
         """
+        raise NotImplementedError
 
 
-class HostTokenSelector(TokenSelector, Protocol):
-    """A selector on the host: a captured step is interrupted for it."""
+class HostTokenSelector(TokenSelector):
+    """A selector that reads device data on the host: a captured step is interrupted for it."""
 
     def walk(self, logits: torch.Tensor, nodes: Nodes, state: DecodeState) -> torch.Tensor:
         """Return what `__call__` does, from logits [B, N, V] that have been made already."""
+        raise NotImplementedError
+
+
+def refuse_broken(broken: Sequence[bool], finished: Sequence[bool], step: int | torch.Tensor) -> None:
+    """Raise `FloatingPointError` if a row's output is not finite, unless the row had ended."""
+    for row, (wrong, ended) in enumerate(zip(broken, finished, strict=True)):
+        if wrong and not ended:
+            raise FloatingPointError(
+                f"model: expected finite logits, got NaN or infinity at step {int(step)} (0 is the prefill) "
+                f"in row {row}"
+            )
 
 
 def allowed_logits(nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:

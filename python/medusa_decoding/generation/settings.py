@@ -213,15 +213,11 @@ def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer:
     if config.stop_strings is not None:
         if tokenizer is None:
             raise ValueError("tokenizer: expected the model's tokenizer with stop_strings, got None")
-        found.append(_stop_strings(tokenizer, config.stop_strings))
+        strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
+        if not strings or not all(isinstance(text, str) and text for text in strings):
+            raise ValueError(f"stop_strings: expected one or more non-empty strings, got {strings!r}")
+        found.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
     return found
-
-
-def _stop_strings(tokenizer: Any, strings: str | list[str]) -> StopStringCriteria:
-    strings = [strings] if isinstance(strings, str) else list(strings)
-    if not strings or not all(isinstance(text, str) and text for text in strings):
-        raise ValueError(f"stop_strings: expected one or more non-empty strings, got {strings!r}")
-    return StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)
 
 
 def rows_per_prompt(config: GenerationConfig, prompts: int = 1) -> int:

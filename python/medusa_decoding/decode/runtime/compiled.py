@@ -12,7 +12,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.step import Step
-from medusa_decoding.decode.verify import TokenSelector
+from medusa_decoding.decode.verify import HostTokenSelector, TokenSelector
 
 KEPT_GRAPHS = 16
 """How many recent graphs each compiled step, and each state, caches."""
@@ -33,7 +33,7 @@ class CompiledStep:
 
     def __call__(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> bool:
         """Run the step in place, eagerly if the host selects tokens. Return whether it was compiled now."""
-        if selector.on_host:
+        if isinstance(selector, HostTokenSelector):
             self.step(state, selector, limits)
             return False
         cache = state.cache

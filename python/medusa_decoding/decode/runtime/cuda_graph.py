@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from medusa_decoding.decode.step import Step
 from medusa_decoding.decode.verify import HostTokenSelector, Nodes, TokenSelector
 
 
-class HostSelection:
+class HostSelection(TokenSelector):
     """Takes the place of a selector on the host: makes the logits it needs, then calls `split`.
 
     Args:
@@ -30,8 +30,6 @@ class HostSelection:
     """
 
     key = "host"
-    on_host = False
-    makes_logits = True
 
     def __init__(self, next_tokens: torch.Tensor) -> None:
         self.next_tokens = next_tokens
@@ -106,13 +104,14 @@ class CapturedStep:
         state.captured[key] = captured  # the last entry is the most recent one
         captured.graphs[0].replay()
         if captured.host_selection is not None:
-            captured.host_selection.select(cast(HostTokenSelector, selector), state)
+            assert isinstance(selector, HostTokenSelector)
+            captured.host_selection.select(selector, state)
             captured.graphs[1].replay()
         return new
 
     def _capture(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> Captured:
         own_limits, step, host_selection = replace(limits), self.step, None
-        if selector.on_host:
+        if isinstance(selector, HostTokenSelector):
             # The host's selector may remember what it is shown, and belongs to one generation: no graph refers to it.
             next_tokens = torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device)
             selector = host_selection = HostSelection(next_tokens)

@@ -52,7 +52,10 @@ class Watch:
         self.tokens, self.timed = tokens, timed
         self.late = 1 if state.root.is_cuda else 0
         self.pending = 0
-        self._slots = [self._pinned(state) for _ in range(self.late + 1)] if self.late else []
+        self._slots = [
+            tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in self._tensors(state))
+            for _ in range(2 * self.late)
+        ]
         self._records: deque[tuple[tuple[torch.Tensor, ...], Stamp]] = deque()
         self._recorded = 0
         self._before = self._stamp(state)
@@ -60,9 +63,6 @@ class Watch:
     def _tensors(self, state: DecodeState) -> tuple[torch.Tensor, ...]:
         seen = (state.count, state.finished, state.check)
         return (*seen, state.output) if self.tokens else seen
-
-    def _pinned(self, state: DecodeState) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in self._tensors(state))
 
     def _stamp(self, state: DecodeState) -> Stamp:
         if not self.late:

@@ -12,11 +12,11 @@ from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.runtime.memory import Sizes
-from medusa_decoding.decode.runtime.progress import Progress, Watch
+from medusa_decoding.decode.runtime.progress import Watch
 from medusa_decoding.decode.runtime.steps import Backend, Steps
 from medusa_decoding.decode.runtime.streaming import Observer
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.decode.verify import TokenSelector
+from medusa_decoding.decode.verify import TokenSelector, refuse_broken
 from medusa_decoding.trees.tree import Tree
 
 HEADROOM = 1024
@@ -65,7 +65,7 @@ class Runner:
         self.backbone, self.pool, self.policy = steps.backbone, steps.pool, policy
         self.prompts, self.selector, self.limits = prompts, selector, limits
         self.sizes = Sizes.for_trees(
-            [len(prompt) for prompt in prompts], limits.max_budget, policy.trees, selector.makes_logits
+            [len(prompt) for prompt in prompts], max(limits.budgets), policy.trees, selector.makes_logits
         )
         self.state: DecodeState | None = None
         self.reused = 0
@@ -96,10 +96,10 @@ class Runner:
             raise
 
     def _run(self) -> DecodeState:
-        policy, state = self.policy, self.begin()
+        policy, state = self.policy, self._begin()
         prefill(self.backbone, self.prompts, state, self.selector, self.limits, reuse=self.reused)
         # A policy that uses durations is told the prefill's before it chooses anything.
-        self.read(wait=policy.timed)
+        self._read(wait=policy.timed)
         policy.begin(sum(self.seconds), batch=len(self.prompts), rows=state.cache.capacity)
         while not self.ended:
             tree = policy.choose()
@@ -107,11 +107,10 @@ class Runner:
             if state.cache.capacity != rows:
                 policy.grown(state.cache.capacity)
             made = self.step(tree)(state, self.selector, self.limits)
-            self.read(tree, bool(made))
+            self._read(tree, bool(made))
         return state
 
-    def begin(self) -> DecodeState:
-        """Take a cleared state from the session or the pool."""
+    def _begin(self) -> DecodeState:
         earlier, common = self._take_earlier()
         rows = self.pool.first_capacity(self.sizes, HEADROOM, held=earlier)
         if earlier is None:
@@ -147,14 +146,8 @@ class Runner:
             self.pool.release(smaller)
         return self.state
 
-    def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> None:
-        """Record what was just launched, and pass on the steps whose results have become known.
-
-        Args:
-            tree: of the step launched; None for the prefill.
-            made: what the step returned.
-            wait: for the results of everything launched.
-        """
+    def _read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> None:
+        """Record what was just launched, and pass on what has become known; no tree for the prefill."""
         assert self.state is not None
         self._watch.record(self.state)
         if tree is not None:
@@ -162,7 +155,7 @@ class Runner:
             self._unread.append((tree, made))
         while not self.ended and self._watch.pending > (0 if wait else self._watch.late):
             progress = self._watch.read()
-            self._refuse_broken(progress)
+            refuse_broken(progress.broken, self._finished, self._reads)
             before, running = self._counts, [not finished for finished in self._finished]
             self._counts = [self._cut.get(row, count) for row, count in enumerate(progress.counts)]
             self._finished = [row in self._cut or finished for row, finished in enumerate(progress.finished)]
@@ -181,11 +174,3 @@ class Runner:
                 self._cut[row] = self._counts[row] = count
                 self._finished[row] = True
             self.ended = all(self._finished)
-
-    def _refuse_broken(self, progress: Progress) -> None:
-        for row, (broken, finished) in enumerate(zip(progress.broken, self._finished, strict=True)):
-            if broken and not finished:
-                raise FloatingPointError(
-                    f"model: expected finite logits, got NaN or infinity at step {self._reads} (0 is the prefill) in "
-                    f"row {row}"
-                )

@@ -53,8 +53,8 @@ class StreamObserver:
                 continue
             first, self._seen[row] = self._seen[row], count
             new = progress.output[row, first:count].clone()
-            stop = self._stop(row, first, new)
-            if stop is not None:
+            stop = self.agree(self._stop(row, first, new)) if self.criteria else -1
+            if stop >= 0:
                 cuts.append((row, stop))
                 self._ended[row], new = True, new[: stop - first]
             if self.streamer is not None:
@@ -62,15 +62,8 @@ class StreamObserver:
                     self.streamer.put(token[None])
         return cuts
 
-    def _stop(self, row: int, first: int, new: torch.Tensor) -> int | None:
-        """Return after how many new tokens a criterion ends a row, or None if none does."""
-        if not self.criteria:
-            return None
-        stop = self.agree(self._stop_here(row, first, new))
-        return stop if stop >= 0 else None
-
-    def _stop_here(self, row: int, first: int, new: torch.Tensor) -> int:
-        """Return the same for this process alone; -1 if no criterion stops."""
+    def _stop(self, row: int, first: int, new: torch.Tensor) -> int:
+        """Return after how many new tokens a criterion ends a row in this process; -1 if none does."""
         prompt = self._lengths[row]
         text = self._texts[row] = append_tokens(self._texts[row], prompt + first, new)
         for count in range(first + 1, first + len(new) + 1):

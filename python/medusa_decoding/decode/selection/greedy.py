@@ -7,16 +7,15 @@ from torch import nn
 
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.decode.verify import Nodes, allowed_logits
+from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits
 from medusa_decoding.heads import plain_weight
 from medusa_kernels import tree_verify
 
 
-class Greedy:
+class Greedy(TokenSelector):
     """The argmax. With plain weights the op `tree_verify` fuses projection and argmax, and no logits are stored."""
 
     key = "greedy"
-    on_host = False
     makes_logits = False
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:

@@ -24,7 +24,7 @@ from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.selection.sampling import draw, without_sorting
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.text import append_tokens
-from medusa_decoding.decode.verify import Nodes
+from medusa_decoding.decode.verify import HostTokenSelector, Nodes, refuse_broken
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -52,7 +52,7 @@ class Row:
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
-class LogitsProcessors:
+class LogitsProcessors(HostTokenSelector):
     """Follows each row's path on the host, through the row's own processors.
 
     Args:
@@ -66,8 +66,6 @@ class LogitsProcessors:
     """
 
     key = "processed"
-    on_host = True
-    makes_logits = True
 
     def __init__(
         self,
@@ -96,7 +94,8 @@ class LogitsProcessors:
         state.check.copy_(logits.amax((1, 2)))
         tokens, finished = nodes.tokens.cpu(), state.finished.tolist()
         next_tokens = torch.zeros_like(tokens)
-        self._refuse_broken(state, finished)
+        # What the loop would raise after this step: processors must not see logits that are not finite.
+        refuse_broken([not math.isfinite(value) for value in state.check.tolist()], finished, state.step)
         trees = nodes.shape.children()
         for index, row in enumerate(self.rows):
             children = trees[index % len(trees)]
@@ -107,15 +106,6 @@ class LogitsProcessors:
                 below = [child for node in visited for child in children[node]]
                 visited = [child for child in below if int(tokens[index, child]) == token]
         return next_tokens.to(logits.device)
-
-    def _refuse_broken(self, state: DecodeState, finished: list[bool]) -> None:
-        """Raise what the loop would raise after this step: processors must not see logits that are not finite."""
-        for index, (value, ended) in enumerate(zip(state.check.tolist(), finished, strict=True)):
-            if not math.isfinite(value) and not ended:
-                raise FloatingPointError(
-                    f"model: expected finite logits, got NaN or infinity at step {int(state.step)} (0 is the prefill) "
-                    f"in row {index}"
-                )
 
     def _ended(self, row: Row) -> bool:
         new = row.length - row.prompt

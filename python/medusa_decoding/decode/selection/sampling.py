@@ -23,7 +23,7 @@ from transformers.generation import logits_process as lp
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeShape
-from medusa_decoding.decode.verify import Nodes, allowed_logits
+from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits
 
 # transformers' processors that need only the scores and read nothing on the host: they run on the device, within a
 # captured step. All others get each node's own prefix (see `processors`).
@@ -132,7 +132,7 @@ def follow(tokens: torch.Tensor, shape: TreeShape, choose: Callable[[int, torch.
     return next_tokens
 
 
-class Sampling:
+class Sampling(TokenSelector):
     """Draws on the device from the distribution that context-free processors leave.
 
     Args:
@@ -140,13 +140,10 @@ class Sampling:
         sample: False takes the argmax of the processed scores.
     """
 
-    on_host = False
-    makes_logits = True
-
     def __init__(self, processors: Sequence[Any], sample: bool = True) -> None:
         self.processors = [without_sorting(processor) for processor in processors]
         self.sample = sample
-        self.key: Hashable = ("sampled", sample, *(_settings(processor) for processor in self.processors))
+        self.key = ("sampled", sample, *(_settings(processor) for processor in self.processors))
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return the drawn token after every visited node, [B, N].

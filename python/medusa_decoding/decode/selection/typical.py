@@ -16,13 +16,13 @@ from torch import nn
 
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.decode.verify import Nodes, allowed_logits
+from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits
 from medusa_decoding.heads import plain_weight
 from medusa_kernels import tree_verify
 from medusa_kernels.reference import verify_stats
 
 
-class TypicalAcceptance:
+class TypicalAcceptance(TokenSelector):
     """The paper's typical acceptance, expressed as next tokens that `accept` follows.
 
     A small epsilon accepts nearly every draft. No setting gives greedy decoding: with epsilon 1 and delta close to 1, a
@@ -38,9 +38,6 @@ class TypicalAcceptance:
     Raises:
         ValueError: a value outside of its range.
     """
-
-    on_host = False
-    makes_logits = True
 
     def __init__(self, threshold: float = 0.09, alpha: float = 0.3, temperature: float = 1.0) -> None:
         if not isinstance(threshold, (int, float)) or not 0.0 < threshold <= 1.0:
