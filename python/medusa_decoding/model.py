@@ -256,7 +256,7 @@ class MedusaModel:
             if request.session is not None and self.backbone.peers.size > 1:
                 # Each process would have to find the same rows in its own memory.
                 raise ValueError(f"session: expected a model in one process, got one over {self.backbone.peers.size}")
-            policy = self._policy(self._tuned_for(request.prompts) if tree is None else tree)
+            policy = self._policy(self._default_tree_for(request.prompts) if tree is None else tree)
             # A generation within another's callback needs separate steps: graphs of one step share memory.
             steps = Steps(self.backbone, self.heads) if self._under_way else self._steps
             self._under_way += 1
@@ -269,11 +269,10 @@ class MedusaModel:
                 if isinstance(policy, Adaptive):
                     self._adaptive = policy
 
-    def _policy(self, tree: Tree | Literal["auto"] | None) -> Policy:
-        chosen = self.tree if tree is None else tree
-        self._check_tree(chosen)
-        if isinstance(chosen, Tree):
-            return FixedTree(chosen)
+    def _policy(self, tree: Tree | Literal["auto"]) -> Policy:
+        self._check_tree(tree)
+        if isinstance(tree, Tree):
+            return FixedTree(tree)
         # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
@@ -290,10 +289,10 @@ class MedusaModel:
         tuning = self._tuning
         return tuning if tuning is not None and tuning.conditions.still_hold(self.backbone, self.backend) else None
 
-    def _tuned_for(self, prompts: Sequence[torch.Tensor]) -> Tree | None:
-        """Return the tree that was tuned for such prompts; None where the default is another one."""
+    def _default_tree_for(self, prompts: Sequence[torch.Tensor]) -> Tree | Literal["auto"]:
+        """Return the tree that was tuned for such prompts, unless the model's default is another one."""
         tuning = self._tuning_here() if self.tree is self._tuned_tree else None
-        return None if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
+        return self.tree if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
 
     def _current_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the model's device the current one, for streams and captures."""

@@ -1,8 +1,4 @@
-"""Accept: the longest path whose tokens the model itself would have chosen (Medusa paper, section 2.3.1, greedy).
-
-It also updates what a row carries to its next step. Acceptance knows tokens and the tree, and the lengths of caches; it
-does not know models.
-"""
+"""Accept: the longest path whose tokens the model itself would have chosen (Medusa paper, section 2.3.1, greedy)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Look up: draft tokens copied from the text itself, for spare tree nodes.
 
 If text repeats (code being edited, a document being summarised), the tokens that followed an earlier occurrence of the
-last tokens are good drafts. They need no training and no second model, and are verified like all drafts, so the text
-does not change. (The idea is transformers' prompt lookup decoding; here it is one branch of the tree next to the heads'
-drafts, found on the device within the step.)
+last tokens are good drafts. The idea is transformers' prompt lookup decoding; here it is one branch of the tree, found
+on the device within the step.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -33,10 +33,7 @@ class Text:
     @classmethod
     def allocate(cls, batch: int, width: int, output: int, device: torch.device) -> Text:
         """Allocate rows of `width` tokens, `output` of them new ones."""
-
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         return cls(zeros(batch, width), zeros(batch, output), zeros(batch))
 
     def begin(self, prompts: list[torch.Tensor]) -> None:

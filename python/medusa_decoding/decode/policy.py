@@ -27,9 +27,11 @@ class Policy(Protocol):
             batch: rows of the batch.
             rows: rows of the cache (its bucket).
         """
+        return
 
     def grown(self, rows: int) -> None:
         """Continue in a cache of `rows` rows."""
+        return
 
     def choose(self) -> Tree:
         """Return the tree of the next step."""
@@ -43,6 +45,7 @@ class Policy(Protocol):
             seconds: the step's duration; None if it says nothing (the step was compiled or captured in this call).
             committed: tokens committed by each row that had not ended before the step, the root's included.
         """
+        return
 
 
 class FixedTree(Policy):

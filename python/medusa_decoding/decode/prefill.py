@@ -1,7 +1,6 @@
 """Prefill: the prompt through the model, its keys and values cached, the first root chosen. Prefill is not a step.
 
-A long prompt runs in chunks, so that its activations do not grow with it. The prefill does not know how a chunk attends
-to those before it (see `backbone.attention_swap`).
+A long prompt runs in chunks, so that its activations do not grow with it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ acceptance length and end.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,10 +54,7 @@ class DecodeState:
         batch, device = len(cache.lengths), cache.kv.device
         # One column more than the budget: for discarded tokens, and for the log of a step past the end.
         width = bucket(budget + 1)
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
+        zeros = functools.partial(torch.zeros, device=device)
         return cls(
             cache=cache,
             root=zeros(batch, dtype=torch.int64),
@@ -119,3 +117,20 @@ class DecodeState:
             self.captured.clear()
             other.captured.clear()
         self.restore(other._running())
+
+
+def append_tokens(text: torch.Tensor, length: int, new: torch.Tensor) -> torch.Tensor:
+    """Return a text whose first `length` tokens are followed by new ones.
+
+    If there is no room for them, the text's storage is doubled: few texts reach their maximum length.
+
+    Args:
+        text: int64 [at least length]; changed in place if it has room for the new tokens.
+        length: tokens so far.
+        new: int64 [n].
+    """
+    end = length + len(new)
+    if end > len(text):
+        text = torch.cat([text, text.new_zeros(max(end, 2 * len(text)) - len(text))])
+    text[length:end] = new
+    return text

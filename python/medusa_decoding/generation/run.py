@@ -64,9 +64,8 @@ def _observer(request: Request, prompts: list[torch.Tensor], selector: TokenSele
             return None
         return tuple(score[None] for score in selector.rows[row].scores[:count])
 
-    backbone = steps.backbone
-    observer = StreamObserver(prompts, request.criteria, request.streamer, scores, backbone.peers.agree)
-    return backbone.lock.releasing([observer])
+    observer = StreamObserver(prompts, request.criteria, request.streamer, scores, steps.backbone.peers.agree)
+    return steps.backbone.lock.releasing([observer])
 
 
 def _cached_texts(output: MedusaOutput, request: Request) -> list[list[int]]:

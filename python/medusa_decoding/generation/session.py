@@ -1,7 +1,7 @@
 """Session: keys and values of a conversation, kept between calls of `generate`.
 
 A chat's next prompt begins with the earlier text. Only the tokens after the longest common prefix of the earlier text
-and the new prompt are prefilled. A session knows tokens and holds a state; it does not know how decoding works.
+and the new prompt are prefilled.
 """
 
 from __future__ import annotations

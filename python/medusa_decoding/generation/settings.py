@@ -1,7 +1,7 @@
 """Settings in transformers' terms: a generation config, read and checked.
 
 A config and keyword arguments become limits and stopping criteria. What cannot work here is refused by name before any
-work. This module knows transformers' generation API; it does not know forward passes, trees or caches.
+work.
 """
 
 from __future__ import annotations

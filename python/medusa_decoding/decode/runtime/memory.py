@@ -1,8 +1,7 @@
-"""Memory of a generation: how much it takes, computed before any of it is allocated, and how much a device has left.
+"""Memory of a generation, computed before any of it is allocated, and how much a device has left.
 
-Counted are tensors: the cache, the rotary tables, the state, and the activations of the widest pass. Not counted are
-the weights, which are there already, and workspaces of kernels and libraries (some tens of MiB). This module knows a
-model's sizes and the files in which a Linux kernel reports memory; it does not know who allocates.
+Counted are the cache, the rotary tables, the state, and the activations of the widest pass; not the weights, which are
+there already, and workspaces of kernels and libraries (some tens of MiB).
 """
 
 from __future__ import annotations

@@ -88,27 +88,25 @@ class Runner:
             FloatingPointError: the model's output was not finite; names the step (0 is the prefill) and the row.
             MemoryError: the generation does not fit.
         """
+        policy = self.policy
         try:
-            return self._run()
+            state = self._begin()
+            prefill(self.backbone, self.prompts, state, self.selector, self.limits, reuse=self.reused)
+            # A policy that uses durations is told the prefill's before it chooses anything.
+            self._read(wait=policy.timed)
+            policy.begin(sum(self.seconds), batch=len(self.prompts), rows=state.cache.capacity)
+            while not self.ended:
+                tree = policy.choose()
+                rows, state = state.cache.capacity, self.make_room()
+                if state.cache.capacity != rows:
+                    policy.grown(state.cache.capacity)
+                made = self.step(tree)(state, self.selector, self.limits)
+                self._read(tree, bool(made))
+            return state
         except BaseException:
             if self.state is not None:
                 self.pool.release(self.state)
             raise
-
-    def _run(self) -> DecodeState:
-        policy, state = self.policy, self._begin()
-        prefill(self.backbone, self.prompts, state, self.selector, self.limits, reuse=self.reused)
-        # A policy that uses durations is told the prefill's before it chooses anything.
-        self._read(wait=policy.timed)
-        policy.begin(sum(self.seconds), batch=len(self.prompts), rows=state.cache.capacity)
-        while not self.ended:
-            tree = policy.choose()
-            rows, state = state.cache.capacity, self.make_room()
-            if state.cache.capacity != rows:
-                policy.grown(state.cache.capacity)
-            made = self.step(tree)(state, self.selector, self.limits)
-            self._read(tree, bool(made))
-        return state
 
     def _begin(self) -> DecodeState:
         earlier, common = self._take_earlier()

@@ -1,7 +1,7 @@
 """StatePool: lends the states that generations run on, and keeps them for later generations of the same shape.
 
 Captured steps are bound to the addresses of their tensors, so where steps are captured, states outlive a generation.
-Memory is checked before it is allocated. The pool knows shapes; it does not know steps.
+Memory is checked before it is allocated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Streaming: show a generation's tokens to stopping criteria and a streamer, one by one and in order.
+"""Streaming: show a generation's tokens to stopping criteria and a streamer, one by one as in plain decoding.
 
-A step commits several tokens at once, and transformers' criteria and streamers expect one. Each is shown every prefix,
-as in plain decoding, and a row ends after the token at which a criterion stops, also within an accepted path.
+A row ends after the token at which a criterion stops, also within an accepted path.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.decode.runtime.progress import Progress
-from medusa_decoding.decode.text import append_tokens
+from medusa_decoding.decode.state import append_tokens
 
 Observer = Callable[[Progress], list[tuple[int, int]]]
 """Is shown progress; returns (row, new tokens to keep) of each row that it ends. See `StreamObserver`."""
@@ -33,10 +32,10 @@ class StreamObserver:
     def __init__(
         self,
         prompts: Sequence[torch.Tensor],
-        criteria: Sequence[Any] = (),
-        streamer: Any = None,
-        scores: Scores = lambda row, count: None,
-        agree: Callable[[int], int] = lambda value: value,
+        criteria: Sequence[Any],
+        streamer: Any,
+        scores: Scores,
+        agree: Callable[[int], int],
     ) -> None:
         self.criteria, self.streamer, self.scores, self.agree = list(criteria), streamer, scores, agree
         self._lengths = [len(prompt) for prompt in prompts]

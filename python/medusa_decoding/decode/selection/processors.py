@@ -1,14 +1,9 @@
 """Token selection through any transformers logits processors, with each node's own prefix.
 
-Processors are called as plain decoding would call them: once for each emitted token, in order, with the prompt and all
-tokens before it. Only nodes on the path of the model's own tokens are visited, so a processor with a memory (a grammar)
-sees one growing text and no discarded drafts. The price is that the host follows the path.
-
-Rows are processed one by one, without the padding that a batch puts before shorter prompts, so a row's text does not
-depend on the batch. All rows share the caller's processor objects, so one with a memory needs a batch of 1.
-
-Stopping criteria run after the step (see `runtime.streaming`). If one ends a row within an accepted path, processors
-have been called for the rest of that path too.
+Processors are called as plain decoding would call them: once for each emitted token, in order. Only nodes on the path
+of the model's own tokens are visited, so a processor with a memory (a grammar) sees one growing text; it needs a batch
+of 1, because all rows share the caller's objects. If a stopping criterion ends a row within an accepted path (see
+`runtime.streaming`), processors have been called for the rest of that path too.
 """
 
 from __future__ import annotations
@@ -22,8 +17,7 @@ from torch import nn
 
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.selection.sampling import draw, without_sorting
-from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.decode.text import append_tokens
+from medusa_decoding.decode.state import DecodeState, append_tokens
 from medusa_decoding.decode.verify import HostTokenSelector, Nodes, refuse_broken
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -1,13 +1,9 @@
 """Lossless sampling on a tree: the model's own draws are followed down the tree.
 
 The token after a node is drawn from the model's processed distribution there, and the child with that token, if any, is
-visited next. The heads' probabilities are not used, so nothing needs correcting: whatever the heads draft, the text has
-the model's own distribution. (This is speculative sampling without rejections, for drafts that are fixed before the
-draw. The Medusa paper's section 2.3.1 uses typical acceptance instead.)
-
-Each position of a row has its own uniform number, and the draw inverts the distribution function there. A position's
-number does not depend on the tree, so with one seed every tree, plain decoding included, writes the same text (up to
-rounding). This module does not know where distributions and numbers come from.
+visited next. The heads' probabilities are not used, so nothing needs correcting. Each position of a row has its own
+uniform number, at which the distribution function is inverted: with one seed every tree, plain decoding included,
+writes the same text (up to rounding).
 """
 
 from __future__ import annotations
