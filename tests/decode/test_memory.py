@@ -17,13 +17,13 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import TreeCache, bucket, reusable_rows
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.runtime import memory
 from medusa_decoding.decode.runtime import state_pool as pools
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.decode.selection.greedy import Greedy
-from medusa_decoding.decode.step import decode_step
 from medusa_decoding.decode.tree_tensors import TreeTensors
 
 DYNAMIC = {

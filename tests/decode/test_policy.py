@@ -332,7 +332,7 @@ def test_a_grown_cache_goes_on_with_what_is_known():
 
 @pytest.mark.parametrize("plain_steps", [0, 1, 2])
 def test_a_cache_grows_to_a_size_that_was_hardly_met(plain_steps):
-    """A generation of few steps met that number of rows before; the step chosen before the growth is observed after it."""
+    """A short generation met that number of rows before. The step chosen before the growth is observed after it."""
     policy, draws = adaptive(BETTER), random.Random(0)
     policy.begin(batch=1, rows=2048)
     for _ in range(plain_steps):

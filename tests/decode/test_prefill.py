@@ -12,10 +12,10 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import attention_swap
 from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.selection.greedy import Greedy
-from medusa_decoding.decode.step import decode_step
 from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_kernels import ancestor_words, tree_attention
 
@@ -124,7 +124,7 @@ def test_text_behind_chunks_equals_transformers(family, overrides, monkeypatch):
     with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
         for width in WIDTHS:
             in_chunks = functools.partial(prefill, chunk=width * len(rows))
-            monkeypatch.setattr("medusa_decoding.decode.runtime.runner.prefill", in_chunks)
+            monkeypatch.setattr("medusa_decoding.decode.loop.prefill", in_chunks)
             output = medusa.generate(ids, mask, max_new_tokens=NEW)
             assert output.sequences[:, ids.shape[1] :].tolist() == expected, width
 

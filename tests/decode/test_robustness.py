@@ -359,7 +359,7 @@ class InterruptAt:
 def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
     """Each line is interrupted once, where it first runs: a cache grows, and a session goes on in it."""
     runtime = [f"decode/runtime/{name}.py" for name in ("runner", "state_pool", "progress", "streaming")]
-    files = ["decode/step.py", "decode/state.py", *runtime, "generation/run.py", "generation/session.py"]
+    files = ["decode/loop.py", "decode/state.py", *runtime, "generation/run.py", "generation/session.py"]
     files.append("backbone/generation_lock.py")
     monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 1)
     model = tiny(num_hidden_layers=1, max_position_embeddings=256)

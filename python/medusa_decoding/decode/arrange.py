@@ -37,7 +37,7 @@ def arrange(
     if tree.tree.lookup:
         assert state.text is not None, "states get their text if a tree copies from it"
         tokens.append(look_up(state.text, state.output, state.count, tree.tree.lookup))
-    candidates = torch.cat(tokens, dim=1) if len(tokens) > 1 else tokens[0]
+    candidates = torch.cat(tokens, dim=1)
     if not dynamic:
         return candidates, tree
     # Root and copied tokens are always selected: they count as certain, which no draft quite is.

@@ -48,13 +48,22 @@ class Policy(Protocol):
         return
 
 
-class FixedTree(Policy):
+class FixedTree:
     """Always the same tree."""
 
     timed = False
 
     def __init__(self, tree: Tree) -> None:
         self.trees: tuple[Tree, ...] = (tree,)
+
+    def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
+        """Do nothing."""
+
+    def grown(self, rows: int) -> None:
+        """Do nothing."""
+
+    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
+        """Do nothing."""
 
     def choose(self) -> Tree:
         """Return the tree."""

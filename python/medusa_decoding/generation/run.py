@@ -1,4 +1,4 @@
-"""Run a checked request: token selector, runner, output."""
+"""Run a checked request: token selector, runner, decode loop, output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import torch
 
 from medusa_decoding.backbone import unsupported
+from medusa_decoding.decode.loop import decode_loop
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.runtime.runner import Runner
 from medusa_decoding.decode.runtime.steps import Backend, Steps
@@ -42,7 +43,11 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
         if streamer is not None:
             with lock.released():
                 streamer.put(request.prompts[0][None])
-        state = runner.run()
+        try:
+            state = decode_loop(backbone, prompts, selector, limits, policy, runner)
+        except BaseException:
+            runner.release()
+            raise
     if streamer is not None:
         with lock.released():
             streamer.end()

@@ -10,8 +10,8 @@ from torch import _inductor as inductor
 from torch._C._dynamo.eval_frame import reset_code
 
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.loop import Step
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.decode.step import Step
 from medusa_decoding.decode.verify import HostTokenSelector, TokenSelector
 
 KEPT_GRAPHS = 16

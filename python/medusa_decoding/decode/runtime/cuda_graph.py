@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.loop import Step
 from medusa_decoding.decode.runtime.compiled import KEPT_GRAPHS, CompiledStep
 from medusa_decoding.decode.state import DecodeState
-from medusa_decoding.decode.step import Step
 from medusa_decoding.decode.verify import HostTokenSelector, Nodes, TokenSelector
 
 

@@ -1,4 +1,4 @@
-"""The decode loop: prefill, then steps until every row has ended, with results read one step late on a GPU."""
+"""Runner: one generation's state, steps and progress; implements `loop.Runtime`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.loop import StepResult
 from medusa_decoding.decode.policy import Policy
-from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.progress import Watch
 from medusa_decoding.decode.runtime.steps import Backend, Steps
@@ -32,7 +32,7 @@ class Runner:
         prompts: one int64 [T_b] per row.
         selector: how tokens are picked.
         limits: when rows end.
-        policy: chooses the tree of each step.
+        policy: what its trees and durations need.
         take_earlier: returns the state of a generation whose text the prompts begin with, if any, and how many tokens
             they share; called once.
         draw: returns the uniform numbers of sampling, fp64 [B, largest budget], or None; called once there is memory.
@@ -40,7 +40,7 @@ class Runner:
         timed: measure the prefill and each step, also if the policy does not need it.
 
     Attributes:
-        state: the current state; None before the generation begins.
+        state: the current state. Its user releases it to the pool.
         reused: tokens of each prompt that were in the cache before.
         trees: the tree of each step launched (on a GPU one step more than was needed).
         seconds: of the prefill and of each step read back, if measured.
@@ -62,8 +62,7 @@ class Runner:
         timed: bool = False,
     ) -> None:
         self.step = steps.prepare(backend)
-        self.backbone, self.pool, self.policy = steps.backbone, steps.pool, policy
-        self.prompts, self.selector, self.limits = prompts, selector, limits
+        self.pool, self.prompts, self.policy = steps.pool, prompts, policy
         self.sizes = Sizes.for_trees(
             [len(prompt) for prompt in prompts], max(limits.budgets), policy.trees, selector.makes_logits
         )
@@ -72,6 +71,7 @@ class Runner:
         self.trees: list[Tree] = []
         self.seconds: list[float] = []
         self.ended = False
+        self._agree = steps.backbone.peers.agree
         self._take_earlier, self._draw, self._observer = take_earlier, draw, observer
         self._timed = timed or policy.timed
         self._unread: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
@@ -79,36 +79,8 @@ class Runner:
         self._cut: dict[int, int] = {}  # rows that the observer has ended, with the tokens they keep
         self._reads = 0
 
-    def run(self) -> DecodeState:
-        """Generate until every row has ended; return the last state, which the caller releases to the pool.
-
-        If it fails the state goes back to the pool: the next generation can use it, whatever stopped this one.
-
-        Raises:
-            FloatingPointError: the model's output was not finite; names the step (0 is the prefill) and the row.
-            MemoryError: the generation does not fit.
-        """
-        policy = self.policy
-        try:
-            state = self._begin()
-            prefill(self.backbone, self.prompts, state, self.selector, self.limits, reuse=self.reused)
-            # A policy that uses durations is told the prefill's before it chooses anything.
-            self._read(wait=policy.timed)
-            policy.begin(sum(self.seconds), batch=len(self.prompts), rows=state.cache.capacity)
-            while not self.ended:
-                tree = policy.choose()
-                rows, state = state.cache.capacity, self.make_room()
-                if state.cache.capacity != rows:
-                    policy.grown(state.cache.capacity)
-                made = self.step(tree)(state, self.selector, self.limits)
-                self._read(tree, bool(made))
-            return state
-        except BaseException:
-            if self.state is not None:
-                self.pool.release(self.state)
-            raise
-
-    def _begin(self) -> DecodeState:
+    def begin(self) -> tuple[DecodeState, int]:
+        """See `loop.Runtime`. Raises `MemoryError` if the generation does not fit."""
         earlier, common = self._take_earlier()
         rows = self.pool.first_capacity(self.sizes, HEADROOM, held=earlier)
         if earlier is None:
@@ -122,13 +94,10 @@ class Runner:
         if draws is not None:
             self.state.draws[:, : draws.shape[1]].copy_(draws)
         self._watch = Watch(self.state, tokens=self._observer is not None, timed=self._timed)
-        return self.state
+        return self.state, self.reused
 
     def make_room(self) -> DecodeState:
-        """Return the state with room for one more step: the same one, or its continuation in a larger cache.
-
-        The cache grows before it could overflow, though results are read late.
-        """
+        """See `loop.Runtime`. The cache grows before it could overflow, though results are read late."""
         assert self.state is not None
         lengths, budget, spare = self.sizes.prompt_lengths, self.sizes.budget, self.sizes.spare
         # Tokens that a row may have got in what is not read yet: a whole path per step, one in the prefill.
@@ -144,13 +113,14 @@ class Runner:
             self.pool.release(smaller)
         return self.state
 
-    def _read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> None:
-        """Record what was just launched, and pass on what has become known; no tree for the prefill."""
+    def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
+        """See `loop.Runtime`."""
         assert self.state is not None
         self._watch.record(self.state)
         if tree is not None:
             self.trees.append(tree)
             self._unread.append((tree, made))
+        results = []
         while not self.ended and self._watch.pending > (0 if wait else self._watch.late):
             progress = self._watch.read()
             refuse_broken(progress.broken, self._finished, self._reads)
@@ -160,15 +130,21 @@ class Runner:
             seconds = progress.seconds
             if seconds is not None:
                 # Processes that share the model choose the same trees only if they see the same durations.
-                seconds = self.backbone.peers.agree(seconds) if self.policy.timed else seconds
+                seconds = self._agree(seconds) if self.policy.timed else seconds
                 self.seconds.append(seconds)
             if self._reads > 0:
                 committed = [now - was for now, was, run in zip(self._counts, before, running, strict=True) if run]
                 tree, made = self._unread.popleft()
-                self.policy.observe(tree, None if made else seconds, committed)
+                results.append(StepResult(tree, None if made else seconds, committed))
             self._reads += 1
             for row, count in self._observer(progress) if self._observer else ():
                 self.state.cut(row, count)
                 self._cut[row] = self._counts[row] = count
                 self._finished[row] = True
             self.ended = all(self._finished)
+        return results
+
+    def release(self) -> None:
+        """Give the state back to the pool: the next generation can use it, whatever stopped this one."""
+        if self.state is not None:
+            self.pool.release(self.state)

@@ -1,4 +1,4 @@
-"""Which step runs for a tree: eager, compiled or captured as a CUDA graph; all run `decode_step`.
+"""Which step runs for a tree: eager, compiled or captured as a CUDA graph; all run `loop.decode_step`.
 
 Each tree, set of shapes (batch, cache bucket, output bucket, EOS tokens) and kind of token selection gets its own graph
 when it is first met. Graphs are dropped when weights have moved or changed.
@@ -15,10 +15,10 @@ import torch
 
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.runtime.compiled import CompiledStep
 from medusa_decoding.decode.runtime.cuda_graph import CapturedStep
 from medusa_decoding.decode.runtime.state_pool import StatePool
-from medusa_decoding.decode.step import Step, decode_step
 from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.trees.tree import Tree
@@ -139,9 +139,13 @@ class Steps:
         )
 
     def _make(self, tree: Tree, backend: Backend) -> Step:
-        on_gpu = self.backbone.device.type == "cuda"
-        tensors = TreeTensors.from_tree(Tree([]) if tree.num_nodes == 1 else tree, self.backbone.device)
-        step: Step = functools.partial(decode_step, self.backbone, self.heads, tensors)
+        on_gpu, plain = self.backbone.device.type == "cuda", tree.num_nodes == 1
+        tensors = TreeTensors.from_tree(Tree([]) if plain else tree, self.backbone.device)
+        step: Step = (
+            functools.partial(plain_step, self.backbone, tensors)
+            if plain
+            else functools.partial(decode_step, self.backbone, self.heads, tensors)
+        )
         if backend == "compiled":
             step = CompiledStep(step, freeze=not on_gpu)
         return CapturedStep(step, tree.num_nodes) if on_gpu and backend != "eager" else step
