@@ -173,7 +173,8 @@ def _dropped_arguments(model: Any) -> _Dropped:
         )
     tokenizer = _arguments(frame.f_back).get("tokenizer")
     mask, positions = (_arguments(frame).get(name) is not None for name in ("attention_mask", "position_ids"))
-    return _Dropped(*(found[name] for name in names), tokenizer, mask, positions)
+    streamer, assistant_model, synced_gpus = (found[name] for name in names)
+    return _Dropped(streamer, assistant_model, synced_gpus, tokenizer, mask, positions)
 
 
 def _arguments(frame: FrameType | None) -> dict[str, Any]:
