@@ -24,7 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.backbone.tensor_parallel import joined
-from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
+from medusa_decoding.chat.template import AnswerStreamer, ChatTemplate
 from medusa_decoding.checks import check_text, token_list
 from medusa_decoding.cli import _arguments, _figures
 from medusa_decoding.files import MAX_TEXT, read_text
@@ -70,19 +70,25 @@ def run(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
     """Load the model and continue a text; print if this process is the one that prints."""
     tokenizer = _arguments.load_tokenizer(args)
-    encoder = ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
+    template = ChatTemplate(tokenizer, args.template) if args.chat else None
     placed = {"distributed_config": DistributedConfig(tp_plan="auto")} if args.tensor_parallel else {}
     with _arguments.load_model(args, **placed) as model:
-        ends = encoder.ends(token_list(model.backbone.causal_lm.generation_config.eos_token_id))
-        ids = torch.tensor([encoder.encode([{"role": "user", "content": text}])])
+        stops, ends = args.stop, token_list(model.backbone.causal_lm.generation_config.eos_token_id)
+        if template is None:
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            streamer = AnswerStreamer(tokenizer)
+        else:
+            ids = torch.tensor([template.encode([{"role": "user", "content": text}])])
+            streamer = template.streamer()
+            stops, ends = template.stop_strings(stops), template.ends(ends)
         start = time.perf_counter()
         output = model.generate(
             ids,
             max_new_tokens=args.max_new_tokens,
             eos_token_id=ends or None,
-            stop_strings=encoder.stop_strings(args.stop),
+            stop_strings=stops,
             tokenizer=tokenizer,
-            streamer=encoder.streamer() if prints and not args.json else None,
+            streamer=streamer if prints and not args.json else None,
             metrics=args.metrics,
             **_arguments.sampling(args),
         )
@@ -91,7 +97,8 @@ def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
     if not prints:
         return
     if args.json:
-        written = encoder.answer(output.sequences[0, ids.shape[1] :].tolist())
+        new = output.sequences[0, ids.shape[1] :]
+        written = tokenizer.decode(new, skip_special_tokens=True) if template is None else template.answer(new.tolist())
         print(json.dumps({"text": written, **figures(output, seconds)}))
         return
     print(
