@@ -29,6 +29,7 @@ from medusa_kernels._triton.decode_linear_configs import MOST_ROWS, choices, pro
 from medusa_kernels._triton.launch import Device
 from medusa_kernels._triton.programmatic import has_programmatic
 from medusa_kernels._triton.streaming import Config, wide
+from medusa_kernels._triton.tree_attention_configs import LONG
 
 TRITON_TYPES = {
     torch.float16: "fp16",
@@ -115,7 +116,7 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
     )
     for dtype, head_dim, nodes, rows, window, cap, *keys in _ATTENTION:
         config, kind = (
-            tree_attention.configuration(device, dtype, head_dim, rows, keys=keys[0] if keys else tree_attention.LONG),
+            tree_attention.configuration(device, dtype, head_dim, rows, keys=keys[0] if keys else LONG),
             TRITON_TYPES[dtype],
         )
         strides = {f"stride_{tensor}_d": 1 for tensor in ("q", "k", "v")}

@@ -14,12 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.heads_topk_configs import configuration
 from medusa_kernels._triton.launch import Device, Warps, describe, on_device
 from medusa_kernels._triton.streaming import (
     OPTIONS,
-    Config,
     index_of,
-    interpreted_config,
     number_of,
     ordered,
     product,
@@ -30,29 +29,6 @@ from medusa_kernels._triton.streaming import (
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
 
 MERGE = Warps(num_warps=4, num_stages=3)
-
-
-def configuration(
-    device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str, *, vectors: bool = True
-) -> Config:
-    """Choose how weights of dtype `stored` are streamed past `rows` states, in the stage "residual" or "vocabulary".
-
-    `vectors`: whether 16 bytes can be loaded at once (see `streaming.wide`).
-    """
-    if interpreted():
-        return interpreted_config(rows)
-    m = min(64, max(16, triton.next_power_of_2(rows)))
-    if dtype == torch.float32 or not vectors:
-        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
-        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
-    # On 10.0 the residual block of 64 rows spills with 64 weight rows.
-    if not device.roomy or (device.capability[0] == 10 and stage == "residual" and m == 64):
-        return Config(m, 32, 64, 4, 4, 3)
-    if device.hopper and stage == "vocabulary" and m == 16:
-        # Best on an H200 for own, shared and gathered rows.
-        return Config(m, 128, 128 if stored.itemsize == 1 else 64, 4, 5, 2)
-    block_k = 128 if m == 16 or (m == 32 and stage == "vocabulary") else 64
-    return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, 4, 4, 2)
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "step"])

@@ -9,85 +9,20 @@ never changes, and no value is read on the host.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import OPTIONS, Device, Warps, describe, on_device
+from medusa_kernels._triton.launch import OPTIONS, Warps, describe, on_device
 from medusa_kernels._triton.programmatic import launch_options, programmatic
+from medusa_kernels._triton.tree_attention_configs import Config, configuration
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
 MERGE_CHUNK = 8
 """Parts that the merge loads at once."""
 
 MERGE = Warps(num_warps=1, num_stages=2)
-
-LONG = 16384
-"""From this many cache rows on, many rows per KV head are worth larger tiles."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """How one problem is divided and run.
-
-    Attributes:
-        block_m: rows (nodes times query heads of a KV head) per tile.
-        block_n: keys per block of the prefix.
-        num_warps: warps per program.
-        num_stages: depth of the pipelines.
-        programs: programs that one multiprocessor holds at once.
-        min_keys: fewest keys that are worth a separate program.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    min_keys: int = 256
-
-
-def configuration(device: Device, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG) -> Config:
-    """Return the configuration for `rows` rows per KV head and a cache of `keys` rows.
-
-    On Hopper, head sizes up to 128 get the fastest on an H200 for the heads of Llama-2-7B and Llama-3-8B. Tiles of 64
-    rows and more use asynchronous tensor-core operations there, whose pipeline keeps one buffer more: three stages are
-    three blocks in shared memory, elsewhere two. All other devices, also newer ones, get what fits the shared memory of
-    their blocks.
-    """
-    if interpreted():
-        # The time depends on the number of blocks, not their size; small shares, so that there are several.
-        return Config(64, 64, 4, 2, 2, 64)
-    if dtype == torch.float32:
-        # No tensor cores at full precision: operands are in registers, of which larger tiles need too many.
-        if head_dim <= 64:
-            return Config(32, 64, 8, 2, 2, 128)
-        # Two programs of 256 dimensions take 103 KB, which only data-centre GPUs have.
-        programs = 2 if head_dim <= 128 or device.roomy else 1
-        return Config(16, 32 if device.hopper else 16, 8, 2, programs, 128)
-    if device.hopper and head_dim <= 128 and not 16 < rows <= 32:
-        if rows <= 16:
-            return Config(16, 128, 4, 3, 1, 128)
-        if rows <= 64:
-            return Config(64, 64, 4, 4, 1)
-        return Config(128, 64, 8, 3, 1) if keys >= LONG else Config(64, 64, 4, 3, 2)
-    wide, large = head_dim > 128, device.roomy
-    if rows <= 16 and device.capability >= (10, 0):
-        # With 64 keys ptxas stays at 128 registers there, and spills.
-        return Config(16, 32, 4, 3 if wide else 4, 1 + large, 128)
-    if rows <= 32:
-        block_m = 16 if rows <= 16 else 32
-        return Config(block_m, 32 if wide else 64, 4, 4 if device.hopper and rows <= 16 else 3, 1 + large, 128)
-    if device.hopper:
-        return Config(64 if rows <= 64 else 128, 32, 8, 3, 1)
-    if wide:
-        return Config(64, 32, 8, 2, 1)
-    if rows <= 64:
-        return Config(64, 32, 4, 4, 1 + large)
-    return Config(128, 64 if large else 32, 8, 3, 1)
 
 
 def _constants(config: Config, head_dim: int, nodes: int, window: int | None) -> dict[str, Any]:

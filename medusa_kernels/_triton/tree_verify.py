@@ -13,13 +13,11 @@ import triton
 import triton.language as tl
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton.launch import Device, Warps, describe, on_device
+from medusa_kernels._triton.launch import Warps, describe, on_device
 from medusa_kernels._triton.streaming import (
     OPTIONS,
-    Config,
     exponential,
     index_of,
-    interpreted_config,
     ordered,
     packed,
     product,
@@ -27,32 +25,10 @@ from medusa_kernels._triton.streaming import (
     unit,
     wide,
 )
+from medusa_kernels._triton.tree_verify_configs import configuration
 
 MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
-
-
-def configuration(
-    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
-) -> Config:
-    """Choose how the weight is streamed past `rows` nodes of the whole batch.
-
-    `scaled`: whether there are a temperature and noise, which take registers; `vectors`: whether 16 bytes can be loaded
-    at once (see `streaming.wide`).
-    """
-    if interpreted():
-        return interpreted_config(rows)
-    m = min(128, max(16, triton.next_power_of_2(rows)))
-    if dtype == torch.float32 or not vectors:
-        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
-        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
-    if m <= 32:
-        return Config(m, 64, 128 if device.roomy else 64, 4, 4, 2)
-    if device.hopper:
-        if scaled:
-            return Config(64, 128, 64, 8, 6, 1)
-        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
-    return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])

@@ -125,8 +125,8 @@ class StepTimes:
     def profile(self, batch: int, rows: int) -> Profile:
         """Return the times for a batch size and a number of cache rows.
 
-        Until it can tell the time of a plain step, it is seeded by the profile of the same batch size that can and has the
-        nearest number of rows.
+        Until it can tell the time of a plain step, it is seeded by the profile of the same batch size that can, with
+        the nearest number of rows.
         """
         found = self._profiles.setdefault((batch, rows), Profile())
         if not found.estimates([1]):

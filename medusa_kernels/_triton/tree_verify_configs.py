@@ -1,0 +1,33 @@
+"""Launch configurations of `tree_verify`: tiles, warps and stages per device and size."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.launch import Device
+from medusa_kernels._triton.streaming import Config, interpreted_config
+
+
+def configuration(
+    device: Device, dtype: torch.dtype, rows: int, *, scaled: bool = False, vectors: bool = True
+) -> Config:
+    """Choose how the weight is streamed past `rows` nodes of the whole batch.
+
+    `scaled`: whether there are a temperature and noise, which take registers; `vectors`: whether 16 bytes can be loaded
+    at once (see `streaming.wide`).
+    """
+    if interpreted():
+        return interpreted_config(rows)
+    m = min(128, max(16, triton.next_power_of_2(rows)))
+    if dtype == torch.float32 or not vectors:
+        # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
+        return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
+    if m <= 32:
+        return Config(m, 64, 128 if device.roomy else 64, 4, 4, 2)
+    if device.hopper:
+        if scaled:
+            return Config(64, 128, 64, 8, 6, 1)
+        return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
+    return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
