@@ -148,7 +148,7 @@ class MedusaModel:
             self._accuracies = find_accuracies(folder, self.heads)
         except (ValueError, OSError) as error:
             logger.warning("accuracies refused, published ones of other heads serve: %s", error)
-        # Who asks for a tree of their own need not be told that another one is refused.
+        # Callers that name a tree need no warning that another one is refused.
         level = logging.INFO if isinstance(asked, Tree) else logging.WARNING
         self._tuning = tuning_file.recall(folder, self.backbone, self.heads, self.backend, level)
         if self._tuning is not None and asked is None:

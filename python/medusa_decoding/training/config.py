@@ -43,7 +43,7 @@ class ModelConfig:
     )
     quantization: Literal["none", "8bit", "4bit"] = setting(
         "4bit",
-        "of the frozen weights, with bitsandbytes; none with self-distillation, where it would quantise the teacher",
+        "of the frozen weights, with bitsandbytes; none with self-distillation, as it would quantise the teacher too",
         "B.3; 2.3.2",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = setting("sdpa", "implementation in transformers", OURS)
