@@ -37,7 +37,14 @@ def ascii_stream(content=b""):
 
 def test_an_interrupt_during_imports_says_so_in_one_line():
     command = [sys.executable, "-m", "medusa_decoding", "doctor"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # The tests themselves may be a job in the background, which ignores interrupts and whose children would do so too.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120
     while not torch_is_loading(process.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
