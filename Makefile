@@ -69,7 +69,8 @@ train-demo: $(EDITABLE)
 	$(BIN)/medusa generate --model runs/demo/out/heads --prompt "def read_lines(path):" --max-new-tokens 64
 
 # The recipe of the embedded checkpoint: backbone and heads learn the standard library together, then the heads learn the
-# model's own text, and the checkpoint is written with its card. Takes hours on a CPU.
+# model's own text, and the checkpoint is written with its card. Takes hours on a CPU. Stopped, it goes on where it was; for
+# other SEEDS or other settings remove runs/demo-model first.
 MODEL_ARGS ?=
 JOINT := runs/demo-model/joint
 demo-model: $(EDITABLE)

@@ -10,7 +10,7 @@ This module is data.
 from __future__ import annotations
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)
-"""Columns of tables 6 to 8 and ticks of figures 21 to 23: tokens per step verifies, the root included."""
+"""Columns of tables 6 to 8 and ticks of figures 21 to 23: tokens a step verifies, the root included."""
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 SEQUENCES = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -1,4 +1,4 @@
-"""Search trees for your heads, draw them, and validate them: a tree says which draft tokens per step verifies.
+"""Search trees for your heads, draw them, and validate them: a tree says which draft tokens a step verifies.
 
 `show` draws a tree. `search` reads the file of `medusa calibrate` and compares the best trees by three measures: the
 products of accuracies, as if heads were right independently; how often whole paths were right at a random position; and
