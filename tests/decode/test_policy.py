@@ -108,7 +108,7 @@ def test_after_useless_heads_a_generation_starts_plain_and_goes_on_probing():
 
 
 def best_fixed(times: dict[int, float], heads: Heads, tokens: float) -> float:
-    """Plain steps that the best tree of the tree_set takes for so many tokens, in expectation."""
+    """Plain steps that the best tree of the tree set takes for so many tokens, in expectation."""
     return min(tokens / tree.expected_tokens(heads) * times[tree.num_nodes] for tree in TreeSet(heads).trees)
 
 
@@ -164,14 +164,14 @@ def test_a_changing_text_is_near_the_best_switching_and_beats_every_fixed_tree(d
 
 
 def test_a_flat_tree_is_not_kept_for_ever():
-    # While only the first head is right, two nodes are best, and they say nothing about the others.
+    # While only the first head is right the smallest tree is best, which says little about the others.
     flat, deep = [[0.97], *[[0.0005]] * 3], [[0.97], *[[0.9]] * 3]
     simulation, policy = Simulation(CPU), adaptive(BETTER)
     simulation.generate(policy, [always(flat)], 600)
-    assert Counter(simulation.chosen[-100:]).most_common(1)[0][0] == 2
+    assert Counter(simulation.chosen[-100:]).most_common(1)[0][0] == 4
     simulation.generate(policy, [always(deep)], 600)
-    assert sum(nodes == 2 for nodes in simulation.chosen) < 0.6 * len(simulation.chosen)
-    assert Counter(simulation.chosen[-40:])[2] == 0
+    assert sum(nodes == 4 for nodes in simulation.chosen) < 0.6 * len(simulation.chosen)
+    assert Counter(simulation.chosen[-40:])[4] == 0
 
 
 # (d) Wrong first measurements
@@ -356,7 +356,7 @@ def test_steps_are_observed_in_the_order_they_were_chosen():
         policy.observe(policy.trees[0], 1.0, [1])
     policy.choose()
     with pytest.raises(ValueError, match=r"expected the one chosen .*num_nodes=1.* got Tree\(num_nodes=4"):
-        policy.observe(policy.trees[2], 1.0, [1])
+        policy.observe(policy.trees[1], 1.0, [1])
     policy.observe(policy.trees[0], 1.0, [])
     assert policy.times.profile(1, 0).kept() == {}
 

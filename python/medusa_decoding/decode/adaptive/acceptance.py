@@ -8,8 +8,11 @@ from collections.abc import Sequence
 
 from medusa_decoding.trees.tree import Tree
 
-SIZES = (2, 4, 8, 16, 32, 64)
-"""Nodes of the trees: small devices profit from 3 to 16, large ones from 64."""
+SIZES = (4, 8, 16, 32, 64)
+"""Nodes of the trees: small devices profit from 4 to 16, large ones from 64.
+
+None has 2: it would tell nothing about the deeper heads, so that choosing it by mistake would last.
+"""
 
 # Accuracy of each rank alone, from the cumulative figures of the original project's training logs for vicuna-7b-v1.3.
 VICUNA_7B = [
@@ -29,7 +32,8 @@ class TreeSet:
             head, with at most as many ranks as the heads have candidates. No rows: plain decoding only.
 
     Attributes:
-        trees: `Tree([])`, then the optimal trees of those `SIZES` that the heads can fill, in ascending order.
+        trees: `Tree([])`, then the optimal trees of those `SIZES` that the heads can fill, in ascending order; or the
+            full tree, if the heads cannot fill any.
         odds_against: for each tree and each of its depths, (1 - p) / p, where p is the probability that a path accepted
             down to the depth above continues at this depth, if the heads are independent and have these accuracies.
 
@@ -42,7 +46,8 @@ class TreeSet:
         for row in accuracies:
             level *= len(row)
             possible += level
-        optimal = (Tree.optimal(accuracies, size) for size in SIZES if size <= possible)
+        sizes = [size for size in SIZES if size <= possible] or [possible][: len(accuracies)]
+        optimal = (Tree.optimal(accuracies, size) for size in sizes)
         self.trees: tuple[Tree, ...] = (Tree([]), *optimal)
         self.odds_against = tuple(_odds_against(tree, accuracies) for tree in self.trees)
 
