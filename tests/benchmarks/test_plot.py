@@ -87,6 +87,7 @@ def everything() -> list[dict[str, Any]]:
     return [*found, step("medusa graph", 4300, nodes=64, heads="trimmed")]
 
 
+@pytest.mark.slow
 def test_every_figure_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     results = tmp_path / "gpu.jsonl"

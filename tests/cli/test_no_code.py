@@ -160,6 +160,7 @@ def results(make_chat, tmp_path_factory):
     return place, {report["name"]: report for report in found}
 
 
+@pytest.mark.slow
 def test_nothing_beside_a_checkpoint_ran(results):
     place, reports = results
     chats = {f"{kind}: chat" for kind in (*REAL, "kernels")}

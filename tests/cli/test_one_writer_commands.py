@@ -41,6 +41,7 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_two_trainings_into_one_folder_one_wins_and_a_killed_one_lets_go(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

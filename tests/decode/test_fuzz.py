@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ def with_window(family, window):
     return {"sliding_window": window, "use_sliding_window": window is not None, "max_window_layers": 1}
 
 
+@pytest.mark.slow
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     seed=st.integers(0, 1000),

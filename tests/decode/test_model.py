@@ -180,6 +180,7 @@ def greedy_texts(seed):
     return rows, [transformers_greedy(model, row, 65) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", [7, 64, 65])
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.cartesian([5, 3, 2])], ids=["chain", "cartesian"])
 def test_rows_that_end_early_stay_within_a_cache_without_slack(monkeypatch, tree, new):
@@ -410,6 +411,7 @@ def test_the_cache_grows_with_the_text(medusa, monkeypatch, tree):
     assert capacities == sorted(set(capacities))
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
     # More graphs than dynamo keeps for one function (2 here): each must still be compiled, and be right.

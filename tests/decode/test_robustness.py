@@ -356,6 +356,7 @@ class InterruptAt:
         sys.settrace(self.before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
     """Each line is interrupted once, where it first runs: a cache grows, and a session goes on in it."""
     runtime = [f"decode/runtime/{name}.py" for name in ("runner", "state_pool", "progress", "streaming")]
@@ -476,6 +477,7 @@ def in_threads(*works):
         raise error
 
 
+@pytest.mark.slow
 def test_threads_with_a_model_each():
     trees = [TREE, Tree.chain(3), Tree([]), Tree.cartesian([2, 2, 1])]
     models = [tiny(family, seed=seed) for seed, family in enumerate(["llama", "mistral", "qwen2", "qwen3"])]
@@ -623,6 +625,7 @@ def graphs():
     return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.grad_fn is not None]
 
 
+@pytest.mark.slow
 def test_no_gradients_are_kept(medusa, kept_states):
     assert all(parameter.requires_grad for parameter in medusa.base.parameters())
     [row] = prompts(1, [6])

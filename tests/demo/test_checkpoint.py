@@ -48,7 +48,7 @@ def test_held_out_files_are_those_of_the_split(measured):
 def prompts():
     files = corpus.split()
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
-    return corpus.random_prompts(corpus.encode(files, files.held_out[::4], tokenizer), 12, 128, seed=23)
+    return corpus.random_prompts(corpus.encode(files, files.held_out[::4], tokenizer), 24, 128, seed=23)
 
 
 def own_texts(base, prompts, new_tokens):
@@ -73,13 +73,14 @@ def test_the_default_tree_is_the_shipped_one():
     assert Tree.load(CHECKPOINT / "heads" / "medusa_tree_64.json").num_nodes == 64
 
 
+@pytest.mark.slow
 def test_in_bfloat16_texts_part_only_at_ties(measured, prompts):
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.bfloat16)
-    texts = own_texts(base, prompts, 48)
+    texts = own_texts(base, prompts, 64)
     tree = Tree.optimal(measured["calibration"], 64)
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.bfloat16, tree=tree) as model:
-        got = model.generate(prompts, max_new_tokens=48, eos_token_id=[]).sequences
-    parted = [row for row in range(12) if not torch.equal(texts[row], got[row])]
+        got = model.generate(prompts, max_new_tokens=64, eos_token_id=[]).sequences
+    parted = [row for row in range(24) if not torch.equal(texts[row], got[row])]
     for row in parted:
         first = int((texts[row] != got[row]).nonzero()[0])
         with torch.no_grad():
@@ -89,4 +90,4 @@ def test_in_bfloat16_texts_part_only_at_ties(measured, prompts):
         print(f"prompt {row} parts at new token {first - 128}: logits {theirs} and {ours}, a bfloat16 step is {step}")
         # Each of the two passes may round either logit once.
         assert abs(theirs - ours) <= 2 * step
-    assert len(parted) < 6
+    assert len(parted) < 12

@@ -35,6 +35,7 @@ def ascii_stream(content=b""):
     return io.TextIOWrapper(io.BytesIO(content), encoding="ascii")
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_imports_says_so_in_one_line():
     command = [sys.executable, "-m", "medusa_decoding", "doctor"]
     # The tests themselves may be a job in the background, which ignores interrupts and whose children would do so too.

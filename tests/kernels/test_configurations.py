@@ -96,6 +96,7 @@ def test_attention_fits_blocks_of_99_kib(device: Device, head_dim: int) -> None:
             assert flying + config.block_m * padded * 2 <= 99 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["89", "100", "120"])
 def test_attention_compiles_within_the_limits_of_newer_gpus(arch: str) -> None:
     """One node and many: the smallest and the largest tiles of rows at the usual head size."""

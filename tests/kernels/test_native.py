@@ -292,6 +292,7 @@ def nvcc(setup_script: ModuleType) -> str:
     return path
 
 
+@pytest.mark.slow
 def test_cuda_kernels_fit_every_target(nvcc: str, tmp_path: Path) -> None:
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 86, 90)]
     command = [nvcc, "-std=c++17", "-O3", "-fatbin", "-Xptxas", "-v", *targets, str(ROOT / "csrc" / "kv_compact.cu")]
