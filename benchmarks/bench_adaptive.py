@@ -4,8 +4,8 @@
 
 Both run on the embedded model: first random heads against plain decoding, then the model's own heads against every
 fixed tree of the same set. All ways run in turn on each prompt within this process. "plain again" is a second copy of
-plain decoding; its ratio shows the resolution of the measurement. "auto" keeps what it learns from prompt to prompt;
-"auto, first" starts each prompt without knowing the device or the heads.
+plain decoding; its ratio shows the resolution of the measurement. "auto" is warm: it has written some other prompts
+before and keeps what it learns; "auto, first" starts each prompt without knowing the device or the heads.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from medusa_decoding.trees.tree import Tree
 
 TreeChoice = Tree | Literal["auto"]
 HEADS = 4
+WARM_UP = 6
+"""Prompts that "auto" writes before it is measured."""
 
 
 def random_heads(base: Any, seed: int) -> MedusaHeads:
@@ -67,11 +69,11 @@ class Ways:
 
         return way
 
-    def compare(self, inputs: list[torch.Tensor], warm_up: torch.Tensor) -> dict[str, Any]:
+    def compare(self, inputs: list[torch.Tensor], warm_up: list[torch.Tensor]) -> dict[str, Any]:
         """Run every way on every input, and return what "auto" gained over each of the others."""
         for name, way in self.ways.items():
-            if name != "auto":
-                way(warm_up)  # "auto" must pay for what it has to find out
+            for ids in warm_up if name == "auto" else warm_up[:1]:
+                way(ids)
         self.steps.clear()
         for texts in self.texts.values():
             texts.clear()
@@ -91,7 +93,7 @@ class Ways:
 
 def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
     """Compare with random heads, then with the model's own."""
-    [warm_up], inputs = prompts(held_out=False, count=1, seed=3), prompts(held_out=True, count=count, seed=11)
+    warm_up, inputs = prompts(held_out=False, count=WARM_UP, seed=3), prompts(held_out=True, count=count, seed=11)
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
     plain: dict[str, TreeChoice] = {
         "plain": Tree([]),
@@ -100,7 +102,7 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
         "auto, first": "auto",
     }
     figures: dict[str, Any] = {
-        "prompts": count, "prompt_tokens": PROMPT, "new_tokens": NEW,
+        "prompts": count, "warm_up": WARM_UP, "prompt_tokens": PROMPT, "new_tokens": NEW,
         "batch": 1, "dtype": "float32", "backend": backend,
     }  # fmt: skip
     with MedusaModel(base, random_heads(base, seed), backend=backend) as model:
