@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.paper import values as paper
+from benchmarks.paper.block import BlockSimulation, attention_product
+from benchmarks.roofline import fit_attained
 from medusa_decoding.roofline.acceleration import SLOPE, PaperAcceleration
-from medusa_decoding.roofline.devices import A100, DEVICES, Device, fit_attained
-from medusa_decoding.roofline.operators import Operator, attention_product
+from medusa_decoding.roofline.devices import A100, DEVICES, Device
+from medusa_decoding.roofline.operators import Operator
 from medusa_decoding.roofline.operators import linear as projection
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape
-from medusa_decoding.roofline.simulate import Simulation
 
 Row = dict[str, Any]
 ATTAINED = DEVICES["a100-80-attained"]
@@ -146,9 +147,9 @@ def _figure_points(model: str) -> Iterator[tuple[str, int, int | None, Operator]
                 yield f"qk/pv {phase}", batch, sequence, product
 
 
-def simulation_of(device: Device) -> Simulation:
+def simulation_of(device: Device) -> BlockSimulation:
     """Return the paper's simulation: a simplified block of Llama-7B, its own acceleration model."""
-    return Simulation(device, SMALL, HeadShape(), PaperAcceleration(), scope="block")
+    return BlockSimulation(device, SMALL, HeadShape(), PaperAcceleration())
 
 
 def simulation_rows() -> list[Row]:

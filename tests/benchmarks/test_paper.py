@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,9 +13,15 @@ import pytest
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import reproduction
 from benchmarks.paper import values as paper
-from medusa_decoding.roofline.compare_measured import compare, fit_steps, read_steps
+from benchmarks.paper.block import attention_product, block_operators
+from benchmarks.roofline import compare, fit_steps, main, read_steps
 from medusa_decoding.roofline.devices import A100, DEVICES, H200
+from medusa_decoding.roofline.operators import total_bytes, total_seconds
+from medusa_decoding.roofline.shapes import ModelShape
 from medusa_decoding.roofline.simulate import Simulation
+
+# b = 2, q = 3, s = 5, n = 4 heads of d = 8, h = 32, i = 48.
+SMALL = ModelShape("small", hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocabulary=100)
 
 
 @pytest.mark.parametrize("table", [6, 7, 8])
@@ -111,6 +118,47 @@ def test_the_picture_falls_faster_with_the_sequence_than_tables_6_and_8_let_it()
     assert max(linear, attention) < 1.25 < overhead
 
 
+def test_attention_products_as_in_table_5() -> None:
+    # 2 b s q n d = 2 * 2 * 5 * 3 * 4 * 8; b s q n + b (s + q) n d = 120 + 512.
+    qk = attention_product("qk", batch=2, tokens=3, sequence=5, heads=4, head_dim=8)
+    assert (qk.flops, qk.activations, qk.weights) == (1920, 632, 0)
+    # Prefill: q = s, 2 b s n d + b s^2 n = 640 + 200.
+    assert attention_product("qk", 2, 5, 5, 4, 8).activations == 840
+    # Plain decoding: b s n + b s n d + b n d = 40 + 320 + 64.
+    assert attention_product("qk", 2, 1, 5, 4, 8).activations == 424
+
+
+def test_the_papers_block() -> None:
+    operators = block_operators(SMALL, batch=2, tokens=3, sequence=5)
+    assert [(o.name, o.times, o.weights) for o in operators] == [
+        ("qkv", 3, 1024), ("qk", 1, 0), ("pv", 1, 0), ("up/gate", 2, 1536), ("down", 1, 1536)
+    ]  # fmt: skip
+    assert total_bytes(operators) == 2 * (3 * (1024 + 6 * 64) + 2 * 632 + 3 * (1536 + 6 * 80))
+
+
+@pytest.mark.parametrize("more", [(3, 16, 100), (2, 17, 100), (2, 16, 101)])
+def test_more_of_anything_makes_a_block_slower(more: tuple[int, int, int]) -> None:
+    seconds = [total_seconds(block_operators(SMALL, *sizes), A100) for sizes in ((2, 16, 100), more)]
+    assert seconds[1] > seconds[0]
+
+
+def test_one_block_by_hand() -> None:
+    # Appendix G.3: one block of Llama-7B: 3 h h + 3 h i weights of 2 bytes at 1,935 GB/s, and attention.
+    weights = 2 * (3 * 4096**2 + 3 * 4096 * 11008) / 1935e9
+    keys = 2 * 2 * (1024 * 32 + 1025 * 4096) / 1935e9
+    block = reproduction.simulation_of(A100).point(1, 1024, 16)
+    assert block.plain_us == pytest.approx(1e6 * (weights + keys), rel=0.001)
+
+
+def test_the_paper_says_large_batches_lose() -> None:
+    # "when the batch size exceeds 32, the speedup decreases and may even have a negative effect": all tree sizes of
+    # figure 22 lose at 64, and small batches gain at all of them.
+    block = reproduction.simulation_of(DEVICES["a100-80-attained"])
+    sizes = (16, 32, 48, 64, 80, 96, 112)
+    assert all(block.point(64, 1024, nodes).speedup < 1 for nodes in sizes)
+    assert all(block.point(4, 1024, nodes).speedup > 1 for nodes in sizes)
+
+
 @pytest.fixture
 def records(root: Path) -> Path:
     return root / "benchmarks" / "results" / "nvidia-h200.jsonl"
@@ -135,6 +183,24 @@ def test_measured_steps_beside_predictions(records: Path) -> None:
     assert all(1.12 < ratio < 1.23 for ratio in high[64])
     # A roofline counts no time too much.
     assert all(row["measured_overhead"] > row["roofline_overhead"] for row in trees)
+
+
+def test_the_command_prints_every_step(capsys: pytest.CaptureFixture[str], records: Path) -> None:
+    assert main([str(records)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 23
+    main([str(records), "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    plain = next(r for r in rows if (r["model"], r["prefix"], r["batch"], r["nodes"]) == ("Llama-2-7B", 1024, 1, 1))
+    # 13.21 GB of weights and 0.54 GB of keys and values at 4.8 TB/s.
+    assert plain["roofline_us"] == pytest.approx(13.752e9 / 4.8e6, rel=0.001)
+
+
+def test_a_bad_file_of_records_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("no")
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "bad.json")])
+    assert stopped.value.code == 2
+    assert "bad.json, line 1: expected a benchmark's record" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

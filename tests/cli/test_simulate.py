@@ -54,15 +54,6 @@ def test_a_table_for_people(capsys):
     assert "  prefix 1024, 64 nodes: batch 1 to " in out
 
 
-def test_the_block_has_no_heads(capsys):
-    result = json.loads(run(capsys, "--block", "--nodes", "16", "--batch", "1", "--json")[1])
-    assert result["heads"] is None
-    # Appendix G.3: one block of Llama-7B: 3 h h + 3 h i weights of 2 bytes at 1,935 GB/s, and attention.
-    weights = 2 * (3 * 4096**2 + 3 * 4096 * 11008) / 1935e9
-    keys = 2 * 2 * (1024 * 32 + 1025 * 4096) / 1935e9
-    assert result["points"][0]["plain_us"] == pytest.approx(1e6 * (weights + keys), rel=0.001)
-
-
 def test_accuracies_and_a_device_from_files(capsys, tmp_path):
     (tmp_path / "heads.json").write_text("[[0.5, 0.2], [0.4, 0.1]]")
     (tmp_path / "device.json").write_text('{"name": "mine", "flops": 1e13, "bandwidth": 1e12, "dtype": "float16"}')
@@ -94,7 +85,6 @@ def test_this_cpu_is_measured_on_request(capsys, monkeypatch):
         (["--model", "nowhere/at-all/x"], "model: expected one of vicuna-7b"),
         (["--nodes", "257"], "--nodes: expected at most 256, got 257"),
         (["--head-vocabulary", "32001"], "--head-vocabulary: expected at most 32000, got 32001"),
-        (["--records", "{tmp}/bad.json"], "bad.json, line 1: expected a benchmark's record"),
         (["--accuracies", "{tmp}/bad.json"], "bad.json: expected JSON, got"),
         (["--accuracies", "{tmp}/two.json", "--heads", "3"], "--heads: expected 2, as in .*two.json, got 3"),
         (["--accuracies", "{tmp}/two.json", "--nodes", "8"], "--nodes: expected at most 7, got 8"),
@@ -141,14 +131,3 @@ def test_a_picture_of_the_sweep(capsys, tmp_path):
     assert code == 0
     assert json.loads(out)["figure"] == str(path)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_measured_steps_beside_the_prediction(capsys, root):
-    records = root / "benchmarks" / "results" / "nvidia-h200.jsonl"
-    code, out, _ = run(capsys, "--device", "h200", "--records", records)
-    assert code == 0
-    assert len(out.splitlines()) == 2 + 23
-    rows = json.loads(run(capsys, "--device", "h200", "--records", records, "--json")[1])
-    plain = next(r for r in rows if (r["model"], r["prefix"], r["batch"], r["nodes"]) == ("Llama-2-7B", 1024, 1, 1))
-    # 13.21 GB of weights and 0.54 GB of keys and values at 4.8 TB/s.
-    assert plain["roofline_us"] == pytest.approx(13.752e9 / 4.8e6, rel=0.001)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from limits import MIB, bounded
 
+from benchmarks.roofline import read_steps
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.checkpoints.tuning_file import Tuning
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.files import parse_json, read_json, read_json_object
-from medusa_decoding.roofline.compare_measured import read_steps
 from medusa_decoding.roofline.devices import read_device
 from medusa_decoding.trees.calibration import Calibration
 

@@ -117,9 +117,8 @@ def test_a_point_by_hand() -> None:
     assert point.speedup == pytest.approx((1 + 0.477 * math.log(16)) * plain / step)
 
 
-@pytest.mark.parametrize("scope", ["step", "block"])
-def test_one_node_is_plain_decoding(scope: str) -> None:
-    point = simulation(scope=scope).point(4, 100, 1)
+def test_one_node_is_plain_decoding() -> None:
+    point = simulation().point(4, 100, 1)
     assert (point.overhead, point.speedup, point.acceleration) == (1, 1, 1)
 
 
@@ -191,12 +190,3 @@ def test_a_device_with_little_arithmetic_gains_nothing() -> None:
     of = simulation(device=slow)
     assert best(of.by_nodes(1, 128)).nodes == 1
     assert of.paying_batches(128, 16) == []
-
-
-def test_the_paper_says_large_batches_lose() -> None:
-    # "when the batch size exceeds 32, the speedup decreases and may even have a negative effect": all tree sizes of
-    # figure 22 lose at 64, and small batches gain at all of them.
-    block = simulation(scope="block", device=DEVICES["a100-80-attained"])
-    sizes = (16, 32, 48, 64, 80, 96, 112)
-    assert all(block.point(64, 1024, nodes).speedup < 1 for nodes in sizes)
-    assert all(block.point(4, 1024, nodes).speedup > 1 for nodes in sizes)

@@ -2,7 +2,6 @@
 
     medusa simulate --model vicuna-7b --device a100-80 --batch 1,4,16 --sequence 1024 --nodes 16,64
     medusa simulate --model FOLDER --device cpu --accuracies heads.json --heads 4 --json
-    medusa simulate --device h200 --records benchmarks/results/nvidia-h200.jsonl
 
 A roofline counts operations and bytes only. Real steps are slower, most of all those with trees; docs/simulation.md
 compares them with measurements.
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli._arguments import add_option, at_least_one, counts, factor
 from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
-from medusa_decoding.roofline.compare_measured import compare, read_steps
 from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
 from medusa_decoding.roofline.plot import draw_sweep
 from medusa_decoding.roofline.probe_device import probe_device
@@ -60,19 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--head-vocabulary V", at_least_one, "rows of a trimmed projection")
     parser.add_argument("--shared", action="store_true", help="heads project with the model's lm_head")
     add_option(parser, "--weight-bytes X", factor, "bytes per weight, as 0.5 for 4 bits")
-    words = "the paper's simplified block, without heads, instead of a whole step"
-    parser.add_argument("--block", action="store_true", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_option(parser, "--plot FOLDER", Path, "draw the speedups there (needs matplotlib)")
-    add_option(parser, "--records FILE", Path, "instead: compare a benchmark's measured steps with the prediction")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, or compare measured steps with the simulation."""
+    """Simulate every combination of the arguments, and print or draw it."""
     if args.plot is not None:
         check_matplotlib()  # before any work
-    if args.records is not None:
-        return _show(compare(read_steps(args.records), find_device(args.device)), args.json, print_comparison)
     simulation = make_simulation(args)
     if args.save_device is not None:
         write_device(simulation.device, args.save_device)
@@ -83,14 +76,10 @@ def run(args: argparse.Namespace) -> int:
         path = args.plot / "simulated-speedup.png"
         draw_sweep(points, title, path)
         result["figure"] = str(path)
-    return _show(result, args.json, print_report)
-
-
-def _show(result: Any, as_json: bool, print_text: Callable[[Any], None]) -> int:
-    if as_json:
+    if args.json:
         print(json.dumps(result))
     else:
-        print_text(result)
+        print_report(result)
     return 0
 
 
@@ -127,7 +116,7 @@ def make_simulation(args: argparse.Namespace) -> Simulation:
         raise ValueError(f"--head-vocabulary: expected at most {shape.vocabulary}, got {args.head_vocabulary}")
     heads = HeadShape(args.heads or acceleration.heads or 4, args.head_vocabulary, args.shared)
     device = find_device(args.device)
-    return Simulation(device, shape, heads, acceleration, args.weight_bytes, "block" if args.block else "step")
+    return Simulation(device, shape, heads, acceleration, args.weight_bytes)
 
 
 def sweep_figures(simulation: Simulation, points: Sequence[Point], args: argparse.Namespace) -> dict[str, Any]:
@@ -150,8 +139,7 @@ def sweep_figures(simulation: Simulation, points: Sequence[Point], args: argpars
     return {
         "device": asdict(simulation.device),
         "model": vars(simulation.shape),
-        "heads": None if simulation.scope == "block" else vars(simulation.heads),
-        "scope": simulation.scope,
+        "heads": vars(simulation.heads),
         "acceleration": simulation.acceleration.name,
         "most_nodes": simulation.acceleration.most_nodes,
         "points": [vars(point) | {"overhead": point.overhead, "speedup": point.speedup} for point in points],
@@ -179,12 +167,9 @@ def print_report(result: dict[str, Any]) -> None:
         f"{device['bandwidth'] / 1e9:.5g} GB/s; {device['source']})"
     )
     heads = result["heads"]
-    if heads is None:
-        print("the paper's simplified block: one layer without output projection, lm_head and heads")
-    else:
-        vocabulary = heads["vocabulary"] or result["model"]["vocabulary"]
-        rows = "rows of lm_head" if heads["shared"] else "rows each"
-        print(f"a whole step; heads: {heads['count']}, with {vocabulary:,} {rows}")
+    vocabulary = heads["vocabulary"] or result["model"]["vocabulary"]
+    rows = "rows of lm_head" if heads["shared"] else "rows each"
+    print(f"a whole step; heads: {heads['count']}, with {vocabulary:,} {rows}")
     print(f"tokens per step: {result['acceleration']}\n")
     print("  prefix  batch  nodes    plain us     step us  overhead  tokens  speedup")
     for point in result["points"]:
@@ -211,20 +196,3 @@ def print_report(result: dict[str, Any]) -> None:
 def _ranges(found: Sequence[Range], most: int | None) -> str:
     text = [f"{first:,} to {last:,}" + (" or more" if last == most else "") for first, last in found]
     return " and ".join(text) or "none"
-
-
-def print_comparison(rows: Sequence[dict[str, Any]]) -> None:
-    """Print measured steps and their predictions for a person."""
-    print("errors in percent of the measured time; fitted: to the plain steps alone")
-    print(
-        "model        prefix batch nodes  heads                  measured us  roofline  error   fitted  error"
-        "   overhead: measured, roofline, fitted"
-    )
-    for row in rows:
-        overheads = [row.get(f"{name}_overhead") for name in ("measured", "roofline", "fitted")] * (row["nodes"] > 1)
-        print(
-            f"{row['model']:12}{row['prefix']:7}{row['batch']:6}{row['nodes']:6}  {row['heads'] or '':22}"
-            f"{row['measured_us']:12.0f}{row['roofline_us']:10.0f}{row['roofline_error_percent']:7.1f}"
-            f"{row['fitted_us']:9.0f}{row['fitted_error_percent']:7.1f}   "
-            + ", ".join(f"{value:.2f}" for value in overheads if value)
-        )

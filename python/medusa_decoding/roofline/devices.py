@@ -6,9 +6,7 @@ fitted to measurements; its defaults are the ideal. `probe_device` measures a de
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +108,7 @@ DEVICES: dict[str, Device] = {
         Device("h100", 989.4e12, 3.35e12, source="data sheet, SXM"),
         Device("h100-pcie", 756e12, 2.0e12, source="data sheet, PCIe"),
         H200,
-        # By `compare_measured.fit_steps` from plain steps in benchmarks/results/nvidia-h200.jsonl; a test fits again.
+        # By `benchmarks.roofline` from plain steps in benchmarks/results/nvidia-h200.jsonl; a test fits again.
         replace(
             H200,
             name="h200-attained",
@@ -120,17 +118,6 @@ DEVICES: dict[str, Device] = {
         ),
     )
 }
-
-
-def fit_attained(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], float]) -> Attained:
-    """Return the combination of a grid's values with the smallest error, the first of equal ones.
-
-    Args:
-        grid: values to try for each attribute; the others keep their defaults.
-        error: the function to minimise.
-    """
-    guesses = (Attained(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
-    return min(guesses, key=error)
 
 
 def read_device(path: str | Path) -> Device:

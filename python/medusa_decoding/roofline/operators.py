@@ -1,8 +1,8 @@
 """The operators of a decoding step and their roofline times (Medusa paper, appendix G.1, table 5).
 
 An operator is a number of operations and of elements moved. Its time on a device is the longer of the times that its
-arithmetic and its bytes take. `block_operators` lists those of the paper's simplified block, `step_operators` those of
-a whole step as this project runs it. A tree is only a number of nodes here.
+arithmetic and its bytes take. `step_operators` lists those of a whole step as this project runs it. A tree is only a
+number of nodes here.
 """
 
 from __future__ import annotations
@@ -81,40 +81,11 @@ def linear(name: str, rows: int, inputs: int, outputs: int, times: int = 1, stor
     return Operator(name, "linear", rows, 2 * rows * inputs * outputs, inputs * outputs, moved, times)
 
 
-def attention_product(name: str, batch: int, tokens: int, sequence: int, heads: int, head_dim: int) -> Operator:
-    """Return one of the two products of attention, its scores in memory (table 5).
-
-    2 b s q n d operations; b s q n + b (s + q) n d elements, with q = `tokens` queries over s = `sequence` keys.
-    """
-    scores = batch * sequence * tokens * heads
-    rows = batch * (sequence + tokens) * heads * head_dim
-    return Operator(name, "attention", batch * tokens, 2 * scores * head_dim, 0, scores + rows)
-
-
 def fused_attention(name: str, batch: int, tokens: int, keys: int, shape: ModelShape, times: int = 1) -> Operator:
     """Return attention in one pass: both products, keys and values read once, scores never in memory."""
     flops = 4 * batch * tokens * keys * shape.heads * shape.head_dim
     moved = 2 * batch * (keys * shape.kv_heads + tokens * shape.heads) * shape.head_dim
     return Operator(name, "attention", batch * tokens, flops, 0, moved, times)
-
-
-def block_operators(shape: ModelShape, batch: int, tokens: int, sequence: int) -> list[Operator]:
-    """Return the paper's simplified block (appendix G.3), run in this order; scores go to memory and come back.
-
-    Args:
-        shape: of the model; as in the paper every query head has keys and values of its own.
-        batch: b.
-        tokens: q: 1 for plain decoding, the candidates for Medusa, s itself for the prefill.
-        sequence: s, keys that each token sees.
-    """
-    rows, width = batch * tokens, shape.heads * shape.head_dim
-    return [
-        linear("qkv", rows, shape.hidden, width, 3),
-        attention_product("qk", batch, tokens, sequence, shape.heads, shape.head_dim),
-        attention_product("pv", batch, tokens, sequence, shape.heads, shape.head_dim),
-        linear("up/gate", rows, shape.hidden, shape.intermediate, 2),
-        linear("down", rows, shape.intermediate, shape.hidden),
-    ]
 
 
 def step_operators(shape: ModelShape, heads: HeadShape | None, batch: int, nodes: int, prefix: int) -> list[Operator]:

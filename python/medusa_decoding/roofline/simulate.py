@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from medusa_decoding.roofline.acceleration import Acceleration
 from medusa_decoding.roofline.devices import Device
-from medusa_decoding.roofline.operators import Operator, block_operators, step_operators, total_seconds
+from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
 from medusa_decoding.roofline.shapes import HeadShape, ModelShape
 
 Range = tuple[int, int]
-Scope = Literal["step", "block"]
 MOST_BATCH = 4096
 MOST_SEQUENCE = 131072
 
@@ -65,7 +63,6 @@ class Simulation:
         heads: the heads' sizes; they count in steps with more than one node.
         acceleration: tokens per step by tree size.
         weight_bytes: bytes per weight; None: those of the device's dtype.
-        scope: step: a whole step of this project; block: the paper's simplified block, without heads.
     """
 
     device: Device
@@ -73,12 +70,9 @@ class Simulation:
     heads: HeadShape
     acceleration: Acceleration
     weight_bytes: float | None = None
-    scope: Scope = "step"
 
     def operators(self, batch: int, sequence: int, nodes: int) -> list[Operator]:
         """Return the operators of a step; one node is a plain step."""
-        if self.scope == "block":
-            return block_operators(self.shape, batch, nodes, sequence)
         return step_operators(self.shape, self.heads if nodes > 1 else None, batch, nodes, sequence)
 
     def step_seconds(self, batch: int, sequence: int, nodes: int) -> float:

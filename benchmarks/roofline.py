@@ -1,4 +1,6 @@
-"""Compare measured steps with the roofline's prediction.
+"""Compare measured steps with the roofline's prediction, and fit shares of a device's peaks to measurements.
+
+    python -m benchmarks.roofline benchmarks/results/nvidia-h200.jsonl --device h200
 
 The records are those of `python -m benchmarks.bench_step`: whole captured steps of this project with random weights.
 The roofline counts bytes and operations. What it leaves out (launches, activations that are read repeatedly through the
@@ -7,14 +9,18 @@ caches, norms, acceptance, compaction) is part of the stated error.
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from medusa_decoding.files import MAX_JSON, parse_json, read_text
-from medusa_decoding.roofline.devices import Attained, Device, fit_attained
+from medusa_decoding.roofline.devices import DEVICES, Attained, Device
 from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape
 
@@ -28,6 +34,17 @@ HEADS: dict[str | None, HeadShape | None] = {
     "shared, trimmed 8192": HeadShape(vocabulary=8192, shared=True),
     "full bf16": HeadShape(),
 }
+
+
+def fit_attained(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], float]) -> Attained:
+    """Return the combination of a grid's values with the smallest error, the first of equal ones.
+
+    Args:
+        grid: values to try for each attribute; the others keep their defaults.
+        error: the function to minimise.
+    """
+    guesses = (Attained(**dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values()))
+    return min(guesses, key=error)
 
 
 def read_steps(path: str | Path) -> list[Record]:
@@ -115,3 +132,42 @@ def compare(records: Sequence[Record], device: Device) -> list[Record]:
                 row[f"{name}_overhead"] = round(time / (1e6 * total_seconds(operators_of(base), of)), 4)
         rows.append(row)
     return rows
+
+
+def print_comparison(rows: Sequence[dict[str, Any]]) -> None:
+    """Print measured steps and their predictions for a person."""
+    print("errors in percent of the measured time; fitted: to the plain steps alone")
+    print(
+        "model        prefix batch nodes  heads                  measured us  roofline  error   fitted  error"
+        "   overhead: measured, roofline, fitted"
+    )
+    for row in rows:
+        overheads = [row.get(f"{name}_overhead") for name in ("measured", "roofline", "fitted")] * (row["nodes"] > 1)
+        print(
+            f"{row['model']:12}{row['prefix']:7}{row['batch']:6}{row['nodes']:6}  {row['heads'] or '':22}"
+            f"{row['measured_us']:12.0f}{row['roofline_us']:10.0f}{row['roofline_error_percent']:7.1f}"
+            f"{row['fitted_us']:9.0f}{row['fitted_error_percent']:7.1f}   "
+            + ", ".join(f"{value:.2f}" for value in overheads if value)
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the comparison for a file of records."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path, help="file of records, such as benchmarks/results/nvidia-h200.jsonl")
+    parser.add_argument("--device", choices=DEVICES, default="h200", help="that they were measured on (default: h200)")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    args = parser.parse_args(arguments)
+    try:
+        rows = compare(read_steps(args.records), DEVICES[args.device])
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        print_comparison(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
