@@ -104,25 +104,17 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
 def _fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
     rows: list[list[int]] = []
-    left: list[int] = []  # the different amounts of room left, ascending
-    waiting: dict[int, list[int]] = {}  # rows by the room left in them, the oldest first
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        place = bisect.bisect_left(left, lengths[number])
-        if place == len(left):
-            row, space = len(rows), room
-            rows.append([])
+    left: list[tuple[int, int, list[int]]] = []  # the room left in rows, since which step, and the row; ascending
+    for step, number in enumerate(sorted(range(len(lengths)), key=lambda number: -lengths[number])):
+        place = bisect.bisect_left(left, lengths[number], key=lambda entry: entry[0])
+        if place < len(left):
+            space, _, row = left.pop(place)
         else:
-            space = left[place]
-            row = waiting[space].pop(0)
-            if not waiting[space]:
-                del left[place], waiting[space]
-        rows[row].append(number)
-        space -= lengths[number]
-        if space > 0:
-            if space not in waiting:
-                bisect.insort(left, space)
-                waiting[space] = []
-            waiting[space].append(row)
+            space, row = room, []
+            rows.append(row)
+        row.append(number)
+        if space > lengths[number]:
+            bisect.insort(left, (space - lengths[number], step, row))
     return rows
 
 
