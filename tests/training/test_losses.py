@@ -9,12 +9,7 @@ from formulas import CASES, HEADS, HIDDEN, MAP, VOCAB, gradients, plain_medusa, 
 from torch import nn
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.training.data.targets import (
-    IGNORE,
-    number_segments,
-    shifted_labels,
-    target_counts,
-)
+from medusa_decoding.training.data.targets import IGNORE, head_targets, number_segments, shifted_labels
 from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
@@ -141,7 +136,7 @@ def test_parts_with_common_normaliser_add_up_to_the_whole():
     hidden, labels = (torch.cat(parts) for parts in zip(*texts, strict=True))
     numbers = torch.tensor([0] * 8 + [1] * 17 + [2] * 5)
     whole = medusa_loss(hidden, heads, labels, segments=numbers)
-    counts = sum(target_counts(part, heads) for _, part in texts)
+    counts = sum(head_targets(part, heads).counts for _, part in texts)
     assert counts.tolist() == whole.counts.tolist()
     parts = sum(medusa_loss(states, heads, part, normaliser=counts).loss for states, part in texts)
     torch.testing.assert_close(parts, whole.loss, rtol=1e-12, atol=0)

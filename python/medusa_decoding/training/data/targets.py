@@ -35,7 +35,7 @@ class Targets:
 
     @property
     def counts(self) -> Tensor:
-        """How many targets each head has, int64 [K]."""
+        """How many targets each head has, int64 [K]; a step's `normaliser` is their sum over its batches."""
         return (self.index != IGNORE).sum(1)
 
 
@@ -104,11 +104,6 @@ def head_targets(
         # The parent of a target is in the same conversation.
         parents = shifted_labels(tokens, range(1, heads.num_heads + 1)).clamp(min=0)
     return Targets(found.masked_fill(found == -1, IGNORE), (found == -1).sum(1), parents)
-
-
-def target_counts(labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None) -> Tensor:
-    """Return the number of positions in each head's mean loss, int64 [K]; add them up for `normaliser`."""
-    return head_targets(labels, heads, segments).counts
 
 
 def check_vector(name: str, tensor: Tensor, length: int | None) -> None:

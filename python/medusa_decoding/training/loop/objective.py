@@ -6,7 +6,6 @@ Medusa-1 trains heads on the states of a frozen backbone. Medusa-2 adds the mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.data.targets import IGNORE, number_segments, target_counts
+from medusa_decoding.training.data.targets import IGNORE, number_segments, shifted_labels
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss, without_adapter
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
@@ -23,23 +22,13 @@ HIDDEN = "hidden"
 """Name in a batch of states [B, T, H] that are computed already."""
 
 
-@dataclass(frozen=True)
-class Normalisers:
-    """Number of targets in a whole step: of each head, int64 [K], and of the model itself, int64 [1]."""
-
-    heads: Tensor
-    model: Tensor
-
-    @classmethod
-    def count(cls, batch: dict[str, Any], heads: MedusaHeads) -> Normalisers:
-        """Count the targets of a batch on the CPU."""
-        labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])
-        follows = (labels[1:] != IGNORE) & (segments[1:] == segments[:-1])
-        return cls(target_counts(labels, heads, segments), follows.sum()[None])
-
-    def to(self, device: torch.device) -> Normalisers:
-        """Copy to a device."""
-        return Normalisers(self.heads.to(device), self.model.to(device))
+def count_targets(batch: dict[str, Any], num_heads: int, token_map: Tensor | None) -> Tensor:
+    """Return how many targets of a batch the model itself has, and each head; int64 [1 + K]."""
+    labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])
+    targets = shifted_labels(labels, range(1, num_heads + 2), segments=segments, token_map=token_map)
+    counts = (targets >= 0).sum(1)
+    counts[0] = (targets[0] != IGNORE).sum()  # the model's vocabulary is not trimmed
+    return counts
 
 
 class Objective(nn.Module):
@@ -64,14 +53,14 @@ class Objective(nn.Module):
         return self
 
     def forward(
-        self, batch: dict[str, Any], normalisers: Normalisers | None = None, lambda_0: float = 1.0, top: int = 1
+        self, batch: dict[str, Any], normalisers: Tensor | None = None, lambda_0: float = 1.0, top: int = 1
     ) -> dict[str, Tensor]:
         """Return the loss and the counts that it is made of.
 
         Args:
             batch: as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run.
-            normalisers: of the whole step; None to measure: then the model's own loss is counted too, and nothing gets
-                a gradient.
+            normalisers: `count_targets` of the whole step; None to measure: then the model's own loss is counted too,
+                and nothing gets a gradient.
             lambda_0: weight of the heads' loss next to the model's own.
             top: accuracies are counted for the 1 to `top` likeliest candidates.
 
@@ -97,7 +86,7 @@ class Objective(nn.Module):
             segments=segments,
             lm_head=backbone.lm_head if heads.shared_projection else None,
             weights=self._weights,
-            normaliser=None if normalisers is None else normalisers.heads,
+            normaliser=None if normalisers is None else normalisers[1:],
             through_backbone=joint,
             chunk=chunk,
             top=top,
@@ -106,7 +95,7 @@ class Objective(nn.Module):
         if joint or measuring:
             options: dict[str, Any] = {
                 "segments": segments,
-                "normaliser": None if normalisers is None else normalisers.model,
+                "normaliser": None if normalisers is None else normalisers[:1],
                 "chunk": chunk,
             }
             if joint and self._config.method == "self-distillation":

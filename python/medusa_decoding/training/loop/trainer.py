@@ -28,7 +28,7 @@ from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone
 from medusa_decoding.training.loop.heads import fake_quant
 from medusa_decoding.training.loop.log import LOG, Watcher, cut_log
-from medusa_decoding.training.loop.objective import HIDDEN, Normalisers, Objective
+from medusa_decoding.training.loop.objective import HIDDEN, Objective, count_targets
 from medusa_decoding.training.loop.processes import Processes, fill, own, whole
 from medusa_decoding.training.loop.saving import (
     STATE,
@@ -80,6 +80,7 @@ class Trainer:
         self._trained_names = list(self.backbone.trained())
         if self.processes.sharded:
             self.processes.shard(self.objective, self.backbone.decoder.layers)
+        self._token_map = None if self.heads.token_map is None else self.heads.token_map.cpu()
         self._begin_stage(self.stages[0])
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -162,7 +163,8 @@ class Trainer:
         # Every process reads all rows, to count the targets of the whole step; only its own rows go to the device.
         rows = {number: self.rows[number] for number in numbers}
         parts = self._micro_batches(numbers)
-        normalisers = Normalisers.count(collate(list(rows.values())), self._shape_of_heads).to(processes.device)
+        counts = count_targets(collate(list(rows.values())), self.heads.num_heads, self._token_map)
+        normalisers = counts.to(processes.device)
         weight = config.loss.lambda_0
         if weight is not None and stage.trains_backbone:
             weight = lambda_0(self.at.step, stage.steps, weight, config.loss.lambda_0_schedule)
@@ -229,13 +231,6 @@ class Trainer:
         if states is not None:
             batch[HIDDEN] = states
         return _moved(batch, self.processes.device)
-
-    @functools.cached_property
-    def _shape_of_heads(self) -> MedusaHeads:
-        # Targets depend on the number of heads and their vocabulary, which are read on the host.
-        heads = self.heads
-        token_map = None if heads.token_map is None else heads.token_map.cpu()
-        return MedusaHeads(1, heads.vocab_size, heads.num_heads, shared_projection=True, token_map=token_map)
 
     def _check_finite(self, value: Tensor, stage: Stage, name: str = "loss") -> None:
         if not bool(torch.isfinite(value)):
