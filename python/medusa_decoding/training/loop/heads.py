@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,13 +28,14 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
     if settings.initial is not None:
         given = given_heads(config, size, vocabulary)
         heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device)
-        copy_weights(heads, dict(given.named_parameters()))
+        with torch.no_grad():
+            for name, weight in given.named_parameters():  # a parents' term may be new
+                heads.get_parameter(name).copy_(weight)
         return heads
     token_map = None
     if settings.token_map_size is not None:
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        counts = {token: frequencies.get(token, 0) for token in range(vocabulary)}
-        token_map = most_frequent_tokens(counts, settings.token_map_size, always=ends)
+        token_map = most_frequent_tokens(frequencies, settings.token_map_size, always=ends)
     heads = new_heads(settings, size, vocabulary, token_map, torch.float32, device)
     if heads.w2 is not None:
         layer: Any = getattr(backbone.lm_head, "base_layer", backbone.lm_head)
@@ -71,13 +71,6 @@ def new_heads(
         dtype=dtype,
         device=device,
     )
-
-
-def copy_weights(heads: MedusaHeads, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy named weights into heads; others stay as they are."""
-    with torch.no_grad():
-        for name, weight in weights.items():
-            heads.get_parameter(name).copy_(weight)
 
 
 def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHeads:

@@ -24,7 +24,7 @@ from medusa_decoding.training.distill.record_file import asked_of
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone, load_tokenizer
-from medusa_decoding.training.loop.heads import copy_weights, make_heads, new_heads
+from medusa_decoding.training.loop.heads import make_heads, new_heads
 from medusa_decoding.training.loop.log import LOG, Watcher, read_log, tensorboard
 from medusa_decoding.training.loop.preflight import check, hold
 from medusa_decoding.training.loop.processes import Processes
@@ -222,7 +222,7 @@ def _write_heads(trainer: Trainer, weights: Weights, base: str, rows: Rows, meas
     config, folder, trained = trainer.config, trainer.folder / "heads", trainer.heads
     dtype = DTYPES[config.model.dtype]
     heads = new_heads(config.heads, trained.hidden_size, trained.vocab_size, trained.token_map, dtype)
-    copy_weights(heads, weights)
+    heads.load_state_dict(weights, strict=False)  # the token_map is no weight
     if config.heads.storage != "float":
         heads = heads.quantized(config.heads.storage)
     # A trained backbone is a folder of this run and has no revision.
