@@ -23,7 +23,6 @@ def language_loss(
     normaliser: Tensor | None = None,
     chunk: int | None = None,
     top: int = 1,
-    repeatable: bool = False,
 ) -> Loss:
     """Next-token cross-entropy of the model itself, L_LM of equation 2, without all logits in memory.
 
@@ -35,7 +34,6 @@ def language_loss(
         normaliser: [1], divides the sum; the number of targets without it.
         chunk: positions whose logits are in memory at a time; as many as make 128 MiB without it.
         top: accuracies are counted for the top 1 to `top` candidates; 0 for none.
-        repeatable: allow more than one backward pass; costs a copy of every gradient.
 
     Returns:
         A `Loss` with one entry.
@@ -51,7 +49,6 @@ def language_loss(
         segments,
         normaliser=normaliser,
         chunk=chunk,
-        repeatable=repeatable,
     )
 
 
@@ -86,7 +83,6 @@ def distillation_loss(
     segments: Tensor | None = None,
     normaliser: Tensor | None = None,
     chunk: int | None = None,
-    repeatable: bool = False,
 ) -> Loss:
     """KL(teacher || student) of the next token's distribution, the mean over the positions of `language_loss` (2.3.2).
 
@@ -101,7 +97,6 @@ def distillation_loss(
         segments: int64 [T], as in `language_loss`.
         normaliser: [1], as in `language_loss`.
         chunk: as in `language_loss`.
-        repeatable: as in `language_loss`.
 
     Returns:
         A `Loss` with one entry, in nats, without hits.
@@ -119,9 +114,7 @@ def distillation_loss(
     def criterion(targets: Tensor, positions: Tensor) -> Divergence:
         return Divergence(teacher, teacher_hidden.index_select(0, positions), sum_type(hidden.dtype))
 
-    return next_token_loss(
-        hidden, student, criterion, labels, segments, normaliser=normaliser, chunk=chunk, repeatable=repeatable
-    )
+    return next_token_loss(hidden, student, criterion, labels, segments, normaliser=normaliser, chunk=chunk)
 
 
 class Divergence:
