@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
@@ -16,6 +16,14 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from medusa_decoding.checks import import_library
@@ -46,14 +54,11 @@ class Processes:
         """
         state = import_library("accelerate", "training").PartialState(cpu=not torch.cuda.is_available())
         if state.num_processes > 1:
-            atexit.unregister(_leave)
             atexit.register(_leave)
+        elif sharding == "full":
+            raise ValueError("optimisation.sharding: expected none or auto in one process, got full")
         asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-        sharded = sharding == "full" or (sharding == "auto" and asked)
-        if sharded and state.num_processes == 1:
-            if sharding == "full":
-                raise ValueError("optimisation.sharding: expected none or auto in one process, got full")
-            sharded = False
+        sharded = state.num_processes > 1 and (sharding == "full" or (sharding == "auto" and asked))
         return cls(state.process_index, state.num_processes, state.device, sharded)
 
     @property
@@ -143,9 +148,6 @@ class Processes:
         Raises:
             ValueError: see `agree`.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         self.agree(module)
         names = [name for name, _ in module.named_parameters()]
         held = [weight.detach() for weight in module.parameters()] if self.main else []
@@ -175,8 +177,6 @@ class Processes:
         """Return the whole state of an optimiser of the module, in the main process; all processes must call."""
         if not self.sharded:
             return optimiser.state_dict()
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_optimizer_state_dict(module, optimiser, options=options)
 
@@ -185,45 +185,31 @@ class Processes:
         if not self.sharded:
             optimiser.load_state_dict(state)
             return
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
         options = StateDictOptions(full_state_dict=True)
         set_optimizer_state_dict(module, optimiser, optim_state_dict=state, options=options)
 
-    @contextlib.contextmanager
-    def gradients_kept(self, module: nn.Module, keep: bool) -> Iterator[None]:
+    def gradients_kept(self, module: nn.Module, keep: bool) -> contextlib.AbstractContextManager[None]:
         """Leave gradients in this process while `keep` is set: more micro-batches of the step follow."""
-        if isinstance(module, DistributedDataParallel) and keep:
-            with module.no_sync():
-                yield
-            return
-        if self.sharded:
-            sharded: Any = module
-            sharded.set_requires_gradient_sync(not keep)
-        yield
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(not keep)
+        return module.no_sync() if isinstance(module, DistributedDataParallel) and keep else contextlib.nullcontext()
 
 
 def fill(weight: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values into a weight. If it is divided, all processes must call; the values are the main process's."""
-    spread = getattr(weight, "device_mesh", None)
-    if spread is None:
-        weight.copy_(values)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    weight.copy_(distribute_tensor(values.to(spread.device_type), spread, weight.placements))  # type: ignore[attr-defined]
+    if isinstance(weight, DTensor):
+        values = distribute_tensor(values.to(weight.device_mesh.device_type), weight.device_mesh, weight.placements)
+    weight.copy_(values)
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a tensor that may be divided, as a view."""
-    local = getattr(tensor, "to_local", None)
-    return tensor if local is None else local()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that may be divided over processes; all of them must call."""
-    full = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _leave() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from medusa_decoding.files import append_line
 from medusa_decoding.heads import MedusaHeads, Storage
@@ -259,9 +260,8 @@ class Trainer:
         with torch.no_grad(), self._precision():
             for numbers in self._micro_batches(list(range(len(rows)))):
                 _accumulate(sums, self.objective(self._batch(numbers, rows), top=TOP))
-        if self.processes.sharded:  # no backward pass divides the gathered weights again
-            objective: Any = self.objective
-            objective.reshard()
+        if isinstance(self.objective, FSDPModule):  # no backward pass divides the gathered weights again
+            self.objective.reshard()
         sums = self._over_processes(sums)
         hits, counts, outside = (sums[f"head_{name}"].round().long() for name in ("hits", "counts", "outside"))
         accuracy = HeadAccuracy.empty(self.heads.num_heads)
