@@ -87,7 +87,8 @@ class ChatEncoder:
     ) -> None:
         if turns not in ("joint", "each"):
             raise ValueError(f"turns: expected 'joint' or 'each', got {turns!r}")
-        self.tokenizer, self.turns, self._vocab_size = tokenizer, turns, vocab_size
+        self.tokenizer, self.turns = tokenizer, turns
+        self._vocab_size = max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
         name = None if template == "auto" else template
         self.template = ChatTemplate(tokenizer, name, built_in=BUILT_IN_TRAINING, variables=arguments, check=False)
         self._marked = _MARKED.search(self.template.text) is not None
@@ -143,14 +144,9 @@ class ChatEncoder:
                 f"tokenizer: expected the one that {record.where} was written with, fingerprint {tokens.tokenizer}, "
                 f"got {self.fingerprint}"
             )
-        size = self._vocab_size if self._vocab_size is not None else self._tokens_known
-        if int(tokens.ids.max()) >= size:
-            raise BadRecordError(f"a token id is not below {size}, the size of the vocabulary")
+        if int(tokens.ids.max()) >= self._vocab_size:
+            raise BadRecordError(f"a token id is not below {self._vocab_size}, the size of the vocabulary")
         return Example.from_spans(tokens.ids, tokens.learnt, record.where, is_text=record.text is not None)
-
-    @functools.cached_property
-    def _tokens_known(self) -> int:
-        return max(self.tokenizer.get_vocab().values()) + 1
 
     def _encode_text(self, text: str, where: str) -> Example:
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
@@ -165,7 +161,7 @@ class ChatEncoder:
             spans = self._prefix_spans(text, messages, answers, where)
         elif not spans:
             raise ValueError(f"template: expected a {{% generation %}} block around each answer of {where}, got none")
-        if self._marked and self.turns == "each":
+        elif self.turns == "each":
             spans = spans[-1:]
         cuts = sorted({cut for span in spans for cut in span} - {len(text)})
         whole, *prefixes = self.template.tokens([text, *(text[:cut] for cut in cuts)])
