@@ -152,12 +152,10 @@ def read_records(
                 return
             report.read += 1
             try:
-                record = _record(raw, source.format, where, system, report.notes, seeds)
+                yield _record(raw, source.format, where, system, report.notes, seeds)
+                count += 1
             except BadRecordError as error:
                 report.reject(where, str(error))
-                continue
-            count += 1
-            yield record
 
 
 def prompt_key(prompt: str) -> str:

@@ -182,11 +182,9 @@ def _encoded(
     for number, record in enumerate(seeds):
         report.seeds += 1
         try:
-            seed = Seed(number, record, encoder, settings, limit)
+            yield Seed(number, record, encoder, settings, limit)
         except BadRecordError as error:
             report.reject(record.where, str(error))
-            continue
-        yield seed
 
 
 def _batches(seeds: Iterator[Seed], size: int) -> Iterator[list[Seed]]:
@@ -209,13 +207,11 @@ def _answers(
     model: MedusaModel, config: Any, seeds: Sequence[Seed], settings: GenerationConfig, report: GenerationReport
 ) -> list[list[int]]:
     """Return the tokens with which the model answers each seed's prompt."""
-    width = max(len(seed.prompt) for seed in seeds)
-    ids, mask = (torch.zeros(len(seeds), width, dtype=torch.int64) for _ in range(2))
-    for row, seed in enumerate(seeds):
-        ids[row, width - len(seed.prompt) :] = torch.tensor(seed.prompt)
-        mask[row, width - len(seed.prompt) :] = 1
+    lengths = [len(seed.prompt) for seed in seeds]
+    width = max(lengths)
+    ids = torch.tensor([[0] * (width - len(seed.prompt)) + seed.prompt for seed in seeds])
+    mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
     prompts = split_prompts(ids, mask, model.backbone.vocab_size)
-    lengths = [len(prompt) for prompt in prompts]
     limits = decoding.limits_from_config(config, lengths, width, model.backbone.context_limit)
     budgets = [min(settings.max_new_tokens, seed.room) for seed in seeds]
     names = (f"{settings.seed} {seed.number} {seed.answered}".encode() for seed in seeds)
