@@ -39,15 +39,12 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Return the complete ones, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+        found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
     def newest(self) -> Path | None:
         """Return the newest complete one."""
-        found = self.all()
-        return found[-1] if found else None
+        return next(reversed(self.all()), None)
 
     def save(
         self, step: int, state: Mapping[str, Any], weights: Mapping[str, Any], optimiser: Mapping[str, Any]
