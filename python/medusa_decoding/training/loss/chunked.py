@@ -64,16 +64,8 @@ def chunked_loss(
 ) -> Loss:
     """Return the sum over heads of weights[k] / normaliser[k] times the summed loss of head k.
 
-    Args:
-        projection: from states to logits.
-        criterion: from logits to the loss.
-        states: [K, T, H].
-        counts: int64 [K], how many positions of each head have a target.
-        outside: int64 [K], see `Loss`; zeros without it.
-        weights: [K]; ones without it.
-        normaliser: [K]; `counts` without it.
-        chunk: positions at a time; as many as make 128 MiB of logits without it.
-        repeatable: keep the gradients after a backward pass, so that another may follow; costs a copy of them.
+    The states are [K, T, H]; for `counts` and `outside` (zeros by default) see `Loss`. The weights are ones by default,
+    the normaliser is `counts`. For `chunk` and `repeatable` see `medusa_loss`.
 
     Raises:
         ValueError: a wrong shape, or a chunk below 1.

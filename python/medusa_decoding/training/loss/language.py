@@ -88,15 +88,9 @@ def distillation_loss(
 
     KL(p || q) = sum over tokens x of p(x) * (log p(x) - log q(x)).
 
-    Args:
-        hidden: [T, H] the student's states; the gradient goes through them.
-        lm_head: the student's; its parameters get a gradient if they require one.
-        teacher_hidden: [T, H] states of the same model with its adapter off.
-        teacher_lm_head: the model's lm_head without the adapter; see `without_adapter`.
-        labels: int64 [T] or IGNORE; only their positions matter.
-        segments: int64 [T], as in `language_loss`.
-        normaliser: [1], as in `language_loss`.
-        chunk: as in `language_loss`.
+    The student's arguments are those of `language_loss`; of the labels only their positions matter. `teacher_hidden`
+    [T, H] are states of the same model with its adapter off, and `teacher_lm_head` is its lm_head without the adapter
+    (see `without_adapter`). The teacher gets no gradient.
 
     Returns:
         A `Loss` with one entry, in nats, without hits.

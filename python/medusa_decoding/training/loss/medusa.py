@@ -26,10 +26,8 @@ from medusa_decoding.training.loss.projections import (
     sum_type,
 )
 
-HEAD_DECAY = 0.8
 
-
-def head_weights(num_heads: int, decay: float = HEAD_DECAY) -> Tensor:
+def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
     """Return lambda_k of each head: decay, decay^2, ..., decay^K; fp64 [K]."""
     if not 0 < decay <= 1:
         raise ValueError(f"decay: expected a number above 0 and at most 1, got {decay}")

@@ -216,8 +216,7 @@ class Called:
 
     def __init__(self, module: nn.Module, size: int, token_map: Tensor | None = None, trains: bool = True) -> None:
         self.size = size
-        trained = [p for p in module.parameters() if p.requires_grad] if trains else []
-        self.parameters: tuple[Tensor, ...] = tuple(trained)
+        self.parameters: tuple[Tensor, ...] = tuple(p for p in module.parameters() if p.requires_grad and trains)
         self._module, self._map = module, token_map
         # The first type that is not of packed integers: with LoRA, that of the base layer.
         self._dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
