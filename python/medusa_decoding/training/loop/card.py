@@ -84,9 +84,7 @@ def write_card(folder: str | Path, facts: CardFacts) -> Path:
 def card_text(facts: CardFacts) -> str:
     """Return the card as Markdown."""
     config = facts.config
-    model = escaped(config.model.name) + (
-        "" if config.model.revision is None else f" (revision {escaped(config.model.revision)})"
-    )
+    revision = "" if config.model.revision is None else f" (revision {escaped(config.model.revision)})"
     if facts.trained_model is None:
         use = "Use them with that model only."
     else:
@@ -95,8 +93,8 @@ def card_text(facts: CardFacts) -> str:
     sections = [
         _front_matter(config),
         f"# Medusa heads for {escaped(_shown_name(config.model.name))}",
-        f"{config.heads.num_heads} heads that draft further tokens of {model}, trained with the method {config.method} "
-        f"of the [Medusa paper](https://arxiv.org/abs/2401.10774). {use}",
+        f"{config.heads.num_heads} heads that draft further tokens of {escaped(config.model.name)}{revision}, trained "
+        f"with the method {config.method} of the [Medusa paper](https://arxiv.org/abs/2401.10774). {use}",
         f"![Accuracy of each head, and loss over steps]({PLOT})",
         *_accuracy(facts),
         *_data(facts),

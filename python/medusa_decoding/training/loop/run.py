@@ -40,15 +40,10 @@ MEASURED = "measured.json"
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run.
+    """The output folder of a run, the folder of its heads for `MedusaModel.from_pretrained`, and its figures.
 
-    Attributes:
-        folder: the output folder.
-        heads: folder of the heads, for `MedusaModel.from_pretrained`.
-        base_model: of the heads: the model as named, or the folder of the trained one or of its adapter.
-        measured: on held-out data, None without it.
-        steps: of the whole run.
-        seconds: spent in steps.
+    `base_model` is the model as named, or the folder of the trained one or of its adapter. `measured` is None without
+    held-out data. `seconds` were spent in steps.
     """
 
     folder: Path
