@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, shifted_labels
-from medusa_decoding.training.loss.chunked import Criterion, CrossEntropy, Loss, chunked_loss
+from medusa_decoding.training.loss.chunked import CrossEntropy, Loss, chunked_loss
 from medusa_decoding.training.loss.projections import Projection, lm_head_projection, sum_type
 
 
@@ -41,36 +39,24 @@ def language_loss(
     Raises:
         ValueError: shapes or dtypes that do not fit, or a label that is neither IGNORE nor in the vocabulary.
     """
-    return next_token_loss(
-        hidden,
-        lm_head_projection(lm_head, hidden, trains=True),
-        lambda targets, positions: CrossEntropy(targets, top, sum_type(hidden.dtype)),
-        labels,
-        segments,
-        normaliser=normaliser,
-        chunk=chunk,
-    )
+    projection = lm_head_projection(lm_head, hidden, trains=True)
+    positions, targets = next_tokens(labels, len(hidden), projection.size, segments)
+    criterion = CrossEntropy(targets, top, sum_type(hidden.dtype))
+    states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
+    return chunked_loss(projection, criterion, states, counts, normaliser=normaliser, chunk=chunk)
 
 
-def next_token_loss(
-    hidden: Tensor,
-    projection: Projection,
-    criterion: Callable[[Tensor, Tensor], Criterion],
-    labels: Tensor,
-    segments: Tensor | None,
-    **options: Any,
-) -> Loss:
-    """Return the mean loss of the positions that have a next token to learn; see `language_loss` and `chunked_loss`.
+def next_tokens(labels: Tensor, length: int, size: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the positions that have a next token to learn, int64 [R], and these tokens, int64 [1, R].
 
-    `criterion` makes a criterion from the targets [1, R] and their positions [R].
+    Raises:
+        ValueError: labels that are not int64 [length], or neither IGNORE nor in the vocabulary of this size.
     """
-    check_vector("labels", labels, len(hidden))
-    check_range("labels", labels, projection.size)
+    check_vector("labels", labels, length)
+    check_range("labels", labels, size)
     targets = shifted_labels(labels, [1], segments=segments)
     positions = (targets[0] != IGNORE).nonzero().squeeze(1)
-    targets = targets.index_select(1, positions)
-    states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
-    return chunked_loss(projection, criterion(targets, positions), states, counts, **options)
+    return positions, targets.index_select(1, positions)
 
 
 def distillation_loss(
@@ -104,11 +90,10 @@ def distillation_loss(
     teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False)
     if student.size != teacher.size:
         raise ValueError(f"teacher_lm_head: expected a vocabulary of {student.size}, got {teacher.size}")
-
-    def criterion(targets: Tensor, positions: Tensor) -> Divergence:
-        return Divergence(teacher, teacher_hidden.index_select(0, positions), sum_type(hidden.dtype))
-
-    return next_token_loss(hidden, student, criterion, labels, segments, normaliser=normaliser, chunk=chunk)
+    positions, targets = next_tokens(labels, len(hidden), student.size, segments)
+    criterion = Divergence(teacher, teacher_hidden.index_select(0, positions), sum_type(hidden.dtype))
+    states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
+    return chunked_loss(student, criterion, states, counts, normaliser=normaliser, chunk=chunk)
 
 
 class Divergence:
