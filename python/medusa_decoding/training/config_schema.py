@@ -167,8 +167,7 @@ def _check_node(node: Any, path: str, sizes: dict[int, tuple[int, int] | None]) 
 
 def write_yaml(settings: Any) -> str:
     """Return a settings tree as YAML, every key with its value."""
-    text: str = yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False, allow_unicode=True, width=120)
-    return text
+    return yaml.safe_dump(dataclasses.asdict(settings), sort_keys=False, allow_unicode=True, width=120)
 
 
 def value_text(value: Any) -> str:

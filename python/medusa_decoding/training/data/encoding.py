@@ -68,8 +68,6 @@ class ChatEncoder:
         vocab_size: the model's vocabulary size, a bound for the ids of exact records; None for the tokenizer's.
 
     Attributes:
-        tokenizer, turns: as given.
-        template: the chat template.
         closing: tokens that may close a turn: special ones, and others that were added to the vocabulary.
 
     Raises:

@@ -167,8 +167,7 @@ def generate_records(
                     seed.take(answer, ends)
                 if progress is not None:
                     progress(report)
-            records = [record for seed in batch for record in seed.lines()]
-            for record in file.append(records):
+            for record in file.append([line for seed in batch for line in seed.lines()]):
                 report.add(record)
             if progress is not None:
                 progress(report)

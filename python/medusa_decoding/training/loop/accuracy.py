@@ -49,8 +49,7 @@ class HeadAccuracy:
         return self._shares(torch.diff(self.hits, dim=1, prepend=torch.zeros_like(self.hits[:, :1])))
 
     def _shares(self, hits: torch.Tensor) -> list[list[float]]:
-        found: list[list[float]] = (hits.double() / self.total.clamp(min=1)[:, None]).tolist()
-        return found
+        return (hits.double() / self.total.clamp(min=1)[:, None]).tolist()
 
     @property
     def most_nodes(self) -> int:

@@ -101,8 +101,7 @@ class TrainingBackbone:
     @property
     def module(self) -> nn.Module:
         """The module with all weights, including the adapter's."""
-        found: nn.Module = self.causal if self.lora is None else self.lora
-        return found
+        return self.causal if self.lora is None else self.lora
 
     @property
     def decoder(self) -> Any:
@@ -112,13 +111,11 @@ class TrainingBackbone:
     @property
     def lm_head(self) -> nn.Module:
         """The model's lm_head, with its adapter."""
-        found: nn.Module = self.causal.get_output_embeddings()
-        return found
+        return self.causal.get_output_embeddings()
 
     def hidden(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the states after the final norm, [B, T, H], of a batch from `packing.collate`."""
-        found: torch.Tensor = self.decoder(**model_inputs(batch)).last_hidden_state
-        return found
+        return self.decoder(**model_inputs(batch)).last_hidden_state
 
     @contextlib.contextmanager
     def original(self) -> Iterator[None]:

@@ -88,9 +88,8 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
 
 
 def _check_folder(folder: Path) -> None:
-    there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    place = folder.absolute()
+    there = next(path for path in (place, *place.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"output.folder: expected one that is there or can be made, got {folder}")
 

@@ -73,8 +73,7 @@ def make_optimiser(groups: list[dict[str, Any]], config: Config) -> torch.optim.
                 "bits; or make them smaller with heads.token_map_size or heads.shared_projection), got adamw_8bit"
             )
     library = import_library("bitsandbytes.optim.adamw", "optimisation.optimizer adamw_8bit", ", or use adamw")
-    found: torch.optim.Optimizer = library.AdamW8bit(groups, **options)
-    return found
+    return library.AdamW8bit(groups, **options)
 
 
 def learning_rates(
@@ -94,10 +93,7 @@ def learning_rates(
     if schedule not in ("cosine", "linear", "constant"):
         raise ValueError(f"schedule: expected 'cosine', 'linear' or 'constant', got {schedule!r}")
     name = "constant_with_warmup" if schedule == "constant" else schedule
-    rates: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
-        name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps
-    )
-    return rates
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup_steps, num_training_steps=total_steps)
 
 
 def lambda_0(step: int, total_steps: int, value: float, schedule: str = "constant") -> float:

@@ -133,8 +133,7 @@ def without_adapter(lm_head: nn.Module) -> nn.Module:
         return lm_head
     if getattr(lm_head, "merged", False):
         raise ValueError("lm_head: expected an adapter that is not merged into its layer, got a merged one")
-    layer: nn.Module = base()
-    return layer
+    return base()
 
 
 def combined_loss(lm_loss: Tensor, medusa: Tensor, lambda_0: float) -> Tensor:
