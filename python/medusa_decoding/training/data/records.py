@@ -142,8 +142,7 @@ def read_records(
     turn on, as a model will answer their user turns. Conversations without a system message get `system`.
 
     Raises:
-        ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
-        ModuleNotFoundError: a parquet file or a hub name without the `datasets` library.
+        ValueError, ModuleNotFoundError: as `raw_records`.
     """
     count = 0
     for source in sources:

@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from medusa_decoding.checks import import_library
 
-Sharding = Literal["auto", "none", "full"]
 T = TypeVar("T")
 
 
@@ -45,7 +44,7 @@ class Processes:
     sharded: bool
 
     @classmethod
-    def join(cls, sharding: Sharding = "auto") -> Processes:
+    def join(cls, sharding: Literal["auto", "none", "full"] = "auto") -> Processes:
         """Join the processes that were launched together.
 
         Raises:
