@@ -64,8 +64,8 @@ def chunked_loss(
 ) -> Loss:
     """Return the sum over heads of weights[k] / normaliser[k] times the summed loss of head k.
 
-    The states are [K, T, H]; for `counts` and `outside` (zeros by default) see `Loss`. The weights are ones by default,
-    the normaliser is `counts`. For `chunk` and `repeatable` see `medusa_loss`.
+    The states are [K, T, H]. By default the weights [K] are ones, and the normaliser [K] is `counts`. For `counts` and
+    `outside` (zeros by default) see `Loss`, for `chunk` and `repeatable` `medusa_loss`.
 
     Raises:
         ValueError: a wrong shape, or a chunk below 1.
