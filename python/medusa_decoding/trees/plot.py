@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from medusa_decoding.files import whole_file
 
 LEAST_WIDTH = 20
@@ -35,8 +33,6 @@ class Drawable(Protocol):
     keep: int | None
     num_nodes: int
     depth: int
-    parents: torch.Tensor
-    ranks: torch.Tensor
 
     def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
         """Check accuracies, among other things."""
@@ -97,7 +93,8 @@ def as_text(tree: Drawable, width: int = 80, shares: Sequence[float] | None = No
     """
     if width < LEAST_WIDTH:
         raise ValueError(f"width: expected at least {LEAST_WIDTH} columns, got {width}")
-    root = _nodes(tree, shares)
+    nodes = _nodes(tree, shares)
+    root = nodes[0]
     margin = len(str(tree.depth)) + 1
     hidden = _leave_out(root, (width - margin + 1) // 2)
     drawn = list(root.below())
@@ -111,8 +108,7 @@ def as_text(tree: Drawable, width: int = 80, shares: Sequence[float] | None = No
         lines.append(f"{depth:>{margin - 1}} " + _row({node.column: node.mark for node in level}))
     words = [_title(tree, shares), _legend(tree, shares)]
     if hidden:
-        nodes = len(tree.parents)
-        words.append(f"{MORE} stands for {hidden} of {nodes} nodes that are not drawn, the least likely ones.")
+        words.append(f"{MORE} stands for {hidden} of {len(nodes)} nodes that are not drawn, the least likely ones.")
     return "\n".join([*lines, "", *(line for text in words for line in textwrap.wrap(text, width))])
 
 
@@ -131,9 +127,9 @@ def as_figure(tree: Drawable, shares: Sequence[float] | None = None) -> Any:
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
 
-    root = _nodes(tree, shares)
-    _place(root, 2)
-    drawn = list(root.below())
+    nodes = _nodes(tree, shares)
+    _place(nodes[0], 2)
+    drawn = list(nodes[0].below())
     leaves = sum(not node.children for node in drawn)
     figure = Figure(figsize=(min(24.0, max(4.0, 0.24 * leaves)), 1.2 + 0.9 * tree.depth), layout="constrained")
     axes = figure.add_subplot()
@@ -159,21 +155,17 @@ def as_figure(tree: Drawable, shares: Sequence[float] | None = None) -> Any:
             zorder=2,
         )
     if leaves <= _LABELLED_LEAVES:
-        ranks = tree.ranks.tolist()
-        for node, rank in zip(_in_order(root, tree), ranks, strict=True):
-            if rank >= 0:
-                dark = strengths[id(node)] > 0.6
-                axes.annotate(
-                    str(rank), (node.column, -node.depth), ha="center", va="center", fontsize=6,
-                    color="white" if dark else "black",
-                )  # fmt: skip
-    axes.set(yticks=[-depth for depth in range(tree.depth + 1)], xticks=[], ylabel="depth", title=_title(tree, shares))
-    axes.set_yticklabels([str(depth) for depth in range(tree.depth + 1)])
-    axes.title.set_fontsize(9)
-    axes.set_ylim(-tree.depth - 0.5, 0.5)
+        for node, path in zip(nodes[1:], tree.choices, strict=False):  # copied nodes have no rank
+            axes.annotate(
+                str(path[-1]), (node.column, -node.depth), ha="center", va="center", fontsize=6,
+                color="white" if strengths[id(node)] > 0.6 else "black",
+            )  # fmt: skip
+    depths = range(tree.depth + 1)
+    axes.set_title(_title(tree, shares), fontsize=9)
+    axes.set_yticks([-depth for depth in depths], [str(depth) for depth in depths])
+    axes.set(xticks=[], ylabel="depth", ylim=(-tree.depth - 0.5, 0.5))
     axes.margins(x=0.02)
-    for side in ("top", "right", "bottom", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[:].set_visible(False)
     return figure
 
 
@@ -196,8 +188,8 @@ def check_matplotlib() -> None:
         ) from error
 
 
-def _nodes(tree: Drawable, shares: Sequence[float] | None) -> _Node:
-    """Return the root of the nodes to draw, a copied branch last."""
+def _nodes(tree: Drawable, shares: Sequence[float] | None) -> list[_Node]:
+    """Return the nodes to draw, in the tree's own order: the root first, a copied branch last."""
     if shares is not None and len(shares) != len(tree.choices):
         raise ValueError(f"shares: expected one for each of {len(tree.choices)} choices, got {len(shares)}")
     root = _Node(ROOT, None if shares is None else 1.0, math.inf, 0)
@@ -210,32 +202,18 @@ def _nodes(tree: Drawable, shares: Sequence[float] | None) -> _Node:
         # Without shares, low ranks near the root are taken for likelier.
         weight = share if share is not None else -float(sum(path) + len(path))
         known[tuple(path)] = _below(known[tuple(path[:-1])], mark, share, weight)
+    nodes = list(known.values())
     last = root
     for depth in range(1, tree.lookup + 1):
         last = _below(last, COPIED, None, -float(depth))
-    return root
+        nodes.append(last)
+    return nodes
 
 
 def _below(parent: _Node, mark: str, share: float | None, weight: float) -> _Node:
     node = _Node(mark, share, weight, parent.depth + 1, parent)
     parent.children.append(node)
     return node
-
-
-def _in_order(root: _Node, tree: Drawable) -> list[_Node]:
-    """Return the nodes in the tree's own order, nothing left out."""
-    nodes = [root]
-    # A node's children were appended in the tree's order; copied ones come last in both.
-    places = {0: root}
-    taken: dict[int, int] = {}
-    for number, parent in enumerate(tree.parents.tolist()):
-        if parent < 0:
-            continue
-        child = places[parent].children[taken.get(parent, 0)]
-        taken[parent] = taken.get(parent, 0) + 1
-        places[number] = child
-        nodes.append(child)
-    return nodes
 
 
 def _leave_out(root: _Node, columns: int) -> int:
@@ -305,7 +283,7 @@ def _row(characters: dict[int, str]) -> str:
 def _title(tree: Drawable, shares: Sequence[float] | None) -> str:
     copied = f", {tree.lookup} of them copied from the text" if tree.lookup else ""
     if tree.keep is not None:  # which of them a step verifies, and so what it gives, is told by no accuracies
-        return f"{tree.num_nodes} nodes per step{copied}, of {len(tree.parents)} candidates, depth {tree.depth}."
+        return f"{tree.num_nodes} nodes per step{copied}, of {1 + len(tree.choices) + tree.lookup} candidates, depth {tree.depth}."
     tokens = "" if shares is None else f"; {1 + math.fsum(shares):.3f} tokens per step expected"
     return f"{tree.num_nodes} nodes{copied}, depth {tree.depth}{tokens}."
 
