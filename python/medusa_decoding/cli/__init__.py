@@ -15,28 +15,16 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from types import ModuleType
-from typing import Any
 
-_MODULES = (
-    "demo", "generate", "chat", "evaluate", "train", "distill", "calibrate", "tree", "tune", "export", "simulate",
-    "doctor",
-)  # fmt: skip
+COMMANDS = {
+    "demo": "demo", "generate": "generate", "chat": "chat", "eval": "evaluate", "train": "train",
+    "distill": "distill", "calibrate": "calibrate", "tree": "tree", "tune": "tune", "export": "export",
+    "simulate": "simulate", "doctor": "doctor",
+}  # fmt: skip
+"""The module of each command."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit codes that shells report for programs ended by SIGINT and SIGPIPE."""
-
-
-def __getattr__(name: str) -> Any:
-    if name != "COMMANDS":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return tuple(importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
-
-
-def name_of(command: ModuleType) -> str:
-    """Return a command's name: its NAME (if the word is taken in Python), else the name of its module."""
-    name: str = getattr(command, "NAME", command.__name__.rsplit(".", 1)[-1])
-    return name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _prepare_streams()
         try:
-            return _run(argv)
+            with _ended_by_interrupts() if argv is None else contextlib.nullcontext():
+                parser = argument_parser()
+            args = parser.parse_args(argv)
+            return args.run(args)
         finally:  # also after --help: report output that cannot be written now, not when Python ends
             sys.stdout.flush()
     except BrokenPipeError:
@@ -57,14 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("medusa: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _run(argv: Sequence[str] | None) -> int:
-    with _ended_by_interrupts() if argv is None else contextlib.nullcontext():
-        parser = argument_parser()
-    args = parser.parse_args(argv)
-    code: int = args.run(args)
-    return code
 
 
 @contextlib.contextmanager
@@ -92,11 +75,11 @@ def argument_parser() -> argparse.ArgumentParser:
         prog="medusa", description="Medusa decoding for Llama-family models of Hugging Face Transformers."
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in __getattr__("COMMANDS"):
-        summary = (command.__doc__ or "").splitlines()[0]
+    for name, module in COMMANDS.items():
+        command = importlib.import_module(f"{__name__}.{module}")
         subparser = subparsers.add_parser(
-            name_of(command),
-            help=summary,
+            name,
+            help=(command.__doc__ or "").splitlines()[0],
             description=command.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

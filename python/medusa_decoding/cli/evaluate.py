@@ -23,8 +23,6 @@ from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
 from medusa_decoding.evaluation.report import as_text
 from medusa_decoding.files import only_writer, write_text
 
-NAME = "eval"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""

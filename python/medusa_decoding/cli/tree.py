@@ -111,8 +111,7 @@ def _add_calibration(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action."""
-    code: int = args.act(args)
-    return code
+    return args.act(args)
 
 
 def run_show(args: argparse.Namespace) -> int:

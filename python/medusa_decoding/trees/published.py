@@ -47,12 +47,10 @@ def published_accuracies(base_model: str | None) -> list[list[float]] | None:
 
 def _entry(base_model: str | None) -> dict[str, Any] | None:
     name = (base_model or "").rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
-    found: dict[str, Any] | None = _published().get(name)
-    return found
+    return _published().get(name)
 
 
 @functools.cache
 def _published() -> dict[str, Any]:
     text = resources.files("medusa_decoding.trees").joinpath("published.json").read_text(encoding="utf-8")
-    content: dict[str, Any] = json.loads(text)
-    return content
+    return json.loads(text)
