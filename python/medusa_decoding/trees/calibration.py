@@ -20,6 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.checks import check_count
 from medusa_decoding.files import read_json_object, write_json
 from medusa_decoding.trees.tree import Tree
 
@@ -72,13 +73,9 @@ class Calibration:
     texts: tuple[tuple[Text, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, value, fits in (
-            ("num_heads", self.num_heads, "from 1"),
-            ("ranks", self.ranks, f"from 1 to {MOST_RANKS}"),
-        ):
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < 1 or (name == "ranks" and value > MOST_RANKS):
-                raise ValueError(f"{name}: expected a whole number {fits}, got {value!r}")
+        check_count("num_heads", self.num_heads)
+        if type(self.ranks) is not int or not 1 <= self.ranks <= MOST_RANKS:
+            raise ValueError(f"ranks: expected a whole number from 1 to {MOST_RANKS}, got {self.ranks!r}")
         for path, count in self.paths.items():
             if len(path) != self.num_heads or not all(rank == NONE or 0 <= rank < self.ranks for rank in path):
                 raise ValueError(
@@ -105,17 +102,7 @@ class Calibration:
     def of(
         cls, num_heads: int, ranks: int, texts: Iterable[Iterable[Text]], made: Mapping[str, Any] | None = None
     ) -> Calibration:
-        """Count the paths of texts.
-
-        Args:
-            num_heads: K.
-            ranks: R.
-            texts: of each prompt.
-            made: see the class.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """Count the paths of the texts of each prompt; arguments and errors as of the class."""
         kept = tuple(tuple(of_prompt) for of_prompt in texts)
         return cls(num_heads, ranks, dict(counted(kept, num_heads)), made or {}, kept)
 
