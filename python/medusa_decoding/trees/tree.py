@@ -103,15 +103,11 @@ class Tree:
         """Return all combinations of the first widths[k] draft tokens of each head k (Medusa paper, section 2.1.2)."""
         if not isinstance(widths, Sequence) or not all(_is_whole(width) and width >= 1 for width in widths):
             raise ValueError(f"widths: expected at least 1 for every head, got {shown(widths)}")
-        total, level_size = 0, 1
-        for width in widths:
-            level_size *= width
-            total += level_size
-            if total > MAX_CHOICES:
-                raise ValueError(f"widths: expected at most {MAX_CHOICES} choices in all, {shown(widths)} gives more")
         choices: list[list[int]] = []
         level: list[list[int]] = [[]]
         for width in widths:
+            if len(choices) + len(level) * width > MAX_CHOICES:
+                raise ValueError(f"widths: expected at most {MAX_CHOICES} choices in all, {shown(widths)} gives more")
             level = [[*path, rank] for path in level for rank in range(width)]
             choices += level
         return cls(choices)
@@ -134,22 +130,25 @@ class Tree:
         rows = _checked_accuracies(accuracies)
         if not _is_whole(num_nodes) or not 1 <= num_nodes <= MAX_CHOICES + 1:
             raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {shown(num_nodes)}")
-        order = [_best_first(row) for row in rows]
+        # The ranks of each head, the most accurate first; paths are made of places in these lists.
+        order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in rows]
         choices: list[list[int]] = []
-        frontier: list[tuple[float, tuple[int, ...]]] = (
-            [(-rows[0][order[0][0]], (0,))] if rows and num_nodes > 1 else []
-        )
+        frontier: list[tuple[float, tuple[int, ...], list[int]]] = []
+
+        def reach(places: tuple[int, ...]) -> None:
+            if len(places) <= len(rows) and places[-1] < len(rows[len(places) - 1]):
+                path = [order[head][place] for head, place in enumerate(places)]
+                product = math.prod(rows[head][rank] for head, rank in enumerate(path))
+                heapq.heappush(frontier, (-product, places, path))
+
+        reach((0,))
         while len(choices) < num_nodes - 1:
             if not frontier:
                 raise ValueError(f"num_nodes: expected at most {len(choices) + 1} with these heads, got {num_nodes}")
-            negative, places = heapq.heappop(frontier)
-            head, place = len(places) - 1, places[-1]
-            choices.append([order[k][p] for k, p in enumerate(places)])
-            before = math.prod(rows[k][order[k][p]] for k, p in enumerate(places[:-1]))
-            if place + 1 < len(rows[head]):
-                heapq.heappush(frontier, (-before * rows[head][order[head][place + 1]], (*places[:-1], place + 1)))
-            if head + 1 < len(rows):
-                heapq.heappush(frontier, (negative * rows[head + 1][order[head + 1][0]], (*places, 0)))
+            _, places, path = heapq.heappop(frontier)
+            choices.append(path)
+            reach((*places[:-1], places[-1] + 1))
+            reach((*places, 0))
         return cls(choices)
 
     @classmethod
@@ -329,10 +328,6 @@ def _ordered(choices: Iterable[Sequence[int]], most: int) -> list[list[int]]:
         repeated = next(path for path in paths if paths.count(path) > 1)
         raise ValueError(f"choices: path {list(repeated)} is given twice")
     return [list(path) for path in sorted(paths, key=lambda p: (len(p), p))]
-
-
-def _best_first(row: list[float]) -> list[int]:
-    return sorted(range(len(row)), key=lambda rank: (-row[rank], rank))
 
 
 def _checked_accuracies(accuracies: Sequence[Sequence[float]]) -> list[list[float]]:
