@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "of sampling: the same seed, the same texts"
     _arguments.add_option(parser, "--seed N", _arguments.at_least_zero, words)
     _arguments.add_backend(parser)
-    _arguments.add_option(parser, "--out FILE", Path, f"default: {CALIBRATION} in the folder of the heads")
+    words = f"default: {CALIBRATION} in the folder of the heads"
+    _arguments.add_option(parser, "--out FILE", tuning_paths.expand_user, words)
     parser.add_argument("--resume", action="store_true", help="continue a stopped run")
     parser.add_argument("--json", action="store_true", help="print the file's content instead of tables")
 
@@ -97,9 +98,8 @@ def output_file(args: argparse.Namespace) -> Path:
         ValueError: no such folder, or a read-only one.
     """
     if args.out is not None:
-        out = tuning_paths.expand_user(args.out)
-        tuning_paths.check_writable("--out", out)
-        return out
+        tuning_paths.check_writable("--out", args.out)
+        return args.out
     folder = None if args.model is None else tuning_paths.expand_user(args.model)
     if folder is None or not tuning_paths.is_writable(folder):
         named = "the embedded demo checkpoint" if args.model is None else args.model

@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from medusa_decoding.checkpoints import tuning_paths
+from medusa_decoding.checkpoints.tuning_paths import check_writable, expand_user
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import Evaluation, evaluate, read_prompts
 from medusa_decoding.evaluation.report import as_text
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "times that each text is written and timed by each way"
     _arguments.add_option(parser, "--rounds R", _arguments.at_least_one, words, 1)
     parser.add_argument("--no-transformers", action="store_true", help="leave transformers' generate out")
-    _arguments.add_option(parser, "--out FILE.json", Path, "write the figures as JSON into a file as well")
+    _arguments.add_option(parser, "--out FILE.json", expand_user, "write the figures as JSON into a file as well")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +42,7 @@ def run(args: argparse.Namespace) -> int:
     _arguments.check_device(args)
     if args.out is None:
         return _run(args)
-    args.out = tuning_paths.expand_user(args.out)
-    tuning_paths.check_writable("--out", args.out)
+    check_writable("--out", args.out)
     with only_writer("--out", args.out):
         return _run(args)
 

@@ -35,6 +35,7 @@ from medusa_decoding.checkpoints.accuracies import (
 )
 from medusa_decoding.checkpoints.reading import fetch_folder
 from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
+from medusa_decoding.checkpoints.tuning_paths import expand_user
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._arguments import add_option, at_least_one
 from medusa_decoding.cli._sweep import compare
@@ -73,11 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--repeats N", at_least_one, "rounds over all sizes, three timed steps each", 7)
     words = "how steps run, as in medusa generate; the choice holds for this backend only (default: auto)"
     _arguments.add_backend(parser, words)
-    add_option(parser, "--calibration FILE", Path, "of medusa calibrate (default: calibration.json of the heads)")
+    add_option(
+        parser, "--calibration FILE", expand_user, "of medusa calibrate (default: calibration.json of the heads)"
+    )
     add_option(
         parser,
         "--out FILE",
-        Path,
+        expand_user,
         "file to write, or to read with --check and --sweep, instead of the heads' tuning.json; loading a model does "
         "not look there",
     )
@@ -92,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(swept, "--max-new-tokens N", at_least_one, "per text (default: 128)")
     add_option(swept, "--rounds R", at_least_one, "generations per text (default: 3)")
     words = "append the figures to this file as a JSON line, with machine, versions, commit and command"
-    add_option(swept, "--sweep-out FILE", Path, words)
+    add_option(swept, "--sweep-out FILE", expand_user, words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # What is stored already must not be loaded with the model.
     parser.set_defaults(tree=Tree([]))
@@ -108,9 +111,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompts: expected some files with --sweep, got none")
     if args.sweep and args.calibration is not None:
         raise ValueError(f"--calibration: expected none with --sweep, which takes stored trees, got {args.calibration}")
-    for name in ("out", "sweep_out", "calibration"):
-        if getattr(args, name) is not None:
-            setattr(args, name, tuning_paths.expand_user(getattr(args, name)))
     if args.calibration is not None and not args.calibration.is_file():
         raise ValueError(f"--calibration: expected a file that `medusa calibrate` wrote, got {args.calibration}")
     if args.sweep_out is not None:
