@@ -24,7 +24,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.backbone.tensor_parallel import joined
-from medusa_decoding.chat.template import AnswerStreamer, ChatTemplate
+from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
 from medusa_decoding.checks import check_text, token_list
 from medusa_decoding.cli import _arguments, _figures
 from medusa_decoding.files import MAX_TEXT, read_text
@@ -70,25 +70,22 @@ def run(args: argparse.Namespace) -> int:
 def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
     """Load the model and continue a text; print if this process is the one that prints."""
     tokenizer = _arguments.load_tokenizer(args)
-    template = ChatTemplate(tokenizer, args.template) if args.chat else None
+    encoder = ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
     placed = {"distributed_config": DistributedConfig(tp_plan="auto")} if args.tensor_parallel else {}
     with _arguments.load_model(args, **placed) as model:
-        stops, ends = args.stop, token_list(model.backbone.causal_lm.generation_config.eos_token_id)
-        if template is None:
-            ids = tokenizer(text, return_tensors="pt").input_ids
-            streamer = AnswerStreamer(tokenizer)
+        if args.chat:
+            ids = torch.tensor([encoder.encode([{"role": "user", "content": text}])])
         else:
-            ids = torch.tensor([template.encode([{"role": "user", "content": text}])])
-            streamer = template.streamer()
-            stops, ends = template.stop_strings(stops), template.ends(ends)
+            ids = tokenizer(text, return_tensors="pt").input_ids
+        eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
         start = time.perf_counter()
         output = model.generate(
             ids,
             max_new_tokens=args.max_new_tokens,
-            eos_token_id=ends or None,
-            stop_strings=stops,
+            eos_token_id=encoder.ends(eos) or None,
+            stop_strings=encoder.stop_strings(args.stop),
             tokenizer=tokenizer,
-            streamer=streamer if prints and not args.json else None,
+            streamer=encoder.streamer() if prints and not args.json else None,
             metrics=args.metrics,
             **_arguments.sampling(args),
         )
@@ -98,7 +95,7 @@ def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
         return
     if args.json:
         new = output.sequences[0, ids.shape[1] :]
-        written = tokenizer.decode(new, skip_special_tokens=True) if template is None else template.answer(new.tolist())
+        written = encoder.answer(new.tolist()) if args.chat else tokenizer.decode(new, skip_special_tokens=True)
         print(json.dumps({"text": written, **figures(output, seconds)}))
         return
     print(
