@@ -38,10 +38,6 @@ class Expected:
     paths: Interval
     walked: Interval | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the three by name."""
-        return asdict(self)
-
     def cells(self) -> list[str]:
         """Return the three as cells of a table."""
         return [interval.as_text(one) for one in (self.independent, self.paths, self.walked)]
@@ -104,10 +100,8 @@ class SearchedTree:
 
     def to_json(self) -> dict[str, Any]:
         """Return all but the measure as JSON values."""
-        figures = {
-            "tree": self.tree.choices, "different_nodes": self.different, "expected": self.expected.to_json()
-        }  # fmt: skip
-        return figures if self.held_out is None else figures | {"held_out": self.held_out.to_json()}
+        figures = {"tree": self.tree.choices, "different_nodes": self.different, "expected": asdict(self.expected)}
+        return figures if self.held_out is None else figures | {"held_out": asdict(self.held_out)}
 
 
 def search_trees(
@@ -115,10 +109,7 @@ def search_trees(
 ) -> list[list[SearchedTree]]:
     """Search the best trees of each size by products, by paths and, if there are texts, by walking.
 
-    Args:
-        calibration: what to search with.
-        sizes: nodes, root included.
-        held_out: a calibration on other prompts.
+    Sizes are numbers of nodes, root included. The trees are also judged by `held_out`, a calibration on other prompts.
 
     Raises:
         ValueError: a size outside of 1 to 256, or more nodes than the heads can fill.

@@ -58,13 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Written:
-    """One text.
-
-    Attributes:
-        prompt: its tokens.
-        new: the tokens after the prompt.
-        accept_lengths: draft tokens that each step accepted.
-    """
+    """One text: the tokens of the prompt, the new ones, and how many draft tokens each step accepted."""
 
     prompt: list[int]
     new: list[int]
@@ -113,15 +107,9 @@ class Writer:
         }
 
     def answers(self, prompt: Prompt, number: int, tree: Tree) -> Iterator[Written | None]:
-        """Write the text of each turn of a prompt.
+        """Yield the text of each turn of a prompt, or None for a turn that does not fit the context.
 
-        Args:
-            prompt: what is asked.
-            number: the prompt's index among all, which random numbers depend on.
-            tree: the tree that steps verify.
-
-        Yields:
-            The texts; None for each turn that does not fit the context.
+        Random numbers depend on `number`, the prompt's index among all. Steps verify the tree.
         """
         settings, turns, new = self._settings, self._conversations.turns(prompt), None
         for turn in range(len(prompt.turns)):
@@ -157,9 +145,7 @@ class Writer:
 def shared_prompts(one: Any, other: Any) -> int | None:
     """Count the prompts of one set that are also in another one; None if a set does not tell.
 
-    Args:
-        one: `prompts` of what `Writer.describe` returned, or any other value that a file has there.
-        other: likewise.
+    Both are `prompts` of what `Writer.describe` returned, or any other value that a file has there.
     """
     if not (isinstance(one, dict) and isinstance(other, dict) and one and other):
         return None

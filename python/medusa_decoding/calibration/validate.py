@@ -7,7 +7,7 @@ ratio accounts for both. This module does not know how trees are searched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from medusa_decoding.calibration.expected import Expected, expect
@@ -22,14 +22,9 @@ from medusa_decoding.trees.tree import Tree
 
 @dataclass(frozen=True)
 class Validation:
-    """Expected and measured tokens per step of one tree.
+    """Tokens per step of one tree as expected by a calibration, and as measured by decoding in so many steps.
 
-    Attributes:
-        tree: the tree.
-        expected: by the calibration.
-        measured: by decoding.
-        steps: how many steps were made.
-        ratio: walked expectation over measurement; its interval accounts for the chance in both.
+    `ratio` is the walked expectation over the measurement; its interval accounts for the chance in both.
     """
 
     tree: Tree
@@ -40,7 +35,7 @@ class Validation:
 
     def to_json(self) -> dict[str, Any]:
         """Return all as JSON values."""
-        figures = {name: getattr(self, name).to_json() for name in ("expected", "measured", "ratio")}
+        figures = {name: asdict(getattr(self, name)) for name in ("expected", "measured", "ratio")}
         return {"nodes": self.tree.num_nodes, "tree": self.tree.choices, "steps": self.steps, **figures}
 
 
@@ -51,14 +46,9 @@ def validate(
     tree: Tree,
     on_prompt: Callable[[], object] = lambda: None,
 ) -> Validation:
-    """Answer prompts with a tree, and compare the steps with what a calibration expects.
+    """Answer prompts with a tree, and compare the steps with what a calibration with texts of other prompts expects.
 
-    Args:
-        calibration: on other prompts, with texts.
-        writer: generates the answers.
-        prompts: what is asked.
-        tree: verified in each step.
-        on_prompt: called after each prompt, for a progress bar.
+    `on_prompt` is called after each prompt, for a progress bar.
 
     Raises:
         ValueError: a calibration without texts, or no step made.

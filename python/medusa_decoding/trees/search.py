@@ -28,11 +28,8 @@ def joint_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     tree's value is the sum of its nodes' counts and no node counts more than its parent: the most frequent paths are
     prefix-closed (parents first among equals), and no other set of as many paths has a larger sum.
 
-    Equal counts, mostly those of paths that were never seen, are ordered by the product of accuracies.
-
-    Args:
-        calibration: counts.
-        num_nodes: size of the tree, root included, 1 to 256.
+    Equal counts, mostly those of paths that were never seen, are ordered by the product of accuracies. The root is one
+    of the nodes, of which there are 1 to 256.
 
     Raises:
         ValueError: fewer possible paths than asked for.
@@ -46,11 +43,7 @@ def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     The search begins with the better one of `Tree.optimal` and `joint_tree`, replayed. The paths that are most frequent
     where its steps start form the next tree, and so on until a tree is no better than the previous one. So the result
     is never worse along `calibration`'s own texts than the two initial trees. It is not exact, because what a tree
-    accepts decides where the next step starts.
-
-    Args:
-        calibration: with its texts.
-        num_nodes: size of the tree, root included, 1 to 256.
+    accepts decides where the next step starts. The root is one of the nodes, of which there are 1 to 256.
 
     Raises:
         ValueError: fewer possible paths than asked for, or a calibration without texts.

@@ -151,17 +151,9 @@ def time_steps(
 
 
 def interleaved(block: Callable[[Tree], Sequence[float]], trees: Sequence[Tree], repeats: int) -> list[list[float]]:
-    """Run one block per tree and round, in shuffled order, after a first round that is not counted.
+    """Run one block of steps per tree and round, in shuffled order; return the durations of each tree.
 
-    The first round compiles and captures.
-
-    Args:
-        block: runs a block of steps with a tree and returns the durations to count.
-        trees: what to run.
-        repeats: counted rounds.
-
-    Returns:
-        The durations of each tree, in the order of `trees`.
+    Before the counted rounds, `repeats` of them, one that is not counted compiles and captures.
     """
     for tree in trees:
         block(tree)

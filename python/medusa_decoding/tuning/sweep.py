@@ -17,9 +17,6 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.trees.tree import Tree
 
-Texts = tuple[tuple[int, float], ...]
-"""Tokens and seconds of each text."""
-
 
 @dataclass(frozen=True)
 class Written:
@@ -35,14 +32,13 @@ class Swept:
     """The result of one tree.
 
     Attributes:
-        tree: the tree.
         texts: tokens of each text, and the median of its rounds' seconds.
         low, high: the rates of the slowest and the fastest round.
         tokens_per_step: over all texts.
     """
 
     tree: Tree
-    texts: Texts
+    texts: tuple[tuple[int, float], ...]
     low: float
     high: float
     tokens_per_step: float
@@ -129,11 +125,7 @@ def _summed(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
 
 
 def judge(chosen: Sequence[Tree], found: Sequence[Swept]) -> Verdict:
-    """Compare the tree chosen for each text with all trees.
-
-    Args:
-        chosen: one tree per text.
-        found: the results of all trees.
+    """Compare the trees chosen, one per text, with the results of all trees.
 
     Raises:
         ValueError: a tree that is not among those found, or another number of trees than texts.
