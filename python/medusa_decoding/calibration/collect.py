@@ -219,11 +219,8 @@ def _parse(values: Any, num_heads: int) -> tuple[list[Text], int]:
 
 def _remove_progress(path: Path, made: Mapping[str, Any]) -> None:
     """Delete the progress of a run that was stopped after it had written its result; leave that of another run."""
-    if path.is_file():
-        with path.open("rb") as file:
-            own = file.readline() == _header(made)
-        if own:
-            path.unlink()
+    if path.is_file() and path.read_bytes().startswith(_header(made)):
+        path.unlink()
 
 
 def _check_same(path: Path, stated: Any, made: Mapping[str, Any]) -> None:
