@@ -301,7 +301,6 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
         self._restore()
 
     def __exit__(self, *exc: object) -> None:
-        """Undo the swap."""
         self.undo()
 
 
@@ -324,10 +323,10 @@ _SWAPPING = threading.RLock()
 def _swap(layer: Any, before: TreeAttention | None) -> Any:
     """Swap a layer's attention if it is not swapped yet, count one more user, and return the layer."""
     if not isinstance(layer.self_attn, TreeAttention):
-        same = before is not None and before.original is layer.self_attn
-        if before is None or not same or before.window != sliding_window(layer.self_attn):
-            before = TreeAttention(layer.self_attn)
-        before.training = layer.self_attn.training
+        original = layer.self_attn
+        if before is None or before.original is not original or before.window != sliding_window(original):
+            before = TreeAttention(original)
+        before.training = original.training
         layer.self_attn = before
     layer.self_attn.users += 1
     return layer

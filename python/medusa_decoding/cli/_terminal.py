@@ -30,13 +30,11 @@ class Breaker:
         self._before: Any = None
 
     def __enter__(self) -> Breaker:
-        """Install the SIGINT handler."""
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Restore the previous handler."""
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 

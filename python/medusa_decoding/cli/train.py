@@ -101,13 +101,12 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
         )
     finally:
         bar.close()
-    measured = None if result.measured is None else result.measured.to_json()
     return {
         "heads": str(result.heads),
         "base_model": result.base_model,
         "steps": result.steps,
         "seconds": round(result.seconds, 1),
-        "held_out": measured,
+        "held_out": None if result.measured is None else result.measured.to_json(),
     }
 
 

@@ -77,16 +77,10 @@ class _Node:
 
 
 def as_text(tree: Drawable, width: int = 80, shares: Sequence[float] | None = None) -> str:
-    """Draw a tree for a terminal.
+    """Return the drawing of a tree for a terminal of `width` columns, without a final line break.
 
-    Args:
-        tree: what to draw.
-        width: columns of the terminal, at least 20.
-        shares: how likely each of the tree's choices is right, ancestors included. Nodes are shaded by it; without it
-            they are marked by their rank among the draft tokens of their head.
-
-    Returns:
-        The lines, without a final line break.
+    Shares are how likely each of the tree's choices is right, ancestors included. Nodes are shaded by them; without
+    them they are marked by their rank among the draft tokens of their head.
 
     Raises:
         ValueError: a width below 20, or another number of shares than choices.
@@ -115,10 +109,8 @@ def as_text(tree: Drawable, width: int = 80, shares: Sequence[float] | None = No
 def as_figure(tree: Drawable, shares: Sequence[float] | None = None) -> Any:
     """Draw a tree as a matplotlib Figure, independent of pyplot.
 
-    Args:
-        tree: what to draw.
-        shares: how likely each of the tree's choices is right, ancestors included; likelier nodes are darker, and the
-            lines that lead there wider.
+    Shares are how likely each of the tree's choices is right, ancestors included; likelier nodes are darker, and the
+    lines that lead there wider.
 
     Raises:
         ValueError: matplotlib is not installed, or another number of shares than choices.

@@ -208,12 +208,11 @@ class Tree:
         if not isinstance(path, (str, Path)):
             raise ValueError(f"path: expected a file's name, got {shown(path)}")
         data = read_json(path, FILE_BYTES)
-        choices = data.get("choices") if isinstance(data, dict) else data
-        if not isinstance(choices, list):
+        stated = data if isinstance(data, dict) else {"choices": data}
+        if not isinstance(stated.get("choices"), list):
             raise ValueError(f'{path}: expected {{"choices": [[0], ..]}} or a list of paths, got {type(data).__name__}')
-        stated = {} if isinstance(data, list) else data
         try:
-            return cls(choices, stated.get("lookup", 0), stated.get("keep"))
+            return cls(stated["choices"], stated.get("lookup", 0), stated.get("keep"))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -281,16 +280,13 @@ class Tree:
         return max((max(path) for path in self.choices), default=-1) + 1
 
     def __eq__(self, other: object) -> bool:
-        """Compare choices, copied branches and numbers of kept nodes."""
         mine = (self.choices, self.lookup, self.keep)
         return isinstance(other, Tree) and mine == (other.choices, other.lookup, other.keep)
 
     def __hash__(self) -> int:
-        """Hash by choices."""
         return hash((tuple(map(tuple, self.choices)), self.lookup, self.keep))
 
     def __repr__(self) -> str:
-        """Say size and depth."""
         lookup = f", lookup={self.lookup}" if self.lookup else ""
         candidates = "" if self.keep is None else f", candidates={len(self.choices)}"
         return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup}{candidates})"
