@@ -188,7 +188,7 @@ class Calibration:
                     f"calibration: expected hits of at least one head and named fields in made, got {hits!r:.40} and "
                     f"{made!r:.40}"
                 )
-            paths = {ranks_of(name): count for name, count in values["paths"].items()}
+            paths = {ranks_of(name.split(" ")): count for name, count in values["paths"].items()}
             texts = None
             if "format" in values:
                 texts = tuple(tuple(text_of(name, len(hits)) for name in names) for names in values["texts"])
@@ -218,27 +218,27 @@ class Calibration:
             raise ValueError(f"{path}: expected a file that `medusa calibrate` wrote, got: {error}") from error
 
 
-def name_of(path: Iterable[int]) -> str:
-    """Return a path as text: its ranks, with a dash for NONE."""
-    return " ".join("-" if rank == NONE else str(rank) for rank in path)
+def name_of(ranks: Iterable[int], between: str = " ") -> str:
+    """Return ranks as text, with a dash for NONE."""
+    return between.join("-" if rank == NONE else str(rank) for rank in ranks)
 
 
-def ranks_of(name: str) -> RankPath:
-    """Inverse of `name_of`."""
-    return tuple(NONE if rank == "-" else int(rank) for rank in name.split(" "))
+def ranks_of(names: Iterable[str]) -> RankPath:
+    """Return ranks from their names, a dash for NONE."""
+    return tuple(NONE if name == "-" else int(name) for name in names)
 
 
 def text_name_of(text: Text) -> str:
     """Return the paths of a text as one string: one character per rank, with a dash for NONE."""
-    return "".join("-" if rank == NONE else str(rank) for path in text for rank in path)
+    return name_of((rank for path in text for rank in path), "")
 
 
 def text_of(name: str, num_heads: int) -> Text:
     """Inverse of `text_name_of`."""
-    ranks = [NONE if rank == "-" else int(rank) for rank in name]
+    ranks = ranks_of(name)
     if len(ranks) % num_heads:
         raise ValueError(f"texts: expected {num_heads} ranks a position, got {len(ranks)} in all")
-    return tuple(tuple(ranks[start : start + num_heads]) for start in range(0, len(ranks), num_heads))
+    return tuple(ranks[start : start + num_heads] for start in range(0, len(ranks), num_heads))
 
 
 def alone(paths: Mapping[RankPath, int], num_heads: int, ranks: int) -> list[list[int]]:
