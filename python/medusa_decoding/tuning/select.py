@@ -25,12 +25,10 @@ from medusa_decoding.tuning.step_timer import Latency
 def best_trees(
     accuracies: Sequence[Sequence[float]], sizes: Sequence[int], texts: Calibration | None = None
 ) -> list[Tree]:
-    """Return the best tree of each size, `Tree([])` for size 1.
+    """Return the best tree of each size (nodes, root included), `Tree([])` for size 1.
 
-    Args:
-        accuracies: one list per head, one accuracy per rank.
-        sizes: nodes, root included.
-        texts: a calibration with texts to walk along; without one, heads are taken as independent.
+    Trees are walked along the texts of a calibration. Without one, heads are taken as independent, with accuracies per
+    head and rank.
 
     Raises:
         ValueError: a size that the heads cannot fill.
