@@ -127,14 +127,9 @@ def add_option(
     words: str,
     default: Any = None,
 ) -> None:
-    """Add an option that takes one value.
+    """Add an option that takes one value; its name has the metavariable, as in "--limit N".
 
-    Args:
-        parser: gets the option.
-        name: flag and metavariable, as in "--limit N".
-        parse: turns text into the value.
-        words: the help, without the default, which is added unless it is None.
-        default: the value if the option is not given.
+    The default is added to the words of the help unless it is None.
     """
     flag, metavar = name.split()
     if default is not None:
@@ -281,11 +276,9 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
 
 
 def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:
-    """Load the heads and their base model.
+    """Load the heads and their base model that the arguments of `add_model` and `add_decoding` name.
 
-    Args:
-        args: the arguments of `add_model` and `add_decoding`.
-        placed: placement arguments for transformers' `from_pretrained`; default: the requested device.
+    `placed` are placement arguments of transformers' `from_pretrained`; default: the requested device.
 
     Raises:
         ValueError: see `MedusaModel.from_pretrained`; also if the base model is unknown.

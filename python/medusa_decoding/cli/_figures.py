@@ -22,11 +22,9 @@ def total(metrics: Sequence[GenerationMetrics]) -> GenerationMetrics:
 
 
 def as_json(metrics: GenerationMetrics, reused: int | None = None) -> dict[str, Any]:
-    """Return figures as JSON has them: null if there is nothing to divide by.
+    """Return the figures of a generation as JSON has them: null if there is nothing to divide by.
 
-    Args:
-        metrics: of one generation.
-        reused: tokens of the prompt that were in the cache; None without a cache across prompts.
+    `reused` tokens of the prompt were in the cache; None without a cache across prompts.
     """
     figures = asdict(metrics) | ({} if reused is None else {"reused_tokens": reused})
     del figures["step_seconds"]

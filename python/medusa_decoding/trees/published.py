@@ -18,14 +18,9 @@ SIZES = (16, 32, 64)
 
 
 def published_tree(base_model: str | None, num_nodes: int = 64) -> Tree | None:
-    """Return the tree of a published checkpoint.
+    """Return the tree of 16, 32 or 64 nodes (root included) of a published checkpoint; None for other models.
 
-    Args:
-        base_model: name of the base model, a hub id or a folder. Its last part is looked up, ignoring case.
-        num_nodes: 16, 32 or 64, root included.
-
-    Returns:
-        None for other models.
+    The last part of the base model's name, a hub id or a folder, is looked up, ignoring case.
 
     Raises:
         ValueError: another number of nodes.
