@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from medusa_decoding.trees.calibration import Calibration, RankPath, beginnings
@@ -34,7 +33,7 @@ def joint_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     Raises:
         ValueError: fewer possible paths than asked for.
     """
-    return _most_frequent(calibration, num_nodes, lambda path: (calibration.count(path),))
+    return _most_frequent(calibration, num_nodes, calibration.count)
 
 
 def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
@@ -52,12 +51,7 @@ def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     steps = [walk(calibration, tree) for tree in found]
     best, walked = max(zip(found, steps, strict=True), key=lambda pair: pair[1].tokens_per_step)
     for _ in range(ROUNDS):
-        counts = beginnings(walked.starts)
-
-        def often(path: RankPath, here: Counter[RankPath] = counts) -> tuple[int, ...]:
-            return here[path], calibration.count(path)
-
-        tree = _most_frequent(calibration, num_nodes, often)
+        tree = _most_frequent(calibration, num_nodes, beginnings(walked.starts).__getitem__, calibration.count)
         along = walk(calibration, tree)
         if along.tokens_per_step <= walked.tokens_per_step:
             break
@@ -65,8 +59,11 @@ def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     return best
 
 
-def _most_frequent(calibration: Calibration, num_nodes: int, often: Callable[[RankPath], Iterable[int]]) -> Tree:
-    """Return the tree of the most frequent paths; no path may be more frequent than its own beginning."""
+def _most_frequent(calibration: Calibration, num_nodes: int, *counts: Callable[[RankPath], int]) -> Tree:
+    """Return the tree of the paths that the first count, then the next one, says are the most frequent.
+
+    No path may be more frequent than its own beginning.
+    """
     if not 1 <= num_nodes <= MAX_CHOICES + 1:
         raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {num_nodes}")
     possible = most_nodes(calibration.num_heads, calibration.ranks)
@@ -82,7 +79,7 @@ def _most_frequent(calibration: Calibration, num_nodes: int, often: Callable[[Ra
         for rank in range(calibration.ranks):
             path = (*parent, rank)
             product = math.prod(accuracies[head][place] for head, place in enumerate(path))
-            heapq.heappush(frontier, (*(-count for count in often(path)), -product, len(path), path))
+            heapq.heappush(frontier, (*(-count(path) for count in counts), -product, len(path), path))
 
     reach(())
     while len(choices) < num_nodes - 1:
