@@ -266,11 +266,7 @@ def check_device(args: argparse.Namespace) -> None:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    """Load the base model's tokenizer, at the same revision as the model.
-
-    Raises:
-        ValueError: the base model is unknown or has no tokenizer.
-    """
+    """Load the tokenizer, at the same revision as the base model; raise `ValueError` if there is none."""
     base, revision = _base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
     return pretrained.load_tokenizer(base, revision, argument="base model (--base-model names another)")
 

@@ -92,11 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def output_file(args: argparse.Namespace) -> Path:
-    """Return the file for the result.
-
-    Raises:
-        ValueError: no such folder, or a read-only one.
-    """
+    """Return the file for the result; raise `ValueError` if its folder is missing or read-only."""
     if args.out is not None:
         tuning_paths.check_writable("--out", args.out)
         return args.out

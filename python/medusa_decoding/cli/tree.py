@@ -193,12 +193,9 @@ def check_held_out(calibration: Calibration, held_out: Calibration, file: Path) 
 
 
 def are_others(name: str, prompts: Any, calibration: Calibration, file: Path) -> bool:
-    """Return whether prompts, as `Writer.describe` returns them, are known to be none of a calibration's.
+    """Return whether prompts are known to be none of a calibration's; False if one of the two does not tell.
 
-    It is False if one of the sets does not tell.
-
-    Raises:
-        ValueError: the sets share prompts; it names the argument `name` that they came with.
+    Prompts are as `Writer.describe` returns them. If some are the same, a `ValueError` names their argument, `name`.
     """
     same = shared_prompts(prompts, calibration.made.get("prompts"))
     if same:
@@ -230,11 +227,7 @@ def run_measure(args: argparse.Namespace) -> int:
 
 
 def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
-    """Return the settings of a calibration's texts, to write other texts like them.
-
-    Raises:
-        ValueError: the calibration does not have them.
-    """
+    """Return the settings of a calibration's texts, to write other texts like them; `ValueError` if it has none."""
     try:
         made = calibration.made["settings"]
         found = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)
@@ -244,15 +237,10 @@ def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
 
 
 def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> bool:
-    """Check that answers to other prompts are comparable: same model, heads and settings as the calibration's.
+    """Raise `ValueError` unless answers to other prompts have the model, heads and settings of a calibration.
 
-    `now` is what `Writer.describe` says about the answers.
-
-    Returns:
-        Whether the prompts are known to be others (see `are_others`).
-
-    Raises:
-        ValueError: something differs, or prompts are the same.
+    `now` is what `Writer.describe` says about the answers. Return whether the prompts are known to be others (see
+    `are_others`).
     """
     before, after = (
         {f"settings.{name}": value for name, value in made["settings"].items() if name not in ("device", "backend")}

@@ -79,11 +79,7 @@ def check_walkable(tree: Tree) -> None:
 
 
 def texts_of(calibration: Calibration) -> tuple[tuple[Text, ...], ...]:
-    """Return the texts of a calibration.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the texts of a calibration; raise `ValueError` if it has none."""
     if calibration.texts is None:
         raise ValueError(
             "calibration: expected one with its texts, to walk along (`medusa calibrate` again writes them), got one "

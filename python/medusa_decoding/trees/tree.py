@@ -67,7 +67,9 @@ class Tree:
         limit = MAX_CHOICES if keep is None else MAX_CANDIDATES - 1
         self.choices = _ordered(choices, limit)
         if keep is not None:
-            _check_keep(keep, len(self.choices))
+            most = min(MAX_CHOICES + 1, 1 + len(self.choices))
+            if not _is_whole(keep) or not 1 <= keep <= most:
+                raise ValueError(f"keep: expected 1 to {most} with {len(self.choices)} choices, got {shown(keep)}")
         room = min(MAX_CHOICES + 1 - (keep or 1 + len(self.choices)), limit - len(self.choices))
         if not _is_whole(lookup) or not 0 <= lookup <= room:
             beside = f"{len(self.choices)} choices" if keep is None else f"{keep} nodes of {len(self.choices)} choices"
@@ -294,12 +296,6 @@ class Tree:
 
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_keep(keep: Any, candidates: int) -> None:
-    most = min(MAX_CHOICES + 1, 1 + candidates)
-    if not _is_whole(keep) or not 1 <= keep <= most:
-        raise ValueError(f"keep: expected 1 to {most} with {candidates} choices, got {shown(keep)}")
 
 
 def _ordered(choices: Iterable[Sequence[int]], most: int) -> list[list[int]]:
