@@ -130,7 +130,7 @@ class Chat:
                 raise ValueError(f"{word}: expected a command, see /help (//.. sends a message that begins with /)")
             COMMANDS[word][0](self, "".join(rest).strip())
         else:
-            self.answer(text.removeprefix("/") if text.startswith("//") else text)
+            self.answer(text.removeprefix("/"))
 
     def answer(self, text: str) -> None:
         """Answer a message, and only then add both to the history."""
