@@ -36,11 +36,7 @@ SAMPLE_CHAT: list[Message] = [
 
 @dataclass(frozen=True)
 class Settings:
-    """What a text depends on, apart from model and prompt; `collect.calibrate` has the same arguments.
-
-    Raises:
-        ValueError: an impossible number.
-    """
+    """What a text depends on, apart from model and prompt; `collect.calibrate` has the same arguments and errors."""
 
     max_new_tokens: int = 256
     prompt_tokens: int = PROMPT_TOKENS
