@@ -13,7 +13,6 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from jinja2 import TemplateError
 from transformers import TextStreamer
 
@@ -262,16 +261,10 @@ class AnswerStreamer(TextStreamer):
     def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.stop, self._pending, self._ended = stop or "", "", False
-        self._begun = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then each token."""
-        self._begun = True
-        super().put(value)
 
     def end(self) -> None:
         """Print the rest and a line break; nothing if generation was refused before it began."""
-        if self._begun:
+        if not self.next_tokens_are_prompt:
             super().end()
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
