@@ -37,23 +37,12 @@ def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], i
 def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) -> HeadAccuracy:
     """Count how often the actual next token is among the top 1 to 10 candidates of each head.
 
-    Args:
-        model: the model with heads that wrote the text.
-        tokens: the prompt and the text after it.
-        prompt: number of the prompt's tokens, at least 1.
-
-    Returns:
-        Counts per head; a head has no target at positions for which the text ends less than k + 2 tokens later.
-
-    Raises:
-        ValueError: a model without heads, or a prompt without tokens.
+    A head has no target at positions for which the text ends less than k + 2 tokens later. Arguments and errors are as
+    of `own_text_ranks`.
     """
     found = own_text_ranks(model, tokens, prompt)
-    accuracy = HeadAccuracy.empty(found.shape[1], RANKS)
-    for n in range(RANKS):
-        accuracy.hits[:, n] = ((found >= 0) & (found <= n)).sum(0)
-    accuracy.total += (found != IGNORE).sum(0)
-    return accuracy
+    hits = torch.stack([((found >= 0) & (found <= n)).sum(0) for n in range(RANKS)], dim=1)
+    return HeadAccuracy(hits, (found != IGNORE).sum(0))
 
 
 @torch.no_grad()
