@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from medusa_decoding.chat.template import ChatTemplate
+from medusa_decoding.chat.template import ChatTemplate, common_length
 from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.own_text import own_text_accuracy
@@ -99,15 +99,6 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """One text to write: its prompt, and the arguments that all ways share."""
-
-    ids: list[int]
-    number: int
-    common: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class _Written:
     """New tokens of one text, their time in seconds, and how many tokens each of our steps accepted."""
 
@@ -137,9 +128,10 @@ class _Run:
     left_out: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._ways: dict[str, Callable[[_Asked], _Written]] = {
-            MEDUSA: lambda asked: self._ours(asked, self.tree, self.generation),
-            PLAIN: lambda asked: self._ours(asked, Tree([]), self._of_baselines()),
+        # Each takes a prompt's tokens, and the arguments that all ways share.
+        self._ways: dict[str, Callable[[list[int], dict[str, Any]], _Written]] = {
+            MEDUSA: lambda ids, common: self._ours(ids, common, self.tree, self.generation),
+            PLAIN: lambda ids, common: self._ours(ids, common, Tree([]), self._of_baselines()),
             TRANSFORMERS: self._transformers,
         }
         self._order = [MEDUSA, PLAIN, *([TRANSFORMERS] if self.transformers else [])]
@@ -157,7 +149,7 @@ class _Run:
             if fits:
                 one = Measured(number, prompt.category, prompt.where, turn)
                 common = {"max_new_tokens": min(self.max_new_tokens, limit - len(ids)), **ending}
-                new = self._measure(one, _Asked(ids, len(self.measured), common))
+                new = self._measure(one, ids, common)
                 self.measured.append(one)
             else:
                 self.left_out.append({"where": prompt.where, "turn": turn, "prompt_tokens": len(ids)})
@@ -182,16 +174,16 @@ class _Run:
             "template": "chat" if isinstance(self.conversations.chat, ChatTemplate) else "none",
         } | self.generation
 
-    def _measure(self, one: Measured, asked: _Asked) -> list[int]:
+    def _measure(self, one: Measured, ids: list[int], common: dict[str, Any]) -> list[int]:
         """Write a text by every way; return the plain loop's."""
         for name in self._order:
             if not self.measured or (self._backend != "eager" and name != TRANSFORMERS):
-                self._ways[name](asked)  # not timed
+                self._ways[name](ids, common)  # not timed
         texts: dict[str, _Written] = {}
         for _ in range(self.rounds):
             self._shuffler.shuffle(self._order)
             for name in self._order:
-                written = self._ways[name](asked)
+                written = self._ways[name](ids, common)
                 one.tokens[name] += len(written.new)
                 one.seconds[name] = one.seconds.get(name, 0.0) + written.seconds
                 texts.setdefault(name, written)
@@ -200,43 +192,45 @@ class _Run:
         one.departs = {name: departure(texts[MEDUSA].new, texts[name].new) for name in compared}
         own = texts[PLAIN].new
         if self.model.heads is not None:
-            one.accuracy = own_text_accuracy(self.model, asked.ids + own, len(asked.ids))
+            one.accuracy = own_text_accuracy(self.model, ids + own, len(ids))
         return own
 
-    def _seed(self, asked: _Asked) -> int:
-        return (self.generation.get("seed") or 0) + asked.number
+    def _seed(self) -> int:
+        return (self.generation.get("seed") or 0) + len(self.measured)
 
-    def _ours(self, asked: _Asked, tree: Tree | Literal["auto"] | None, generation: dict[str, Any]) -> _Written:
+    def _ours(
+        self, ids: list[int], common: dict[str, Any], tree: Tree | Literal["auto"] | None, generation: dict[str, Any]
+    ) -> _Written:
         if self._drawn:
-            generation = generation | {"seed": self._seed(asked)}
-        prompt = torch.tensor([asked.ids])
+            generation = generation | {"seed": self._seed()}
+        prompt = torch.tensor([ids])
         start = time.perf_counter()
-        output = self.model.generate(prompt, tree=tree, **asked.common, **generation)
+        output = self.model.generate(prompt, tree=tree, **common, **generation)
         assert isinstance(output, MedusaOutput)
-        new = output.sequences[0, len(asked.ids) :].tolist()
+        new = output.sequences[0, len(ids) :].tolist()
         return _Written(new, time.perf_counter() - start, output.accept_lengths[0])
 
-    def _transformers(self, asked: _Asked) -> _Written:
+    def _transformers(self, ids: list[int], common: dict[str, Any]) -> _Written:
         own = self.model.backbone.causal_lm.generation_config
         generation = {name: value for name, value in self._of_baselines().items() if name != "seed"}
         generation["do_sample"] = self._drawn
         if self._drawn:
             generation.setdefault("top_k", own.top_k or 0)  # ours keeps all tokens by default
         pad = own.pad_token_id
-        generation["pad_token_id"] = pad if pad is not None else (asked.common.get("eos_token_id") or [0])[0]
-        prompt = torch.tensor([asked.ids], device=self.model.backbone.device)
+        generation["pad_token_id"] = pad if pad is not None else (common.get("eos_token_id") or [0])[0]
+        prompt = torch.tensor([ids], device=self.model.backbone.device)
         with own_attention(self.model) as base, torch.random.fork_rng(enabled=self._drawn):
             if self._drawn:
-                torch.manual_seed(self._seed(asked))
+                torch.manual_seed(self._seed())
             start = time.perf_counter()
             out = base.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 return_dict_in_generate=False,
-                **asked.common,
+                **common,
                 **generation,
             )
-            new = out[0, len(asked.ids) :].tolist()
+            new = out[0, len(ids) :].tolist()
             return _Written(new, time.perf_counter() - start)
 
     def _of_baselines(self) -> dict[str, Any]:
@@ -258,7 +252,4 @@ def own_attention(model: MedusaModel) -> Iterator[Any]:
 
 def departure(text: list[int], other: list[int]) -> int | None:
     """Return the first place in which two texts differ, their lengths included, or None."""
-    if text == other:
-        return None
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
+    return None if text == other else common_length(text, other)
