@@ -10,13 +10,11 @@ import operator
 import weakref
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from medusa_decoding.backbone.backbone import Backbone
-    from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.backbone.backbone import Backbone
+from medusa_decoding.decode.state import DecodeState
 
 
 class Session:
