@@ -257,29 +257,26 @@ def _check_holds(heads: MedusaHeads, target: str) -> None:
     """Raise `ValueError` if a format cannot hold such heads; the message says what can be done."""
     if target in ("native", "embedded"):
         return
-    anywhere, wanted, got = "native and embedded hold it", None, None
+    where = f"for {target} (native and embedded hold it; "
     if heads.parent_rank:
         wanted = (
-            f"none whose drafts depend on their parent token for {target} ({anywhere}; heads trained with "
-            "heads.parent_rank 0 have none)"
+            f"none whose drafts depend on their parent token {where}heads trained with heads.parent_rank 0 have none)"
         )
         got = f"parent_rank {heads.parent_rank}"
     elif heads.storage != "float":
-        wanted = f"projections in floats for {target} ({anywhere}; storage float, --storage float, turns them back)"
+        wanted = f"projections in floats {where}storage float, --storage float, turns them back)"
         got = heads.storage
     elif heads.token_map is not None and not (target == "vllm" and heads.shared_projection):
-        wanted = f"the whole vocabulary for {target} ({anywhere}; what a trimmed one never proposes has no projection)"
+        wanted = f"the whole vocabulary {where}what a trimmed one never proposes has no projection)"
         got = f"{heads.num_candidates} of {heads.vocab_size} tokens"
     elif target == "original-v2" and not heads.shared_projection:
         wanted, got = f"a projection shared with lm_head for {target} (original-v1 holds own ones)", "own"
     elif target == "original-v2" and heads.num_layers > 1:
-        wanted = (
-            f"one residual block per head for {target} ({anywhere}; the original project's code makes one block of "
-            "several)"
-        )
-        got = f"{heads.num_layers}"
-    if wanted is not None:
-        raise ValueError(f"heads: expected {wanted}, got {got}")
+        wanted = f"one residual block per head {where}the original project's code makes one block of several)"
+        got = str(heads.num_layers)
+    else:
+        return
+    raise ValueError(f"heads: expected {wanted}, got {got}")
 
 
 def _converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype | None) -> MedusaHeads:
@@ -404,11 +401,7 @@ def _marked(card: bytes, was: str, now: str) -> bytes:
 
 
 def _write_original(
-    heads: MedusaHeads,
-    lm_head: torch.Tensor | None,
-    staging: Path,
-    file: Literal["pt", "safetensors"],
-    fields: dict[str, Any],
+    heads: MedusaHeads, lm_head: torch.Tensor | None, staging: Path, file: str, fields: dict[str, Any]
 ) -> None:
     tensors = unpack(heads)
     if lm_head is not None:
