@@ -167,8 +167,8 @@ def read_index(index_file: Path, prefix: str = "") -> dict[str, str]:
 def _open_safetensors(file: Path, prefix: str) -> dict[str, StoredTensor]:
     try:
         handle = safe_open(str(file), framework="pt")
-        names = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118 (a handle is no mapping)
-        slices = {name: handle.get_slice(name) for name in names}
+        names = handle.keys()
+        slices = {name: handle.get_slice(name) for name in names if name.startswith(prefix)}
     except SafetensorError as error:
         raise ValueError(f"{file}: expected a safetensors file, got a truncated or damaged one ({error})") from error
 

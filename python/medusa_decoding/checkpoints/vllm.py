@@ -122,12 +122,10 @@ def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch
 
     Projections are floats, and there is no parents' term and no token_map.
     """
-    layers = heads.num_layers
-    own = re.compile(rf"(\d+)\.{layers}\.weight")
     named = {}
     for name, tensor in unpack(heads).items():
         name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
-        named[own.sub(r"lm_heads.\1.weight", name)] = tensor
+        named[re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)] = tensor
     if lm_head is not None:
         named[_SHARED] = lm_head
     return named
