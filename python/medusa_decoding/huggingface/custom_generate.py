@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -95,16 +95,19 @@ def medusa_generate(
         FloatingPointError: the model's output is not finite; the message names the step.
         MemoryError: keys and values do not fit.
     """
-    given = _dropped_arguments(model)
-    streamer = None if given.streamer is None else _AfterPrompt(given.streamer)
+    given = _generate_arguments(model)
+    streamer = None if given["streamer"] is None else _AfterPrompt(given["streamer"])
     with ended_on_error(streamer):
         if generation_config is None:
             raise ValueError("generation_config: expected the one that transformers has prepared, got None")
         # The config is checked first: its messages explain more than those about the other arguments.
         config = _checked(generation_config, given, bool(stop_strings))
         mask, positions = _mask_and_positions(model, model_kwargs)
-        prompts = _prompts(input_ids, mask, model.config.vocab_size, None if given.mask else generation_config)
-        _check_positions(positions, input_ids, mask, "position_ids" if given.positions else "attention_mask")
+        # transformers makes a mask and positions if the caller gave none.
+        made_from = generation_config if given.get("attention_mask") is None else None
+        prompts = _prompts(input_ids, mask, model.config.vocab_size, made_from)
+        source = "attention_mask" if given.get("position_ids") is None else "position_ids"
+        _check_positions(positions, input_ids, mask, source)
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"streamer: expected a batch of 1, got {len(input_ids)}")
         limits, criteria = _limits(generation_config, stopping_criteria, input_ids.shape[1], len(input_ids))
@@ -122,7 +125,7 @@ def medusa_generate(
             posterior_alpha,
             own,
             prefix_fn,
-            criteria=settings.stopping_criteria(config, criteria, given.tokenizer),
+            criteria=settings.stopping_criteria(config, criteria, given["tokenizer"]),
             streamer=streamer,
             seed=whole_seed(seed),
             metrics=metrics,
@@ -133,22 +136,8 @@ def medusa_generate(
     return output if config.return_dict_in_generate else output.sequences
 
 
-class _Dropped(NamedTuple):
-    """Arguments of `generate` that transformers does not pass to a `custom_generate` callable.
-
-    `mask` and `positions` are whether the caller gave an attention mask and positions; if not, transformers makes them.
-    """
-
-    streamer: Any
-    assistant_model: Any
-    synced_gpus: bool | None
-    tokenizer: Any
-    mask: bool
-    positions: bool
-
-
-def _dropped_arguments(model: Any) -> _Dropped:
-    """Find the arguments of `generate` that transformers does not pass on.
+def _generate_arguments(model: Any) -> dict[str, Any]:
+    """Return the arguments that the caller gave to transformers' `generate`, by name.
 
     transformers (5.17 to 5.23) silently drops `streamer`, `assistant_model` and `synced_gpus`, which are read from the
     frame of its `generate`, and removes `tokenizer`, which is read from the frame that called it: transformers' own
@@ -171,10 +160,8 @@ def _dropped_arguments(model: Any) -> _Dropped:
             f"{', '.join(unknown)} in transformers {transformers.__version__}; MedusaModel.generate does not depend "
             "on it"
         )
-    tokenizer = _arguments(frame.f_back).get("tokenizer")
-    mask, positions = (_arguments(frame).get(name) is not None for name in ("attention_mask", "position_ids"))
-    streamer, assistant_model, synced_gpus = (found[name] for name in names)
-    return _Dropped(streamer, assistant_model, synced_gpus, tokenizer, mask, positions)
+    dropped = {name: found[name] for name in names} | {"tokenizer": _arguments(frame.f_back).get("tokenizer")}
+    return _arguments(frame) | dropped
 
 
 def _arguments(frame: FrameType | None) -> dict[str, Any]:
@@ -205,18 +192,18 @@ class _AfterPrompt:
             self._streamer.end()
 
 
-def _checked(config: GenerationConfig, given: _Dropped, stop_strings: bool) -> GenerationConfig:
+def _checked(config: GenerationConfig, given: dict[str, Any], stop_strings: bool) -> GenerationConfig:
     """Return a copy of the config; anything impossible in it or the other arguments is a `ValueError`."""
-    if given.assistant_model is not None:
+    assistant = given["assistant_model"]
+    if assistant is not None:
         raise ValueError(
-            f"assistant_model: expected None, got {type(given.assistant_model).__name__}; it is another way of "
-            "speculation"
+            f"assistant_model: expected None, got {type(assistant).__name__}; it is another way of speculation"
         )
-    if given.synced_gpus:
+    if given["synced_gpus"]:
         raise ValueError(
             "synced_gpus: expected False, got True; processes of FSDP or ZeRO-3 do not decode in step here"
         )
-    if stop_strings and given.tokenizer is None:
+    if stop_strings and given["tokenizer"] is None:
         raise ValueError(
             "tokenizer: expected the model's tokenizer with stop_strings, got None; or give "
             "stopping_criteria=[StopStringCriteria(tokenizer, strings)]"
