@@ -28,7 +28,7 @@ NAME = "embedded"
 FILES = "model.safetensors or pytorch_model.bin, whole or sharded, with medusa_head.* tensors in it"
 
 PREFIX = "medusa_head."
-_SHARD = "model-medusa-heads.safetensors"
+SHARD = "model-medusa-heads.safetensors"
 MEASURED_FILES = ("medusa_tree.json", "measured.json", "calibration.json", "tuning.json")
 """Files with what was measured with heads, or chosen for them."""
 # Settings, tokenizer, chat template and terms of use; never code.
@@ -99,7 +99,7 @@ def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields
             save_tensors({key: tensor.load() for key, tensor in own.items()}, staging / name)
         weight_map |= dict.fromkeys(own, name)
         size += file.stat().st_size
-    save_tensors({PREFIX + key: tensor for key, tensor in tensors.items()}, staging / _SHARD)
-    weight_map |= dict.fromkeys((PREFIX + key for key in tensors), _SHARD)
-    total = {"total_size": size + (staging / _SHARD).stat().st_size}
+    save_tensors({PREFIX + key: tensor for key, tensor in tensors.items()}, staging / SHARD)
+    weight_map |= dict.fromkeys((PREFIX + key for key in tensors), SHARD)
+    total = {"total_size": size + (staging / SHARD).stat().st_size}
     write_json(staging / MODEL_WEIGHTS[1], {"metadata": total, "weight_map": weight_map}, indent=2)

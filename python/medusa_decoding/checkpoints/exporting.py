@@ -20,7 +20,7 @@ from medusa_decoding.checkpoints.base_model import lm_head_weight
 from medusa_decoding.checkpoints.layout import DTYPES, unpack
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.checkpoints.reading import FORMATS, HUB_FILES, fetch_folder, read_heads, stated_base_model
-from medusa_decoding.checkpoints.tensor_files import own_file, save_tensors
+from medusa_decoding.checkpoints.tensor_files import MODEL_WEIGHTS, own_file, save_tensors
 from medusa_decoding.files import whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads, Storage
 
@@ -53,12 +53,8 @@ _KNOWN_FILES = (
     "config.json", "generation_config.json", ".gitattributes", ".*.lock", ".*.partial",
     *_CARRIED, *embedded.MEASURED_FILES, *_TOKENIZER, *_TERMS,
 )  # fmt: skip
-_HEADS_WEIGHTS = re.compile(r"medusa_lm_head\.(safetensors|pt)")
-_PART = r"(-\d{5}-of-\d{5})?"
-_MODEL_WEIGHTS = re.compile(
-    rf"model{_PART}\.safetensors|model-medusa-heads\.safetensors|pytorch_model{_PART}\.bin"
-    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
-)
+_PART = "-{0}-of-{0}".format("[0-9]" * 5)
+_MODEL_WEIGHTS = (*MODEL_WEIGHTS, embedded.SHARD, f"model{_PART}.safetensors", f"pytorch_model{_PART}.bin")
 
 # What the original project's loader makes of every checkpoint.
 _ORIGINAL_HEADS = 5
@@ -244,11 +240,9 @@ def unrelated_entry(folder: Path) -> str | None:
 
     A folder with heads alone in one file has no weights of a model; any other may.
     """
-    entries = sorted(folder.iterdir())
-    weights = _HEADS_WEIGHTS if any(_HEADS_WEIGHTS.fullmatch(entry.name) for entry in entries) else _MODEL_WEIGHTS
-    for entry in entries:
-        known = weights.fullmatch(entry.name) or any(fnmatchcase(entry.name, pattern) for pattern in _KNOWN_FILES)
-        if entry.is_dir() or not known:
+    known = (*_KNOWN_FILES, *(original.WEIGHTS if original.recognise(folder) else _MODEL_WEIGHTS))
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() or not any(fnmatchcase(entry.name, pattern) for pattern in known):
             return entry.name
     return None
 

@@ -20,7 +20,7 @@ from medusa_decoding.heads import MedusaHeads
 NAME = "original"
 FILES = "medusa_lm_head.safetensors or medusa_lm_head.pt"
 
-_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # The paper's trainers save the state of the whole wrapper; its loader expects the bare list of heads.
 _PREFIX = "medusa_head."
 REVISION = "base_model_revision"
@@ -28,7 +28,7 @@ REVISION = "base_model_revision"
 
 def recognise(folder: Path) -> bool:
     """Return whether the folder holds a heads-only file."""
-    return any((folder / name).is_file() for name in _WEIGHTS)
+    return any((folder / name).is_file() for name in WEIGHTS)
 
 
 def gather(folder: Path) -> HeadTensors:
@@ -36,7 +36,7 @@ def gather(folder: Path) -> HeadTensors:
 
     A damaged file, or one in which only some names have the prefix `medusa_head.`, is a `ValueError`.
     """
-    file, *others = (folder / name for name in _WEIGHTS if (folder / name).is_file())
+    file, *others = (folder / name for name in WEIGHTS if (folder / name).is_file())
     notes = [f"{other.name}: not read, {file.name} lies beside it" for other in others]
     tensors = open_tensors(file)
     if not any(name.startswith(_PREFIX) for name in tensors):
@@ -83,7 +83,7 @@ def write_heads(
         OSError: the files could not be written; what was there before is unchanged.
     """
     folder = Path(folder).resolve()
-    config_file, weights_file = folder / "config.json", folder / _WEIGHTS[0]
+    config_file, weights_file = folder / "config.json", folder / WEIGHTS[0]
     old = read_json_object(config_file) if config_file.is_file() else None
     if old is not None and ("medusa_num_heads" not in old or "architectures" in old):
         raise ValueError(f"folder: expected a new one or one of heads alone, got {folder} with a model's config.json")
