@@ -88,11 +88,7 @@ class PromptEncoder:
         return None
 
     def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
-        """Return the tokens of a prompt; `known` are the tokens of the previous prompt and its answer.
-
-        Raises:
-            ValueError: the template refuses the messages.
-        """
+        """Return the tokens of a prompt; `known` are the tokens of the previous prompt and its answer."""
         if not known:
             return open_tokens(self.tokenizer, "\n".join(message["content"] for message in messages))
         written = list(known[:-1] if known[-1] in self._eos else known)
@@ -163,11 +159,7 @@ class ChatTemplate(PromptEncoder):
         return rendering.render(self.text, plain, add_generation_prompt=add_generation_prompt, **self.variables)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return the text of a prompt, up to where the answer begins.
-
-        Raises:
-            ValueError: the template refuses the messages.
-        """
+        """Return the text of a prompt, up to where the answer begins; a template's refusal is a `ValueError`."""
         for message in messages:
             check_text("message", message["content"])
         try:
@@ -177,7 +169,7 @@ class ChatTemplate(PromptEncoder):
             raise ValueError(f"chat template: expected one that takes these messages, got {reason}") from error
 
     def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
-        """Return the tokens of a prompt; `known` tokens are kept as long as they spell the same text."""
+        """Return the tokens of a prompt, known ones as long as they spell the same text; errors as of `render`."""
         return splice(self.tokenizer, list(known), self.prompt_tokens(self.render(messages)))
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
@@ -218,10 +210,7 @@ def prompt_encoder(tokenizer: Any, template: str | None, eos: Collection[int]) -
     """Return what encodes a model's prompts; `eos` are the model's tokens that end a text.
 
     The template is a file in Jinja, "vicuna", "plain", or None for the tokenizer's own; a tokenizer without one encodes
-    plain text.
-
-    Raises:
-        ValueError: as `ChatTemplate`.
+    plain text. Errors are as of `ChatTemplate`.
     """
     if template is None and not tokenizer.chat_template:
         return PromptEncoder(tokenizer, eos)

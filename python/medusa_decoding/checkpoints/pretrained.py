@@ -201,11 +201,7 @@ def build_model(
 
 
 def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
-    """Put an adapter of peft into a loaded model, in place.
-
-    Raises:
-        ValueError: an adapter that is damaged, that names code, or that does not fit the model.
-    """
+    """Put an adapter of peft into a model; one that is damaged, names code or does not fit is a `ValueError`."""
     name = _local(name)
     with _explained("base_model", name, "an adapter that fits its model"), _without_report():
         _check_adapter(_file_of(name, "adapter_config.json", **hub))

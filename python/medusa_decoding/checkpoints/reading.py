@@ -131,10 +131,7 @@ def find_base_revision(
 ) -> str | None:
     """Return the revision of its base model that a checkpoint belongs to; arguments and errors as of `read_heads`.
 
-    Args:
-        path_or_hub_id: of the heads.
-        base_model: folder or hub id; the result is None if the checkpoint names another one.
-        revision: of the heads.
+    With `base_model`, a folder or hub id, the result is None if the checkpoint names another one.
     """
     named, recorded = stated_base_model(fetch_folder(path_or_hub_id, revision))
     return recorded if base_model is None or str(base_model) == named else None

@@ -109,12 +109,7 @@ class _Written:
 
 @dataclass
 class _Run:
-    """Writes and measures texts; see `evaluate` for the settings.
-
-    Attributes:
-        measured: the texts.
-        left_out: turns without room in the context.
-    """
+    """Writes and measures texts, and lists turns without room in the context; see `evaluate` for the settings."""
 
     model: MedusaModel
     conversations: Conversations

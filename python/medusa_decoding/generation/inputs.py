@@ -67,11 +67,7 @@ def _check_tensor(name: str, value: Any, expected: str) -> None:
 
 
 def plain(name: str, value: Any) -> Any:
-    """Return a setting as plain Python: the entries of a tensor or array, anything else unchanged.
-
-    Raises:
-        ValueError: a tensor whose entries cannot be read.
-    """
+    """Return the entries of a tensor or array, anything else unchanged; unreadable ones are a `ValueError`."""
     if isinstance(value, torch.Tensor):
         _check_tensor(name, value, "numbers")
     return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value
@@ -96,11 +92,7 @@ def ended_on_error(streamer: Any) -> Iterator[None]:
 
 
 def whole_seed(seed: Any) -> int | None:
-    """Return an optional seed as an int of 64 bits.
-
-    Raises:
-        ValueError: not a whole number, or one of more bits.
-    """
+    """Return an optional seed as an int of 64 bits; one of more bits, or not whole, is a `ValueError`."""
     if seed is None:
         return None
     number = index("seed", seed)

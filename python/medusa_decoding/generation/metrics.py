@@ -57,14 +57,9 @@ class GenerationMetrics:
         trees: Sequence[Tree],
         seconds: list[float],
     ) -> GenerationMetrics:
-        """Add up one generation.
+        """Add up one generation, from the numbers of its prompts' and rows' tokens, and the tree of each step.
 
-        Args:
-            prompts: tokens of each prompt.
-            new: new tokens of each row.
-            accepted: accepted tokens below the root: a list per row, a number per step.
-            trees: the tree of each step.
-            seconds: of the prefill and of each step.
+        `accepted` has a list per row: tokens below the root of each step. `seconds` begin with the prefill's.
         """
         taken = [(length, trees[step]) for row in accepted for step, length in enumerate(row)]
         depth = max((tree.depth for _, tree in taken), default=0)

@@ -58,12 +58,7 @@ def collect_output(
 ) -> MedusaOutput:
     """Make the output of a finished generation, on the device of its prompts.
 
-    Args:
-        state: its last state.
-        request: the call.
-        selector: picked the tokens, and may have kept scores and logits.
-        trees: the tree of each step.
-        seconds: of the prefill and of each step, if measured.
+    The selector may have kept scores and logits. `trees` are those of each step, `seconds` begin with the prefill's.
     """
     ids, counts = request.input_ids, state.count.tolist()
     new = state.output[:, : max(counts)].to(ids.device)

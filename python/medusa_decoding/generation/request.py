@@ -101,8 +101,7 @@ def check_request(
 ) -> Request:
     """Check the arguments of `MedusaModel.generate`, of which `changes` are fields of a generation config.
 
-    Raises:
-        ValueError: bad arguments; names the argument.
+    A bad argument is a `ValueError` that names it.
     """
     check_streamer(streamer)
     check_truth("metrics", metrics)

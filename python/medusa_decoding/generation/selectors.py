@@ -22,15 +22,9 @@ _MINIMUM = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
 
 
 def token_selector(causal: Any, request: Request, prompts: Sequence[torch.Tensor]) -> TokenSelector:
-    """Return the selector that a request needs.
+    """Return the selector that a request needs; settings that do not go together are a `ValueError`.
 
-    Args:
-        causal: transformers' model, which makes the processors.
-        request: the call.
-        prompts: int64 [T_b] per row, on the model's device.
-
-    Raises:
-        ValueError: settings that do not go together.
+    `causal`, transformers' model, makes the processors; `prompts` are int64 [T_b] per row, on its device.
     """
     config, limits = request.config, request.limits
     threshold, alpha = request.posterior_threshold, request.posterior_alpha

@@ -48,14 +48,9 @@ class Session:
     ) -> tuple[DecodeState | None, int]:
         """Hand over the state; the session is empty until `keep`.
 
-        Args:
-            backbone: the model that generates.
-            weights: fingerprint of the model: keys and values of other weights or another adapter are not reused.
-            prompts: int64 [T_b] per row.
-
-        Returns:
-            The state of the previous generation, and how many tokens of every prompt it has cached; None and 0 if
-            nothing can be reused.
+        Keys and values are not reused if `weights`, the model's fingerprint, have changed. `prompts` are int64 [T_b]
+        per row. Returns the state of the previous generation, and how many tokens of every prompt it has cached; None
+        and 0 if nothing can be reused.
 
         Raises:
             ValueError: the session belongs to another model, or to another number of rows.

@@ -54,12 +54,9 @@ _OTHER_CACHES = ("offloaded", "quantized")
 
 
 def merge_configs(own: GenerationConfig, given: GenerationConfig | None, changes: dict[str, Any]) -> GenerationConfig:
-    """Return the generation config in force: keyword arguments override the given config, which overrides the model's.
+    """Return the generation config in force: `changes` override the given config, which overrides the model's own.
 
-    Args:
-        own: the model's generation config.
-        given: the caller's, or None.
-        changes: keyword arguments; None leaves a field unchanged.
+    A change of None leaves a field as it is.
 
     Raises:
         ValueError: an unknown argument, or a field that requests something unsupported; names the field.
@@ -99,12 +96,7 @@ def merge_configs(own: GenerationConfig, given: GenerationConfig | None, changes
 
 
 def check_cache(name: str, kind: Any) -> None:
-    """Raise `ValueError` for a kind of cache that keeps keys and values elsewhere or in fewer bits.
-
-    Args:
-        name: of the argument.
-        kind: as in `cache_implementation`; None for the default.
-    """
+    """Raise `ValueError` for a `cache_implementation` that keeps keys and values elsewhere or in fewer bits."""
     if any(other in str(kind) for other in _OTHER_CACHES):
         raise ValueError(
             f"{name}: expected a cache that is neither offloaded nor quantized, got {kind!r}; decoding keeps its own "
@@ -144,11 +136,7 @@ def _check_forced(config: GenerationConfig) -> None:
 
 
 def check_callables(name: str, given: Sequence[Any] | None) -> list[Any]:
-    """Return an optional list of callables.
-
-    Raises:
-        ValueError: no list, or something else in it.
-    """
+    """Return an optional list of callables; no list, or anything else in it, is a `ValueError`."""
     if given is not None and (not isinstance(given, Iterable) or isinstance(given, torch.Tensor)):
         raise ValueError(f"{name}: expected a list of callables, got {shown(given)}")
     listed = [] if given is None else list(given)
@@ -159,13 +147,9 @@ def check_callables(name: str, given: Sequence[Any] | None) -> list[Any]:
 
 
 def limits_from_config(config: GenerationConfig, lengths: Sequence[int], width: int, context: int) -> Limits:
-    """Return the limits that a generation config sets.
+    """Return the limits that a generation config sets for prompts of some lengths.
 
-    Args:
-        config: the one in force.
-        lengths: tokens of each prompt.
-        width: of the padded batch, which `max_length` counts.
-        context: positions that the model declares.
+    `width` is that of the padded batch, which `max_length` counts, `context` the positions that the model declares.
 
     Raises:
         ValueError: an impossible length, or a prompt that leaves no room.
@@ -221,11 +205,7 @@ def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer:
 
 
 def rows_per_prompt(config: GenerationConfig, prompts: int = 1) -> int:
-    """Return how many rows each prompt is expanded to.
-
-    Args:
-        config: in force.
-        prompts: how many prompts there are.
+    """Return how many rows each of some prompts is expanded to.
 
     Raises:
         ValueError: a count below 1, several rows without sampling (all equal), or too many rows in all.
