@@ -69,7 +69,7 @@ class Exported:
         format: its format.
         base_model: the base model that it names.
         heads: as written: converted, with the projection they had.
-        notes: what a user should know.
+        notes: what a user should know, such as which programs cannot read it.
         launch: for vLLM, the shell command that serves the base model with these heads. None for other formats, and
             if vLLM would not start; the notes then say why.
     """
@@ -115,9 +115,6 @@ def export(
             text-generation-inference the latter, with the tokenizer next to it.
         overwrite: replace a folder that holds a checkpoint of heads and nothing else.
         revision: branch, tag or commit of the heads on the hub.
-
-    Returns:
-        What was written, with notes on which programs cannot read it.
 
     Raises:
         ValueError: heads that the format cannot hold (the message says what can be done), an unreadable checkpoint, no
@@ -370,20 +367,17 @@ def _copy_tokenizer(base: Path, staging: Path, base_model: str) -> list[str]:
 def _carry(source: Path, staging: Path, was: str, now: str) -> list[str]:
     """Copy card, figures and tree. Return a note if the figures are of heads that `was` describes, not `now`."""
     for name in _CARRIED:
-        file = source / name
-        if not file.is_file() or (name == _MEASURED and was != now):
-            continue
-        own_file(file)
-        if name == _CARD and was != now:
-            (staging / name).write_bytes(_marked(file.read_bytes(), was, now))
-        else:
-            shutil.copyfile(file, staging / name)
-    if was != now and any((source / name).is_file() for name in (_CARD, _MEASURED)):
-        return [
-            f"the figures are of heads with {was}, and these have {now}: {_MEASURED} is left out, and {_CARD} "
-            "says so if there is one"
-        ]
-    return []
+        if (source / name).is_file() and (name != _MEASURED or was == now):
+            shutil.copyfile(own_file(source / name), staging / name)
+    if was == now or not any((source / name).is_file() for name in (_CARD, _MEASURED)):
+        return []
+    card = staging / _CARD
+    if card.is_file():
+        card.write_bytes(_marked(card.read_bytes(), was, now))
+    return [
+        f"the figures are of heads with {was}, and these have {now}: {_MEASURED} is left out, and {_CARD} says so if "
+        "there is one"
+    ]
 
 
 def _marked(card: bytes, was: str, now: str) -> bytes:
