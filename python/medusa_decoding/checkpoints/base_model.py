@@ -49,7 +49,7 @@ def lm_head_weight(folder: Path) -> torch.Tensor:
 def load_base_model(
     checkpoint: HeadsCheckpoint, base_model: str | Path | None = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """Load the base model of a heads checkpoint.
+    """Load the base model of a heads checkpoint, as an instance of transformers' own class.
 
     For a folder with a peft adapter alone, as training writes for a quantised model, the model that the adapter names
     is loaded, and the adapter into it. The config's `model_type` decides the class, as with `AutoModelForCausalLM`;
@@ -60,9 +60,6 @@ def load_base_model(
         base_model: folder or hub id; overrides the checkpoint's own and its revision.
         kwargs: for transformers' `from_pretrained`, such as a `quantization_config` (not needed for a model that was
             saved quantised).
-
-    Returns:
-        The model, an instance of transformers' own class.
 
     Raises:
         ValueError: no known base model, a `model_type` that transformers does not have as a causal language model,

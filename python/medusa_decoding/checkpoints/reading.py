@@ -83,7 +83,7 @@ def read_heads(
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> HeadsCheckpoint:
-    """Read Medusa heads from a folder or a hub repository in any known format.
+    """Read Medusa heads from a folder or a hub repository in any known format; log the result's notes as warnings.
 
     Args:
         path_or_hub_id: a folder, or else a repository on the Hugging Face hub.
@@ -94,9 +94,6 @@ def read_heads(
         dtype: float16, bfloat16 or float32; None keeps the file's. Projections in 8 bits stay as they are.
         device: where the heads go.
         revision: branch, tag or commit of a hub repository; unused for a folder.
-
-    Returns:
-        The heads and what the checkpoint says about them. Its notes are also logged as warnings.
 
     Raises:
         ValueError: an unknown or damaged checkpoint; a missing, extra or misshapen tensor; mixed dtypes; NaN or Inf;

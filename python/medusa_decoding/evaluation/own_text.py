@@ -49,10 +49,7 @@ def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) ->
 def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> torch.Tensor:
     """Find the rank of the actual next token among the top 10 candidates of each head.
 
-    Args:
-        model: the model with heads that wrote the text.
-        tokens: the prompt and the text after it.
-        prompt: number of the prompt's tokens, at least 1.
+    `tokens` are a prompt of `prompt` tokens, at least 1, and the text that the model wrote after it.
 
     Returns:
         int64 [P, K] on the CPU, one row per position that has a target: the rank, from 0; -1 if it is not among the
