@@ -174,10 +174,7 @@ class ChatTemplate(PromptEncoder):
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of rendered texts."""
-        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=self._adds_special, verbose=False)[
-            "input_ids"
-        ]
-        return found
+        return self.tokenizer(texts, add_special_tokens=self._adds_special, verbose=False)["input_ids"]
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Return the tokens of a rendered prompt."""
@@ -230,8 +227,7 @@ def _template_text(tokenizer: Any, name: str | None, built_in: Mapping[str, str]
     if name is None:
         if not tokenizer.chat_template:
             raise ValueError(f"{expected}, because the tokenizer of {tokenizer.name_or_path} has no template, got none")
-        own: str = tokenizer.get_chat_template()
-        return own
+        return tokenizer.get_chat_template()
     if name in built_in:
         if "eos_token" in built_in[name] and tokenizer.eos_token is None:
             raise ValueError(f"template: expected a tokenizer with an end token for {name!r}, got one without")

@@ -196,8 +196,7 @@ def build_model(
 ) -> PreTrainedModel:
     """Return a causal language model with random weights, or on the meta device with shapes alone."""
     with _explained(argument, str(config.name_or_path), "a config that describes a model"), device:
-        found: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-    return found
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
 
 
 def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:

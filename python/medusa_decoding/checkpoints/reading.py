@@ -47,7 +47,6 @@ FORMATS: tuple[Format, ...] = (original, embedded, vllm)
 
 # Weights and small files, including those of a base model in the same repository.
 HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model"]
-_HUB_IGNORED = ["*/*"]
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,7 @@ def fetch_folder(
 ) -> Path:
     """Return the folder of a checkpoint; of one on the hub, the files that match the patterns are fetched.
 
-    Raises:
-        ValueError: neither a folder nor a repository within reach.
+    Neither a folder nor a repository within reach is a `ValueError`.
     """
     if not isinstance(path_or_hub_id, (str, Path)):
         got = type(path_or_hub_id).__name__
@@ -169,15 +167,12 @@ def fetch_folder(
         raise ValueError(f"{name}: expected an existing folder, got {path}")
     check_revision(revision)
     try:
-        snapshot = snapshot_download(
-            path_or_hub_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_IGNORED
-        )
+        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=files, ignore_patterns="*/*"))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name}: expected an existing folder or a hub repository within reach, got {path_or_hub_id!r} "
             f"({type(error).__name__}: {error})"
         ) from error
-    return Path(snapshot)
 
 
 def _recognise(folder: Path) -> tuple[Format, dict[str, Any], list[str]]:
