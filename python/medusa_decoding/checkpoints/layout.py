@@ -247,12 +247,8 @@ def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
             named[f"{head}.{heads.num_layers}.weight_scale"] = heads.w2_scale[head]
         if heads.parent_mix is not None:
             named[f"{head}.parent_mix"] = heads.parent_mix.detach()[head]
-    for name, packed in ((PARENTS, heads.parent_tokens), (CANDIDATES, heads.candidate_tokens)):
-        if packed is not None:
-            named[name] = packed.detach()
-    if heads.token_map is not None:
-        named[TOKEN_MAP] = heads.token_map
-    return named
+    whole = {PARENTS: heads.parent_tokens, CANDIDATES: heads.candidate_tokens, TOKEN_MAP: heads.token_map}
+    return named | {name: tensor.detach() for name, tensor in whole.items() if tensor is not None}
 
 
 def check_finite(stored: StoredTensor, values: torch.Tensor, when: str = "") -> None:
