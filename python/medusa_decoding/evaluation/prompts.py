@@ -52,13 +52,9 @@ class Prompt:
 
 
 class Conversations:
-    """Encodes prompts for a model, turn by turn.
+    """Encodes prompts for a model, turn by turn, by a template as in `prompt_encoder`.
 
-    Args:
-        model: the model.
-        tokenizer: of the base model.
-        template: as in `prompt_encoder`.
-        prompt_tokens: how many tokens at the start of a text to continue are the prompt.
+    Of a text to continue, the first `prompt_tokens` are the prompt.
 
     Attributes:
         eos: the model's tokens that end a text.
