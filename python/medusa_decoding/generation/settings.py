@@ -49,8 +49,6 @@ _IGNORED = (
     "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight",
     "speculation_type", "decoder_start_token_id",
 )  # fmt: skip
-# Values of cache_implementation that promise less memory, or change the text.
-_OTHER_CACHES = ("offloaded", "quantized")
 
 
 def merge_configs(own: GenerationConfig, given: GenerationConfig | None, changes: dict[str, Any]) -> GenerationConfig:
@@ -97,7 +95,7 @@ def merge_configs(own: GenerationConfig, given: GenerationConfig | None, changes
 
 def check_cache(name: str, kind: Any) -> None:
     """Raise `ValueError` for a `cache_implementation` that keeps keys and values elsewhere or in fewer bits."""
-    if any(other in str(kind) for other in _OTHER_CACHES):
+    if any(other in str(kind) for other in ("offloaded", "quantized")):
         raise ValueError(
             f"{name}: expected a cache that is neither offloaded nor quantized, got {kind!r}; decoding keeps its own "
             "cache, on the model's device and in its dtype"
