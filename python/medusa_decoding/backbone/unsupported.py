@@ -107,19 +107,21 @@ def weights_unchanged(*roots: nn.Module | None) -> Iterator[None]:
         ValueError: weights were replaced, moved or cast, or adapters switched, even if that caused another error.
     """
     before = _weights(roots)
-    error: Exception | None = None
+
+    def check(error: Exception | None = None) -> None:
+        if _weights(roots) != before:
+            raise ValueError(
+                "base_model, heads: expected their weights and adapters left alone during a generation, got others (by "
+                "to(), set_adapter() or the like in a streamer, stopping criterion or logits processor?); change them "
+                "between generations"
+            ) from error
+
     try:
         yield
-    except Exception as caught:
-        error = caught
-    if _weights(roots) != before:
-        raise ValueError(
-            "base_model, heads: expected their weights and adapters left alone during a generation, got others (by "
-            "to(), set_adapter() or the like in a streamer, stopping criterion or logits processor?); change them "
-            "between generations"
-        ) from error
-    if error is not None:
-        raise error
+    except Exception as error:
+        check(error)
+        raise
+    check()
 
 
 def _weights(roots: Sequence[nn.Module | None]) -> list[object]:
