@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from medusa_decoding.trees.tree import Tree
 
 
-class Policy(Protocol):
-    """Chooses the tree of each step, and is told what the step took and committed.
+class Policy:
+    """Chooses the tree of each step, and is told what the step took and committed. By default it learns nothing.
 
     Attributes:
         trees: every tree it may choose; spare cache rows are sized by the largest.
@@ -17,7 +16,7 @@ class Policy(Protocol):
     """
 
     trees: tuple[Tree, ...]
-    timed: bool
+    timed = False
 
     def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
         """Start a generation, after its prefill and before its first step.
@@ -27,15 +26,13 @@ class Policy(Protocol):
             batch: rows of the batch.
             rows: rows of the cache (its bucket).
         """
-        return
 
     def grown(self, rows: int) -> None:
         """Continue in a cache of `rows` rows."""
-        return
 
     def choose(self) -> Tree:
         """Return the tree of the next step."""
-        ...
+        raise NotImplementedError
 
     def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
         """Learn from a finished step. Steps are reported in the order they were chosen, on a GPU one step late.
@@ -45,25 +42,13 @@ class Policy(Protocol):
             seconds: the step's duration; None if it says nothing (the step was compiled or captured in this call).
             committed: tokens committed by each row that had not ended before the step, the root's included.
         """
-        return
 
 
-class FixedTree:
+class FixedTree(Policy):
     """Always the same tree."""
 
-    timed = False
-
     def __init__(self, tree: Tree) -> None:
-        self.trees: tuple[Tree, ...] = (tree,)
-
-    def begin(self, prefill_seconds: float = 0.0, *, batch: int = 1, rows: int = 0) -> None:
-        """Do nothing."""
-
-    def grown(self, rows: int) -> None:
-        """Do nothing."""
-
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
-        """Do nothing."""
+        self.trees = (tree,)
 
     def choose(self) -> Tree:
         """Return the tree."""

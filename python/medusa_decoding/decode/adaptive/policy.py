@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.step_times import TRUSTED, Profile, StepTimes
+from medusa_decoding.decode.policy import Policy
 from medusa_decoding.trees.tree import Tree
 
 LOSS_SHARE = 0.025
@@ -32,7 +33,7 @@ CHECK_RATE = 0.7
 """Part of the best rate that another tree must seem to reach to be timed again."""
 
 
-class Adaptive:
+class Adaptive(Policy):
     """Choose the tree that gives most tokens per second at each step; plain decoding is one of the choices.
 
     One object serves one model's generations, one after the other: `begin` before each. `AcceptanceModel` predicts the
