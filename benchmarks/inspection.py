@@ -31,7 +31,7 @@ OPS = tuple(op for op in _registry.OPS if op != "kv_compact")
 """Ops with Triton kernels, each in the module of that name in `medusa_kernels._triton`."""
 
 ARCHS = ("80", "86", "89", "90", "100", "120")
-"""Compilation targets, the keys of `launch.TARGETS`."""
+"""Compilation targets, the keys of `kernel_forms.TARGETS`."""
 
 RULES = """\
 Each of these is a breach, printed below the table, and makes the exit status 1:
@@ -212,9 +212,9 @@ def disassembly(file: Path, *options: str) -> str:
 
 
 def _device(arch: str) -> Any:
-    from medusa_kernels._triton import launch
+    from benchmarks.kernel_forms import TARGETS
 
-    return launch.TARGETS[arch]
+    return TARGETS[arch]
 
 
 def native_rows(library: Path, arch: str) -> list[Row]:

@@ -113,7 +113,7 @@ def test_fp32_divides_and_takes_roots_correctly_rounded() -> None:
     module = pytest.importorskip("medusa_kernels._triton.add_rms_norm")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    spec = next(s for s in forms.FORMS["add_rms_norm"](module.launch.TARGETS["90"]) if "fp32" in s.name)
+    spec = next(s for s in forms.FORMS["add_rms_norm"](forms.TARGETS["90"]) if "fp32" in s.name)
     ptx = inspection.compiled(spec, "90", module.launch.OPTIONS).asm["ptx"]
     assert "sqrt.rn.f32" in ptx
     assert "div.rn.f32" in ptx

@@ -13,11 +13,11 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks import inspection
-from benchmarks.kernel_forms import FORMS
+from benchmarks.kernel_forms import FORMS, TARGETS
 from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
 from medusa_kernels._triton import decode_linear, heads_topk, launch, tree_attention, tree_verify
-from medusa_kernels._triton.launch import TARGETS, Device
+from medusa_kernels._triton.launch import Device
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter has configurations of its own")
 BF16, INT8 = torch.bfloat16, torch.int8

@@ -14,10 +14,9 @@ import triton.language as tl
 
 from benchmarks import inspection
 from benchmarks.inspection import Counts, Row, breaches, parse
-from benchmarks.kernel_forms import FORMS, Specialisation
+from benchmarks.kernel_forms import FORMS, TARGETS, Specialisation
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import rope_append
-from medusa_kernels._triton.launch import TARGETS
 
 needs_compiler = pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 

@@ -330,7 +330,7 @@ def test_all_of_a_program_has_read_before_any_writes() -> None:
     module = pytest.importorskip("medusa_kernels._triton.tree_accept")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    spec = next(iter(forms.FORMS["tree_accept"](module.launch.TARGETS["90"])))
+    spec = next(iter(forms.FORMS["tree_accept"](forms.TARGETS["90"])))
     kernel = inspection.compiled(spec, "90", module.launch.OPTIONS)
     barrier = re.search(r"bar\.sync|barrier\.sync", kernel.asm["ptx"])
     assert barrier
