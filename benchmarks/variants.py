@@ -492,7 +492,7 @@ def heads_table(rows: Mapping[str, Figures]) -> str:
 
 
 def _json(found: Interval | None) -> dict[str, float | None] | None:
-    return None if found is None else found.to_json()
+    return None if found is None else asdict(found)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -44,10 +44,9 @@ def why_missing(kind: Kind) -> str:
 def build_info() -> dict[str, Any]:
     """Return the record of the build (compilers, CUDA targets or why there are none), or {} if nothing was built."""
     try:
-        facts: dict[str, Any] = json.loads((LIBRARY_FOLDER / "build.json").read_text(encoding="utf-8"))
+        return json.loads((LIBRARY_FOLDER / "build.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    return facts
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -212,7 +212,7 @@ def rounded(found: Interval | None) -> dict[str, float | None] | None:
     """Return an interval as JSON has it, with four decimals."""
     if found is None:
         return None
-    return {name: None if value is None else _round(value) for name, value in found.to_json().items()}
+    return {name: None if value is None else _round(value) for name, value in asdict(found).items()}
 
 
 _round = functools.partial(round, ndigits=4)

@@ -284,11 +284,7 @@ class MedusaHeads(nn.Module):
 
         Quantisation is symmetric, with one scale per row: its largest magnitude becomes 127 (int8) or 448 (fp8).
 
-        Args:
-            storage: "int8" or "fp8".
-
-        Returns:
-            Heads in eval mode and without gradients; all other weights are copied.
+        The copy is in eval mode and without gradients; all other weights are copied. `storage` is "int8" or "fp8".
 
         Raises:
             ValueError: an unknown storage, a shared projection, projections already in 8 bits, NaN or Inf.

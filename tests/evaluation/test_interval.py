@@ -1,6 +1,7 @@
 """The bootstrap of ratios, against cases that can be worked out by hand."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -11,7 +12,7 @@ def test_two_prompts():
     """Drawn are both, the first twice or the second twice; the latter two have a chance of 1/4 each."""
     found = ratio([(2, 1), (9, 3)])
     assert (found.value, found.low, found.high) == (11 / 4, 2.0, 3.0)
-    assert found.to_json() == {"value": 2.75, "low": 2.0, "high": 3.0}
+    assert asdict(found) == {"value": 2.75, "low": 2.0, "high": 3.0}
 
 
 def test_equal_prompts_leave_no_doubt():

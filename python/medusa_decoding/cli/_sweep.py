@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -113,7 +114,7 @@ def as_json(
         "best_nodes": verdict.best.num_nodes,
         "rank": verdict.rank,
         "behind": verdict.behind,
-        "chosen_over_best": None if verdict.of_best is None else verdict.of_best.to_json(),
+        "chosen_over_best": None if verdict.of_best is None else asdict(verdict.of_best),
     }
 
 

@@ -25,10 +25,6 @@ class Interval:
     low: float | None
     high: float | None
 
-    def to_json(self) -> dict[str, float | None]:
-        """Return the three by name."""
-        return {"value": self.value, "low": self.low, "high": self.high}
-
 
 def as_text(found: Interval | None, digits: int = 3, unknown: str = "unknown") -> str:
     """Return a figure with its interval as text."""
