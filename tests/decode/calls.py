@@ -1,4 +1,4 @@
-"""Calls of transformers' generate with and without heads, and what tests of them share."""
+"""Calls of transformers' generate with and without heads, and helpers for the tests of them."""
 
 import torch
 from models import VOCAB
@@ -28,17 +28,17 @@ def plain(model, ids, **kwargs):
 
 
 def attentions(model):
-    """The modules in the attention's place, as they stand now."""
+    """The current attention module of each layer."""
     return [layer.self_attn for layer in model.model.layers]
 
 
 def kept(model):
-    """The MedusaModels that are kept for a model between calls."""
+    """The MedusaModels cached for a model between calls."""
     return list(_cache.get(model, {}).values())
 
 
-def one_letter_a_token():
-    """A tokenizer of as many letters as the tiny models' vocabulary has tokens."""
+def one_letter_per_token():
+    """A tokenizer with one letter per token, as many as the tiny models' vocabulary has."""
     letters = Tokenizer(models.WordLevel({"abcdefghijk"[i]: i for i in range(VOCAB)}, unk_token="a"))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     letters.decoder = decoders.Fuse()
@@ -46,7 +46,7 @@ def one_letter_a_token():
 
 
 class Recorder:
-    """A streamer that writes down what it is told; `fail_at` makes it raise at that token."""
+    """A streamer that records its calls; `fail_at` makes it raise at that token."""
 
     def __init__(self, fail_at=None):
         self.values, self.ended, self.fail_at = [], 0, fail_at

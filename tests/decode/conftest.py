@@ -1,7 +1,7 @@
 """A tiny model, heads for it and a tokenizer, for the tests of `generate`."""
 
 import pytest
-from calls import one_letter_a_token
+from calls import one_letter_per_token
 from models import heads_for, tiny
 
 
@@ -17,4 +17,4 @@ def heads(model):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return one_letter_a_token()
+    return one_letter_per_token()

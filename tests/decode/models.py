@@ -1,4 +1,4 @@
-"""Tiny models of the four families, random but fixed, and their heads."""
+"""Tiny random models of the four families with fixed seeds, and heads for them."""
 
 import torch
 from transformers import (
@@ -49,7 +49,7 @@ def tiny(family="llama", *, seed=0, dtype=torch.float32, **overrides):
 
 
 def heads_for(model, num_heads=4, num_layers=1, *, seed=1, shared=False):
-    """Random heads near the model's own lm_head, so that some drafts are right and many are wrong."""
+    """Random heads near the model's own lm_head, so that some draft tokens are right and many are wrong."""
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     heads = MedusaHeads(config.hidden_size, config.vocab_size, num_heads, num_layers, shared_projection=shared)

@@ -1,4 +1,4 @@
-"""What generations are compared with: exact distributions, a bound on false alarms, heads that know a text.
+"""Reference results: exact distributions, a bound on false alarms, heads that know a text.
 
 Nothing here calls the code under test: probabilities come from transformers' forward and the formulas below.
 """
@@ -26,7 +26,7 @@ def new_tokens(output, width):
 
 
 def next_logits(model, prefixes):
-    """Logits behind prefixes of one length from transformers' own forward, fp64 [R, V]."""
+    """Logits after prefixes of one length from transformers' own forward, fp64 [R, V]."""
     with torch.no_grad():
         return model(torch.tensor(prefixes)).logits[:, -1].double().numpy()
 
@@ -65,7 +65,7 @@ def joint(model, prompt, length, *, eos=(), change=lambda text, logits: logits, 
         prompt: list of tokens.
         length: new tokens.
         eos: tokens that end a text; token 0 pads it.
-        change: (text, logits) to the logits that a processor leaves.
+        change: (text, logits) to the logits as a processor returns them.
         **settings: of `distribution`.
     """
     vocab = model.config.vocab_size
@@ -79,20 +79,20 @@ def joint(model, prompt, length, *, eos=(), change=lambda text, logits: logits, 
                 rows.append(np.eye(vocab)[0])
             else:
                 rows.append(distribution(change([*prompt, *prefix], row), **settings))
-        behind = np.array(rows).reshape((vocab,) * (place + 1))
-        probabilities = probabilities[..., None] * behind
+        following = np.array(rows).reshape((vocab,) * (place + 1))
+        probabilities = probabilities[..., None] * following
     assert abs(probabilities.sum() - 1.0) < 1e-9
     return probabilities
 
 
 def log_false_alarm(counts, probabilities):
-    """Bound the logarithm of the probability of counts so far from their distribution, or further.
+    """Bound the logarithm of the probability of counts at least this far from their distribution.
 
     The distance is D, the relative entropy of the observed shares to the exact probabilities (2 n D is the statistic of
     the G-test, a chi-square test). Of n draws from k possible outcomes, P(D >= d) is at most
     exp(-n d) (e n d / (k - 1)) ** (k - 1) for n d > k - 1: a bound that holds for every n (Agrawal 2020, "Finite-sample
     concentration of the multinomial in relative entropy", theorem I.2), not an approximation for large ones.
-    -inf where something impossible was seen.
+    -inf if an impossible outcome was seen.
     """
     counts, probabilities = np.ravel(counts), np.ravel(probabilities)
     if counts[probabilities == 0].any():
@@ -106,7 +106,7 @@ def log_false_alarm(counts, probabilities):
 
 
 def fits(counts, probabilities):
-    """Whether counts are within what chance allows."""
+    """Whether chance alone can explain the counts."""
     return log_false_alarm(counts, probabilities) > math.log(FALSE_ALARM / MOST_CHECKS)
 
 
@@ -119,7 +119,7 @@ def counted(texts, vocab):
 
 
 def taught(model, texts, num_heads=4, *, first=0.6, second=0.25, seed=0):
-    """Heads that guess given texts: exactly, where these have fewer positions than the model has hidden sizes.
+    """Heads that propose given texts: exactly if these have fewer positions than the model's hidden size.
 
     At each position a head's right token ranks first, second, or last, by chance.
 

@@ -1,6 +1,6 @@
 """Made-up devices and heads for policies: a clock that only counts, random numbers from fixed seeds.
 
-What a step commits is drawn head by head, as the rank at which each is right, and walked through the tree: no formula
+For each head, the rank at which it is right is drawn, and the path through the tree follows from that: no formula
 is shared with what is tested. Times are in plain steps, so a generation of n tokens takes n - 1 of them plainly (the
 prefill gives the first).
 """
@@ -33,7 +33,7 @@ DEVICES = {"gpu": GPU, "cpu": CPU, "awful": AWFUL}
 
 
 def busy(seed: int) -> Callable[[int, int, float], float]:
-    """Return what a clock shows on a shared machine, for `Simulation.disturbed`.
+    """Return step times as measured on a shared machine, for `Simulation.disturbed`.
 
     Steps jitter by 5 %, one in 50 is an outlier, the first with a tree in a generation takes 30 % longer, and another
     program doubles the time of all steps in phases of some 30 steps.
@@ -56,7 +56,7 @@ PATHS: dict[int, tuple[Tree, set[tuple[int, ...]]]] = {}  # of each tree met; th
 
 
 def commit(tree: Tree, heads: Heads, draws: random.Random) -> int:
-    """Tokens of one step: the root, and the path along the ranks at which each head is right."""
+    """Count the tokens of one step: the root, and the path along the ranks at which each head is right."""
     if id(tree) not in PATHS:
         PATHS[id(tree)] = (tree, set(map(tuple, tree.choices)))
     paths, path = PATHS[id(tree)][1], ()
@@ -78,8 +78,8 @@ class Simulation:
     """A device that decodes.
 
     Attributes:
-        times: plain steps that a step takes, by nodes.
-        late: steps chosen before a step is observed.
+        times: the time of a step in plain steps, by number of nodes.
+        late: how many steps are chosen before a step is observed.
         noise: of what is observed, in the logarithm; the time that counts has none.
         disturbed: (step of the generation, nodes, seconds) to the seconds that are observed.
         chosen: nodes of each step of the last generation.
@@ -98,21 +98,21 @@ class Simulation:
     def generate(
         self, policy: Policy, rows: Sequence[Callable[[int], Heads]], tokens: int, prefill: float = 0.0
     ) -> float:
-        """Return the plain steps that it took; rows tell the heads' accuracies by position."""
+        """Return the time taken, in plain steps; `rows` gives the heads' accuracies by position."""
         policy.begin(prefill, batch=len(rows), rows=1024)
         counts, clock, unseen = [1] * len(rows), 0.0, []
         self.chosen = []
         while min(counts) < tokens:
             tree = policy.choose()
-            committed = []
+            new_tokens = []
             for row, heads in enumerate(rows):
                 if counts[row] < tokens:
                     new = min(commit(tree, heads(counts[row]), self.draws), tokens - counts[row])
                     counts[row] += new
-                    committed.append(new)
+                    new_tokens.append(new)
             nodes = tree.num_nodes
             seconds = self.times[nodes] * math.exp(self.noise * self.draws.gauss(0, 1))
-            unseen.append((tree, self.disturbed(len(self.chosen), nodes, seconds), committed))
+            unseen.append((tree, self.disturbed(len(self.chosen), nodes, seconds), new_tokens))
             clock += self.times[nodes]
             self.chosen.append(nodes)
             while len(unseen) > self.late:

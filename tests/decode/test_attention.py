@@ -1,4 +1,4 @@
-"""The swap: exact undo, the model unchanged for everyone else. See test_lora.py and test_quantised.py as well."""
+"""The attention swap: exact undo, and no change for other callers. See test_lora.py and test_quantised.py as well."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ def medusa_tokens(model, row, tree=TREE):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_undo_restores_the_very_modules(family):
+def test_undo_restores_the_original_modules(family):
     model = tiny(family)
     attentions = [layer.self_attn for layer in model.model.layers]
     keys = list(model.state_dict())
@@ -36,7 +36,7 @@ def test_undo_restores_the_very_modules(family):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_swapped_model_is_unchanged_for_everyone_else(family, implementation):
+def test_a_swapped_model_is_unchanged_for_other_callers(family, implementation):
     model = tiny(family)
     model.set_attn_implementation(implementation)
     ids = torch.stack(prompts(2, [11]))
@@ -66,7 +66,7 @@ def test_gradients_flow_through_a_swapped_model():
     assert all(torch.equal(expected[name], p.grad) for name, p in model.named_parameters())
 
 
-def test_training_mode_reaches_the_original():
+def test_training_mode_reaches_the_original_modules():
     model = tiny()
     with AttentionSwap(model.model.layers):
         model.train()
@@ -88,7 +88,7 @@ def test_two_users_share_a_swap_and_the_last_one_restores():
     assert model.model.layers[0].self_attn is original
 
 
-def test_a_forgotten_owner_does_not_keep_the_model_swapped():
+def test_a_garbage_collected_owner_does_not_keep_the_model_swapped():
     model = tiny()
     original = model.model.layers[0].self_attn
     medusa = MedusaModel(model)
@@ -110,7 +110,7 @@ def test_a_copy_of_a_swapped_model_is_not_swapped(way):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_saved_while_swapped_equals_saved_before(tmp_path):
+def test_a_checkpoint_saved_while_swapped_equals_one_saved_before(tmp_path):
     model = tiny("qwen3")
     with AttentionSwap(model.model.layers):
         model.save_pretrained(tmp_path / "swapped")
@@ -119,13 +119,13 @@ def test_saved_while_swapped_equals_saved_before(tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_another_family_is_refused_and_left_alone():
+def test_an_unsupported_family_is_refused_and_unchanged():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11))
     with pytest.raises(ValueError, match=r"Llama-family.*GPT2LMHeadModel"):
         MedusaModel(model)
 
 
-def test_a_model_without_a_vocabulary_is_refused_and_left_alone():
+def test_a_model_without_lm_head_is_refused_and_unchanged():
     model = LlamaForSequenceClassification(tiny().config)
     with pytest.raises(ValueError, match=r"causal language model, got LlamaForSequenceClassification"):
         MedusaModel(model)
@@ -160,7 +160,7 @@ def test_hooks_on_layers_and_lm_head_take_effect():
         handle.remove()
 
 
-def test_a_foreign_layer_is_named_and_nothing_is_swapped():
+def test_an_unsupported_layer_is_named_and_nothing_is_swapped():
     model = tiny()
     model.model.layers[1].self_attn = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"layer 1: expected an attention of LlamaAttention.*got Identity"):

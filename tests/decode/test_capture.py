@@ -1,4 +1,4 @@
-"""What a step runs before it is captured, with CUDA's graphs and streams replaced by ones that only take notes."""
+"""What a step runs before it is captured, with CUDA graphs and streams replaced by ones that only record calls."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ class Stream:
 
 
 class Graph:
-    """A graph that notes when it is open. What is launched meanwhile runs at once, as the CPU knows no capture."""
+    """A graph that records when it is open. Launches in between run at once, as the CPU has no capture."""
 
     open_now = None
 
@@ -61,7 +61,7 @@ def capture(graph, pool, stream, capture_error_mode):
 
 
 class Operations(TorchDispatchMode):
-    """Notes every operation with its shapes and its stream, apart for what runs before a capture and within one."""
+    """Records every operation with its shapes and stream, separately before a capture and within one."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ SELECTORS = {
 
 @pytest.mark.parametrize("make", SELECTORS.values(), ids=SELECTORS)
 def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, make):
-    """A library's first call makes handles and workspaces and loads code, which is not to happen in a capture."""
+    """A library's first call makes handles and workspaces and loads code, which must not happen in a capture."""
     model, [prompt] = tiny(), prompts(1, [7])
     tree = Tree.cartesian([3, 2])
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():

@@ -30,7 +30,7 @@ class EndsWith(StoppingCriteria):
 
 
 class Prefers(lp.LogitsProcessor):
-    """Depends on the text so far and is called once a token, so a wrong prefix or order shows."""
+    """Depends on the text so far and is called once per token, so a wrong prefix or order is noticed."""
 
     def __call__(self, input_ids, scores):
         scores = scores.clone()
@@ -65,7 +65,7 @@ def test_a_padded_batch_gets_the_text_of_plain_generate(family, settings):
     assert isinstance(output, MedusaOutput)
     assert output.sequences.tolist() == expected.tolist()
     if output.steps > 10:
-        assert sum(map(sum, output.accept_lengths)) > 0, "no guess was ever right"
+        assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was ever right"
     assert output.metrics.steps == output.steps
 
 
@@ -107,7 +107,7 @@ def test_any_tree_writes_the_same_text(model, heads, tree):
     assert got[:, ids.shape[1] :].tolist() == expected
 
 
-def test_a_minimum_of_the_callers_own_is_kept(model, heads):
+def test_a_minimum_length_of_the_caller_is_kept(model, heads):
     [row] = prompts(1, [6])
     processors = [lp.MinLengthLogitsProcessor(15, torch.tensor([3, 5, 9]))]
     expected = plain(model, row[None], eos_token_id=[3, 5, 9], logits_processor=processors)
@@ -117,7 +117,7 @@ def test_a_minimum_of_the_callers_own_is_kept(model, heads):
 
 
 @pytest.mark.parametrize("own_instance", [False, True])
-def test_allowed_tokens_are_asked_for_by_row_and_text(model, heads, own_instance):
+def test_prefix_allowed_tokens_fn_gets_the_row_and_its_text(model, heads, own_instance):
     def allowed(row, text):
         return [(int(text[-1]) + step + row) % VOCAB for step in (1, 2, 3)]
 
@@ -278,7 +278,7 @@ def test_stop_strings_end_within_an_accepted_path(model, heads, tokenizer, way):
     assert len(ends) > 2
 
 
-def test_time_runs_from_transformers_preparation_on(model, heads):
+def test_max_time_counts_from_transformers_preparation(model, heads):
     [row] = prompts(1, [6])
     assert with_heads(model, heads, row[None], max_time=0.0).shape == (1, 7)
 

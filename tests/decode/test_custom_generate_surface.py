@@ -62,7 +62,7 @@ def test_a_text_streamer_prints_the_same(model, heads, tokenizer, capsys):
     assert expected.strip() == tokenizer.decode(transformers_greedy(model, row, NEW))
 
 
-def test_a_reader_in_another_thread_sees_the_end_also_of_a_failure(model, heads, tokenizer):
+def test_a_streamer_read_in_another_thread_ends_also_after_a_failure(model, heads, tokenizer):
     [row] = prompts(1, [6])
 
     class FailingError(Exception):
@@ -108,7 +108,7 @@ def test_a_streamer_that_fails_ends_the_call_and_leaves_the_model_usable(model, 
 
 
 def called_by(names):
-    """A function that transformers' generate might become: same name, same module, other local variables."""
+    """A future version of transformers' generate: same name, same module, other local variables."""
     body = "".join(f"    {name} = None\n" for name in names)
     found = {}
     exec(
@@ -119,7 +119,7 @@ def called_by(names):
     return found["generate"]
 
 
-def test_a_release_that_hides_the_streamer_is_refused(model, heads):
+def test_a_transformers_release_that_hides_the_streamer_is_refused(model, heads):
     [row] = prompts(1, [6])
     decode = functools.partial(medusa_generate, model, row[None], heads=heads)
     with pytest.raises(ValueError, match=r"to have arguments streamer, .* got none named streamer in transformers \d"):
@@ -337,7 +337,7 @@ def test_two_sets_of_allowed_tokens_are_refused(model, heads, no_work):
         with_heads(model, heads, IDS, logits_processor=constrained)
 
 
-def test_another_family_is_refused(heads):
+def test_an_unsupported_family_is_refused(heads):
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2))
     for given in (heads, "a/checkpoint"):
         with pytest.raises(ValueError, match=r"Llama-family.*GPT2LMHeadModel"):
@@ -345,7 +345,7 @@ def test_another_family_is_refused(heads):
 
 
 def test_stop_strings_in_a_config_are_refused_by_transformers_itself(model, heads, tokenizer):
-    # Should this fail because nothing is raised: then the docstring's advice is no longer needed.
+    # If this fails because nothing is raised, the docstring's advice is no longer needed.
     config = GenerationConfig(stop_strings="b", max_new_tokens=4)
     with pytest.raises(ValueError, match="tokenizer"):
         model.generate(IDS, custom_generate=medusa_generate, heads=heads, generation_config=config, tokenizer=tokenizer)

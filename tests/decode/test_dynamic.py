@@ -35,8 +35,8 @@ VARIANTS = {
 }
 
 
-def guessed(tree, logprobs):
-    """What `arrange` makes of these log-probabilities [B, K, k] of tokens that are numbered through, the root -7."""
+def arranged(tree, logprobs):
+    """The tree that `arrange` makes of log-probabilities [B, K, k]; draft tokens are numbered, the root is -7."""
     batch = len(logprobs)
     tokens = torch.arange(logprobs.numel()).view(logprobs.shape)
     state = types.SimpleNamespace(root=torch.full((batch,), -7), check=torch.zeros(batch), text=None)
@@ -53,7 +53,7 @@ def sorted_logprobs(*shape, seed=0, sharpness=2.0):
     ("nodes", "depth", "ranks"), [(2, 2, 2), (7, 3, 4), (12, 2, 9), (20, 3, 5), (20, 4, 3), (40, 3, 4)]
 )
 def test_candidates_are_all_paths_that_can_be_among_the_likeliest(nodes, depth, ranks):
-    """By counting, for each of all paths, those that no probabilities can make less likely than it."""
+    """For each possible path, count the paths that no probabilities can make less likely than it."""
     every = [path for length in range(1, depth + 1) for path in itertools.product(range(ranks), repeat=length)]
     wanted = []
     for path in every:
@@ -68,11 +68,11 @@ def test_candidates_are_all_paths_that_can_be_among_the_likeliest(nodes, depth, 
 
 @pytest.mark.parametrize("sharpness", [0.05, 1.0, 4.0])
 @pytest.mark.parametrize("nodes", [2, 7, 24, 65])
-def test_the_kept_nodes_are_the_likeliest_of_all(nodes, sharpness):
-    """Against a sort of every path there is, for every row."""
+def test_the_kept_nodes_are_the_likeliest_of_all_candidates(nodes, sharpness):
+    """Compared with a sort of all paths, for every row."""
     depth, ranks, batch = 3, 8, 4
     logprobs = sorted_logprobs(batch, depth, ranks, seed=nodes, sharpness=sharpness)
-    tokens, shape = guessed(Tree.dynamic(nodes, depth, ranks), logprobs)
+    tokens, shape = arranged(Tree.dynamic(nodes, depth, ranks), logprobs)
     for row in range(batch):
         probable = {
             path: sum(float(logprobs[row, head, rank]) for head, rank in enumerate(path))
@@ -88,15 +88,15 @@ def test_the_kept_nodes_are_the_likeliest_of_all(nodes, sharpness):
         assert shape.children()[row][0] == [number[path] for path in wanted if len(path) == 1]
 
 
-def test_a_sure_head_gets_a_deep_tree_and_an_unsure_one_a_wide_one():
+def test_confident_heads_get_a_deep_tree_and_unsure_ones_a_wide_tree():
     sure, unsure = torch.tensor([0.97, 0.01, 0.01, 0.01]).log(), torch.tensor([0.28, 0.26, 0.24, 0.22]).log()
     logprobs = torch.stack([sure.expand(3, 4), unsure.expand(3, 4)])
-    _, shape = guessed(Tree.dynamic(5, depth=3, top_k=4), logprobs)
+    _, shape = arranged(Tree.dynamic(5, depth=3, top_k=4), logprobs)
     assert shape.depths.tolist() == [[0, 1, 1, 2, 3], [0, 1, 1, 1, 1]]
 
 
 def test_children_have_the_probabilities_that_the_term_gives_them():
-    """Behind each parent: the softmax of the scores over the candidates, times what the candidates have together."""
+    """For each parent: the softmax of the scores over the candidates, times the candidates' total probability."""
     generator = torch.Generator().manual_seed(3)
     logprobs = torch.randn(2, 3, 9, generator=generator).log_softmax(-1)[..., :6]
     scores = torch.randn(2, 3, 6, 6, generator=generator)
@@ -107,8 +107,8 @@ def test_children_have_the_probabilities_that_the_term_gives_them():
     torch.testing.assert_close(children.of_children().double().exp(), wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_heads_that_know_their_parent_are_weighed_behind_it():
-    """Every node's own probability, found from the tokens of the laid-out tree, and the tree they make."""
+def test_heads_that_depend_on_the_parent_are_weighed_given_that_parent():
+    """Each node's own probability follows from the tokens of the tree; checked together with the tree's shape."""
     model = tiny()
     heads = variant(model, parent_rank=3)
     tree = Tree.dynamic(12, depth=3, top_k=6)
@@ -150,7 +150,7 @@ def test_greedy_text_is_transformers(name, tree):
     with MedusaModel(model, variant(model, **VARIANTS[name]), tree) as medusa:
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert new_tokens(output, ids.shape[1]) == expected
-    assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+    assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_one_that_keeps_all_its_candidates_is_the_static_tree(way):
-    """Text and accepted lengths, in every way of choosing tokens: only where the shape comes from differs."""
+def test_a_dynamic_tree_that_keeps_all_candidates_equals_the_static_tree(way):
+    """Same text and acceptance lengths under every token selection: only the source of the shape differs."""
     model = tiny()
     choices = [[2], [0], [1], [2, 3], [0, 1], [2, 0], [2, 3, 0], [0, 1, 4], [5], [2, 3, 1], [2, 3, 0, 1]]
     ids, mask = padded(prompts(3, [7, 1, 19]))
@@ -192,22 +192,22 @@ def test_one_that_keeps_all_its_candidates_is_the_static_tree(way):
         whole = medusa.generate(ids, mask, max_new_tokens=NEW, tree=Tree(choices, keep=12), **way)
     assert whole.sequences.tolist() == static.sequences.tolist()
     assert whole.accept_lengths == static.accept_lengths
-    assert sum(map(sum, whole.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+    assert sum(map(sum, whole.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize("way", ["sampled", "processed", "sampled on the host"])
-def test_other_ways_of_choosing_write_what_plain_decoding_writes(way):
+def test_other_token_selections_write_what_plain_decoding_writes(way):
     model = tiny("qwen3")
     ids, mask = padded(prompts(3, [7, 1, 19]))
     with MedusaModel(model, heads_for(model)) as medusa:
         plain = medusa.generate(ids, mask, max_new_tokens=NEW, tree=Tree([]), **WAYS[way])
         output = medusa.generate(ids, mask, max_new_tokens=NEW, tree=TREES["16 nodes"], **WAYS[way])
     assert output.sequences.tolist() == plain.sequences.tolist()
-    assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+    assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
 def test_typical_acceptance_takes_the_longest_path_that_passes(monkeypatch):
-    """Each step's tree is taken down, and the paper's rule applied to it by hand."""
+    """Each step's tree is recorded, and the paper's rule is applied to it by hand."""
     model = tiny()
     [row] = prompts(1, [8])
     seen = []
@@ -246,10 +246,10 @@ def test_typical_acceptance_takes_the_longest_path_that_passes(monkeypatch):
         assert written[place : place + len(new)] == new[: len(written) - place]
         place += len(new)
     assert place >= len(written)
-    assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+    assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
-def test_its_steps_depend_on_the_text_and_a_static_trees_do_not(monkeypatch):
+def test_only_steps_of_a_dynamic_tree_depend_on_the_text(monkeypatch):
     model = tiny()
     [row] = prompts(1, [8])
     plain = loop.arrange
@@ -271,8 +271,8 @@ def test_its_steps_depend_on_the_text_and_a_static_trees_do_not(monkeypatch):
     assert len(shapes_of(Tree.cartesian([3, 2]))) == 1
 
 
-def test_what_is_copied_is_kept_beside_the_surest_guesses():
-    """Three drafts of probability 1 in any precision, of which one may stay, and three copied tokens."""
+def test_copied_tokens_are_kept_next_to_the_likeliest_draft_tokens():
+    """Three draft tokens of probability 1 in any precision, of which one is kept, and three copied tokens."""
     tree = Tree([[0], [0, 0], [0, 0, 0]], lookup=3, keep=2)
     state = types.SimpleNamespace(root=torch.tensor([5]), check=torch.zeros(1), text=Text.allocate(1, 8, 4, "cpu"))
     state.text.begin([torch.tensor([5, 6, 7, 8])])
@@ -330,9 +330,9 @@ def test_on_a_gpu(tree, name, backend):
         assert medusa.generate(ids, mask, max_new_tokens=NEW, **WAYS["sampled"]).sequences.equal(plain.sequences)
         processed = medusa.generate(ids, mask, max_new_tokens=NEW, tree=Tree([]), **WAYS["processed"])
         assert medusa.generate(ids, mask, max_new_tokens=NEW, **WAYS["processed"]).sequences.equal(processed.sequences)
-        # What is typical has no other text to be compared with: that of the same steps, run eagerly.
+        # Typical acceptance has no reference text, so compare with the same steps run eagerly.
         typical = medusa.generate(ids, mask, max_new_tokens=NEW, **WAYS["typical"])
     if backend != "eager":
         with MedusaModel(model, heads, tree, backend="eager") as medusa:
             assert medusa.generate(ids, mask, max_new_tokens=NEW, **WAYS["typical"]).sequences.equal(typical.sequences)
-    assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+    assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"

@@ -30,7 +30,7 @@ def test_base_and_heads_in_one_dtype(folders, dtype):
     assert got == transformers_greedy(model.base, row, 10) or dtype is torch.bfloat16
 
 
-def test_a_base_that_cannot_be_had_may_be_overridden(folders):
+def test_a_missing_base_model_may_be_overridden(folders):
     config = json.loads((folders / "heads" / "config.json").read_text())
     for name in ("vocab_size", "hidden_size"):
         config.pop(name, None)

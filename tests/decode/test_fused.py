@@ -1,4 +1,4 @@
-"""Layers run by few fused launches instead of module by module: the same text, or a named obstacle."""
+"""Layers run in few fused launches instead of module by module: the same text, or a message that says why not."""
 
 import logging
 import re
@@ -39,15 +39,15 @@ def test_fused_layers_write_the_same_text(family, overrides, tree):
     with MedusaModel(model, heads_for(model), tree) as medusa:
         assert obstacle(medusa.backbone.decoder) is None
         for layer in model.model.layers:
-            # Whatever calls a layer as a module now fails: the text below is made without.
+            # Calling a layer as a module now fails: the text below is made without.
             layer.forward = None
         medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
 
-def test_fused_layers_are_as_near_as_the_modules():
-    """Both against fp64: hidden states of one pass, error at most twice that of the modules."""
+def test_fused_layers_are_as_accurate_as_the_modules():
+    """Hidden states of one pass, both compared with fp64: the error is at most twice that of the modules."""
     model = tiny(hidden_size=64, num_attention_heads=8, num_hidden_layers=3)
     ids = prompts(1, [17])[0][None]
     with MedusaModel(model) as medusa:
@@ -96,7 +96,7 @@ def hooked_activation(model):
 
 
 class Wrapped(torch.nn.Parameter):
-    """Stands for a quantised weight."""
+    """A stand-in for a quantised weight."""
 
 
 def wrapped_weight(model):
@@ -117,7 +117,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize(("change", "why"), OBSTACLES.values(), ids=OBSTACLES.keys())
-def test_obstacles_are_named_and_modules_run(change, why, caplog):
+def test_what_cannot_be_fused_is_named_and_runs_as_modules(change, why, caplog):
     caplog.set_level(logging.INFO, logger="medusa_decoding")
     model = change(tiny())
     with MedusaModel(model) as medusa:
@@ -130,7 +130,7 @@ def test_obstacles_are_named_and_modules_run(change, why, caplog):
     assert [record.getMessage() for record in caplog.records] == [f"layers: module by module ({found})"]
 
 
-def test_a_hook_on_the_swapped_module_is_an_obstacle():
+def test_layers_with_a_hook_on_the_swapped_module_are_not_fused():
     model = tiny()
     with MedusaModel(model) as medusa:
         model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)

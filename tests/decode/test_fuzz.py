@@ -16,7 +16,7 @@ TOKENS = st.integers(0, VOCAB - 1)
 
 
 def with_window(family, window):
-    """Overrides of a configuration for a sliding window, where the family has one."""
+    """Configuration overrides for a sliding window, if the family has one."""
     if family == "llama":
         return {}
     if family == "mistral":
@@ -68,7 +68,7 @@ def optional(strategy):
 
 @st.composite
 def generation_settings(draw):
-    """Settings of transformers' generate that a row alone and a row of a batch understand in the same way."""
+    """Settings of transformers' generate that mean the same for a row alone and in a batch."""
     eos = draw(st.lists(TOKENS, max_size=2, unique=True))
     others = [token for token in range(VOCAB) if token not in eos]
     words = st.lists(st.lists(st.sampled_from(others), min_size=1, max_size=3), min_size=1, max_size=3)

@@ -1,6 +1,6 @@
-"""Several threads and one model; what a generation's own callbacks may do, and what they may not.
+"""Several threads share one model; what a generation's own callbacks may and may not do.
 
-Threads with a model each: test_robustness.py.
+Threads that have a model each: test_robustness.py.
 """
 
 import functools
@@ -50,7 +50,7 @@ def in_one_call_at_a_time(monkeypatch):
 
 
 def no_patience(monkeypatch):
-    """Whoever waits does not believe for long that the caller's code comes back by itself."""
+    """Shorten the time that a waiting thread allows the caller's code to return."""
     monkeypatch.setattr("medusa_decoding.backbone.generation_lock.PATIENCE", 0.01)
 
 
@@ -60,7 +60,7 @@ def text(medusa, row, **settings):
 
 @pytest.mark.parametrize("objects", [1, 2])
 def test_threads_share_a_model(model, in_one_call_at_a_time, objects):
-    """Each text, with its own prompt, tree, processors and seed, is the one it has alone; rounds in changing orders."""
+    """Each text, with its own prompt, tree, processors and seed, equals the text generated alone, in any order."""
     rows = prompts(len(SETTINGS), [6, 9, 4, 7])
     medusas = [MedusaModel(model, heads_for(model, seed=1 + index), TREE) for index in range(objects)]
     expected = [text(medusas[0], row, **settings) for row, settings in zip(rows, SETTINGS, strict=True)]
@@ -100,7 +100,7 @@ def test_threads_share_a_model_through_transformers(model, in_one_call_at_a_time
     assert attentions(model) == own
 
 
-def test_an_error_of_one_thread_leaves_the_others_alone(model):
+def test_an_error_in_one_thread_does_not_affect_the_others(model):
     [row] = prompts(1, [6])
     expected = transformers_greedy(model, row, NEW)
     with MedusaModel(model, heads_for(model), "auto") as medusa:
@@ -124,7 +124,7 @@ def test_an_error_of_one_thread_leaves_the_others_alone(model):
         assert text(medusa, row) == expected
 
 
-def test_a_session_of_two_threads_is_theirs_in_turn(model):
+def test_two_threads_take_turns_with_a_session(model):
     [row] = prompts(1, [6])
     expected, session = transformers_greedy(model, row, NEW), Session()
     with MedusaModel(model, heads_for(model), TREE) as medusa:
@@ -159,7 +159,7 @@ def test_a_reader_may_generate_before_it_reads_on(model, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["streamer", "criterion", "processor"])
-def test_what_a_generation_calls_may_wait_for_another_thread(model, place, monkeypatch):
+def test_a_callback_may_wait_for_another_thread(model, place, monkeypatch):
     no_patience(monkeypatch)
     rows = prompts(2, [6])
     expected = [transformers_greedy(model, row, NEW) for row in rows]
@@ -201,7 +201,7 @@ def test_a_generation_within_a_generation(model, tree):
     assert got == [expected[2]] * 4 + [expected[1]] * 5
 
 
-def test_a_streamers_reader_ends_the_block(model):
+def test_a_streamers_reader_may_end_the_with_block(model):
     """`with` ends while the generation's thread returns: undo waits for it."""
     model = tiny(vocab_size=256)
     [row] = prompts(1, [6])
@@ -261,7 +261,7 @@ def test_undo_within_a_generation_is_refused(model, what, place, monkeypatch):
 
         assert text(medusa, row, streamer=Streamer(ask)) == expected
         assert len(errors) == 1
-        # What frees memory alone is allowed at any time.
+        # Calls that only free memory are allowed at any time.
         assert text(medusa, row, streamer=Streamer(lambda seen: medusa.free())) == expected
 
 
@@ -285,7 +285,7 @@ def test_undo_by_another_thread_waits(model):
     assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
 
 
-def test_an_interrupt_while_waiting_leaves_the_lock_to_others(monkeypatch):
+def test_an_interrupt_while_waiting_does_not_hold_the_lock(monkeypatch):
     no_patience(monkeypatch)
     lock, begun, end, waited = GenerationLock(), threading.Event(), threading.Event(), []
 
@@ -392,7 +392,7 @@ def test_weights_changed_within_a_generation_are_refused(change):
         assert len(calls) >= 5
 
 
-def test_what_ends_a_with_block_is_raised_also_during_a_generation(model, monkeypatch, caplog):
+def test_the_error_that_ends_a_with_block_is_raised_also_during_a_generation(model, monkeypatch, caplog):
     no_patience(monkeypatch)
     [row] = prompts(1, [6])
     begun, end = threading.Event(), threading.Event()
@@ -414,8 +414,8 @@ def test_what_ends_a_with_block_is_raised_also_during_a_generation(model, monkey
     assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
 
 
-def test_a_device_may_be_named_within_a_block_that_named_none():
-    """As `medusa_generate` does: what another thread has launched on that device is waited for."""
+def test_a_nested_block_may_name_a_device_when_the_outer_one_did_not():
+    """As `medusa_generate` does: it waits for what another thread has launched on that device."""
     lock = GenerationLock()
     with lock.held(), lock.held(torch.device("cuda")):
         pass

@@ -1,4 +1,4 @@
-"""In fp32, Medusa's greedy tokens are transformers' greedy tokens: families, trees, batches, limits, ends."""
+"""In fp32, Medusa's greedy tokens are transformers' greedy tokens: families, trees, batches, limits, EOS."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def new_tokens(output, width):
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 5])
-def test_equals_transformers(family, tree, batch):
+def test_greedy_text_equals_transformers(family, tree, batch):
     model = tiny(family)
     rows = prompts(batch, [7, 1, 19, 12, 3])
     expected = [transformers_greedy(model, row, NEW) for row in rows]
@@ -35,7 +35,7 @@ def test_equals_transformers(family, tree, batch):
     assert new_tokens(output, ids.shape[1]) == expected
     assert [sum(a) + len(a) for a in output.accept_lengths] == [NEW - 1] * batch
     if tree.num_nodes > 1:
-        assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+        assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
 VARIANTS = {
@@ -89,7 +89,7 @@ VARIANTS = {
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants_equal_transformers(family, overrides):
     rows = prompts(4, [9, 2, 21, 14])
-    # A fresh model a row: dynamic scaling leaves frequencies of the last text in transformers' rotary module.
+    # A fresh model per row: dynamic scaling leaves the last text's frequencies in transformers' rotary module.
     expected = [transformers_greedy(tiny(family, **overrides), row, NEW) for row in rows]
     model = tiny(family, **overrides)
     ids, mask = padded(rows, "right")
@@ -189,7 +189,7 @@ def test_eos_of_the_generation_config_is_used():
 
 
 @pytest.mark.parametrize("max_new", [1, 2, 3])
-def test_small_budgets(max_new):
+def test_small_token_budgets(max_new):
     model = tiny()
     rows = prompts(3, [5, 8, 2])
     ids, mask = padded(rows)

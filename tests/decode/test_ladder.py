@@ -1,4 +1,4 @@
-"""The trees of a tree set, and whether what is believed of the heads comes to what they do."""
+"""The trees of a tree set, and whether the acceptance model converges to the heads' true accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 # The tree set
 
 
-def test_the_ladder_is_plain_decoding_and_the_optimal_trees():
+def test_the_tree_set_is_plain_decoding_and_the_optimal_trees():
     tree_set = TreeSet(GOOD)
     assert [tree.num_nodes for tree in tree_set.trees] == [1, 4, 8, 16, 32, 64]
     for tree in tree_set.trees[1:]:
@@ -31,25 +31,25 @@ def test_only_trees_that_the_heads_can_fill(accuracies, sizes):
     assert [tree.num_nodes for tree in TreeSet(accuracies).trees] == sizes
 
 
-def test_odds_of_a_small_ladder_by_hand():
+def test_odds_of_a_small_tree_set_by_hand():
     tree_set = TreeSet([[0.5, 0.2], [0.4, 0.1]])
     assert tree_set.trees[1].choices == [[0], [1], [0, 0]]
     # 0.7 reach depth 1; of those, 0.5 x 0.4 reach depth 2.
     assert tree_set.odds_against[1] == pytest.approx((0.3 / 0.7, 0.5 / 0.2))
 
 
-# The belief
+# The acceptance model
 
 
-def test_before_any_step_the_calibration_is_believed():
-    belief = AcceptanceModel(TreeSet(GOOD))
-    assert belief.tokens == pytest.approx([tree.expected_tokens(GOOD) for tree in belief.tree_set.trees])
+def test_before_any_step_the_acceptance_model_equals_the_calibration():
+    model = AcceptanceModel(TreeSet(GOOD))
+    assert model.tokens == pytest.approx([tree.expected_tokens(GOOD) for tree in model.tree_set.trees])
 
 
-def scaled(belief: AcceptanceModel, first: float, deeper: float) -> list[list[float]]:
+def scaled(model: AcceptanceModel, first: float, deeper: float) -> list[list[float]]:
     """Probability of continuing, by tree and depth, with the tree set's odds times two factors."""
     found = []
-    for odds_against in belief.tree_set.odds_against:
+    for odds_against in model.tree_set.odds_against:
         odds = [(first if depth == 0 else deeper) / against for depth, against in enumerate(odds_against)]
         found.append([value / (1 + value) for value in odds])
     return found
@@ -65,17 +65,17 @@ def draw(chances: Sequence[float], draws: random.Random) -> int:
 
 
 @pytest.mark.parametrize(("first", "deeper"), [(0.3, 2.0), (2.5, 0.4), (1.0, 1.0)])
-def test_one_tree_teaches_about_all_and_the_error_shrinks_with_memory(first, deeper):
+def test_one_tree_informs_all_others_and_the_error_shrinks_with_memory(first, deeper):
     errors = {}
     for memory in (10, 1000):
-        belief = AcceptanceModel(TreeSet(GOOD), memory=memory)
-        chances = scaled(belief, first, deeper)
+        model = AcceptanceModel(TreeSet(GOOD), memory=memory)
+        chances = scaled(model, first, deeper)
         truth = [1 + sum(math.prod(row[: d + 1]) for d in range(len(row))) for row in chances]
         draws, found = random.Random(1), []
         for step in range(6000):
-            belief.observe(4, [draw(chances[4], draws)])
+            model.observe(4, [draw(chances[4], draws)])
             if step >= 3000:
-                found.append([got / wanted - 1 for got, wanted in zip(belief.tokens, truth, strict=True)])
+                found.append([got / wanted - 1 for got, wanted in zip(model.tokens, truth, strict=True)])
         errors[memory] = max(math.sqrt(statistics.mean(row[i] ** 2 for row in found)) for i in range(len(truth)))
         bias = max(abs(statistics.mean(row[i] for row in found)) for i in range(len(truth)))
         assert bias < 0.05, memory
@@ -85,10 +85,10 @@ def test_one_tree_teaches_about_all_and_the_error_shrinks_with_memory(first, dee
 
 def test_the_recursion_stays_near_the_exact_posterior_mode():
     tree_set = TreeSet([[0.6]])  # one tree with one node below the root: one shift
-    belief, draws = AcceptanceModel(tree_set, memory=1e12, prior=2.0), random.Random(3)
+    model, draws = AcceptanceModel(tree_set, memory=1e12, prior=2.0), random.Random(3)
     outcomes = [draws.random() < 0.3 for _ in range(200)]
     for outcome in outcomes:
-        belief.observe(1, [1 + outcome])
+        model.observe(1, [1 + outcome])
 
     def log_posterior(shift: float) -> float:
         chance = 1 / (1 + 0.4 / 0.6 * math.exp(-shift))
@@ -96,19 +96,19 @@ def test_the_recursion_stays_near_the_exact_posterior_mode():
         return hits * math.log(chance) + (200 - hits) * math.log(1 - chance) - shift**2
 
     exact = max((step / 1000 for step in range(-4000, 4000)), key=log_posterior)
-    assert belief.tokens[1] - 1 == pytest.approx(1 / (1 + 0.4 / 0.6 * math.exp(-exact)), abs=0.015)
+    assert model.tokens[1] - 1 == pytest.approx(1 / (1 + 0.4 / 0.6 * math.exp(-exact)), abs=0.015)
 
 
-def test_what_the_text_was_like_is_forgotten():
-    belief, draws = AcceptanceModel(TreeSet(GOOD), memory=16), random.Random(0)
-    tree = belief.tree_set.trees[3]
+def test_old_observations_are_forgotten():
+    model, draws = AcceptanceModel(TreeSet(GOOD), memory=16), random.Random(0)
+    tree = model.tree_set.trees[3]
     for _ in range(400):
-        belief.observe(3, [commit(tree, BETTER, draws)])
-    before = belief.tokens[3]
+        model.observe(3, [commit(tree, BETTER, draws)])
+    before = model.tokens[3]
     for _ in range(48):
-        belief.observe(3, [commit(tree, USELESS, draws)])
+        model.observe(3, [commit(tree, USELESS, draws)])
     assert before > 2.2
-    assert belief.tokens[3] < 1.3
+    assert model.tokens[3] < 1.3
 
 
 def test_another_generation_starts_at_the_long_term_mean_and_learns_faster():
@@ -145,21 +145,21 @@ def test_without_observations_a_shift_returns_to_its_mean():
 
 
 def test_plain_steps_teach_nothing_and_many_rows_do_not_overshoot():
-    belief = AcceptanceModel(TreeSet(GOOD))
-    before = list(belief.tokens)
-    belief.observe(0, [1, 1, 1])
-    assert belief.tokens == before
-    for committed, low, high in ((1, 1.0, 1.1), (6, 4.5, 6.0)):
+    model = AcceptanceModel(TreeSet(GOOD))
+    before = list(model.tokens)
+    model.observe(0, [1, 1, 1])
+    assert model.tokens == before
+    for new_tokens, low, high in ((1, 1.0, 1.1), (6, 4.5, 6.0)):
         for _ in range(30):
-            belief.observe(5, [committed] * 256)
-            depths = [tree.depth for tree in belief.tree_set.trees]
-            assert all(1.0 <= tokens <= depth + 1 for tokens, depth in zip(belief.tokens, depths, strict=True))
-        assert low <= belief.tokens[5] <= high
+            model.observe(5, [new_tokens] * 256)
+            depths = [tree.depth for tree in model.tree_set.trees]
+            assert all(1.0 <= tokens <= depth + 1 for tokens, depth in zip(model.tokens, depths, strict=True))
+        assert low <= model.tokens[5] <= high
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"), [({"memory": 0.5}, "memory: expected at least 1"), ({"prior": 0}, "prior: expected")]
 )
-def test_beliefs_that_make_no_sense_are_refused(arguments, words):
+def test_invalid_arguments_are_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         AcceptanceModel(TreeSet(GOOD), **arguments)

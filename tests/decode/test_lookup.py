@@ -1,4 +1,4 @@
-"""Tokens copied from the text: found where a plain search finds them, lossless, and of use where text repeats."""
+"""Tokens copied from the text: found where a plain search finds them, lossless, and useful where text repeats."""
 
 import random
 
@@ -11,7 +11,7 @@ from medusa_decoding.decode.lookup import LONGEST_MATCH, Text, look_up
 
 
 def searched(text, length):
-    """What a plain search copies behind a list of tokens, or None where the last token never stood before."""
+    """The tokens that a plain search copies, or None if the last token did not occur before."""
     end = len(text) - 1
     best = (0, -1)
     for place in range(end):
@@ -36,7 +36,7 @@ def test_copies_what_a_plain_search_finds(vocab):
         lengths = [generator.randint(1, 20) for _ in range(3)]
         counts = [generator.randint(1, 12) for _ in range(3)]
         rows = [[generator.randrange(vocab) for _ in range(n + c)] for n, c in zip(lengths, counts, strict=True)]
-        # Behind a row's new tokens stand those of an earlier generation.
+        # A row's new tokens are followed by those of an earlier generation.
         output = torch.randint(0, vocab, (3, 16))
         for row, (text, prompt, count) in enumerate(zip(rows, lengths, counts, strict=True)):
             output[row, :count] = torch.tensor(text[prompt:])
@@ -84,7 +84,7 @@ def test_a_model_without_heads_copies():
     assert output.tokens_per_step > 1.1
 
 
-def test_text_that_repeats_for_sure_is_copied_whole():
+def test_text_that_certainly_repeats_is_copied_entirely():
     """A model whose next token depends on the last one alone runs in a circle."""
     model = tiny(num_hidden_layers=1, max_position_embeddings=512)
     with torch.no_grad():
@@ -94,12 +94,12 @@ def test_text_that_repeats_for_sure_is_copied_whole():
     with MedusaModel(model, tree=Tree([], lookup=7)) as medusa:
         output = medusa.generate(row[None], max_new_tokens=80)
     assert output.sequences[0, 2 * VOCAB :].tolist() == transformers_greedy(model, row, 80)
-    # Once round the circle, the end of the text stands before.
+    # After one round, the end of the text has occurred before.
     assert output.accept_lengths[0][-7:-1] == [7] * 6
 
 
-def test_sampling_and_processors_follow_a_copied_branch_that_repeats_a_guess():
-    """The copied branch often begins with the token that the heads guess too: either may lead further."""
+def test_sampling_and_processors_follow_a_copied_branch_that_repeats_a_draft():
+    """The copied branch often begins with a token that the heads also propose: either may lead further."""
     model = tiny(max_position_embeddings=256)
     rows = prompts(2, [20, 13])
     ids, mask = padded(rows)
@@ -121,7 +121,7 @@ def test_growing_keeps_the_text(monkeypatch):
 
 
 @pytest.mark.parametrize("lookup", [-1, 256, 1.5, True, None])
-def test_a_branch_that_cannot_be_is_refused(lookup):
+def test_an_invalid_lookup_branch_is_refused(lookup):
     with pytest.raises(ValueError, match="lookup: expected 0 to 255 with 0 choices, got"):
         Tree([], lookup=lookup)
     with pytest.raises(ValueError, match="lookup: expected 0 to 192 with 63 choices, got 193"):

@@ -29,8 +29,8 @@ def lora(*targets, **settings):
     return LoraConfig(target_modules=list(targets), **{"r": 4, "init_lora_weights": False} | settings)
 
 
-def stirred(adapted, seed=0):
-    """Move everything trainable, which most methods start at a value that changes nothing."""
+def perturbed(adapted, seed=0):
+    """Change all trainable weights, as most methods start at values that change nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapted.parameters():
@@ -92,7 +92,7 @@ def test_adapters_switched_between_generations(tmp_path):
 
 
 def test_a_model_wrapped_while_swapped():
-    """peft finds the projections within the swapped modules, and what it puts there stays."""
+    """peft finds the projections within the swapped modules, and its layers stay there."""
     model = tiny()
     modules = [layer.self_attn for layer in model.model.layers]
     with MedusaModel(model, heads_for(model), TREE) as medusa:
@@ -126,7 +126,7 @@ def test_an_adapter_added_while_swapped_stays_after_undo():
     assert "lora" in type(model.model.layers[0].self_attn.q_proj).__module__
 
 
-def test_transformers_own_adapters():
+def test_adapters_loaded_through_transformers():
     model = tiny()
     plain = transformers_greedy(model, ROW, NEW)
     with MedusaModel(model, heads_for(model), TREE) as medusa:
@@ -152,9 +152,9 @@ METHODS = {
 
 
 @pytest.mark.parametrize("config", METHODS.values(), ids=METHODS.keys())
-def test_other_methods_and_whole_modules(config):
+def test_other_peft_methods_and_whole_modules(config):
     plain = transformers_greedy(tiny(), ROW, NEW)
-    adapted = stirred(get_peft_model(tiny(), config))
+    adapted = perturbed(get_peft_model(tiny(), config))
     expected = own_text(adapted)
     assert expected != plain, "the method changes nothing: the test shows nothing"
     with MedusaModel(adapted, heads_for(tiny()), TREE) as medusa:
@@ -213,7 +213,7 @@ def test_prompt_learning_is_refused():
         MedusaModel(get_peft_model(tiny(), config))
 
 
-def test_a_whole_attention_kept_by_peft_is_refused_and_left_alone():
+def test_a_whole_attention_saved_by_peft_is_refused_and_unchanged():
     adapted = get_peft_model(tiny(), lora("up_proj", modules_to_save=["self_attn"]))
     with pytest.raises(ValueError, match=r"layer 0: expected an attention of .*, got ModulesToSaveWrapper"):
         MedusaModel(adapted)
@@ -261,7 +261,7 @@ def test_activated_lora_is_refused_while_it_is_active(first):
     medusa.undo()
 
 
-def test_steps_are_made_anew_for_an_adapter_of_another_strength():
+def test_steps_are_rebuilt_when_an_adapters_scaling_changes():
     adapted = get_peft_model(tiny(), lora("q_proj")).eval()
     with MedusaModel(adapted, heads_for(tiny()), TREE) as medusa:
         before = medusa._steps.fingerprint()

@@ -1,4 +1,4 @@
-"""Memory stated before it is taken, refused where it is not there, and caches that serve a second turn."""
+"""Memory estimates, refusals of what does not fit, and caches that serve a second turn."""
 
 import functools
 import itertools
@@ -47,17 +47,17 @@ def test_buckets_are_few_and_waste_little():
     assert [got for got in sorted(set(sizes)) if got <= 4096] == [
         *(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
     ]
-    # Eight a doubling: 4096 to 131,072 are five doublings, and 147,456 is one more size.
+    # Eight per doubling: 4096 to 131,072 are five doublings, and 147,456 is one more size.
     assert len(set(sizes)) == 13 + 5 * 8 + 1
     assert all(bucket(size) == size for size in set(sizes))
     assert all(size % 512 == 0 for size in set(sizes) if size > 4096)
 
 
-# What is stated
+# Estimates
 
 
 def test_llama_3_8b_at_128k():
-    """Closed formulas, on a model without weights."""
+    """Closed formulas, checked on a model without weights."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         vocab_size=128256, max_position_embeddings=131072,
@@ -85,7 +85,7 @@ def test_llama_3_8b_at_128k():
 @pytest.mark.parametrize("lengths", [[5], [5, 30, 11]])
 @pytest.mark.parametrize("overrides", [{}, DYNAMIC], ids=["", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_lent_is_what_was_stated(lengths, overrides, dtype):
+def test_an_acquired_state_takes_the_memory_that_was_estimated(lengths, overrides, dtype):
     backbone = Backbone(tiny(dtype=dtype, **overrides))
     state = StatePool(backbone, keep=0).acquire(Sizes(lengths, 70), 300)
     use = memory.memory_use(backbone, Sizes(lengths, 70), 300)
@@ -97,7 +97,7 @@ def test_what_is_lent_is_what_was_stated(lengths, overrides, dtype):
 
 
 def peak_of(run, path):
-    """The most bytes that PyTorch's CPU allocator held at once for what `run` made, from its own records."""
+    """The peak bytes that PyTorch's CPU allocator held for tensors made by `run`, from its own records."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         run()
@@ -123,8 +123,8 @@ SHAPES = {
     [(1, Tree.cartesian([4, 3, 2])), (3, Tree.cartesian([4, 3, 2])), (3, Tree.dynamic(41, 3, 8))],
     ids=["1", "3", "3, dynamic"],
 )
-def test_activations_are_what_was_stated(overrides, dtype, batch, tree, tmp_path):
-    """The peak of what lives beside the state, through a prefill in several chunks and a step."""
+def test_activations_take_the_memory_that_was_estimated(overrides, dtype, batch, tree, tmp_path):
+    """The peak next to the state, during a prefill in several chunks and a step."""
     model = tiny("mistral", dtype=dtype, **overrides)
     lengths, chunk = [1500] * batch, 600
     with MedusaModel(model, heads_for(model, shared=True), tree) as medusa, torch.no_grad():
@@ -139,12 +139,12 @@ def test_activations_are_what_was_stated(overrides, dtype, batch, tree, tmp_path
         sizes = Sizes.for_trees(lengths, 8, [tree])
         use = memory.memory_use(medusa.backbone, sizes, 1500 + 8 + sizes.spare, chunk)
         peak = peak_of(run, tmp_path / "trace.json")
-    # The prompts side by side are no activations.
+    # The padded prompts are not activations.
     peak -= 1500 * batch * 8
     assert peak <= use.activations <= 2 * peak
 
 
-# What a device has
+# Free memory of a device
 
 
 def v2(folder, limit, current):
@@ -158,7 +158,7 @@ def v1(folder, limit, usage):
 V1_GROUPS = "3:cpuset,memory:/a\n2:cpu:/a\n0::/\n"
 STAT = "anon 1\ninactive_file 7000\nactive_file 500\ntotal_inactive_file 3000\n"
 HOSTS = {
-    # what the process is in, the groups' files, and what is left beside 80 kB that the kernel has
+    # the process's control groups, their files, and what is left if the kernel reports 80 kB
     "no groups": ("", {}, 80 * 1024),
     "version 2": ("0::/a/b\n", v2("a/b/", "50000", "20000"), 30000),
     "version 2, files to give up": ("0::/a\n", v2("a/", "50000", "20000") | {"a/memory.stat": STAT}, 37000),
@@ -173,7 +173,7 @@ HOSTS = {
 
 
 @pytest.mark.parametrize(("groups", "files", "expected"), HOSTS.values(), ids=HOSTS.keys())
-def test_what_a_host_has_left(tmp_path, groups, files, expected):
+def test_free_host_memory_is_limited_by_control_groups(tmp_path, groups, files, expected):
     files = {f"groups/{name}": text for name, text in files.items()}
     files["proc/meminfo"] = "MemTotal:  999 kB\nMemFree:  1 kB\nMemAvailable:  80 kB\n"
     files["proc/self/cgroup"] = groups
@@ -183,29 +183,29 @@ def test_what_a_host_has_left(tmp_path, groups, files, expected):
     assert memory.host_memory(tmp_path / "proc", tmp_path / "groups") == expected
 
 
-def test_what_nobody_tells_is_not_guessed(tmp_path):
+def test_unknown_host_memory_is_none(tmp_path):
     assert memory.host_memory(tmp_path, tmp_path) is None
     assert memory.available(torch.device("meta")) is None
 
 
-def test_this_host_has_some_left():
+def test_this_host_reports_free_memory():
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < memory.available(torch.device("cpu")) <= total
 
 
-def test_a_gpu_has_what_is_free_and_what_the_allocator_holds_unused(monkeypatch):
+def test_free_gpu_memory_includes_what_the_allocator_holds_unused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 9000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
     assert memory.available(torch.device("cuda")) == 540
 
 
-# What is refused, and what makes room
+# Refusals, and freeing cached states to make room
 
 
 @pytest.fixture
 def room(monkeypatch):
-    """A device of as many free bytes as the test says, and asked about every allocation."""
+    """A device with as many free bytes as the test sets, queried for every allocation."""
 
     class Room:
         free, asked = 0, 0
@@ -222,7 +222,7 @@ def room(monkeypatch):
 
 @pytest.fixture
 def nothing_made(monkeypatch):
-    """Fails the test where a cache or rotary tables are made."""
+    """Fails the test if a cache or rotary tables are made."""
 
     def made(*args, **kwargs):
         raise AssertionError("allocated before it was refused")
@@ -236,7 +236,7 @@ def figure(pattern, error):
     return int(re.search(pattern, str(error.value)).group(1).replace(",", ""))
 
 
-def test_memory_is_stated_before_it_is_taken(backbone, monkeypatch, caplog):
+def test_memory_is_estimated_before_it_is_allocated(backbone, monkeypatch, caplog):
     monkeypatch.setattr(TreeCache, "allocate", lambda **_: 1 / 0)
     with caplog.at_level(logging.INFO, "medusa_decoding"), pytest.raises(ZeroDivisionError):
         StatePool(backbone, keep=0).acquire(Sizes([5], 10), 5000)
@@ -244,7 +244,7 @@ def test_memory_is_stated_before_it_is_taken(backbone, monkeypatch, caplog):
     assert "cache 1.2 MiB (1 x 5,120 rows)" in caplog.text
 
 
-def test_what_does_not_fit_is_refused_with_what_would(backbone, room, nothing_made):
+def test_a_request_that_does_not_fit_is_refused_with_one_that_would(backbone, room, nothing_made):
     use = memory.memory_use(backbone, Sizes([5, 3], 100), 50_000)
     room.free = use.total - 1
     with pytest.raises(MemoryError, match=r"expected at most .* \(free on cpu\), got .* MiB: cache 26.0 MiB") as error:
@@ -262,14 +262,14 @@ def test_what_does_not_fit_is_refused_with_what_would(backbone, room, nothing_ma
         StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 50_000)
 
 
-def test_what_just_fits_is_lent(backbone, room):
+def test_a_request_that_just_fits_is_served(backbone, room):
     room.free = memory.memory_use(backbone, Sizes([5, 3], 100), 500).total
     assert StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 500).cache.capacity == 512
-    room.free = None  # where nobody knows, nothing is refused
+    room.free = None  # if free memory is unknown, nothing is refused
     StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 500)
 
 
-def test_small_generations_ask_nobody(backbone, monkeypatch):
+def test_small_generations_do_not_query_free_memory(backbone, monkeypatch):
     monkeypatch.setattr(pools, "available", lambda device: 1 / 0)
     pool = StatePool(backbone, keep=0)
     assert memory.memory_use(backbone, Sizes([5], 10), 150_000).total < memory.UNCHECKED == 64 * 2**20
@@ -280,7 +280,7 @@ def test_small_generations_ask_nobody(backbone, monkeypatch):
         pool.first_capacity(Sizes([5], 300_000, spare=10), 100)
 
 
-def test_what_is_kept_is_thrown_away_before_anything_is_refused(backbone, room):
+def test_cached_states_are_dropped_before_a_request_is_refused(backbone, room):
     pool = StatePool(backbone, keep=3)
     room.free = 10**9
     states = [pool.acquire(Sizes([5], 10), rows) for rows in (100, 300)]
@@ -291,7 +291,7 @@ def test_what_is_kept_is_thrown_away_before_anything_is_refused(backbone, room):
     room.free = lambda device: need - 1 if pool._idle else need
     assert pool.acquire(Sizes([5], 10), 2000).cache.capacity == 2048
     assert pool._idle == []
-    # What would be thrown away counts as free at the start of a generation too; nothing is thrown away there.
+    # Cached states also count as free at the start of a generation, which drops none of them.
     for state in states:
         pool.release(state)
     sizes = Sizes([5], 1985, spare=10)
@@ -302,7 +302,7 @@ def test_what_is_kept_is_thrown_away_before_anything_is_refused(backbone, room):
     room.free -= 1
     with pytest.raises(MemoryError):
         pool.first_capacity(sizes, 20)
-    # So does what a conversation holds.
+    # So does the state of a session.
     pool.clear()
     room.free = whole - states[1].cache.nbytes
     with pytest.raises(MemoryError):
@@ -310,7 +310,7 @@ def test_what_is_kept_is_thrown_away_before_anything_is_refused(backbone, room):
     assert pool.first_capacity(sizes, 20, held=states[1]) == 2000
 
 
-def test_a_kept_state_of_the_shape_needs_no_room(backbone, room):
+def test_a_cached_state_of_the_same_shape_needs_no_more_memory(backbone, room):
     pool = StatePool(backbone, keep=1)
     room.free = 10**9
     state = pool.acquire(Sizes([5], 10), 100)
@@ -319,8 +319,8 @@ def test_a_kept_state_of_the_shape_needs_no_room(backbone, room):
     assert pool.acquire(Sizes([7], 10), 110) is state
 
 
-def test_where_a_generation_starts(backbone, room):
-    """Small and growing where the last move fits, whole where only the last cache does, refused where neither does."""
+def test_the_first_cache_is_as_small_as_growth_allows(backbone, room):
+    """Small and growing if the last move fits, full size if only the last cache does, refused if neither does."""
     pool, sizes = StatePool(backbone, keep=0), Sizes([40, 3000], 7000, spare=70)
     whole = memory.memory_use(backbone, sizes, 3000 + 7000 + 70)
     before_last = memory.memory_use(backbone, sizes, 9216)
@@ -357,7 +357,7 @@ def test_a_refused_generation_leaves_the_model_usable(room):
 # A cache for a second turn
 
 
-def test_tables_agree_up_to_the_first_difference():
+def test_rotary_tables_agree_up_to_the_first_difference():
     generator = torch.Generator().manual_seed(0)
     cos, sin = torch.randn(2, 3, 20, 4, generator=generator)
     assert reusable_rows((cos, sin), (cos.clone(), sin.clone())) == 20
@@ -380,7 +380,7 @@ def filled(state, lengths):
     return state.cache.kv.clone()
 
 
-def test_a_state_that_is_large_enough_serves_again(backbone):
+def test_a_state_that_is_large_enough_is_reused(backbone):
     pool = StatePool(backbone, keep=1)
     state = pool.acquire(Sizes([5, 9], 40), 100)
     kv = filled(state, [30, 44])
@@ -393,7 +393,7 @@ def test_a_state_that_is_large_enough_serves_again(backbone):
     assert pool._idle == []
 
 
-def test_a_larger_budget_alone_moves_no_cache(backbone):
+def test_a_larger_budget_alone_does_not_move_the_cache(backbone):
     pool = StatePool(backbone, keep=1)
     state = pool.acquire(Sizes([5, 9], 40), 400)
     kv = filled(state, [30, 44])
@@ -404,10 +404,10 @@ def test_a_larger_budget_alone_moves_no_cache(backbone):
     assert wider.captured == {}
     assert usable == 30
     assert torch.equal(wider.cache.kv, kv)
-    assert pool._idle == [], "the old state shares the cache and may not be lent"
+    assert pool._idle == [], "the old state shares the cache and must not be reused"
 
 
-def test_a_larger_cache_takes_over_keys_and_values(backbone):
+def test_a_larger_cache_copies_keys_and_values(backbone):
     pool = StatePool(backbone, keep=1)
     state = pool.acquire(Sizes([5, 9], 40), 100)
     kv = filled(state, [30, 44])
@@ -422,7 +422,7 @@ def test_a_larger_cache_takes_over_keys_and_values(backbone):
     assert torch.equal(larger.cache.sin, exact[1])
 
 
-def test_a_refused_enlargement_leaves_the_state_as_it_was(backbone, room):
+def test_a_refused_enlargement_leaves_the_state_unchanged(backbone, room):
     pool = StatePool(backbone, keep=1)
     room.free = 10**9
     state = pool.acquire(Sizes([5, 9], 40), 100)
@@ -435,7 +435,7 @@ def test_a_refused_enlargement_leaves_the_state_as_it_was(backbone, room):
     assert pool._idle == []
 
 
-def test_a_larger_cache_may_take_the_place_of_the_old_one(backbone, room):
+def test_a_larger_cache_may_reuse_the_memory_of_the_old_one(backbone, room):
     pool = StatePool(backbone, keep=1)
     room.free = 10**9
     state = pool.acquire(Sizes([5, 9], 40), 100)
@@ -450,7 +450,7 @@ def test_a_larger_cache_may_take_the_place_of_the_old_one(backbone, room):
     assert pool._idle == []
 
 
-def test_what_is_not_kept_is_freed_whoever_holds_it(backbone):
+def test_a_state_that_is_not_cached_is_freed_despite_other_references(backbone):
     pool = StatePool(backbone, keep=0)
     state = pool.acquire(Sizes([5], 40), 100)
     filled(state, [30])
@@ -482,9 +482,9 @@ def test_a_model_of_another_dtype_reuses_nothing(backbone):
     ],
 )
 def test_tables_of_dynamic_scaling_follow_the_prompt(first, second, usable):
-    """16 positions are trained: up to them nothing depends on the length, beyond them all but position 0 does.
+    """Trained on 16 positions: up to there nothing depends on the length, beyond it all but position 0 does.
 
-    Tables of a ragged batch have an axis more.
+    Tables of a ragged batch have one more axis.
     """
     backbone = Backbone(tiny(**DYNAMIC))
     pool = StatePool(backbone, keep=0)
@@ -525,6 +525,6 @@ def test_three_turns_in_one_cache(family, rows):
             text = torch.cat([text, answer, *prompts(1, [5], seed=turn)])
     if family == "dynamic":
         assert reused == [1, 1]  # the position that no frequency turns
-    else:  # all but the last token of each answer, or that one too where a path reached past the budget
+    else:  # all but the last token of each answer, or also that one if a path reached past the budget
         assert reused[0] in (14, 15)
         assert reused[1] in (27, 28)

@@ -12,7 +12,7 @@ from medusa_decoding.generation.metrics import GenerationMetrics
 
 
 def of(accepted, trees, seconds=None, prompt=(5,), new=None):
-    """Metrics of a generation whose prefill gave each row one token."""
+    """Metrics of a generation whose prefill gave one token per row."""
     new = new or [1 + sum(row) + len(row) for row in accepted]
     return GenerationMetrics.from_steps(list(prompt), new, accepted, trees, seconds or [0.5] + [0.25] * len(trees))
 
@@ -36,7 +36,7 @@ def test_one_row_with_one_tree():
 
 
 def test_trees_of_different_depth():
-    """A depth's share is of the steps whose tree reaches it: plain steps count for none, deep ones for all three."""
+    """A depth's rate is over the steps whose tree reaches it: plain steps count for none, deep ones for all three."""
     plain, wide, deep = Tree([]), Tree.cartesian([4]), Tree.chain(3)
     metrics = of([[0, 1, 0, 3, 2, 0]], [plain, wide, wide, deep, deep, deep])
     assert metrics.depth_acceptance == [3 / 5, 2 / 3, 1 / 3]
@@ -45,14 +45,14 @@ def test_trees_of_different_depth():
     assert metrics.tokens_per_step == 12 / 6
 
 
-def test_a_copied_branch_has_depth_too():
+def test_a_copied_branch_counts_towards_depth():
     metrics = of([[5, 0]], [Tree.chain(2).with_lookup(5)] * 2)
     assert metrics.depth_acceptance == [1 / 2] * 5
     assert metrics.tree_nodes == {8: 2}
 
 
 def test_rows_that_end_at_different_steps():
-    """Steps are each row's own; trees and times are the batch's, as long as any row was running."""
+    """Steps are counted per row; trees and times per batch, as long as any row is running."""
     wide, deep = Tree.cartesian([3]), Tree.chain(2)
     metrics = of([[1], [0, 2, 1], []], [wide, deep, deep], [1.0, 0.5, 0.25, 0.125], prompt=[3, 1, 8])
     assert metrics.prompt_tokens == 12
@@ -66,7 +66,7 @@ def test_rows_that_end_at_different_steps():
     assert metrics.tokens_per_step == (2 + 1 + 3 + 2) / 4
 
 
-def test_steps_launched_behind_the_end_are_not_counted():
+def test_steps_launched_after_the_end_are_not_counted():
     """On a GPU one step more runs before the host sees the end: neither its tree nor its time belongs to the text."""
     deep = Tree.chain(2)
     metrics = of([[1, 2]], [deep, deep, Tree.chain(4)], [1.0, 0.5, 0.25, 8.0])
@@ -76,7 +76,7 @@ def test_steps_launched_behind_the_end_are_not_counted():
     assert metrics.depth_acceptance == [1.0, 0.5]
 
 
-def test_a_prefill_alone():
+def test_a_generation_of_a_prefill_alone():
     metrics = of([[], []], [], [0.5], prompt=[3, 4])
     assert (metrics.new_tokens, metrics.steps, metrics.decode_seconds) == (2, 0, 0)
     assert metrics.accepted_histogram == metrics.tree_nodes == {}
@@ -87,8 +87,8 @@ def test_a_prefill_alone():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_generation_is_counted_as_it_was(monkeypatch, batch):
-    """A clock that the test turns by a second a pass: prefill 1 s, each step 1 s."""
+def test_metrics_equal_a_count_from_outside(monkeypatch, batch):
+    """A clock that the test advances by one second per pass: prefill 1 s, each step 1 s."""
     model = tiny(hidden_size=128)
     rows = prompts(batch, [9, 4, 13])
     ids, mask = padded(rows)
@@ -124,7 +124,7 @@ def test_a_generation_is_counted_as_it_was(monkeypatch, batch):
     assert metrics.tokens_per_step == output.tokens_per_step
 
 
-def test_metrics_change_nothing():
+def test_asking_for_metrics_does_not_change_the_text():
     model = tiny()
     [row] = prompts(1, [8])
     with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:

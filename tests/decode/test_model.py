@@ -1,4 +1,4 @@
-"""MedusaModel's face: refusals before any work, outputs, streaming."""
+"""MedusaModel's public methods: refusals before any work, outputs, streaming."""
 
 import functools
 import importlib
@@ -109,7 +109,7 @@ def test_bad_arguments_are_refused_before_any_work(no_work, ids, kwargs, words):
     ("name", "value"),
     [("num_beams", 2), ("penalty_alpha", 0.6), ("guidance_scale", 2.0), ("token_healing", True), ("use_mtp", True)],
 )
-def test_a_generation_config_that_asks_for_the_impossible_is_refused(no_work, name, value):
+def test_an_unsupported_generation_config_is_refused(no_work, name, value):
     setattr(no_work.base.generation_config, name, value)
     with pytest.raises(ValueError, match=rf"generation_config\.{name}: expected .*, got"):
         no_work.generate(IDS)
@@ -134,7 +134,7 @@ def test_a_prompt_as_long_as_max_length_is_refused(no_work):
 
 
 @pytest.mark.parametrize("eos", [torch.tensor(5), torch.tensor([5, 2]), np.int64(5), [VOCAB + 3], -1])
-def test_eos_in_every_form(medusa, eos):
+def test_eos_is_accepted_in_every_form(medusa, eos):
     [row] = prompts(1, [6])
     listed = [token for token in np.atleast_1d(np.asarray(eos)).tolist() if 0 <= token < VOCAB]
     for min_new in (0, 3):
@@ -143,7 +143,7 @@ def test_eos_in_every_form(medusa, eos):
         assert output.sequences[0, 6:].tolist() == transformers_greedy(medusa.base, row, 15, **kwargs)
 
 
-def test_after_undo_generate_says_so():
+def test_generate_after_undo_is_refused():
     model = tiny()
     medusa = MedusaModel(model)
     medusa.undo()
@@ -175,7 +175,7 @@ def test_heads_see_one_row_and_no_logits_of_the_prompt_are_made(medusa, monkeypa
 
 @functools.cache
 def greedy_texts(seed):
-    """A seed's prompts of 64 tokens, and 65 new tokens of each from transformers."""
+    """Prompts of 64 tokens from a seed, and 65 new tokens of each from transformers."""
     rows, model = prompts(4, [64], seed=seed), tiny(seed=seed, max_position_embeddings=256)
     return rows, [transformers_greedy(model, row, 65) for row in rows]
 
@@ -184,7 +184,7 @@ def greedy_texts(seed):
 @pytest.mark.parametrize("new", [7, 64, 65])
 @pytest.mark.parametrize("tree", [Tree.chain(4), Tree.cartesian([5, 3, 2])], ids=["chain", "cartesian"])
 def test_rows_that_end_early_stay_within_a_cache_without_slack(monkeypatch, tree, new):
-    # A row may accept past its budget and is then carried along: nothing may depend on the bucket's slack.
+    # A row may accept past its budget and then stays in the batch: nothing may depend on the bucket's slack.
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.bucket", lambda rows: rows)
     for seed in range(6):
         model = tiny(seed=seed, max_position_embeddings=256)
@@ -266,7 +266,7 @@ def test_streamer_gets_prompt_then_every_token_in_order(medusa):
     assert streamer.ended == 1
 
 
-def test_output_figures_follow_from_the_text(medusa):
+def test_output_statistics_follow_from_the_text(medusa):
     rows = prompts(4, [5, 2, 9, 4])
     ids, mask = padded(rows)
     output = medusa.generate(ids, mask, max_new_tokens=19)
@@ -279,13 +279,13 @@ def test_output_figures_follow_from_the_text(medusa):
     assert output.tokens_per_step == pytest.approx(4 * 18 / steps)
 
 
-def test_neutral_values_of_later_arguments_are_allowed(medusa):
+def test_neutral_values_of_arguments_are_allowed(medusa):
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logits_processor": None, "stop_strings": None}
     plain = medusa.generate(IDS, max_new_tokens=7).sequences
     assert torch.equal(medusa.generate(IDS, max_new_tokens=7, **neutral).sequences, plain)
 
 
-def test_the_prefill_alone_makes_no_step(medusa):
+def test_one_new_token_needs_no_step(medusa):
     output = medusa.generate(IDS, max_new_tokens=1)
     assert output.accept_lengths == [[]]
     assert output.tokens_per_step != output.tokens_per_step
@@ -331,8 +331,8 @@ def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
     assert output.steps < 3 * 19
 
 
-class Told(FixedTree):
-    """One tree always; remembers what it is told of the clock."""
+class RecordingPolicy(FixedTree):
+    """A policy of one fixed tree that records the times it is given."""
 
     timed = True
 
@@ -349,15 +349,15 @@ def test_a_step_compiled_in_this_call_has_no_duration(medusa, monkeypatch):
     [row] = prompts(1, [9])
     with MedusaModel(medusa.base, medusa.heads, Tree.chain(2), backend="compiled") as compiled:
         for made_first in (True, False):
-            told = Told(compiled.tree)
-            monkeypatch.setattr(compiled, "_policy", lambda tree, told=told: told)
+            policy = RecordingPolicy(compiled.tree)
+            monkeypatch.setattr(compiled, "_policy", lambda tree, policy=policy: policy)
             compiled.generate(row[None], max_new_tokens=12)
-            assert len(told.seconds) > 2
-            assert (told.seconds[0] is None) == made_first
-            assert all(seconds > 0 for seconds in told.seconds[1:])
+            assert len(policy.seconds) > 2
+            assert (policy.seconds[0] is None) == made_first
+            assert all(seconds > 0 for seconds in policy.seconds[1:])
 
 
-def test_compiled_steps_follow_changed_weights(medusa, monkeypatch):
+def test_compiled_steps_use_changed_weights(medusa, monkeypatch):
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
     [row] = prompts(1, [9])
     with MedusaModel(medusa.base, medusa.heads, Tree.chain(2), backend="compiled") as compiled:
@@ -399,12 +399,12 @@ def test_the_cache_grows_with_the_text(medusa, monkeypatch, tree):
     with MedusaModel(model, heads_for(model), tree) as grown:
         acquire = grown._steps.pool.acquire
 
-        def lent(*args):
+        def recording(*args):
             state = acquire(*args)
             capacities.append(state.cache.capacity)
             return state
 
-        monkeypatch.setattr(grown._steps.pool, "acquire", lent)
+        monkeypatch.setattr(grown._steps.pool, "acquire", recording)
         output = grown.generate(ids, mask, max_new_tokens=200)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert len(capacities) > 2
@@ -428,7 +428,7 @@ def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("size", "expected"), [(1, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (1000, 1024)]
 )
-def test_buckets(size, expected):
+def test_sizes_of_cache_buckets(size, expected):
     assert bucket(size) == expected
 
 

@@ -1,4 +1,4 @@
-"""`custom_generate=medusa_generate` leaves the model alone and keeps what it has made; the swap that is suspended."""
+"""`custom_generate=medusa_generate` leaves the model unchanged and caches its work; suspended swaps."""
 
 import functools
 import gc
@@ -16,7 +16,7 @@ from medusa_decoding.backbone.attention_swap import AttentionSwap, TreeAttention
 from medusa_decoding.huggingface.model_cache import forget
 
 
-def test_the_model_is_its_own_again_after_success_and_failure(model, heads):
+def test_the_model_is_restored_after_success_and_failure(model, heads):
     own, hooks = attentions(model), dict(vars(model))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     [row] = prompts(1, [6])
@@ -39,7 +39,7 @@ def test_the_model_is_its_own_again_after_success_and_failure(model, heads):
     assert with_heads(model, heads, row[None])[0, 6:].tolist() == transformers_greedy(model, row, NEW)
 
 
-def test_the_next_call_finds_what_was_made(model, heads, monkeypatch):
+def test_the_next_call_reuses_the_cached_model(model, heads, monkeypatch):
     compiled = []
 
     def compile_(function, **kwargs):
@@ -68,7 +68,7 @@ def test_the_next_call_finds_what_was_made(model, heads, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_next_call_replays_what_was_captured(model, heads):
+def test_the_next_call_replays_captured_steps(model, heads):
     model, heads = model.cuda(), heads.cuda()
     rows = [row.cuda() for row in prompts(2, [6])]
     captured = []
@@ -84,7 +84,7 @@ def test_the_next_call_replays_what_was_captured(model, heads):
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled"])
-def test_nothing_keeps_a_model_alive(heads, monkeypatch, backend):
+def test_the_cache_does_not_keep_a_model_alive(heads, monkeypatch, backend):
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
     model = tiny()
     [row] = prompts(1, [6])
@@ -94,14 +94,14 @@ def test_nothing_keeps_a_model_alive(heads, monkeypatch, backend):
     seen = weakref.ref(model)
     [medusa] = map(weakref.ref, kept(model))
     del model
-    gc.collect()  # the compiler lets go of what it has made when the step goes,
-    gc.collect()  # and what it has made goes after that
+    gc.collect()  # the compiler releases its work when the step is freed,
+    gc.collect()  # and that work is freed after it
     assert seen() is None
     assert medusa() is None
     assert not any(weight() is not None for weight in weights)
 
 
-def test_an_eager_model_goes_without_a_garbage_collection(heads):
+def test_an_eager_model_is_freed_without_garbage_collection(heads):
     model = tiny()
     with_heads(model, heads, IDS)
     seen = weakref.ref(model)
@@ -133,7 +133,7 @@ def test_two_sets_of_heads_on_one_model(model, heads):
     assert with_heads(model, heads, row[None])[0, 6:].tolist() == expected
 
 
-def test_a_call_within_a_call_and_a_medusa_model_besides(model, heads):
+def test_a_call_within_a_call_and_a_medusa_model_of_the_same_base(model, heads):
     rows = prompts(2, [6])
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     own, inner = attentions(model), []
@@ -172,7 +172,7 @@ def test_calls_of_several_threads(model, heads):
     assert attentions(model) == own
 
 
-def test_a_model_that_has_become_another_is_taken_up_anew(model, heads):
+def test_a_changed_model_is_wrapped_again(model, heads):
     [row] = prompts(1, [6])
     with_heads(model, heads, row[None])
     [before] = kept(model)
@@ -208,7 +208,7 @@ def test_a_swap_resumes_with_the_same_modules(model):
     assert attentions(model) == own
 
 
-def test_a_suspended_swap_keeps_out_of_other_swaps(model):
+def test_a_suspended_swap_does_not_disturb_other_swaps(model):
     own = attentions(model)
     first = AttentionSwap(model.model.layers)
     first.suspend()
@@ -227,7 +227,7 @@ def test_a_suspended_swap_keeps_out_of_other_swaps(model):
     assert attentions(model) == own
 
 
-def test_a_mode_set_while_suspended_is_taken_over(model):
+def test_training_mode_set_while_suspended_is_applied(model):
     swap = AttentionSwap(model.model.layers)
     swap.suspend()
     model.train()
@@ -237,7 +237,7 @@ def test_a_mode_set_while_suspended_is_taken_over(model):
     assert not any(attention.training or attention.original.training for attention in attentions(model))
 
 
-def test_an_attention_replaced_while_suspended_gets_a_stand_in_of_its_own_or_is_refused(model):
+def test_an_attention_replaced_while_suspended_is_swapped_itself_or_refused(model):
     swap = AttentionSwap(model.model.layers)
     swap.suspend()
     model.model.layers[0].self_attn = new = tiny(seed=5).model.layers[0].self_attn
@@ -257,7 +257,7 @@ def test_a_layer_within_a_wrapper_is_refused(model):
     assert not isinstance(model.model.layers[0].self_attn, TreeAttention)
 
 
-def test_a_suspended_medusa_model_says_so_and_outlives_its_base(model, heads):
+def test_a_suspended_medusa_model_names_its_state_and_outlives_its_base(model, heads):
     medusa = MedusaModel(model, heads, TREE)
     [row] = prompts(1, [6])
     medusa.suspend()
@@ -269,7 +269,7 @@ def test_a_suspended_medusa_model_says_so_and_outlives_its_base(model, heads):
     medusa.suspend()
     seen = weakref.ref(model)
     del model
-    # The fixture still has the model; what the MedusaModel refers to is asked of one that nobody else has.
+    # The fixture still holds the model, so references are checked on a model that nothing else holds.
     assert seen() is not None
     lonely = MedusaModel(tiny(), heads, TREE)
     lonely.suspend()

@@ -16,7 +16,7 @@ from medusa_decoding.decode.selection.sampling import Nucleus, without_sorting
 
 
 def walked(scores, top_p):
-    """The tokens kept: from the least probable on, a token goes while the sum with it is at most 1 - top_p."""
+    """The tokens kept: from the least probable up, a token is dropped while the sum with it is at most 1 - top_p."""
     shares = [Fraction(float(share)) for share in scores.softmax(-1)]
     gone, total = set(), Fraction(0)
     for token in sorted(range(len(shares)), key=lambda token: (shares[token], token))[:-1]:
@@ -36,7 +36,7 @@ def kept(scores, top_p):
 
 @pytest.fixture(params=["sorted", "buckets"])
 def either_way(request, monkeypatch):
-    """As for a small vocabulary, and as for a large one."""
+    """Use the path for small vocabularies and the one for large ones."""
     if request.param == "buckets":
         monkeypatch.setattr(sampling, "FEW_TOKENS", 0)
 
@@ -44,7 +44,7 @@ def either_way(request, monkeypatch):
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
-def test_what_an_exact_walk_keeps(top_p, spread):
+def test_keeps_the_tokens_of_an_exact_walk(top_p, spread):
     """Rows of ties throughout, of few and of many likely tokens; ties at the edge go by their ids."""
     generator = torch.Generator().manual_seed(int(100 * spread))
     scores = torch.randn(3, 700, generator=generator) * spread
@@ -64,7 +64,7 @@ def test_tokens_that_are_excluded_already_stay_so():
 
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_broken_scores_stay_broken(bad):
+def test_scores_that_are_not_finite_stay_so(bad):
     scores = torch.zeros(2, 50)
     scores[0, 7] = bad
     filtered = Nucleus(0.5)(None, scores)
@@ -100,7 +100,7 @@ CASES = {"alone": {"top_p": 0.9}, "after top-k": {"top_p": 0.8, "top_k": 6}, "ho
 
 @pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.2}], ids=["device", "host"])
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-def test_texts_are_those_of_sorting(settings, extra, monkeypatch):
+def test_texts_equal_those_of_sorting(settings, extra, monkeypatch):
     model = tiny(vocab_size=211)
     ids, mask = padded(prompts(3, [7, 2, 12], vocab=211))
     kwargs = {"max_new_tokens": 30, "do_sample": True, **settings, **extra}
@@ -119,7 +119,7 @@ def test_texts_are_those_of_sorting(settings, extra, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_scores_of_another_dtype_are_sorted(dtype):
-    """A processor of the caller's may return them."""
+    """A processor of the caller may return such scores."""
     scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]], dtype=dtype)
     assert torch.equal(Nucleus(0.9)(None, scores), lp.TopPLogitsWarper(0.9)(None, scores))
     assert Nucleus(0.9)(None, scores).isinf().sum() == 1

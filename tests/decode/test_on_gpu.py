@@ -1,4 +1,4 @@
-"""The loop on a GPU: captured steps write what eager steps and transformers write, and nothing waits or allocates."""
+"""The loop on a GPU: captured steps write what eager steps and transformers write, and no step waits or allocates."""
 
 import threading
 
@@ -44,7 +44,7 @@ def batch(rows):
 @pytest.mark.parametrize("backend", ["eager", "graph"])
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_transformers(family, tree, backend):
+def test_text_on_a_gpu_equals_transformers(family, tree, backend):
     model, heads = on_gpu(family)
     rows = [row.cuda() for row in prompts(3, [7, 1, 19])]
     expected = [transformers_greedy(model, row, NEW) for row in rows]
@@ -55,11 +55,11 @@ def test_equals_transformers(family, tree, backend):
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert [sum(a) + len(a) for a in output.accept_lengths] == [NEW - 1] * 3
     if tree.num_nodes > 1:
-        assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+        assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
 def state_after(medusa, tree, backend, steps, prompt):
-    """The tensors of a generation after some steps, driven by hand."""
+    """The tensors of a generation after some steps, run one by one."""
     step = medusa._steps.get(tree, backend)
     selector, limits = Greedy(), limits_of([])
     state = medusa._steps.pool.acquire(Sizes([len(prompt)], 200), 400)
@@ -95,13 +95,15 @@ def test_growing_past_a_bucket_keeps_the_text(monkeypatch):
     rows = [row.cuda() for row in prompts(2, [30, 50])]
     expected = [transformers_greedy(model, row, 300) for row in rows]
     ids, mask = batch(rows)
-    lent = []
+    acquired = []
     with MedusaModel(model, heads, NODES_64) as medusa:
         acquire = medusa._steps.pool.acquire
-        monkeypatch.setattr(medusa._steps.pool, "acquire", lambda *args: lent.append(acquire(*args)) or lent[-1])
+        monkeypatch.setattr(
+            medusa._steps.pool, "acquire", lambda *args: acquired.append(acquire(*args)) or acquired[-1]
+        )
         output = medusa.generate(ids, mask, max_new_tokens=300)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
-    capacities = [state.cache.capacity for state in lent]
+    capacities = [state.cache.capacity for state in acquired]
     assert len(capacities) > 2
     assert capacities == sorted(set(capacities))
 
@@ -131,7 +133,7 @@ def test_plain_and_tree_steps_share_a_state():
             assert medusa.generate(row[None], max_new_tokens=30, tree=tree).sequences[0, 9:].tolist() == expected
 
 
-def test_changed_weights_are_followed():
+def test_captured_steps_use_changed_weights():
     model, heads = on_gpu()
     [row] = [row.cuda() for row in prompts(1, [9])]
     with MedusaModel(model, heads, Tree.chain(2)) as medusa:
@@ -148,7 +150,7 @@ def test_changed_weights_are_followed():
 
 @pytest.mark.parametrize("objects", [1, 2])
 def test_threads_on_streams_of_their_own_replay_in_turn(objects):
-    """Graphs of one step share memory: no two run at once, and what one thread launched ends before the next begins."""
+    """Graphs of one step share memory: no two run at once, and one thread's work ends before the next begins."""
     model, heads = on_gpu(max_position_embeddings=256)
     rows = [row.cuda() for row in prompts(2, [9])]
     expected = [transformers_greedy(model, row, 100) for row in rows]
@@ -289,7 +291,7 @@ def test_torch_compile_of_a_swapped_model(tmp_path, monkeypatch):
 
 
 @pytest.mark.compiled
-def test_compiled_backend_is_captured_too(tmp_path, monkeypatch):
+def test_the_compiled_backend_is_captured(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, heads = on_gpu(num_hidden_layers=1)
     rows = [row.cuda() for row in prompts(2, [5, 9])]
@@ -315,7 +317,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("tree", [Tree([]), Tree.cartesian([3, 2, 2]), Tree.chain(2).with_lookup(5)], ids=repr)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_every_way_of_choosing_is_captured(settings, tree):
+def test_every_token_selection_is_captured(settings, tree):
     """Replayed text equals eager text; twice, so that a second generation replays what the first one captured."""
     model, heads = on_gpu(max_position_embeddings=256)
     ids, mask = batch([row.cuda() for row in prompts(3, [7, 1, 19])])
@@ -346,7 +348,7 @@ def test_lm_head_runs_on_the_captures_stream_before_it_is_captured(settings):
         calls.append((torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream().cuda_stream))
 
     with MedusaModel(model, heads, Tree.chain(2)) as medusa:
-        handle = model.lm_head.register_forward_hook(note)  # a hook has every choice call the module itself
+        handle = model.lm_head.register_forward_hook(note)  # with a hook, token selection calls the module itself
         medusa.generate(row[None], max_new_tokens=12, **SETTINGS[settings])
         handle.remove()
     capture = next(number for number, (capturing, _) in enumerate(calls) if capturing)
@@ -366,11 +368,11 @@ def test_sampling_over_a_large_vocabulary_is_captured():
         eager = medusa.generate(row[None], max_new_tokens=40, **SETTINGS["warpers"])
     assert captured.sequences.tolist() == eager.sequences.tolist()
     assert captured.accept_lengths == eager.accept_lengths
-    assert sum(map(sum, eager.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+    assert sum(map(sum, eager.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
 def test_stopping_criteria_cut_what_has_already_run_ahead():
-    """Progress is read one step late: the row has gone on by then."""
+    """Progress is read one step late, when the row has already continued."""
     model, heads = on_gpu()
     rows = [row.cuda() for row in prompts(2, [9, 4])]
     ids, mask = batch(rows)
@@ -404,8 +406,8 @@ def test_logits_that_are_not_finite_are_named():
         assert medusa.generate(row[None], max_new_tokens=12).sequences.tolist() == expected
 
 
-def test_a_step_in_two_graphs_is_captured_again_behind_growth(monkeypatch):
-    """Growth drops the graphs that were bound to the text: nothing of their pool is left then."""
+def test_a_step_in_two_graphs_is_captured_again_after_growth(monkeypatch):
+    """Growth drops the graphs that were bound to the text: nothing of their memory pool is left."""
     monkeypatch.setattr(runner, "HEADROOM", 4)
     model, heads = on_gpu(max_position_embeddings=512)
     [row] = [row.cuda() for row in prompts(1, [20])]

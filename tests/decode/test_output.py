@@ -1,4 +1,4 @@
-"""What generate returns reads like transformers' own output."""
+"""The output of generate has the fields of transformers' own."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from medusa_decoding import MedusaOutput
 
 
-def test_the_output_is_one_of_transformers(model, heads):
+def test_the_output_is_a_transformers_model_output(model, heads):
     expected, got = plain(model, IDS, **WANTED), with_heads(model, heads, IDS, **WANTED, metrics=True)
     assert isinstance(got, GenerateDecoderOnlyOutput)
     assert (got.past_key_values, got.attentions, got.hidden_states) == (None, None, None)

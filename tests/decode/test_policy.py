@@ -1,4 +1,4 @@
-"""tree="auto" in simulation: what it costs where heads are useless, and what it gains where they are good."""
+"""tree="auto" in simulation: its cost if heads are useless, and its gain if they are good."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def over_plain(clock: float, tokens: int) -> float:
 @pytest.mark.parametrize("accuracies", [GOOD, BETTER], ids=["good", "better"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [64, 128, 256, 1024])
-def test_useless_heads_cost_three_percent_at_most(device, tokens, accuracies, late):
+def test_useless_heads_cost_at_most_three_percent(device, tokens, accuracies, late):
     simulation, policy = Simulation(DEVICES[device], late=late), adaptive(accuracies)
     costs = []
     for _ in range(4):
         costs.append(over_plain(simulation.generate(policy, [always(USELESS)], tokens), tokens))
         assert any(nodes > 1 for nodes in simulation.chosen) or tokens < 128, "nothing was tried"
     if (device, tokens) == ("awful", 64):
-        # One step at three times the plain one costs two plain steps, 3.2 % of 63: the only way to keep to 3 % in a
-        # generation of 64 tokens is to try no tree at all, and nobody knows the device before a tree was tried.
+        # One step that takes three plain steps costs two, 3.2 % of 63: the only way to stay within 3 % in a
+        # generation of 64 tokens is to try no tree at all, but the device is unknown before a tree was tried.
         assert costs[0] == pytest.approx(2 / 63)
         assert max(costs) <= costs[0]
     else:
@@ -60,7 +60,7 @@ def test_useless_heads_cost_three_percent_at_most(device, tokens, accuracies, la
     assert sum(costs) / 4 <= 0.03
 
 
-def test_shorter_generations_keep_to_it_together():
+def test_many_short_generations_together_cost_at_most_three_percent():
     for times in (GPU, CPU):
         simulation, policy = Simulation(times), adaptive()
         clock = sum(simulation.generate(policy, [always(USELESS)], 17) for _ in range(30))
@@ -86,7 +86,7 @@ def test_a_useless_text_after_good_ones_may_lose_a_part_of_their_gains(device, t
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_noise_in_the_clock_does_not_make_useless_heads_dear(device):
+def test_timing_noise_does_not_make_useless_heads_costly(device):
     costs = []
     for seed in range(6):
         simulation, policy = Simulation(DEVICES[device], seed, noise=0.1), adaptive()
@@ -94,7 +94,7 @@ def test_noise_in_the_clock_does_not_make_useless_heads_dear(device):
     assert statistics.mean(costs) <= 0.03
 
 
-def test_after_useless_heads_a_generation_starts_plain_and_goes_on_probing():
+def test_after_useless_heads_a_generation_starts_plain_and_keeps_probing():
     simulation, policy = Simulation(CPU), adaptive()
     simulation.generate(policy, [always(USELESS)], 512)
     simulation.generate(policy, [always(USELESS)], 512)
@@ -108,7 +108,7 @@ def test_after_useless_heads_a_generation_starts_plain_and_goes_on_probing():
 
 
 def best_fixed(times: dict[int, float], heads: Heads, tokens: float) -> float:
-    """Plain steps that the best tree of the tree set takes for so many tokens, in expectation."""
+    """Expected time, in plain steps, of the best tree of the tree set for a number of tokens."""
     return min(tokens / tree.expected_tokens(heads) * times[tree.num_nodes] for tree in TreeSet(heads).trees)
 
 
@@ -123,7 +123,7 @@ def test_good_heads_are_near_the_best_fixed_tree(device, heads, late):
         best = best_fixed(DEVICES[device], heads, 511)
         first.append(clocks[0] / best - 1)
         later += [clock / best - 1 for clock in clocks[1:]]
-    assert statistics.mean(first) < 0.08  # the first one ever finds out what each size takes
+    assert statistics.mean(first) < 0.08  # the very first generation measures the time of each size
     assert statistics.mean(later) < 0.05
 
 
@@ -141,7 +141,7 @@ def test_known_times_and_good_heads_start_with_a_tree_at_once():
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("heads", [GOOD, BETTER], ids=["good", "better"])
-def test_a_changing_text_is_near_the_best_switching_and_beats_every_fixed_tree(device, heads):
+def test_on_a_changing_text_it_is_near_the_best_schedule_and_beats_every_fixed_tree(device, heads):
     times, part = DEVICES[device], 300
     useless = [[0.0005] * len(row) for row in heads]
 
@@ -163,8 +163,8 @@ def test_a_changing_text_is_near_the_best_switching_and_beats_every_fixed_tree(d
     assert statistics.mean(clocks) < fixed
 
 
-def test_a_flat_tree_is_not_kept_for_ever():
-    # While only the first head is right the smallest tree is best, which says little about the others.
+def test_a_flat_tree_is_replaced_when_deeper_heads_improve():
+    # While only the first head is right the smallest tree is best, and it tells little about the other heads.
     flat, deep = [[0.97], *[[0.0005]] * 3], [[0.97], *[[0.9]] * 3]
     simulation, policy = Simulation(CPU), adaptive(BETTER)
     simulation.generate(policy, [always(flat)], 600)
@@ -196,7 +196,7 @@ def test_one_slow_measurement_is_recovered_from(device, which, nodes):
     assert statistics.mean(ratios) < 0.06
 
 
-def test_a_slow_plain_step_at_first_does_not_make_useless_heads_dear():
+def test_a_slow_first_plain_step_does_not_make_useless_heads_costly():
     for which in (0, 1, 2):
         simulation = Simulation(
             CPU, disturbed=lambda step, nodes, seconds, which=which: seconds * (10 if step == which else 1)
@@ -212,7 +212,7 @@ def test_plain_steps_that_were_slow_at_first_are_timed_again():
     assert over_plain(clock, 1024) <= 0.03
 
 
-def test_steps_that_were_captured_tell_no_time():
+def test_steps_that_were_captured_are_not_timed():
     simulation = Simulation(GPU, disturbed=lambda step, nodes, seconds: None if step < 6 else seconds)
     policy = adaptive()
     simulation.generate(policy, [always(GOOD)], 128)
@@ -243,7 +243,7 @@ def test_a_batch_is_not_slowed_down_by_the_rows_that_gain_nothing(device, useles
     rows = [always(BETTER)] * (4 - useless) + [always(USELESS)] * useless
     simulation, policy = Simulation(DEVICES[device]), adaptive(BETTER)
     for _ in range(3):
-        # Its end waits for the useless rows, which trees only slow down.
+        # The batch ends with the useless rows, which trees only slow down.
         assert over_plain(simulation.generate(policy, rows, 256), 256) <= 0.03
 
 
@@ -262,17 +262,17 @@ def test_trees_pay_again_once_the_useless_row_has_ended():
     used = {True: [], False: []}
     for step in range(400):
         tree, both = policy.choose(), step < 200
-        committed = [commit(tree, BETTER, draws)] + [1] * both
-        policy.observe(tree, GPU[tree.num_nodes], committed)
+        new_tokens = [commit(tree, BETTER, draws)] + [1] * both
+        policy.observe(tree, GPU[tree.num_nodes], new_tokens)
         used[both].append(tree.num_nodes > 1)
     assert statistics.mean(used[True]) < 0.5
     assert statistics.mean(used[False][40:]) > 0.9
 
 
-# The rest
+# (f) Other behaviour
 
 
-def test_choices_depend_on_what_was_observed_alone():
+def test_the_choice_depends_only_on_observations():
     def choices() -> list[int]:
         simulation = Simulation(CPU, seed=5, noise=0.2)
         policy = adaptive()
@@ -294,7 +294,7 @@ def test_large_trees_are_reached_over_smaller_ones():
     assert simulation.chosen.count(64) <= 3, "64 nodes take five plain steps here"
 
 
-def test_of_a_size_never_timed_one_step_is_under_way_at_most():
+def test_at_most_one_step_of_an_untimed_size_is_in_flight():
     policy = adaptive()
     policy.begin(batch=1, rows=0)
     for _ in range(2):
@@ -314,7 +314,7 @@ def test_a_long_prefill_pays_for_more_trials():
     assert tried(300.0) > tried(0.0)
 
 
-def test_a_grown_cache_goes_on_with_what_is_known():
+def test_a_grown_cache_starts_from_known_step_times():
     policy, draws = adaptive(BETTER), random.Random(0)
     policy.begin(batch=1, rows=1024)
     after: list[int] = []
@@ -331,8 +331,8 @@ def test_a_grown_cache_goes_on_with_what_is_known():
 
 
 @pytest.mark.parametrize("plain_steps", [0, 1, 2])
-def test_a_cache_grows_to_a_size_that_was_hardly_met(plain_steps):
-    """A short generation met that number of rows before. The step chosen before the growth is observed after it."""
+def test_a_cache_grows_to_a_size_with_few_timings(plain_steps):
+    """A short generation had that cache size before. The step chosen before the growth is observed after it."""
     policy, draws = adaptive(BETTER), random.Random(0)
     policy.begin(batch=1, rows=2048)
     for _ in range(plain_steps):
@@ -372,7 +372,7 @@ def test_a_model_of_another_tree_set_is_refused():
         Adaptive(TreeSet(GOOD), StepTimes(), AcceptanceModel(TreeSet(GOOD)))
 
 
-def test_a_fixed_tree_stays():
+def test_a_fixed_tree_is_used_for_every_step():
     tree = Tree.chain(3)
     policy = FixedTree(tree)
     policy.begin(1.0, batch=2, rows=64)

@@ -50,7 +50,7 @@ variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), i
 
 @pytest.fixture(params=["here", "as on a GPU"])
 def way(request, monkeypatch):
-    """Either way to attend behind the first chunk, on this machine's CPU."""
+    """Both ways to attend after the first chunk, on this machine's CPU."""
     if request.param == "as on a GPU":
         monkeypatch.setattr(attention_swap, "_prefill_by_mask", attention_swap._prefill_by_chains)
 
@@ -60,7 +60,7 @@ def greedy(batch, new=NEW):
 
 
 def acquire(medusa, lengths, rows=64, new=NEW):
-    """A state whose cache holds nothing but NaN: what is read without having been written shows."""
+    """A state whose cache is filled with NaN, so that reading before writing is noticed."""
     state = medusa._steps.pool.acquire(Sizes(lengths, new), rows)
     state.cache.kv.fill_(torch.nan)
     return state
@@ -70,7 +70,7 @@ def forward(make, rows):
     """Each row alone through transformers in one pass: last hidden state [H], keys and values [L, 2, Hkv, T, D]."""
     found = []
     for row in rows:
-        model, cache = make(), DynamicCache()  # without a config: also sliding layers keep everything
+        model, cache = make(), DynamicCache()  # without a config, sliding layers also keep everything
         with torch.no_grad():
             out = model.model(row[None], past_key_values=cache, use_cache=True)
         kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
@@ -86,7 +86,7 @@ def distance(ones, others):
 
 
 def agreement(make, rows, dtype=torch.float32):
-    """A check of a state's rows: at most twice as far from fp64 as transformers' own forward, and one rounding."""
+    """A check of a state's rows: at most twice as far from fp64 as transformers' own forward, plus one rounding."""
     exact, theirs = forward(lambda: make().double(), rows), forward(make, rows)
     bounds = distance(theirs, exact)
     largest = [max(found[i].abs().max().item() for found in exact) for i in (0, 1)]
@@ -101,7 +101,7 @@ def agreement(make, rows, dtype=torch.float32):
 
 
 @variants
-def test_chunks_leave_what_one_pass_leaves(family, overrides, way):
+def test_chunks_write_the_same_cache_as_one_pass(family, overrides, way):
     rows = prompts(len(LENGTHS), LENGTHS)
     make = functools.partial(tiny, family, **overrides)
     agrees = agreement(make, rows)
@@ -115,9 +115,9 @@ def test_chunks_leave_what_one_pass_leaves(family, overrides, way):
 
 
 @variants
-def test_text_behind_chunks_equals_transformers(family, overrides, monkeypatch):
+def test_text_after_a_chunked_prefill_equals_transformers(family, overrides, monkeypatch):
     rows = prompts(len(LENGTHS), LENGTHS)
-    # A fresh model a row: dynamic scaling leaves frequencies of the last text in transformers' rotary module.
+    # A fresh model per row: dynamic scaling leaves the last text's frequencies in transformers' rotary module.
     expected = [transformers_greedy(tiny(family, **overrides), row, NEW) for row in rows]
     model = tiny(family, **overrides)
     ids, mask = padded(rows)
@@ -151,7 +151,7 @@ def test_rows_share_a_chunk(monkeypatch, chunk, passes):
 # With dynamic scaling, keys of another length have other frequencies: see test_memory.py.
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "dynamic rope"])
 @pytest.mark.parametrize("reuse", [1, 5])
-def test_only_what_is_new_runs(name, reuse, way, monkeypatch):
+def test_only_new_tokens_run_through_the_model(name, reuse, way, monkeypatch):
     (family, overrides), lengths, seen = VARIANTS[name], [6, 17, 9], []
     rows = prompts(3, lengths)
     make = functools.partial(tiny, family, **overrides)
@@ -171,7 +171,7 @@ def test_only_what_is_new_runs(name, reuse, way, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_turn_continues_in_the_cache(family, way):
-    """Steps, then a prompt that goes on behind them: keys and values of steps serve like those of a prefill."""
+    """Steps, then a prompt that continues after them: keys and values of steps serve like those of a prefill."""
     model = tiny(family)
     rows, tree = prompts(3, [9, 4, 12]), Tree.cartesian([4, 3, 2])
     with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
@@ -186,7 +186,7 @@ def test_a_second_turn_continues_in_the_cache(family, way):
 
         turns = [text(state, rows)]
         more = [torch.cat(parts) for parts in zip(rows, turns[0], prompts(3, [5, 2, 7], seed=8), strict=True)]
-        # A last path may reach past the budget: its keys and values are of tokens that are not in the text.
+        # The last path may reach past the budget: its keys and values belong to tokens that are not in the text.
         known = [len(row) + NEW for row in rows]
         common = min(min(pair) for pair in zip(known, state.cache.lengths.tolist(), strict=True))
         assert common >= 4 + NEW - 1
@@ -197,7 +197,7 @@ def test_a_second_turn_continues_in_the_cache(family, way):
 
 
 @pytest.mark.parametrize("reuse", [-1, 4, 5])
-def test_reuse_leaves_a_token_of_every_row(reuse):
+def test_reuse_leaves_at_least_one_token_per_row_to_run(reuse):
     with MedusaModel(tiny()) as medusa, torch.no_grad():
         state = acquire(medusa, [4, 9])
         with pytest.raises(ValueError, match=rf"reuse: expected 0 to 3 .*, got {reuse}"):
@@ -226,8 +226,8 @@ def brute_force(q, keys, values, offset, scale, window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [None, 1, 40, 300, 5000])
 @pytest.mark.parametrize(("length", "offset"), [(1, 1), (600, 37), (17, 500), (256, 64), (257, 1)])
-def test_attention_behind_a_prefix(attend, dtype, size, length, offset):
-    """Windows smaller and larger than the chunk, chunks of several pieces; twice the error of PyTorch's at most."""
+def test_attention_after_a_prefix_equals_fp64(attend, dtype, size, length, offset):
+    """Windows smaller and larger than the chunk, chunks of several pieces; at most twice PyTorch's error."""
     generator = torch.Generator().manual_seed(length)
     draw = functools.partial(torch.randn, generator=generator)
     q = draw(2, length, 6, 16).to(dtype)
@@ -245,7 +245,7 @@ def test_attention_behind_a_prefix(attend, dtype, size, length, offset):
 
 
 class Largest(TorchDispatchMode):
-    """Records the largest tensor made, by the elements that it really has in memory."""
+    """Records the largest tensor made, by the elements that it has in memory."""
 
     def __init__(self):
         super().__init__()
@@ -262,7 +262,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("size", [None, 3000], ids=["", "window"])
-def test_nothing_grows_with_the_square_of_the_prompt(size):
+def test_prefill_memory_does_not_grow_with_the_square_of_the_prompt(size):
     length = 8192
     model = tiny("mistral", num_hidden_layers=1, max_position_embeddings=2 * length, sliding_window=size)
     [row] = prompts(1, [length])
@@ -272,7 +272,7 @@ def test_nothing_grows_with_the_square_of_the_prompt(size):
             prefill(medusa.backbone, [row], state, *greedy(1, 4))
         assert largest.elements < 100 * 2048, largest.shape  # 48 is the widest layer
         assert largest.elements >= 48 * 2048, "the pass itself was not seen"
-        # The last position sees what it should: the same as one pass of that token over the cache.
+        # The last position attends to all others: same as one pass of that token over the cache.
         positions = torch.zeros(1, dtype=torch.int32)
         last, cache = state.hidden.clone(), state.cache
         cache.lengths.fill_(length - 1)
@@ -282,7 +282,7 @@ def test_nothing_grows_with_the_square_of_the_prompt(size):
 
 
 def test_a_prompt_of_several_chunks_equals_transformers():
-    """With the chunk that everyone gets, and rows that end in different ones."""
+    """With the default chunk size, and rows that end in different chunks."""
     length = 2 * PREFILL_CHUNK + 77
     model = tiny("qwen3", num_hidden_layers=1, max_position_embeddings=2 * length)
     rows = prompts(3, [length, 900, PREFILL_CHUNK])
@@ -294,8 +294,8 @@ def test_a_prompt_of_several_chunks_equals_transformers():
 
 
 @pytest.mark.parametrize("size", [None, 300])
-def test_a_tree_behind_more_than_131_072_rows(size):
-    """A full context and the spare rows behind it, which a bucket rounds up to 147,456."""
+def test_a_tree_after_more_than_131_072_rows(size):
+    """A full context and the spare rows after it, which a bucket rounds up to 147,456."""
     rows, nodes, length = 131_072 + 400, 20, 131_072 + 311
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, nodes, 2, 16, generator=generator)
@@ -312,7 +312,7 @@ def test_a_tree_behind_more_than_131_072_rows(size):
 @pytest.mark.parametrize(("family", "overrides"), [("llama", {}), ("mistral", {"sliding_window": 300})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_on_a_gpu(family, overrides, dtype):
-    """Chunks of several pieces; the errors of transformers' forward in that dtype are those on a CPU."""
+    """Chunks of several pieces; the errors of transformers' forward in that dtype are taken on a CPU."""
     lengths = [1300, 900]
     shape = {"hidden_size": 64, "num_attention_heads": 8, "max_position_embeddings": 2048}
     make = functools.partial(tiny, family, dtype=dtype, **shape, **overrides)

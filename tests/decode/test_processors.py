@@ -1,7 +1,7 @@
-"""Any logits processor of transformers, on trees: under greedy the text, scores and logits of transformers' generate.
+"""Any logits processor of transformers, on trees: greedy text, scores and logits equal transformers' generate.
 
-Heads are taught the very text that transformers writes with the processor, see `oracles.taught`: paths are accepted,
-also through nodes that are not their head's first guess, so that processors are asked for nodes deep in a tree.
+Heads propose the text that transformers writes with the processor, see `oracles.taught`: paths are accepted,
+also through nodes that are not their head's first candidate, so that processors run for nodes deep in a tree.
 """
 
 import functools
@@ -27,12 +27,12 @@ LENGTHS = [7, 1, 19, 12]
 
 
 def large(family="llama", **overrides):
-    """A model whose heads can know some texts by heart."""
+    """A model whose heads can memorise some texts."""
     return tiny(family, **({"hidden_size": 128} | overrides))
 
 
 def even_numbers_after_odd_ones(row, text):
-    """For prefix_allowed_tokens_fn: what row `row` may go on with; each row has a rule of its own."""
+    """For prefix_allowed_tokens_fn: the allowed next tokens of row `row`; each row has its own rule."""
     return [token for token in range(VOCAB) if (token + int(text[-1])) % (row + 2) != 0]
 
 
@@ -90,10 +90,10 @@ def test_a_batch_is_transformers_text_row_by_row(name, tree):
         assert expected != [transformers_greedy(model, row, NEW) for row in rows], "the processor changes nothing"
 
 
-def test_a_function_of_the_prefix_is_asked_with_the_right_row():
+def test_prefix_allowed_tokens_fn_gets_the_right_row():
     model = large("qwen2")
     rows = prompts(4, LENGTHS, seed=3)
-    # In transformers a row alone is row 0: the rule of row r is given the number.
+    # In transformers a row alone is row 0, so the rule of row r is given its number.
     expected = [
         transformers_greedy(
             model, row, NEW, prefix_allowed_tokens_fn=lambda _, text, r=r: even_numbers_after_odd_ones(r, text)
@@ -119,7 +119,7 @@ def test_a_function_of_the_prefix_is_asked_with_the_right_row():
 
 
 class Grammar(LogitsProcessor):
-    """Tokens go up by 1 to 3 around the circle; it remembers the text it has seen, and refuses any other."""
+    """Tokens increase by 1 to 3, modulo the vocabulary; it remembers the text seen so far, and refuses any other."""
 
     def __init__(self, prompt, vocab):
         self.seen, self.vocab, self.calls = list(prompt), vocab, 0
@@ -139,7 +139,7 @@ class Grammar(LogitsProcessor):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_processor_with_a_memory_sees_one_growing_text(tree):
+def test_a_stateful_processor_sees_one_growing_text(tree):
     model = large("mistral")
     [row] = prompts(1, [9])
     expected = transformers_greedy(model, row, NEW, logits_processor=[Grammar(row.tolist(), VOCAB)])
@@ -149,7 +149,7 @@ def test_a_processor_with_a_memory_sees_one_growing_text(tree):
         output = medusa.generate(row[None], max_new_tokens=NEW, logits_processor=[grammar])
         assert new_tokens(output, len(row)) == [expected]
         assert output.steps < (NEW - 1) / 1.3
-        # Once a token: none for what is thrown away, none behind the end.
+        # One call per token: none for rejected tokens, none after the end.
         assert grammar.calls == NEW
         assert grammar.seen == row.tolist() + expected[:-1]
         eos = expected[10]
@@ -174,7 +174,7 @@ def returning_another(input_ids, scores):
 def test_processors_that_change_scores_in_place(processor):
     model = large()
     [row] = prompts(1, [9])
-    # Alone, so that nothing before them has made a copy of the logits.
+    # Alone, so that no earlier processor has copied the logits.
     kwargs = {"logits_processor": [processor]}
     expected = transformers_greedy(model, row, NEW, **kwargs)
     heads = taught(model, [(row.tolist(), expected)])
@@ -188,8 +188,8 @@ def test_processors_that_change_scores_in_place(processor):
     assert torch.allclose(torch.cat(output.logits), own, atol=1e-5)
 
 
-def test_processors_of_the_caller_take_the_place_of_transformers_own():
-    """As in transformers: one given takes precedence over the one of its type that a setting would make."""
+def test_processors_of_the_caller_replace_transformers_own():
+    """As in transformers: a given processor takes precedence over one of its type that a setting would make."""
     model = large()
     [row] = prompts(1, [9])
     first, second = transformers_greedy(model, row, NEW)[3:5]
@@ -228,7 +228,7 @@ def test_settings_may_come_from_a_generation_config():
 
 
 @pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.3, "bad_words_ids": [[3]]}], ids=["plain", "processed"])
-def test_scores_and_logits_are_transformers(extra):
+def test_scores_and_logits_equal_transformers(extra):
     model = large("qwen3")
     rows = prompts(4, LENGTHS, seed=4)
     kwargs = {"eos_token_id": [2, 6], "output_scores": True, "output_logits": True, "max_new_tokens": NEW} | extra
@@ -263,7 +263,7 @@ def test_scores_and_logits_are_transformers(extra):
                     assert not values[row].any()
 
 
-def test_scores_of_sampling_are_those_drawn_from():
+def test_scores_under_sampling_are_the_ones_sampled_from():
     model = large()
     [row] = prompts(1, [9])
     kwargs = {"do_sample": True, "top_k": 4, "temperature": 0.8, "repetition_penalty": 1.2, "max_new_tokens": 12}
@@ -285,7 +285,7 @@ def test_scores_of_sampling_are_those_drawn_from():
 @pytest.mark.parametrize(
     "name", ["repetition_penalty", "no_repeat_ngram_size", "watermarking_config", "min_new_tokens"]
 )
-def test_with_one_seed_the_text_is_plain_decodings(name):
+def test_with_one_seed_the_text_equals_plain_decoding(name):
     model = large("mistral")
     rows = prompts(4, LENGTHS, seed=6)
     ids, mask = padded(rows)
@@ -304,7 +304,7 @@ def test_with_one_seed_the_text_is_plain_decodings(name):
 
 
 def test_synthid_watermark_remembers_each_row():
-    """A processor of transformers that keeps the text it has seen, one for each row."""
+    """A processor of transformers that stores the text it has seen, per row."""
     model = large()
     rows = prompts(3, [6, 9, 4], seed=6)
     ids, mask = padded(rows)
@@ -320,7 +320,7 @@ def test_synthid_watermark_remembers_each_row():
 
 @pytest.mark.parametrize("tree", ["chain", "siblings"])
 def test_joint_distribution_under_a_processor(tree):
-    """See `test_sampling`: three tokens under a repetition penalty, which depends on the node's own path."""
+    """As in `test_sampling`: three tokens under a repetition penalty, which depends on the node's own path."""
     model = tiny(vocab_size=4, num_hidden_layers=1)
     prompt = [1, 2, 3, 0, 2, 2]
 
@@ -357,8 +357,8 @@ def test_joint_distribution_under_a_processor(tree):
         ({"output_scores": True}, True),
     ],
 )
-def test_the_host_follows_only_where_it_must(monkeypatch, kwargs, host):
-    """What looks at scores alone stays on the device; either way the tree is the same as plain decoding."""
+def test_tokens_are_selected_on_the_host_only_if_necessary(monkeypatch, kwargs, host):
+    """Processors that look at scores alone stay on the device; either way the text equals plain decoding."""
     model = tiny()
     [row] = prompts(1, [9])
     walks, walk = [], LogitsProcessors.walk

@@ -1,6 +1,6 @@
 """Backbones quantised by transformers, on real layers of bitsandbytes and torchao: swap, decode, undo.
 
-What can be promised depends on how a layer computes. Layers that restore their weights and multiply in float32 behave
+What holds depends on how a layer computes. Layers that restore their weights and multiply in float32 behave
 like plain ones: the text is the quantised model's own, token for token. Layers that also round their inputs (to int8,
 or to bfloat16 in bitsandbytes' 4-bit product for CPUs with AVX512_BF16) turn the last bit of an input into another
 rounding step now and then, and from there the two computations differ by a fraction of a step: every token is then the
@@ -25,7 +25,7 @@ from medusa_decoding.heads import plain_weight
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 TREE = Tree.cartesian([4, 3])
 NEW = 24
-# Names of modules that a quantiser shall leave out: with one that does not exist, it takes lm_head too.
+# Names of modules that a quantiser must skip: if one of them does not exist, it also quantises lm_head.
 NONE_LEFT_OUT = ["no such module"]
 
 
@@ -36,7 +36,7 @@ def bnb(bits, **settings):
 
 
 def torchao(name, settings=None, **config):
-    # Imported where it is used: it takes a while and talks at length.
+    # Imported where it is used: it is slow to import and prints many messages.
     from torchao import quantization
 
     arguments = {} if settings is None else settings(quantization)
@@ -95,7 +95,7 @@ def _quiet(caplog):
 
 
 def small(family="llama", **overrides):
-    """Build a model with sizes that every quantiser takes: inputs in groups of 64, outputs in groups of 32."""
+    """Build a model with sizes that every quantiser accepts: inputs in groups of 64, outputs in groups of 32."""
     sizes = {"vocab_size": 32, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "initializer_range": 0.2}
     model = tiny(family, **sizes | overrides)
     for name, parameter in model.named_parameters():
@@ -124,7 +124,7 @@ def unquantised():
 
 
 def quantised(name, folder, dtype=torch.float32):
-    """Load the model of a case; as on a CPU without AVX512_BF16 where 4-bit weights shall be restored."""
+    """Load the model of a case; as on a CPU without AVX512_BF16 if 4-bit weights are to be restored."""
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=CASES[name][0](), dtype=dtype).eval()
     return restored(model) if "restored" in name else model
 
@@ -137,8 +137,8 @@ def restored(model):
 
 
 @torch.no_grad()
-def own_choices(model, row, text):
-    """What the model itself, one token at a time behind `row`, thinks of a text.
+def own_scores(model, row, text):
+    """Score a text by the model itself, one token at a time after `row`.
 
     Returns:
         For each token: how far its logit is below the best one, and how far the second best one is, both in standard
@@ -165,9 +165,9 @@ def assert_own_text(model, row, text, bound):
     if bound == 0:
         assert text == expected
         return expected
-    below, gaps = own_choices(model, row, text)
+    below, gaps = own_scores(model, row, text)
     assert below.max() <= bound
-    # Most choices are clear, so that a wrong text would not pass. The texts part at near-ties alone.
+    # Most tokens win clearly, so that a wrong text would not pass. The texts differ at near-ties alone.
     assert gaps.median() > bound
     parted = [i for i, (ours, theirs) in enumerate(zip(text, expected, strict=True)) if ours != theirs]
     assert not parted or gaps[parted[0]] <= bound
@@ -176,7 +176,7 @@ def assert_own_text(model, row, text, bound):
 
 def texts(medusa, rows=ROWS):
     outputs = [medusa.generate(row[None], max_new_tokens=NEW) for row in rows]
-    assert max(output.tokens_per_step for output in outputs) > 1, "no guess was ever accepted"
+    assert max(output.tokens_per_step for output in outputs) > 1, "no draft token was ever accepted"
     return [output.sequences[0, len(row) :].tolist() for output, row in zip(outputs, rows, strict=True)]
 
 
@@ -190,7 +190,7 @@ IN_BFLOAT16 = ["bnb 8 bit", "bnb nf4", "bnb nf4, restored", "torchao int8, lm_he
         *(pytest.param(name, torch.bfloat16, id=f"{name}, in bfloat16") for name in IN_BFLOAT16),
     ],
 )
-def test_the_text_is_the_quantised_models_own(name, dtype, folder, unquantised):
+def test_the_text_is_that_of_the_quantised_model(name, dtype, folder, unquantised):
     config, weight, bound = CASES[name]
     if dtype is torch.bfloat16:
         bound = ROUNDED_BF16
@@ -220,16 +220,16 @@ def test_other_families_own_heads_and_padded_rows(name, family, tmp_path):
     with MedusaModel(model, heads, TREE) as medusa:
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
-    assert output.tokens_per_step > 1, "no guess was ever accepted"
+    assert output.tokens_per_step > 1, "no draft token was ever accepted"
 
 
 @pytest.mark.parametrize("name", ["bnb 8 bit", "bnb nf4", "torchao int8", "torchao int4 packed"])
-def test_undo_leaves_the_very_modules_and_weights(name, folder):
+def test_undo_restores_the_original_modules_and_weights(name, folder):
     model = quantised(name, folder / "base")
     heads = heads_for(small(), shared=True)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     # Before any forward: bitsandbytes 0.50 repacks 4-bit weights for AVX512_BF16 in the first one, and state_dict()
-    # behind that leaves scales that the next one misreads.
+    # after that leaves scales that the next one misreads.
     state = copy.deepcopy(model.state_dict())
     with MedusaModel(model, heads, TREE) as medusa:
         swapped = model.state_dict()
@@ -264,7 +264,7 @@ def test_rows_of_dynamic_int8_are_computed_alone(name, folder):
 
 
 def test_the_last_bit_of_an_input_may_be_a_rounding_step(folder):
-    """Why a bound is needed though rows are computed alone: attention to one query and to many differs in that bit."""
+    """Why a bound is needed although rows are computed alone: attention of one query and of many differ in that bit."""
     layer = quantised("torchao int8 dynamic", folder / "base").model.layers[0].mlp.down_proj
     rows = torch.randn(1280, 192, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -273,7 +273,7 @@ def test_the_last_bit_of_an_input_may_be_a_rounding_step(folder):
 
 
 def test_rows_of_bnb_8_bit_share_outlier_columns(folder):
-    """A column with an outlier in any row leaves the int8 product for all rows: a tree's nodes are not alone."""
+    """A column with an outlier in any row leaves the int8 product for all rows, so a tree's nodes affect each other."""
     model = quantised("bnb 8 bit", folder / "base")
     layer = model.model.layers[0].mlp.down_proj
     rows = torch.randn(17, 192, generator=torch.Generator().manual_seed(0))
@@ -287,7 +287,7 @@ def test_rows_of_bnb_8_bit_share_outlier_columns(folder):
 
 
 @pytest.mark.parametrize("name", ["torchao int8, lm_head", "bnb nf4, double, lm_head, restored"])
-def test_shared_heads_guess_through_a_quantised_lm_head(name, folder):
+def test_shared_heads_propose_through_a_quantised_lm_head(name, folder):
     model = quantised(name, folder / "base")
     heads = heads_for(small(), shared=True)
     hidden = torch.randn(2, 128, generator=torch.Generator().manual_seed(3))
@@ -322,7 +322,7 @@ def test_a_base_saved_quantised(name, device_map, folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bnb 8 bit", "bnb nf4, restored", "torchao int8"])
-def test_a_medusa_2_folder_is_quantised_but_for_its_heads(name, folder, tmp_path):
+def test_a_medusa_2_folder_is_quantised_except_for_its_heads(name, folder, tmp_path):
     model = small()
     heads = heads_for(model, shared=True)
     tensors = load_file(folder / "base" / "model.safetensors")
@@ -340,7 +340,7 @@ def test_a_medusa_2_folder_is_quantised_but_for_its_heads(name, folder, tmp_path
         assert_own_text(medusa.base, ROWS[0], text, CASES[name][2])
 
 
-def test_heads_follow_the_activations_not_the_weights(folder):
+def test_heads_take_the_dtype_of_activations_not_of_weights(folder):
     model = quantised("bnb nf4", folder / "base", torch.bfloat16)
     with pytest.raises(ValueError, match=r"heads: expected torch.bfloat16 on cpu .*, got torch.float32 on cpu"):
         MedusaModel(model, heads_for(small()))
@@ -348,13 +348,13 @@ def test_heads_follow_the_activations_not_the_weights(folder):
 
 
 @pytest.mark.parametrize("name", ["load_in_4bit", "load_in_8bit"])
-def test_transformers_4s_arguments_are_refused(name, folder):
+def test_arguments_of_transformers_4_are_refused(name, folder):
     with pytest.raises(ValueError, match=rf"{name}: expected quantization_config=BitsAndBytesConfig\({name}=True\)"):
         MedusaModel.from_pretrained(folder / "heads", **{name: True})
 
 
 def test_accelerates_hooks_are_refused_until_they_are_taken_off(folder):
-    """As it puts around every module of a model spread over devices, and around some quantised ones."""
+    """accelerate puts hooks on every module of a model spread over devices, and on some quantised ones."""
     import accelerate
 
     model = quantised("torchao int8", folder / "base")

@@ -1,4 +1,4 @@
-"""Models that transformers has recorded hidden states or attentions of still decode."""
+"""Models whose hidden states or attentions transformers has recorded still decode."""
 
 import pytest
 from calls import IDS, NEW, TREE, plain, with_heads
@@ -12,7 +12,7 @@ from medusa_decoding.backbone.fused_layers import obstacle
     ("backend", "wrapped_before"),
     [("eager", False), ("eager", True), pytest.param("compiled", False, marks=pytest.mark.slow)],
 )
-def test_hooks_that_record_outputs_are_no_obstacle(model, heads, backend, wrapped_before):
+def test_models_with_recording_hooks_still_decode(model, heads, backend, wrapped_before):
     expected = transformers_greedy(model, IDS[0], NEW)
     if wrapped_before:
         with_heads(model, heads, IDS, backend=backend)

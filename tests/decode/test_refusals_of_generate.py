@@ -20,7 +20,7 @@ FIELDS, ARGUMENTS = REFUSED.split("Arguments of transformers'")
 
 
 def named(text):
-    """Names in backticks, of rows' first cells if the text is a table."""
+    """Names in backticks; if the text is a table, those in the first cell of each row."""
     rows = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
     return rows or re.findall(r"`(\w+)`", text)
 

@@ -1,8 +1,8 @@
-"""What goes wrong and what must come right again: broken models, interrupts, several models, threads, memory.
+"""Failures and recovery: broken models, interrupts, several models, threads, memory.
 
 Elsewhere: empty prompts and other bad arguments, a streamer that fails (test_model); prompts up to the context limit
 and past it, EOS lists, bfloat16 (test_greedy); copies and saved files of a swapped model (test_attention); steps that
-are made anew, calls within inference mode (test_states); a model that breaks down by either route of sampling
+are rebuilt, calls within inference mode (test_states); non-finite logits by either route of sampling
 (test_sampling); processors that fail (test_processors); sessions after a failure (test_session); what does not fit
 into memory (test_memory); transformers' own generate in several threads (test_model_cache); kernels that are
 given NaN (tests/kernels).
@@ -59,7 +59,7 @@ def medusa():
 
 @pytest.fixture
 def kept_states(monkeypatch):
-    """Pools keep states between generations, as they do where steps are captured."""
+    """Pools keep states between generations, as they do when steps are captured."""
     monkeypatch.setattr(StatePool, "keep", property(lambda self: 2, lambda self, value: None), raising=False)
 
 
@@ -78,7 +78,7 @@ class Streamer:
 
 
 def right_again(medusa, row, count=12):
-    """The model, and its base by itself, write what they should."""
+    """Check that the model and its base alone write the right text."""
     expected = transformers_greedy(medusa.base, row, count)
     assert new_tokens(medusa.generate(row[None], max_new_tokens=count), len(row)) == [expected]
     assert len(expected) == count
@@ -171,8 +171,8 @@ def test_the_step_and_the_row_that_break_are_named(medusa, kept_states, way, val
 
 
 @every_way
-def test_a_row_that_has_ended_may_break(medusa, way):
-    """It is carried along until the others have ended, and nobody reads it."""
+def test_a_row_that_has_ended_may_produce_nan(medusa, way):
+    """It stays in the batch until the others have ended, and is not read."""
     rows = prompts(3, [5, 8, 3])
     ids, mask = padded(rows)
     ended = len(rows[0]) + 2
@@ -194,7 +194,7 @@ def test_a_row_that_has_ended_may_break(medusa, way):
     assert got.accept_lengths == expected.accept_lengths
 
 
-def test_a_row_that_has_met_eos_may_break(medusa):
+def test_a_row_that_has_met_eos_may_produce_nan(medusa):
     rows = prompts(3, [5, 8, 3], seed=3)
     ids, mask = padded(rows)
     eos = transformers_greedy(medusa.base, rows[0], 1)
@@ -206,8 +206,8 @@ def test_a_row_that_has_met_eos_may_break(medusa):
     assert new_tokens(output, ids.shape[1]) == expected
 
 
-def test_fp16_that_overflows_is_named_where_fp32_does_not():
-    """The residual overflows in one model, the logits alone in the other."""
+def test_an_overflow_of_fp16_is_named():
+    """The residual overflows in one model, only the logits in the other; fp32 overflows in neither."""
     [row] = prompts(1, [6])
     for name, factor in (("model.layers.1.mlp.down_proj", 3e4), ("lm_head", 3e4)):
         for dtype in (torch.float32, torch.float16):
@@ -223,7 +223,7 @@ def test_fp16_that_overflows_is_named_where_fp32_does_not():
                         medusa.generate(row[None], max_new_tokens=8, **settings)
 
 
-# Nobody waits for ever
+# No reader waits for ever
 
 
 def failing(*args):
@@ -266,7 +266,7 @@ def test_a_reader_in_another_thread_comes_to_an_end(medusa, settings, error):
 
 
 def interrupt_at(count):
-    """A function that is interrupted at its n-th call, and hands its last argument on at the others."""
+    """A function that is interrupted at its n-th call, and returns its last argument at the others."""
     calls = []
 
     def call(*args):
@@ -306,8 +306,8 @@ def test_an_interrupt_leaves_everything_usable(monkeypatch, kept_states, place, 
     model = tiny()
     [row] = prompts(1, [6])
     expected = transformers_greedy(model, row, 20)
-    lent, acquire = [], StatePool.acquire
-    monkeypatch.setattr(StatePool, "acquire", lambda *args: lent.append(acquire(*args)) or lent[-1])
+    acquired, acquire = [], StatePool.acquire
+    monkeypatch.setattr(StatePool, "acquire", lambda *args: acquired.append(acquire(*args)) or acquired[-1])
     with MedusaModel(model, heads_for(model), TREE, backend=backend) as medusa:
         for count in (1, 2, 5):
             # In the middle of a step: the first layer has written its keys and values, the second has not.
@@ -322,9 +322,9 @@ def test_an_interrupt_leaves_everything_usable(monkeypatch, kept_states, place, 
             output = medusa.generate(row[None], max_new_tokens=20, streamer=streamer)
             assert new_tokens(output, 6) == [expected]
             assert [value for [value] in streamer.values[1:]] == expected
-    # What was lent came back, once: all of it was done in one state.
-    assert len({id(state) for state in lent}) == 1
-    assert len(lent) == 6
+    # The state was released once: all calls used the same one.
+    assert len({id(state) for state in acquired}) == 1
+    assert len(acquired) == 6
 
 
 PACKAGE = Path(medusa_decoding.__file__).parent
@@ -444,7 +444,7 @@ def test_one_base_model_twice(kept_states):
     nested = Nested(lambda: text(second), lambda: transformers_greedy(model, row, 20))
     assert text(first, streamer=nested) == expected
     assert nested.texts == [[expected, expected]] * 3
-    # The swap outlasts the first owner, also where that one goes while the other is at work.
+    # The swap outlives the first owner, also if that owner ends while the other is generating.
     assert text(second, streamer=Streamer(lambda seen: first.undo() if seen == 3 else None)) == expected
     assert text(second) == transformers_greedy(model, row, 20) == expected
     second.undo()
@@ -453,7 +453,7 @@ def test_one_base_model_twice(kept_states):
 
 
 def in_threads(*works):
-    """Run functions in a thread each, as interleaved as can be; re-raise what one of them raises."""
+    """Run each function in its own thread, interleaved as much as possible; re-raise what one of them raises."""
     errors, start = [], threading.Barrier(len(works))
 
     def run(work):
@@ -478,7 +478,7 @@ def in_threads(*works):
 
 
 @pytest.mark.slow
-def test_threads_with_a_model_each():
+def test_threads_that_each_have_a_model():
     trees = [TREE, Tree.chain(3), Tree([]), Tree.cartesian([2, 2, 1])]
     models = [tiny(family, seed=seed) for seed, family in enumerate(["llama", "mistral", "qwen2", "qwen3"])]
     medusas = [MedusaModel(model, heads_for(model), tree) for model, tree in zip(models, trees, strict=True)]
@@ -494,7 +494,7 @@ def test_threads_with_a_model_each():
         assert wanted[index][0] == wanted[index][2] == texts
 
     def write(index):
-        # Each thread in an order of its own, and within inference mode in some of them only.
+        # Each thread in its own order, and only some of them within inference mode.
         ways = list(WAYS.values())
         with torch.inference_mode(index % 2 == 0):
             for turn in range(len(ways)):
@@ -508,7 +508,7 @@ def test_threads_with_a_model_each():
 
 
 def test_threads_that_compile(monkeypatch):
-    """Through dynamo alone: code generation takes seconds a thread, and is a process's own business."""
+    """Through dynamo alone: code generation takes seconds per thread, and is separate in each process."""
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
     models = [tiny(num_hidden_layers=1, seed=seed) for seed in range(2)]
     [row] = prompts(1, [6])
@@ -524,12 +524,12 @@ def test_threads_that_compile(monkeypatch):
     assert not torch._inductor.config.freezing
 
 
-# Ends, words nobody knows, numbers of few bits
+# EOS everywhere, unknown tokens, low precision
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "greedy, no end before"])
 def test_rows_of_end_tokens_in_a_vocabulary_of_end_tokens(medusa, way):
-    """Prompts do not end at their own tokens; whatever comes first ends each row, in the prefill."""
+    """EOS tokens in a prompt do not end it; the first new token ends each row, in the prefill."""
     rows = [torch.full((length,), 4) for length in (3, 1, 6)]
     ids, mask = padded(rows)
     ends = list(range(VOCAB))
@@ -539,7 +539,7 @@ def test_rows_of_end_tokens_in_a_vocabulary_of_end_tokens(medusa, way):
     if "do_sample" not in WAYS[way] and "processed" not in way:
         texts = [transformers_greedy(medusa.base, row, 9, eos_token_id=ends) for row in rows]
         assert new_tokens(output, ids.shape[1]) == texts
-    # One such row beside others that go on.
+    # One such row next to others that continue.
     others = prompts(2, [5, 8])
     ids, mask = padded([rows[0], *others])
     texts = [transformers_greedy(medusa.base, row, 9, eos_token_id=4) for row in (rows[0], *others)]
@@ -555,7 +555,7 @@ def large_vocabulary():
         [row] = prompts(1, [6], seed=seed, vocab=320)
         text = transformers_greedy(model, row, 30)
         unknown = [place for place, token in enumerate(text) if token >= 256]
-        # A character that follows a token unknown to the tokenizer, and is new then.
+        # A character that follows a token unknown to the tokenizer, and did not occur before.
         behind = [
             place
             for place in range(unknown[0] + 1 if unknown else 30, 30)
@@ -592,7 +592,7 @@ def test_stop_strings_with_tokens_that_the_tokenizer_does_not_know(large_vocabul
 
 @every_way
 def test_fp16_runs_on_a_cpu(way):
-    """bfloat16: test_greedy. Here every way; the greedy text is transformers' but for near-ties."""
+    """bfloat16: test_greedy. Here every token selection; the greedy text is transformers' except at near-ties."""
     model = tiny(dtype=torch.float16)
     rows = prompts(2, [6, 9])
     ids, mask = padded(rows)
@@ -609,14 +609,14 @@ def test_fp16_runs_on_a_cpu(way):
         assert (logits.amax(-1) - logits[range(20), got] <= 2 * step).all()
 
 
-def test_double_precision_is_refused_and_left_alone():
+def test_double_precision_is_refused_and_unchanged():
     model = tiny(dtype=torch.float64)
     with pytest.raises(ValueError, match=r"^base_model: expected .* got torch\.float64$"):
         MedusaModel(model, heads_for(model))
     assert not any(isinstance(module, TreeAttention) for module in model.modules())
 
 
-# What is left behind
+# Memory after a generation
 
 
 def graphs():
@@ -643,7 +643,7 @@ def test_no_gradients_are_kept(medusa, kept_states):
     assert len(kept) > len(WAYS)
     assert not any(tensor.requires_grad for tensor in kept)
     assert len(graphs()) == before
-    # The model can be trained all the same, and what it has learned is what is written.
+    # The model can still be trained, and generation uses what it has learned.
     loss = medusa.base(row[None], labels=row[None]).loss
     loss.backward()
     with torch.no_grad():
@@ -653,7 +653,7 @@ def test_no_gradients_are_kept(medusa, kept_states):
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda medusa: pickle.loads(pickle.dumps(medusa))])
-def test_a_copy_of_a_swapped_medusa_model_is_one_of_its_own(medusa, way):
+def test_a_copy_of_a_swapped_medusa_model_is_independent(medusa, way):
     [row] = prompts(1, [6])
     right_again(medusa, row)
     other = way(medusa)
@@ -676,7 +676,7 @@ def test_a_copy_of_a_swapped_medusa_model_is_one_of_its_own(medusa, way):
 
 
 def held():
-    """Pages of this process, Python's allocated blocks, and living tensors."""
+    """Pages of this process, Python's allocated blocks, and live tensors."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -685,7 +685,7 @@ def held():
 
 
 def kinds_prepare(model):
-    """Settings, and errors that they make, one after the other and with all prompt lengths and trees in turn."""
+    """Settings and the errors that they raise, in turn, with all prompt lengths and trees."""
     stops = {"stopping_criteria": [lambda ids, scores: ids.shape[1] > 9]}
     kinds = [
         (None, lambda: {}),
@@ -724,7 +724,7 @@ def test_ten_thousand_generations_in_constant_memory():
     model = tiny(**sizes, num_key_value_heads=1)
     before = None
     gc.collect()
-    gc.freeze()  # what other tests and libraries hold is not looked through again and again
+    gc.freeze()  # objects of other tests and libraries are not scanned again and again
     with MedusaModel(model, heads_for(model, num_heads=2)) as medusa:
         for number, (error, settings) in zip(range(10_000), kinds_prepare(model), strict=False):
             if number == 1000:

@@ -1,7 +1,7 @@
 """Sampling draws from the model's own distribution, whatever the tree: joint distributions, seeds, draws.
 
 Joint distributions of several tokens are compared with exact ones, see `oracles`: a right implementation would fail any
-of these checks with a probability of at most `oracles.FALSE_ALARM` for seeds at random; with the seeds written here it
+of these checks with a probability of at most `oracles.FALSE_ALARM` for random seeds; with the seeds written here it
 passes or fails for good.
 """
 
@@ -47,7 +47,7 @@ ROWS = 1500
 
 
 def identity(text, scores):
-    """A processor that changes nothing, and has the host follow the path."""
+    """A processor that changes nothing, but makes the host select the tokens."""
     return scores
 
 
@@ -58,7 +58,7 @@ def model_of(vocab):
 
 @pytest.fixture(scope="module")
 def small():
-    """A model with 4 tokens, as it is for transformers and swapped."""
+    """A model with 4 tokens: once for transformers, once swapped."""
     with MedusaModel(tiny(vocab_size=4, num_hidden_layers=1), heads_for(model_of(4))) as medusa:
         yield medusa
 
@@ -101,7 +101,7 @@ def test_two_tokens_of_a_larger_vocabulary(tree):
     prompt = [5, 1, 7, 7, 0, 3]
     exact = joint(model, prompt, 2, temperature=2.0)
     with MedusaModel(model, heads_for(model)) as medusa:
-        # The first new token is the prefill's; the second and the third are of steps.
+        # The first new token comes from the prefill, the second and third from steps.
         texts, output = sampled(medusa, prompt, 3, tree=TREES[tree], seed=3, temperature=2.0)
     assert fits(counted(texts[:, :2], VOCAB), exact)
     after_first = texts[texts[:, 0] == exact.sum(1).argmax()]
@@ -133,7 +133,7 @@ def test_texts_that_end_and_minimum_lengths(small, route):
 
 
 def test_many_seeds_of_one_row_each(small):
-    """As the distribution over rows, so the one over seeds."""
+    """The distribution over seeds equals the one over rows."""
     exact = joint(model_of(4), PROMPT, 2, temperature=1.7)
     seeds = [
         sampled(small, PROMPT, 2, rows=1, seed=seed, temperature=1.7, tree=TREES["siblings"])[0][0]
@@ -157,7 +157,7 @@ def test_a_batch_of_prompts_of_different_lengths(small, route):
 
 
 def test_rows_of_a_batch_are_independent(small):
-    """Neighbouring rows together: the joint distribution of two rows is the product of theirs."""
+    """The joint distribution of two neighbouring rows is the product of theirs."""
     texts, _ = sampled(small, PROMPT, 2, rows=3000, seed=6, temperature=1.7, tree=TREES["siblings"])
     own = joint(model_of(4), PROMPT, 2, temperature=1.7)
     for place in (0, 1):
@@ -167,7 +167,7 @@ def test_rows_of_a_batch_are_independent(small):
 
 
 def by_greedy_agreement(self, nodes, lm_head, state, limits):
-    """Wrong on purpose: a guess is kept where it is the likeliest token; a token is drawn where none is."""
+    """Wrong on purpose: a draft token is accepted if it is the likeliest token; if none is, a token is drawn."""
     logits = allowed_logits(nodes, lm_head, state, limits)
     rows = torch.arange(len(logits))
 
@@ -182,11 +182,11 @@ def by_greedy_agreement(self, nodes, lm_head, state, limits):
     return follow(nodes.tokens, nodes.shape, choose)
 
 
-def by_a_draw_for_each_guess(self, nodes, lm_head, state, limits):
-    """Wrong on purpose, as the original project's nucleus rule is: every guess gets a draw of its own at its parent.
+def by_a_draw_for_each_draft(self, nodes, lm_head, state, limits):
+    """Wrong on purpose, like the original project's nucleus rule: each draft token gets its own draw at its parent.
 
-    The longest path of drafts that equal their draws is kept, and behind its end a token is drawn afresh. Siblings
-    each get a chance, and so do the tokens of drafts that have just been refused.
+    The longest path of drafts that equal their draws is accepted, and a token is drawn afresh after its end. Siblings
+    each get a chance, and so do the tokens of drafts that have just been rejected.
     """
     logits = allowed_logits(nodes, lm_head, state, limits).float()
     for processor in self.processors:
@@ -210,24 +210,24 @@ def by_a_draw_for_each_guess(self, nodes, lm_head, state, limits):
     [
         (by_greedy_agreement, "chain"),
         (by_greedy_agreement, "siblings"),
-        (by_a_draw_for_each_guess, "chain"),
-        (by_a_draw_for_each_guess, "siblings"),
+        (by_a_draw_for_each_draft, "chain"),
+        (by_a_draw_for_each_draft, "siblings"),
     ],
 )
-def test_wrong_rules_are_found_out(small, monkeypatch, wrong, tree):
-    """The power of the checks above: with as many rows they refuse rules that draw from other distributions."""
+def test_wrong_acceptance_rules_fail_these_checks(small, monkeypatch, wrong, tree):
+    """The power of the checks above: with as many rows they reject rules that draw from other distributions."""
     exact = joint(model_of(4), PROMPT, 3, **SETTINGS["hot"])
     monkeypatch.setattr(Sampling, "__call__", wrong)
     texts, output = sampled(small, PROMPT, 3, tree=TREES[tree], seed=7, **SETTINGS["hot"])
     assert sum(map(sum, output.accept_lengths)) > 0
     assert not fits(counted(texts, 4), exact)
-    # Plain decoding has no drafts to be wrong about: the statistic refuses nothing that is right.
+    # Plain decoding has no drafts: the statistic does not reject a right distribution.
     texts, _ = sampled(small, PROMPT, 3, tree=Tree([]), seed=8, **SETTINGS["hot"])
     assert fits(counted(texts, 4), exact)
 
 
-def test_the_statistic_itself():
-    """For two outcomes the bound lies above the exact probability, and not far above."""
+def test_the_bound_on_false_alarms_holds_and_is_tight():
+    """For two outcomes the bound is above the exact probability, and not far above."""
     tosses, share = 400, 0.3
     exact = [math.comb(tosses, k) * share**k * (1 - share) ** (tosses - k) for k in range(tosses + 1)]
     bounds = [log_false_alarm([k, tosses - k], [share, 1 - share]) for k in range(tosses + 1)]
@@ -323,7 +323,7 @@ def test_a_row_depends_on_its_index_and_not_on_the_others():
     assert new_tokens(moved, len(rows[2]))[0] != together[2], "the same prompt in another row draws another text"
 
 
-def test_several_sequences_a_prompt_have_transformers_shape_and_order():
+def test_several_sequences_per_prompt_have_transformers_shape_and_order():
     model = tiny()
     _, ids, mask = rows_and_padding(2, (3, 6))
     kwargs = {"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 3, "top_k": 1}
@@ -343,7 +343,7 @@ def request(rows, budget, seed):
     return Request(None, [], GenerationConfig(do_sample=True), limits, seed=seed)
 
 
-def test_numbers_are_uniform_and_independent():
+def test_random_numbers_are_uniform_and_independent():
     draws = request(300, 40, seed=1).uniform_numbers(Peers()).numpy()
     assert draws.dtype == np.float64
     assert draws.min() >= 0.0
@@ -391,7 +391,7 @@ def test_a_token_of_probability_0_is_never_drawn(vocab):
     for trial in range(20):
         scores = torch.randn(4, vocab, generator=generator) * (1 + trial)
         for row in range(4):
-            # Nothing at the front, nothing at the end, and nothing but one.
+            # Zeros at the front, zeros at the end, and zeros except for one token.
             scores[row, : min(trial * (row % 2), vocab // 3)] = -math.inf
             scores[row, vocab - min(trial * (row // 2), vocab // 3) :] = -math.inf
         if trial % 3 == 0:
@@ -404,14 +404,14 @@ def test_a_token_of_probability_0_is_never_drawn(vocab):
             assert (chosen > 0).all(), (number, trial)
             if number == LAST:
                 possible = [row.nonzero().max() for row in scores.softmax(-1)]
-                # What lies behind the token drawn weighs less than rounding can tell from nothing.
-                behind = [scores.softmax(-1)[row, token + 1 :].double().sum() for row, token in enumerate(tokens)]
+                # All tokens after the drawn one together have less probability than rounding can distinguish from 0.
+                after = [scores.softmax(-1)[row, token + 1 :].double().sum() for row, token in enumerate(tokens)]
                 assert all(token <= last for token, last in zip(tokens, possible, strict=True))
-                assert max(behind) < 1e-15
+                assert max(after) < 1e-15
 
 
-def test_sums_that_rounding_lets_fall_or_rise():
-    """As where sums are taken in parallel: each off by an ulp, also at tokens of probability 0."""
+def test_cumulative_sums_may_be_off_by_rounding():
+    """As in parallel sums: each is off by one ulp, also at tokens of probability 0."""
     scores = torch.tensor([[-math.inf, 1.0, -math.inf, 2.0, -math.inf, -math.inf]])
     shares = scores.softmax(-1).double()
     exact = shares.cumsum(-1)
@@ -432,7 +432,7 @@ def test_sums_that_rounding_lets_fall_or_rise():
 
 
 def test_following_a_tree_with_copied_tokens():
-    """Node 4 carries the token of node 1: both are visited, and lead on to different children."""
+    """Node 4 has the token of node 1: both are visited, and lead to different children."""
     shape = TreeTensors.from_tree(Tree([[0], [1], [0, 0]], lookup=2), torch.device("cpu"))
     assert shape.parents.tolist() == [-1, 0, 0, 1, 0, 4]
     tokens = torch.tensor([[9, 5, 6, 7, 5, 8], [9, 5, 6, 7, 5, 7], [9, 1, 2, 3, 4, 5]])
@@ -447,7 +447,7 @@ def test_following_a_tree_with_copied_tokens():
     assert asked[:2] == [[0, 0, 0], [1, 1, 0]]
 
 
-def test_context_free_processors_are_what_transformers_makes_of_the_settings():
+def test_context_free_processors_are_those_that_transformers_makes():
     """Greedy with scores asked for: the processed scores of a step equal the formula's distribution."""
     model = tiny()
     [row] = prompts(1, [9])
@@ -469,8 +469,8 @@ def test_context_free_processors_are_what_transformers_makes_of_the_settings():
 
 
 @pytest.mark.parametrize("route", ["device", "host"])
-def test_where_nothing_can_be_drawn_the_step_is_named(route):
-    """A temperature that overflows; a minimum length where every token ends the text."""
+def test_the_step_is_named_if_no_token_can_be_drawn(route):
+    """A temperature that overflows; a minimum length when every token is EOS."""
     model = tiny()
     [row] = prompts(1, [5])
     words = {
@@ -487,7 +487,7 @@ def test_where_nothing_can_be_drawn_the_step_is_named(route):
     assert output.new_tokens == [8]
 
 
-def test_a_model_that_breaks_down_is_named_by_either_route():
+def test_logits_that_are_not_finite_are_named_by_either_route():
     model = tiny()
     [row] = prompts(1, [5])
     with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:

@@ -1,4 +1,4 @@
-"""Sessions: what stands in the cache is not run again, and the text is what it would be without."""
+"""Sessions: cached tokens are not run again, and the text is the same as without a session."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ TREE = Tree.cartesian([3, 2])
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Tokens of every pass through the model, a list of (rows, tokens)."""
+    """The (rows, tokens) of every pass through the model."""
     seen = []
     monkeypatch.setattr("medusa_decoding.backbone.backbone.Backbone.forward", _counting(seen))
     return seen
@@ -49,7 +49,7 @@ def test_a_chat_of_several_turns(family, tree, passes):
             output = medusa.generate(torch.tensor([text]), max_new_tokens=12, session=session)
             new = output.sequences[0, len(text) :].tolist()
             assert new == transformers_greedy(model, torch.tensor(text), 12)
-            # The last token of an answer has not been through the model: it is prefilled with the next turn.
+            # The last token of an answer has not run through the model: it is prefilled with the next turn.
             assert prefilled(passes) == [len(turn) + (1 if number else 0)]
             assert session.reused == len(text) - prefilled(passes)[0]
             text += new
@@ -71,7 +71,7 @@ def test_an_edited_history_runs_again_from_where_it_differs(passes):
             assert prefilled(passes) == [len(prompt) - session.reused]
 
 
-def test_rows_in_lockstep_reuse_what_all_have():
+def test_rows_of_a_batch_reuse_the_prefix_that_all_have():
     model = tiny(max_position_embeddings=512)
     rows = prompts(3, [12, 7, 20])
     ids, mask = padded(rows)
@@ -88,8 +88,8 @@ def test_rows_in_lockstep_reuse_what_all_have():
 
 
 @pytest.mark.parametrize("ending", ["eos", "criterion", "budget"])
-def test_an_answer_cut_within_a_path_goes_on_rightly(ending):
-    """Keys and values of accepted tokens behind the cut stand in the cache: they must not be taken for the text's."""
+def test_an_answer_cut_within_a_path_continues_correctly(ending):
+    """The cache holds keys and values of accepted tokens after the cut: they must not count as part of the text."""
     model = tiny(max_position_embeddings=512)
     cut = 0
     for seed in range(8):
@@ -113,7 +113,7 @@ def test_an_answer_cut_within_a_path_goes_on_rightly(ending):
     assert cut > 0, "no answer was cut within a path"
 
 
-def test_growing_and_longer_budgets_keep_what_is_held(monkeypatch):
+def test_growth_and_longer_budgets_keep_the_cached_prefix(monkeypatch):
     monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 8)
     model = tiny(max_position_embeddings=1024)
     [text] = prompts(1, [50])
@@ -127,7 +127,7 @@ def test_growing_and_longer_budgets_keep_what_is_held(monkeypatch):
         assert session.reused > 400
 
 
-def test_dynamic_rope_reuses_nothing_that_has_other_frequencies():
+def test_dynamic_rope_reuses_no_keys_with_other_frequencies():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = tiny(max_position_embeddings=48, rope_parameters=rope)
     [text] = prompts(1, [20])
@@ -145,7 +145,7 @@ def test_dynamic_rope_reuses_nothing_that_has_other_frequencies():
     assert max(reused[2:]) <= 1, "the case never asked for other frequencies"
 
 
-def test_other_weights_reuse_nothing():
+def test_changed_weights_reuse_nothing():
     model = tiny()
     [prompt] = prompts(1, [20])
     session = Session()
@@ -201,8 +201,8 @@ def test_a_cleared_session_holds_no_cache():
         assert held() is None
 
 
-def test_a_short_turn_behind_one_with_a_long_budget_can_grow(monkeypatch):
-    """The state of the first has room for more new tokens than the second asks for, and keeps it."""
+def test_a_short_turn_after_one_with_a_long_budget_can_grow(monkeypatch):
+    """The first turn's state has room for more new tokens than the second asks for, and keeps it."""
     monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 8)
     model = tiny(max_position_embeddings=2048)
     [prompt] = prompts(1, [50])

@@ -1,4 +1,4 @@
-"""What outlives a generation: lent states, made steps, and what they are made anew for."""
+"""What is cached between generations: states and steps, and when they are rebuilt."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ def medusa():
         yield medusa
 
 
-def test_kept_states_are_found_by_shape_and_cleared(medusa):
+def test_cached_states_are_found_by_shape_and_cleared(medusa):
     pool = StatePool(medusa.backbone, keep=2)
     small, large = pool.acquire(Sizes([5], 10), 60), pool.acquire(Sizes([5], 10), 200)
     wide = pool.acquire(Sizes([5], 500), 60)
@@ -44,8 +44,8 @@ def test_kept_states_are_found_by_shape_and_cleared(medusa):
     assert pool.acquire(Sizes([5], 500), 60) is wide
 
 
-def test_graphs_over_lent_states_are_dropped_with_their_step(medusa):
-    """A session holds its state between calls; a step that is dropped meanwhile must free its graphs there too."""
+def test_graphs_over_acquired_states_are_dropped_with_their_step(medusa):
+    """A session holds its state between calls; a step that is dropped meanwhile must also free its graphs there."""
     pool = StatePool(medusa.backbone, keep=2)
     state = pool.acquire(Sizes([5], 10), 60)
     state.captured |= {("dropped", "key"): "graph", ("kept", "key"): "graph"}
@@ -60,14 +60,14 @@ def test_graphs_over_lent_states_are_dropped_with_their_step(medusa):
     assert wider.captured == {}
 
 
-def test_the_pool_keeps_no_lent_state_alive(medusa):
+def test_the_pool_keeps_no_acquired_state_alive(medusa):
     pool = StatePool(medusa.backbone, keep=2)
     state = weakref.ref(pool.acquire(Sizes([5], 10), 60))
     gc.collect()
     assert state() is None
 
 
-def test_what_is_kept_makes_room(medusa, monkeypatch):
+def test_cached_states_are_dropped_to_make_room(medusa, monkeypatch):
     pool = StatePool(medusa.backbone, keep=2)
     pool.release(pool.acquire(Sizes([5], 10), 60))
     allocate = pools.TreeCache.allocate
@@ -88,7 +88,7 @@ def test_what_is_kept_makes_room(medusa, monkeypatch):
 
 
 class Broken:
-    """A streamer whose client goes away."""
+    """A streamer whose client disconnects."""
 
     def put(self, value):
         if value.numel() == 1:
@@ -98,7 +98,7 @@ class Broken:
         raise AssertionError
 
 
-def test_an_interrupted_generation_gives_its_state_back_once(medusa, monkeypatch):
+def test_an_interrupted_generation_releases_its_state_once(medusa, monkeypatch):
     back = []
     monkeypatch.setattr(medusa._steps.pool, "release", back.append)
     [row] = prompts(1, [9])
@@ -124,7 +124,7 @@ def changes(model):
     yield "weight replaced", lambda: setattr(linear.base_layer, "weight", torch.nn.Parameter(torch.ones(32, 32)))
 
 
-def test_steps_are_made_anew_when_the_model_would_compute_something_else():
+def test_steps_are_rebuilt_when_the_model_would_compute_something_else():
     model = get_peft_model(tiny(), LoraConfig(target_modules=["q_proj"], r=2, lora_dropout=0.1))
     model.add_adapter("other", LoraConfig(target_modules=["q_proj"], r=2))
     with MedusaModel(model.eval()) as medusa, torch.no_grad():
@@ -185,10 +185,10 @@ def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length,
     monkeypatch.setattr(runner, "Watch", Late)
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.bucket", lambda rows: rows)
     [row] = prompts(1, [length])
-    lent = []
+    acquired = []
     with MedusaModel(model, heads_for(model), tree) as late:
         acquire = late._steps.pool.acquire
-        monkeypatch.setattr(late._steps.pool, "acquire", lambda *args: lent.append(args) or acquire(*args))
+        monkeypatch.setattr(late._steps.pool, "acquire", lambda *args: acquired.append(args) or acquire(*args))
         got = late.generate(row[None], max_new_tokens=new).sequences[0, length:].tolist()
     assert got == transformers_greedy(model, row, new)
-    assert len(lent) == 1
+    assert len(acquired) == 1

@@ -1,4 +1,4 @@
-"""Step times: medians, what unknown sizes are taken for, and files."""
+"""Step times: medians, estimates for unknown sizes, and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_estimates_are_the_lower_third_and_the_median_of_the_last_samples():
     assert Profile().estimates([1, 8]) == []
 
 
-def test_sizes_never_timed_are_hoped_to_be_cheap_and_feared_to_be_dear():
+def test_untimed_sizes_have_an_optimistic_and_a_pessimistic_estimate():
     hopeful, careful = zip(*profile(n1=[1.0] * 3, n4=[1.6] * 3).estimates([1, 2, 4, 8, 64]), strict=True)
     assert hopeful == pytest.approx((1.0, 1.15, 1.6, 1.68, 1.68 * 1.15))
     assert careful == pytest.approx((1.0, 1.6, 1.6, 2.4, 3.6))
@@ -36,7 +36,7 @@ def test_sizes_never_timed_are_hoped_to_be_cheap_and_feared_to_be_dear():
     assert profile(n1=[1.0] * 3, n4=[2.0] * 3, n16=[1.9] * 3).estimates([1, 4, 16])[1][0] == 1.9
 
 
-def test_one_slow_sample_is_not_believed_before_a_second_one():
+def test_one_slow_sample_counts_only_after_a_second_one():
     doubted = profile(n1=[1.0] * 3, n4=[10.0])
     assert doubted.estimates([1, 4])[1] == (pytest.approx(1.2), 10.0)
     doubted.add(4, 10.0)
@@ -71,7 +71,7 @@ def test_another_cache_size_starts_from_the_nearest_one():
     assert times.profile(2, 2048) is longer
 
 
-def test_times_survive_a_file_and_no_other_device_or_model_reads_them():
+def test_times_round_trip_and_are_refused_for_another_device_or_model():
     times = StepTimes("H200, graph", "llama bf16")
     for rows in (512, 1024):
         for seconds in (0.25, 0.5, 0.125):
@@ -109,6 +109,6 @@ def test_damaged_files_are_refused(entries, words):
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_files_that_are_no_object_are_refused(text):
+def test_files_without_a_json_object_are_refused(text):
     with pytest.raises(ValueError, match="step times: expected"):
         StepTimes.from_json(text, device="d", model="m")

@@ -1,6 +1,6 @@
-"""Where texts end: stop strings, criteria, time, EOS lists; what streamers and criteria are shown on the way.
+"""Where texts end: stop strings, criteria, time, EOS lists; what streamers and criteria receive before that.
 
-Heads are taught the model's own text, see `oracles.taught`, so that most steps commit several tokens and the ends lie
+Heads propose the model's own text, see `oracles.taught`, so that most steps accept several tokens and texts end
 within accepted paths.
 """
 
@@ -29,7 +29,7 @@ def tokenizer():
 
 
 class Written:
-    """A model that writes printable bytes, its prompts, transformers' texts behind them, and heads that know these."""
+    """A model that writes printable bytes, its prompts, transformers' texts after them, and heads that know these."""
 
     def __init__(self, family="llama", seed=0, lengths=(9, 4, 17)):
         self.model = tiny(family, seed=seed, vocab_size=PRINTABLE, hidden_size=160, max_position_embeddings=128)
@@ -48,7 +48,7 @@ def written():
 
 
 def paths(output, row=0):
-    """(first place, last place) of the new tokens of each step of a row; the prefill's is place 0."""
+    """(first index, last index) of the new tokens of each step of a row; the prefill's token has index 0."""
     found, place = [], 1
     for accepted in output.accept_lengths[row]:
         found.append((place, place + accepted))
@@ -57,12 +57,12 @@ def paths(output, row=0):
 
 
 def within_a_path(steps, place):
-    """Whether a step goes on behind the token at a place."""
+    """Whether a step continues after the token at an index."""
     return any(first <= place < last for first, last in steps)
 
 
 def consistent(output):
-    """Each row's steps account for its tokens but the first, which is the prefill's."""
+    """Each row's steps account for its tokens except the first, which is the prefill's."""
     for steps, count in zip(output.accept_lengths, output.new_tokens, strict=True):
         assert sum(steps) + len(steps) == count - 1
     metrics = output.metrics
@@ -78,7 +78,7 @@ def consistent(output):
     ("family", "tree"), [("llama", "siblings"), ("mistral", "chain"), ("qwen2", "copied"), ("qwen3", "siblings")]
 )
 def test_stop_strings_cut_where_transformers_cuts(tokenizer, family, tree):
-    """Strings of one to three tokens from all over the text: they end within paths, and reach over two of them."""
+    """Strings of one to three tokens from anywhere in the text: some end within a path, some span two."""
     written = Written(family, lengths=(9,))
     [row], [text] = written.rows, written.texts
     cut_within = across = 0
@@ -123,7 +123,7 @@ def test_several_strings_and_ones_that_begin_in_the_prompt(tokenizer, written):
 
 
 class EndsAt(StoppingCriteria):
-    """Keeps what it was shown; ends behind a count of tokens (by length of the text)."""
+    """Records what it is shown; ends after a number of tokens (by length of the text)."""
 
     def __init__(self, length=10**9, form=torch.tensor):
         self.length, self.form, self.shown = length, form, []
@@ -146,7 +146,7 @@ def test_criteria_see_every_prefix_in_order(written, tree):
             output = medusa.generate(row[None], max_new_tokens=NEW, stopping_criteria=[criterion, other], metrics=True)
             assert new_tokens(output, len(row)) == [text[: end + 1]]
             consistent(output)
-            # Nothing is shown behind the end, and no criterion is left out.
+            # Nothing is shown after the end, and no criterion is left out.
             expected = [row.tolist() + text[: count + 1] for count in range(end + 1)]
             assert [prefix for prefix, _ in criterion.shown] == [prefix for prefix, _ in other.shown] == expected
             assert all(scores is None for _, scores in criterion.shown)
@@ -214,7 +214,7 @@ def test_criteria_get_the_scores_that_transformers_gives_them(written):
 
 
 def test_time_runs_out(written, monkeypatch):
-    """A clock that goes on by a second whenever it is read: the text ends behind the first token past the limit."""
+    """A clock that advances 1 s per read: the text ends after the first token past the limit."""
     row, text = written.rows[0], written.texts[0]
     clock = [1000.0]
 
@@ -224,7 +224,7 @@ def test_time_runs_out(written, monkeypatch):
 
     monkeypatch.setattr(time, "time", tick)
     with written.swapped() as medusa:
-        # Read once when the criterion is made, once a token; transformers' own criterion does not count equality.
+        # Read once when the criterion is made, then per token; transformers' own criterion does not count equality.
         for limit in (0, 1, 4.5, 20):
             output = medusa.generate(row[None], max_new_tokens=NEW, max_time=limit, metrics=True)
             assert new_tokens(output, len(row)) == [text[: int(limit) + 1]]
@@ -272,7 +272,7 @@ class Recorder:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("limit", ["budget", "eos", "stop string", "criterion"])
-def test_streamers_get_each_token_in_order_and_nothing_behind_the_end(tokenizer, written, tree, limit):
+def test_streamers_get_each_token_in_order_and_nothing_after_the_end(tokenizer, written, tree, limit):
     row, text = written.rows[0], written.texts[0]
     with written.swapped(tree) as medusa:
         whole = paths(medusa.generate(row[None], max_new_tokens=NEW))
@@ -293,7 +293,7 @@ def test_streamers_get_each_token_in_order_and_nothing_behind_the_end(tokenizer,
 
 
 def test_text_streamers_of_transformers(tokenizer, written, capsys):
-    """They print at spaces, which are made frequent here."""
+    """They print at spaces, which are frequent here."""
 
     def frequent(text, scores):
         return scores + 10.0 * (torch.arange(scores.shape[-1]) == 0)
@@ -362,8 +362,8 @@ def test_the_model_is_usable_after_one_of_them_fails(tokenizer, written, who):
 
 
 @pytest.mark.parametrize("tree", ["siblings", "copied"])
-def test_a_host_that_reads_one_step_late_cuts_at_the_same_places(written, monkeypatch, tree):
-    """As on a GPU, where a step more is under way when a criterion ends a row."""
+def test_a_host_that_reads_one_step_late_cuts_at_the_same_token(written, monkeypatch, tree):
+    """As on a GPU, where one more step is running when a criterion ends a row."""
 
     class Late(runner.Watch):
         def __init__(self, state, *args, **wanted):
@@ -380,7 +380,7 @@ def test_a_host_that_reads_one_step_late_cuts_at_the_same_places(written, monkey
     def criterion(input_ids, scores):
         prefix = input_ids[0].tolist()
         number = next(i for i, row in enumerate(written.rows) if prefix[: len(row)] == row.tolist())
-        assert len(prefix) <= ends[number], "shown what is behind the end"
+        assert len(prefix) <= ends[number], "shown tokens after the end"
         return torch.tensor([len(prefix) == ends[number]])
 
     expected = [text[:count] for text, count in zip(written.texts, (13, 30, 6), strict=True)]
@@ -404,7 +404,7 @@ def test_a_host_that_reads_one_step_late_cuts_at_the_same_places(written, monkey
 
 
 def test_a_total_length_counts_as_in_transformers(written):
-    """20 as well, which stands for "not set" only where the model's own configuration says it."""
+    """Also 20, which means "not set" only if it comes from the model's own configuration."""
     row, text = written.rows[0], written.texts[0]
     config = GenerationConfig(max_length=20, pad_token_id=0)
     with written.swapped() as medusa:
@@ -427,7 +427,7 @@ def test_one_callable_instead_of_a_list_is_refused(written, name):
 
 
 def test_processors_and_criteria_together(tokenizer, written):
-    """The host follows the path, and a criterion cuts it: the scores end there too."""
+    """The host selects the tokens, and a criterion cuts the path: the scores also end there."""
     row = written.rows[0]
     kwargs = {"repetition_penalty": 1.2, "max_new_tokens": NEW}
     text = transformers_greedy(written.model, row, NEW, repetition_penalty=1.2)
@@ -444,7 +444,7 @@ def test_processors_and_criteria_together(tokenizer, written):
 
 
 def test_stop_strings_under_sampling_and_typical_acceptance(tokenizer, written):
-    """Whatever chooses the tokens: the text is cut at its first stop string, and the rest of it is unchanged."""
+    """Under any token selection the text is cut at its first stop string, and unchanged before it."""
     model = tiny(vocab_size=PRINTABLE)
     [row] = prompts(1, [9], vocab=PRINTABLE)
     some = [chr(byte) for byte in range(ord("A"), ord("H"))]

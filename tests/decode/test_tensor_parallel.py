@@ -36,7 +36,7 @@ MODELS = {
     "llama": ("llama", {"vocab_size": 12, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"vocab_size": 12, "attention_bias": True}),
 }
-# 24 columns of keys would be torn apart in the middle of the second of three heads.
+# 24 columns of keys would be split in the middle of the second of three heads.
 ODD = {
     "odd KV heads": {"num_attention_heads": 6, "num_key_value_heads": 3},
     "odd heads": {"num_attention_heads": 3, "num_key_value_heads": 1},
@@ -57,7 +57,7 @@ def rows():
 
 
 def decode(folder, name):
-    """Decode one model in every way; called by all processes together."""
+    """Decode one model with every token selection; called by all processes together."""
     whole = build(name)
     base = load(folder / name)
     originals = [layer.self_attn for layer in base.model.layers]
@@ -125,7 +125,7 @@ def from_pretrained(folder):
 
 
 def disagree(folder):
-    """Give every process another random state and another idea of when to stop."""
+    """Give every process another random state and another stopping criterion."""
     rank = torch.distributed.get_rank()
     ids, mask = padded(rows())
     prompt = rows()[1][None]
@@ -151,7 +151,7 @@ def disagree(folder):
 
 
 def talk(folder):
-    """Say something else in every process and see who is heard."""
+    """Broadcast a different object from every process and record which one arrives."""
     peers = Peers.from_model(load(folder / "llama"))
     rank = torch.distributed.get_rank()
     mine = torch.arange(6.0).view(2, 3).T + 10 * rank

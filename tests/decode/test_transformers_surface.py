@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import transformers
-from calls import IDS, NEW, TREE, WANTED, kept, one_letter_a_token, plain, with_heads
+from calls import IDS, NEW, TREE, WANTED, kept, one_letter_per_token, plain, with_heads
 from models import padded, prompts, transformers_greedy
 from transformers import (
     Cache,
@@ -51,7 +51,7 @@ def test_each_ignored_field_has_a_value_here():
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_what_only_runs_transformers_loop_is_ignored(model, heads, name, caplog):
+def test_fields_that_only_affect_transformers_loop_are_ignored(model, heads, name, caplog):
     if not hasattr(model.generation_config, name):
         pytest.skip(f"this transformers has no {name}")
     expected = transformers_greedy(model, IDS[0], NEW)
@@ -81,7 +81,7 @@ def test_arguments_that_change_nothing_are_accepted(model, heads, kwargs):
     assert with_heads(model, heads, IDS, **kwargs).tolist() == expected
 
 
-def test_outputs_that_only_a_dictionary_has_are_not_looked_at_without_one(model, heads):
+def test_output_flags_are_ignored_without_return_dict_in_generate(model, heads):
     with MedusaModel(model, heads, TREE) as medusa:
         with pytest.raises(ValueError, match="output_attentions: expected False, got True"):
             medusa.generate(IDS, output_attentions=True, max_new_tokens=2)
@@ -171,7 +171,7 @@ def wrapped_without_traces(function):
 
 
 def taken_apart(function):
-    """Names the tokenizer itself and goes past transformers' own decorator."""
+    """Names the tokenizer itself and bypasses transformers' own decorator."""
 
     def call(self, inputs, tokenizer=None, **rest):
         return function.__wrapped__(self, inputs, tokenizer=tokenizer, **rest)
@@ -185,7 +185,7 @@ def twice(function):
 
 @pytest.mark.parametrize("wrap", [wrapped_by_name, wrapped_without_traces, taken_apart, twice, "subclass", "instance"])
 def test_a_tokenizer_is_found_whatever_wraps_generate(model, heads, monkeypatch, wrap):
-    tokenizer = one_letter_a_token()
+    tokenizer = one_letter_per_token()
     whole = tokenizer.decode(transformers_greedy(model, IDS[0], 24))
     expected = plain(model, IDS, max_new_tokens=24, stop_strings=whole[8:10], tokenizer=tokenizer)
     assert expected.shape[1] < 27
@@ -197,7 +197,7 @@ def test_a_tokenizer_is_found_whatever_wraps_generate(model, heads, monkeypatch,
         monkeypatch.setattr(GenerationMixin, "generate", wrap(GenerationMixin.generate))
     given = {"max_new_tokens": 24, "stop_strings": whole[8:10]}
     assert with_heads(model, heads, IDS, tokenizer=tokenizer, **given).tolist() == expected.tolist()
-    # A variable of that name in a frame further out is none of the call's arguments.
+    # A variable of that name in an outer frame is not an argument of the call.
     with pytest.raises(ValueError, match="tokenizer: expected the model's tokenizer with stop_strings, got None"):
         with_heads(model, heads, IDS, **given)
 
@@ -210,7 +210,7 @@ def test_a_tokenizer_is_found_whatever_wraps_generate(model, heads, monkeypatch,
         ([[1, 2], [0, 0]], "expected at least one token in row 1, got none"),
     ],
 )
-def test_a_mask_that_transformers_made_is_called_so(model, heads, ids, words):
+def test_messages_say_when_transformers_made_the_mask(model, heads, ids, words):
     ids = torch.tensor(ids)
     made = r"attention_mask: none was given, so transformers takes token 0 \(pad_token_id\) for padding; "
     with pytest.raises(ValueError, match=made + words + r"\. Give attention_mask=torch\.ones_like\(input_ids\)"):
@@ -222,7 +222,7 @@ def test_a_mask_that_transformers_made_is_called_so(model, heads, ids, words):
     assert rows.tolist() == [transformers_greedy(model, row, NEW) for row in ids]
 
 
-def test_a_row_is_what_it_is_alone_where_transformers_counts_padding(model, heads):
+def test_a_row_equals_the_row_alone_where_transformers_counts_padding(model, heads):
     rows = prompts(4, [7, 2, 3])
     alone = [transformers_greedy(model, row, NEW, no_repeat_ngram_size=2) for row in rows]
     other = 0

@@ -66,7 +66,7 @@ def test_last_bit_of_a_word_and_the_next_word():
     assert tree.ancestors[64].tolist() == [-1, 1]
 
 
-def test_root_alone():
+def test_tree_of_the_root_alone():
     tree = Tree([])
     assert (tree.num_nodes, tree.depth, tree.top_k) == (1, 0, 0)
     assert tree.parents.tolist() == [-1]
@@ -94,7 +94,7 @@ def test_chain_and_cartesian():
         ([[i] for i in range(256)], "at most 255 paths, got 256"),
     ],
 )
-def test_bad_choices_are_named(choices, words):
+def test_bad_paths_are_named(choices, words):
     with pytest.raises(ValueError, match=words):
         Tree(choices)
 
@@ -199,7 +199,7 @@ def test_bad_requests_are_named(call, words):
         call()
 
 
-def test_a_dynamic_tree_is_another_than_its_candidates(tmp_path):
+def test_a_dynamic_tree_differs_from_the_tree_of_its_candidates(tmp_path):
     tree = Tree.dynamic(6, depth=3, top_k=4)
     assert (tree.num_nodes, tree.keep) == (6, 6)
     assert tree != Tree(tree.choices)

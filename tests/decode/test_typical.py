@@ -27,13 +27,13 @@ NEW = 20
 
 
 class Definition:
-    """The papers' rule, written down again.
+    """The papers' rule, implemented independently.
 
-    A guess x behind a prefix is accepted if p(x) > min(epsilon, delta exp(-H(p))). The longest path of accepted drafts
-    is kept, of several the likeliest; the token behind it is the likeliest one, with which the next step begins.
+    A draft token x after a prefix is accepted if p(x) > min(epsilon, delta exp(-H(p))). The longest path of accepted
+    drafts is chosen, of several the likeliest; then follows the likeliest next token, the root of the next step.
 
     Attributes:
-        margin: how near any decision came to another one, relatively; 0 where it did not matter.
+        margin: relative distance of the closest decision from the other outcome; 0 if it did not matter.
         unlikely: drafts accepted that were not the likeliest token.
     """
 
@@ -73,7 +73,7 @@ class Definition:
         return ranked
 
     def judge(self, text, path, forbidden):
-        """Whether every guess of a path is accepted, and the path's log-likelihood."""
+        """Whether every draft token of a path is accepted, and the path's log-likelihood."""
         likelihood = 0.0
         for place, token in enumerate(path):
             probabilities = softmax(self.logits((*text, *path[:place]), forbidden(place)) / self.temperature)
@@ -148,17 +148,17 @@ def of_generate(rule):
 
 
 def check(definition, output, width, expected):
-    # What float64 decides by less than float32 can tell apart would show nothing: then take another seed.
+    # A decision closer than float32 can resolve would show nothing: then take another seed.
     assert definition.margin > 1e-5
     assert new_tokens(output, width) == [text for text, _ in expected]
     assert output.accept_lengths == [steps for _, steps in expected]
 
 
 @pytest.mark.parametrize(("family", "tree", "rule"), CASES)
-def test_equals_the_definition(family, tree, rule):
+def test_text_equals_the_definition(family, tree, rule):
     model = tiny(family)
     heads = heads_for(model)
-    # Long enough that each token stood somewhere before, so that there is always something to copy.
+    # Long enough to contain each token, so that there is always something to copy.
     rows = [torch.cat([torch.arange(VOCAB), row]) for row in prompts(3, [7, 2, 13])]
     definition = Definition(model, heads, **rule)
     expected = [definition.write(row.tolist(), TREES[tree], NEW) for row in rows]
@@ -175,7 +175,7 @@ def test_equals_the_definition(family, tree, rule):
 @pytest.mark.parametrize("min_new", [0, 6, NEW])
 @pytest.mark.parametrize("tree", ["chain", "siblings"])
 def test_ends_and_minimum_lengths(tree, min_new):
-    """EOS tokens in the middle of accepted paths, and ones that may not come yet: they have no probability then."""
+    """EOS tokens within accepted paths, and before the minimum length, where they have probability 0."""
     model = tiny(seed=2)
     heads = heads_for(model)
     rows = prompts(4, [5, 9, 3, 14], seed=5)
@@ -216,7 +216,7 @@ def test_an_eos_token_within_an_accepted_path_cuts_there():
 
 
 def test_a_small_threshold_accepts_everything_and_a_larger_one_less():
-    """The bound is at most epsilon: next to 0 every guess passes, and each step commits the whole depth."""
+    """The bound is at most epsilon: close to 0 every draft token passes, and each step accepts the whole depth."""
     model = tiny()
     [row] = prompts(1, [8])
     with MedusaModel(model, heads_for(model), TREES["chain"]) as medusa:
@@ -231,7 +231,7 @@ def test_a_small_threshold_accepts_everything_and_a_larger_one_less():
 
 
 def test_the_strictest_setting_is_not_greedy_decoding():
-    """With epsilon 1 and delta next to 1 a guess passes if its surprise is below the entropy, likeliest or not."""
+    """With epsilon 1 and delta near 1 a draft token passes if its surprise is below the entropy, likeliest or not."""
     model = tiny()
     heads = heads_for(model)
     [row] = prompts(1, [8])
@@ -245,7 +245,7 @@ def test_the_strictest_setting_is_not_greedy_decoding():
     assert text != transformers_greedy(model, row, NEW)
 
 
-def test_it_is_never_the_default_and_called_lossy(capsys):
+def test_typical_acceptance_is_never_the_default_and_is_called_lossy(capsys):
     parameters = inspect.signature(MedusaModel.generate).parameters
     assert parameters["acceptance"].default == "lossless"
     assert (parameters["posterior_threshold"].default, parameters["posterior_alpha"].default) == (0.09, 0.3)
@@ -281,14 +281,14 @@ def test_values_out_of_range_are_refused(settings, words):
 
 
 def accepted_path(selector, tree, tokens, weight, hidden):
-    """What one step commits: the accepted tokens and the one behind them."""
+    """The tokens of one step: the accepted ones and the one after them."""
     shape = TreeTensors.from_tree(tree, torch.device("cpu"))
     head = nn.Linear(*weight.T.shape, bias=False)
     with torch.no_grad():
         head.weight.copy_(weight)
         state = SimpleNamespace(count=torch.ones(1, dtype=torch.int32), check=torch.zeros(1))
         next_tokens = selector(Nodes(hidden, tokens, shape), head, state, SimpleNamespace(min_new_tensor=None))
-    committed = {
+    accepted = {
         "lengths": torch.ones(1, dtype=torch.int32), "root": torch.zeros(1, dtype=torch.int64),
         "state_hidden": torch.zeros(1, hidden.shape[-1]), "output": torch.zeros(1, 16, dtype=torch.int64),
         "count": torch.ones(1, dtype=torch.int32), "finished": torch.zeros(1, dtype=torch.bool),
@@ -296,26 +296,26 @@ def accepted_path(selector, tree, tokens, weight, hidden):
     }  # fmt: skip
     reference.tree_accept(
         tokens, next_tokens, hidden, shape.depths, shape.paths, torch.tensor([], dtype=torch.int64),
-        torch.tensor([16], dtype=torch.int32), torch.tensor([1]), **committed,
+        torch.tensor([16], dtype=torch.int32), torch.tensor([1]), **accepted,
     )  # fmt: skip
-    return committed["output"][0, 1 : int(committed["count"])].tolist()
+    return accepted["output"][0, 1 : int(accepted["count"])].tolist()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_likeliest_token_passes_whatever_rounding_says(temperature):
-    """Nearly uniform distributions with delta next to 1: the bound is the likeliest token's probability, rounded."""
+def test_the_likeliest_token_is_accepted_despite_rounding(temperature):
+    """Nearly uniform distributions with delta close to 1: the bound is the likeliest token's probability, rounded."""
     for vocab in range(3, 400, 7):
         weight = torch.zeros(vocab, 4)
         weight[0, 0] = -1e-4  # token 1 is the first of the likeliest
         tokens = torch.tensor([[2, 1, 1]])
-        committed = accepted_path(
+        accepted = accepted_path(
             TypicalAcceptance(1.0, 1.0 - 1e-12, temperature), Tree.chain(2), tokens, weight, torch.ones(1, 3, 4)
         )
-        assert committed == [1, 1, 1], vocab
+        assert accepted == [1, 1, 1], vocab
 
 
-def test_a_copied_token_beside_the_same_guess_leads_nowhere_else():
-    """Node 3 is a copy with the token of node 1: what stands below it is accepted by its own probability or not."""
+def test_a_copied_token_equal_to_a_draft_token_gives_the_same_text():
+    """Node 3 is a copy with the token of node 1: its children are accepted or not by their own probability."""
     tree = Tree([[0], [0, 0]], lookup=2)
     assert tree.parents.tolist() == [-1, 0, 1, 0, 3]
     probabilities = torch.tensor(

@@ -1,4 +1,4 @@
-"""What decoding passes by is refused by name where it would change the text; what decoding calls takes effect.
+"""Code that decoding bypasses is refused by name if it would change the text; code that it calls takes effect.
 
 Hooks, accelerate: test_attention.py, test_quantised.py. Activated LoRA: test_lora.py. Autocast: test_model.py.
 """
@@ -220,7 +220,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("change", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_decoding_passes_by_is_refused_by_name(change, why, monkeypatch):
+def test_overrides_that_decoding_bypasses_are_refused_by_name(change, why, monkeypatch):
     plain = transformers_greedy(tiny(), ROW, NEW)
     before = tiny()
     medusa = MedusaModel(before, heads_for(before), TREE)
@@ -233,7 +233,7 @@ def test_what_decoding_passes_by_is_refused_by_name(change, why, monkeypatch):
     with pytest.raises(ValueError, match=r"base_model|prepare_inputs_for_generation"):
         with_heads(model, heads, ROW[None])
     assert not any(isinstance(module, TreeAttention) for module in model.modules())
-    # Also where it is changed afterwards; a layer's attention is another module then.
+    # Also if it is changed after wrapping; a layer's attention is another module then.
     if change is one_layer_of_its_own_implementation:
         return
     change(before, monkeypatch)
@@ -242,7 +242,7 @@ def test_what_decoding_passes_by_is_refused_by_name(change, why, monkeypatch):
     medusa.undo()
 
 
-def test_a_text_that_ends_otherwise_is_refused_where_transformers_is_not_asked():
+def test_an_override_of_where_a_text_ends_needs_custom_generate():
     model = tiny()
     heads = heads_for(model)
     model.__class__ = OtherEnd
@@ -289,7 +289,7 @@ def test_dropout_in_training_mode_is_refused():
         medusa.generate(ROW[None], max_new_tokens=NEW)
 
 
-def test_training_mode_without_dropout_changes_nothing_but_for_checkpointing():
+def test_training_mode_without_dropout_changes_nothing_but_gradient_checkpointing():
     model = tiny()
     heads = heads_for(model)
     expected = transformers_greedy(model, ROW, NEW)
@@ -320,7 +320,7 @@ def test_x_lora_is_refused(tmp_path):
         medusa.generate(ROW[None], max_new_tokens=NEW)
 
 
-# What decoding calls
+# Code that decoding calls
 
 
 class Layer(llama.LlamaDecoderLayer):
@@ -391,7 +391,7 @@ TAKES_EFFECT = {
 
 
 @pytest.mark.parametrize("change", TAKES_EFFECT.values(), ids=TAKES_EFFECT)
-def test_what_decoding_calls_takes_effect(change, monkeypatch, request):
+def test_overrides_that_decoding_calls_take_effect(change, monkeypatch, request):
     model = tiny()
     plain, heads = transformers_greedy(model, ROW, NEW), heads_for(model)
     change(model, monkeypatch)
@@ -399,7 +399,7 @@ def test_what_decoding_calls_takes_effect(change, monkeypatch, request):
     assert expected != plain, "the change changes nothing: the test shows nothing"
     with MedusaModel(model, heads, TREE) as medusa:
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
-        # As where steps are captured: layers are run from their weights only if that is the same.
+        # As when steps are captured: layers run from their weights only if the result is the same.
         medusa.backbone.fuse = obstacle(medusa.backbone.decoder) is None
         monkeypatch.setattr(medusa._steps, "_choose_layers", lambda backend: None)
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
@@ -425,7 +425,7 @@ def test_a_subclass_that_overrides_nothing_is_decoded():
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
 
 
-def test_a_sliding_window_that_changes_is_followed_or_refused():
+def test_a_changed_sliding_window_takes_effect_or_is_refused():
     model = tiny("mistral", sliding_window=4)
     heads = heads_for(model)
     narrow = transformers_greedy(model, ROW, NEW)

@@ -67,11 +67,11 @@ def test_greedy_text_is_transformers(name, batch, tree):
     with MedusaModel(model, variant(model, **VARIANTS[name]), tree) as medusa:
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert new_tokens(output, ids.shape[1]) == expected
-    assert sum(map(sum, output.accept_lengths)) > 0, "no guess was accepted: the test shows nothing"
+    assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_sampled_text_is_that_of_plain_decoding(name):
+def test_sampled_text_equals_plain_decoding(name):
     model = tiny("qwen3")
     ids, mask = padded(prompts(3, [7, 1, 19]))
     kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": 11}
@@ -85,7 +85,7 @@ def test_sampled_text_is_that_of_plain_decoding(name):
 
 
 def wide_heads(parent_rank, *, token_map=None, shared=False, seed=0):
-    """Random heads over 70 tokens, of which 32 are ranked anew."""
+    """Random heads over 70 tokens, of which 32 are reranked."""
     heads = MedusaHeads(8, 70, 3, 2, shared_projection=shared, token_map=token_map, parent_rank=parent_rank)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def arranged(heads, lm_head, hidden, root, tree):
 
 
 @pytest.mark.parametrize("kind", ["own", "own, trimmed", "shared", "shared, trimmed"])
-def test_children_are_the_best_behind_their_own_parent(kind):
+def test_children_are_the_topk_given_their_own_parent(kind):
     tree = Tree([[0], [1], [5], [0, 0], [0, 2], [1, 0], [1, 1], [5, 0], [0, 2, 0], [1, 0, 0], [1, 0, 30], [5, 0, 0]])
     token_map = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50] if "trimmed" in kind else None
     heads, lm_head = wide_heads(4, token_map=token_map, shared="shared" in kind)
@@ -140,13 +140,13 @@ def test_children_are_the_best_behind_their_own_parent(kind):
         heads.parent_rank = 0
         without = arranged(heads, lm_head, hidden, root, tree).tolist()
     assert found == [walked(heads, lm_head, hidden[row], root[row], tree) for row in range(5)]
-    # Cousins of one rank differ, as do the root's children: the case is not one that plain heads would pass.
+    # Cousins of one rank differ, and so do the root's children: plain heads would fail here.
     first = [tree.choices.index(path) + 1 for path in ([0, 0], [1, 0], [5, 0])]
     assert sum(len({row[node] for node in first}) > 1 for row in found) >= 3
     assert all(row[1:4] != plain[1:4] for row, plain in zip(found, without, strict=True))
 
 
-def test_a_fresh_term_changes_nothing():
+def test_an_untrained_parent_term_changes_nothing():
     plain, _ = wide_heads(0)
     torch.manual_seed(3)
     heads = MedusaHeads(8, 70, 3, 2, parent_rank=6)
@@ -167,7 +167,7 @@ def test_a_fresh_term_changes_nothing():
         assert torch.equal(order, torch.arange(32).expand(4, 3, 32, 32))
 
 
-def test_forward_adds_the_term_where_parents_are_given():
+def test_forward_adds_the_parent_term_if_parents_are_given():
     heads, lm_head = wide_heads(4, token_map=MAP, shared=True)
     hidden, parents = torch.randn(5, 8), torch.randint(0, 70, (5, 3))
     base, whole = heads(hidden, lm_head), heads(hidden, lm_head, parents)
@@ -180,11 +180,11 @@ def test_forward_adds_the_term_where_parents_are_given():
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_guessing_reads_nothing_on_the_host(name):
+def test_proposing_draft_tokens_does_not_synchronise_with_the_host(name):
     model = tiny()
     heads = variant(model, **VARIANTS[name])
     shape = TreeTensors.from_tree(TREES["uneven"], model.device)
-    # Tensors without values: what asks for one, or for a size that depends on one, is an error.
+    # Fake tensors: reading a value, or a size that depends on one, is an error.
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         root = torch.zeros(3, dtype=torch.int64)
         state = types.SimpleNamespace(hidden=torch.zeros(3, heads.hidden_size), root=root, text=None)
@@ -238,7 +238,7 @@ def test_quantised_rows_are_the_nearest_multiples_of_their_scale(floats, storage
     assert (multiples.abs().amax(-1)[usual] == limit).all()
     assert not multiples[1, 3].any()
     error = (multiples * scale - exact).abs()
-    # int8: half a step. fp8: half a step of three bits behind the leading one, or of the smallest numbers.
+    # int8: half a step. fp8: half a step of three bits after the leading one, or of the smallest numbers.
     allowed = scale / 2 if storage == "int8" else torch.maximum(exact.abs() / 16, scale * 2.0**-10)
     assert (error <= allowed * (1 + 1e-5)).all()
     assert error.max() > 0
@@ -273,7 +273,7 @@ def test_quantised_rows_are_the_nearest_multiples_of_their_scale(floats, storage
     ],
     ids=["half", "to", "there and back", "double", "type", "device and dtype"],
 )
-def test_no_conversion_reaches_what_is_stored_in_8_bits(floats, storage, convert):
+def test_dtype_conversions_leave_8_bit_weights_unchanged(floats, storage, convert):
     heads = floats.quantized(storage)
     bits, scale = heads.w2.view(torch.uint8).clone(), heads.w2_scale.clone()
     made = convert(heads)
@@ -316,7 +316,7 @@ def test_a_state_brings_its_own_trimmed_vocabulary():
     assert torch.equal(found.order, expected.order)
 
 
-def test_quantising_leaves_the_random_numbers_alone(floats):
+def test_quantising_does_not_advance_the_random_state(floats):
     torch.manual_seed(5)
     floats.quantized("int8")
     after = torch.rand(3)
@@ -345,12 +345,12 @@ def poisoned(value):
         (lambda: poisoned(-math.inf).quantized("fp8"), r"w2\[1\]: expected finite weights, got NaN or Inf"),
     ],
 )
-def test_refusals(make, message):
+def test_invalid_head_settings_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_bytes_of_a_step():
+def test_bytes_read_per_step():
     # K = 2 heads of one block of 4 x 4 with bias; V = 40, V' = 36 where trimmed.
     trimmed = torch.arange(36)
     heads = MedusaHeads(4, 40, 2, dtype=torch.bfloat16)
