@@ -1,4 +1,4 @@
-"""How far a result may be from the exact one: at most twice as far as PyTorch in the same precision."""
+"""The error budget of a result: at most twice the error of PyTorch in the same precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def allowed(same_precision: Tensor, exact: Tensor, largest: float | None = None)
     """Twice the largest error of a plain PyTorch computation against fp64.
 
     One rounding of the largest value (of the result, or of the `largest` number it is made from: for a dot product the
-    sum of the absolute products) is always granted: on a few numbers the plain computation may be exact by luck.
+    sum of the absolute products) is always allowed: on a few numbers the plain computation may be exact by chance.
     """
     assert exact.dtype == torch.float64
     plain = (same_precision.double() - exact.to(same_precision.device)).abs().max().item()

@@ -1,4 +1,4 @@
-"""Devices and tolerances shared by the tests of the ops: the same tests run on a CPU and, where there is one, a GPU."""
+"""Devices and tolerances shared by the tests of the ops: the same tests run on a CPU and, if there is one, a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _one_seed() -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Memory that an op asks for is NaN, or the largest integer, until the op writes it."""
+    """Memory that an op allocates is NaN, or the largest integer, until the op writes it."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

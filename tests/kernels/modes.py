@@ -1,4 +1,4 @@
-"""What the tests of the ops leave out in Triton's interpreter (TRITON_INTERPRET=1 on CPU tensors), and why."""
+"""What tests of the ops skip in Triton's interpreter (TRITON_INTERPRET=1 on CPU tensors), and why."""
 
 from __future__ import annotations
 

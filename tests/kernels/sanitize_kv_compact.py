@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/kernels/sanitize_kv_compact.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/kernels/sanitize_kv_compact.py
 
-Each cache is aligned as its elements are and no more, with guard bytes before it and, behind it, guard bytes or the end
+Each cache is aligned to its elements and no more, with guard bytes before it and, after it, guard bytes or the end
 of its allocation. The sanitizer sees every allocation because PyTorch's caching allocator is switched off.
 """
 
@@ -28,7 +28,7 @@ GUARD = 16
 
 
 def random_path(rng: random.Random, steps: int, room: int, accepted: int) -> list[int]:
-    """Node indices ascending as far as they are used, then anything."""
+    """Ascending node indices as far as they are used, then arbitrary ones."""
     path = sorted(rng.sample(range(room), steps))
     return path[: accepted + 1] + [rng.randint(-(2**31), 2**31 - 1) for _ in path[accepted + 1 :]]
 
@@ -50,11 +50,11 @@ def one_step(rng: random.Random, device: str, units: collections.Counter[int]) -
 
     shape = (layers, 2, batch, kv_heads, rows, dim)
     count = layers * 2 * batch * kv_heads * rows * dim * size
-    # Element-aligned, but not necessarily more. At the very end of its allocation where there is no guard behind.
+    # Element-aligned, but not necessarily more. At the very end of its allocation if no guard follows.
     offset = GUARD + size * rng.randrange(0, 16 // size)
-    behind = rng.choice((0, GUARD))
+    trailing = rng.choice((0, GUARD))
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    host = torch.randint(0, 256, (offset + count + behind,), dtype=torch.uint8, generator=generator)
+    host = torch.randint(0, 256, (offset + count + trailing,), dtype=torch.uint8, generator=generator)
     memory = host.to(device, copy=True)
 
     def cache(of: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""add_rms_norm against LlamaRMSNorm of transformers behind a residual addition, and against fp64."""
+"""add_rms_norm against a residual addition followed by transformers' LlamaRMSNorm, and against fp64."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exact(total: Tensor, weight: Tensor, eps: float) -> Tensor:
 def check(case: Case, eps: float = 1e-5) -> None:
     x, delta, weight = case
     total, normed = add_rms_norm(*case, eps)
-    # The sum has one rounding, which leaves nothing to choose.
+    # The sum has a single rounding, so it must be exact.
     assert torch.equal(total, x if delta is None else x + delta)
     assert normed.dtype == x.dtype
     assert normed.is_contiguous()
@@ -67,13 +67,15 @@ def test_matches_fp64(device: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(1, 4096), (64, 2048), (65, 100), (3, 8192), (2, 5120), (2, 12345)])
-def test_rows_sizes_and_dtypes(device: str, rows: int, size: int, delta: bool, dtype: torch.dtype) -> None:
+def test_matches_fp64_for_all_rows_sizes_and_dtypes(
+    device: str, rows: int, size: int, delta: bool, dtype: torch.dtype
+) -> None:
     check(make(rows, size, delta=delta, dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES[1:]], ids=str)
-def test_rounds_where_transformers_does(device: str, dtype: torch.dtype) -> None:
-    """Of 16-bit results nearly all are equal: one rounding fewer (or elsewhere) would change every third."""
+def test_rounds_at_the_same_points_as_transformers(device: str, dtype: torch.dtype) -> None:
+    """Nearly all 16-bit results are equal: one rounding less, or at another point, would change every third."""
     x, delta, weight = make(64, 1024, dtype=dtype, device=device)
     total, normed = add_rms_norm(x, delta, weight, 1e-5)
     same = (normed == of_transformers(total, weight, 1e-5)).double().mean().item()
@@ -82,7 +84,7 @@ def test_rounds_where_transformers_does(device: str, dtype: torch.dtype) -> None
     assert same > 0.999
 
 
-def test_sum_is_x_itself_without_delta(device: str) -> None:
+def test_without_delta_the_sum_is_x_itself(device: str) -> None:
     x, _, weight = make(2, 3, 8, device=device)
     before = x.clone()
     total, _ = add_rms_norm(x, None, weight, 1e-5)
@@ -91,7 +93,7 @@ def test_sum_is_x_itself_without_delta(device: str) -> None:
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_leading_axes_and_strides(device: str, delta: bool) -> None:
+def test_leading_axes_and_strides_are_supported(device: str, delta: bool) -> None:
     """Inputs as slices of larger tensors, whose other numbers are NaN."""
     case = make(3, 4, 40, delta=delta, device=device)
     wanted = add_rms_norm(*case, 1e-5)
@@ -120,13 +122,13 @@ def test_fp32_divides_and_takes_roots_correctly_rounded() -> None:
     assert not any(approximate in ptx for approximate in ("div.full", "approx"))
 
 
-def test_the_same_bits_again(device: str) -> None:
+def test_repeated_calls_are_bit_equal(device: str) -> None:
     case = make(9, 3000, device=device)
     for first, second in zip(add_rms_norm(*case, 1e-5), add_rms_norm(*case, 1e-5), strict=True):
         assert torch.equal(first, second)
 
 
-def test_by_hand(device: str) -> None:
+def test_example_by_hand(device: str) -> None:
     """The mean square of (3, 4, 0, 0) is 6.25, its root 2.5."""
     x, delta = torch.tensor([[[1.0, 4.0, 2.0, 0.0]], [[2.0, 0.0, -2.0, 0.0]]], device=device)
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)
@@ -137,7 +139,7 @@ def test_by_hand(device: str) -> None:
     assert add_rms_norm(x * 0, None, weight, 1e-5)[1].tolist() == [[0.0] * 4]
 
 
-def test_no_rows(device: str) -> None:
+def test_empty_inputs_are_allowed(device: str) -> None:
     x = torch.ones(0, 4, device=device)
     total, normed = add_rms_norm(x, x.clone(), torch.ones(4, device=device), 1e-5)
     assert total.shape == normed.shape == (0, 4)
@@ -163,14 +165,14 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"x": torch.zeros(2, 4), "delta": None, "weight": torch.zeros(4), "eps": 1e-5}
     with pytest.raises(ValueError, match=message):
         add_rms_norm(**(good | change))
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_opcheck(device: str, delta: bool) -> None:
+def test_passes_opcheck(device: str, delta: bool) -> None:
     case = make(2, 3, 16, delta=delta, device=device)
     torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, (*case, 1e-5))
 

@@ -1,4 +1,4 @@
-"""Launch configurations as functions of a device's description, and the options that all launches pass."""
+"""Launch configurations for given device properties, and the options that all launches pass."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter has confi
 BF16, INT8 = torch.bfloat16, torch.int8
 H200 = Device((9, 0), 132, 232448, 233472)
 
-# What was measured best on an H200 (benchmarks/results/nvidia-h200.jsonl), for the shapes that the benchmarks time.
+# The fastest configurations measured on an H200 (benchmarks/results/nvidia-h200.jsonl), for the benchmarked shapes.
 ATTENTION = {
-    # head size, rows a KV head, rows of the cache: rows and keys a tile, warps, stages, programs, least keys
+    # head size, rows per KV head, rows of the cache: rows and keys per tile, warps, stages, programs, least keys
     (128, 1, 16384): (16, 128, 4, 3, 1, 128),
     (128, 16, 16384): (16, 128, 4, 3, 1, 128),
     (128, 32, 16384): (32, 64, 4, 3, 2, 128),
@@ -61,7 +61,7 @@ VERIFY = {
 }
 
 
-def test_an_h200_keeps_what_was_measured_on_it() -> None:
+def test_an_h200_gets_the_configurations_measured_on_it() -> None:
     plain = dataclasses.astuple
     assert {
         key: plain(tree_attention.configuration(H200, BF16, *key[:2], keys=key[2])) for key in ATTENTION
@@ -87,7 +87,7 @@ SMALL = {
 @pytest.mark.parametrize("device", SMALL.values(), ids=SMALL)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_attention_fits_blocks_of_99_kib(device: Device, head_dim: int) -> None:
-    """The blocks of keys and values on their way, one stage of which is in use, and the queries beside them."""
+    """Blocks of keys and values in flight, one stage of which is in use, plus the queries."""
     padded = triton.next_power_of_2(head_dim)
     for rows in (1, 4, 16, 17, 32, 33, 64, 65, 256, 1024):
         for keys in (256, 1024, 16384, 131072):
@@ -107,8 +107,8 @@ def test_attention_compiles_within_the_limits_of_newer_gpus(arch: str) -> None:
         assert row.counts.shared > 0
 
 
-def test_data_centre_blackwell_is_no_hopper_but_roomy() -> None:
-    """It has no wgmma, which Hopper's tiles are made for, and as much shared memory."""
+def test_data_centre_blackwell_gets_large_tiles_without_wgmma() -> None:
+    """It lacks wgmma, which Hopper's tiles rely on, but has as much shared memory."""
     b200, a100 = TARGETS["100"], TARGETS["80"]
     for rows in (32, 64, 256):
         chosen = tree_attention.configuration(b200, BF16, 128, rows)
@@ -119,7 +119,7 @@ def test_data_centre_blackwell_is_no_hopper_but_roomy() -> None:
 
 
 @pytest.mark.parametrize("arch", ["80", "86", "89", "100", "120"])
-def test_an_a100s_neighbours_choose_tiles_that_are_compiled(arch: str) -> None:
+def test_gpus_of_the_a100s_generation_choose_tiles_that_are_compiled(arch: str) -> None:
     """Whatever the number of multiprocessors: an RTX 3080 has 68, an L4 58, an A10 72, an RTX PRO 6000 188."""
     compiled = {
         (spec.constants["GATE"], *(spec.constants[f"BLOCK_{axis}"] for axis in "MNK"), spec.num_stages)
@@ -144,22 +144,20 @@ def waves(device: Device, rows: int, features: int, gate: bool = False) -> float
 
 
 @pytest.mark.parametrize("features", [4096, 5120, 6144, 12288])
-def test_no_a100_projection_ends_with_a_wave_of_a_few_programs(features: int) -> None:
-    """128 programs of 98 KiB, one on each of 108 multiprocessors, left 20 for a wave of their own."""
+def test_no_projection_on_an_a100_ends_with_a_nearly_empty_wave(features: int) -> None:
+    """128 programs of 98 KiB, one on each of 108 multiprocessors, would leave 20 for a second wave."""
     count = waves(TARGETS["80"], 64, features)
     assert count <= 1 or count % 1 > 0.5
 
 
-def test_programs_share_a_multiprocessor_of_an_a100_where_that_saves_a_wave() -> None:
+def test_programs_share_a_multiprocessor_of_an_a100_if_that_saves_a_wave() -> None:
     a100 = TARGETS["80"]
     config = decode_linear.configuration(a100, BF16, 64, 12288, 4096, False)
     assert a100.blocks((config.num_stages - 1) * config.stage_bytes(BF16, False)) >= 2
 
 
 @pytest.mark.parametrize(("multiprocessors", "block_n"), [(132, 32), (128, 32), (114, 64), (78, 64)])
-def test_hoppers_of_fewer_multiprocessors_take_narrow_tiles_only_if_one_wave_holds_them(
-    multiprocessors: int, block_n: int
-) -> None:
+def test_smaller_hoppers_take_narrow_tiles_only_if_they_fit_one_wave(multiprocessors: int, block_n: int) -> None:
     """4,096 rows in tiles of 32 are 128 programs, each alone on its multiprocessor; an H100 PCIe has 114."""
     device = dataclasses.replace(H200, multiprocessors=multiprocessors)
     assert decode_linear.configuration(device, BF16, 64, 4096, 4096, False).block_n == block_n
@@ -192,7 +190,7 @@ def name_of(kernel: Any) -> str:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Every launch of every op, by the kernel's module and name, noted instead of run."""
+    """Every launch of every op, by the kernel's module and name, recorded instead of run."""
     found: list[tuple[str, dict[str, Any]]] = []
     modules = {op: importlib.import_module(f"medusa_kernels._triton.{op}") for op in inspection.OPS}
     cpu = torch.device("cpu")
@@ -206,7 +204,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
     return found
 
 
-def test_every_launch_says_whether_products_and_sums_are_fused(launches: list[tuple[str, dict[str, Any]]]) -> None:
+def test_every_launch_sets_enable_fp_fusion(launches: list[tuple[str, dict[str, Any]]]) -> None:
     """Triton's default is on up to 3.9 and off from 3.10; the kernels' errors and times were measured with it on."""
     kernels = {
         name_of(kernel)

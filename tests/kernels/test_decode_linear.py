@@ -31,7 +31,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Case:
-    """Random inputs; every weight is a part of a larger matrix that is NaN elsewhere."""
+    """Random inputs; every weight is a slice of a larger matrix that is NaN elsewhere."""
     shape = rows if isinstance(rows, tuple) else (rows,)
 
     def random(*sizes: int) -> Tensor:
@@ -86,7 +86,7 @@ def plain(case: Case) -> Tensor:
 
 
 def largest(case: Case) -> float:
-    """The largest sum of absolute terms behind an element (gated: product of two such sums)."""
+    """The largest sum of absolute terms of an element (gated: product of two such sums)."""
     magnitudes = products(cast(case, torch.float64, absolute=True))
     total = magnitudes[0] * magnitudes[1] if case["gate"] else torch.cat(magnitudes, -1)
     if case["residual"] is not None:
@@ -106,7 +106,7 @@ def cast(case: Case, dtype: torch.dtype, *, absolute: bool = False) -> Case:
 
 
 def check(case: Case) -> None:
-    """Check a result against fp64; in fp32 the order of additions alone decides how close plain PyTorch comes."""
+    """Check a result against fp64; in fp32, plain PyTorch's error depends only on the order of additions."""
     got = run(case)
     assert got.dtype == case["x"].dtype
     assert got.is_contiguous()
@@ -144,8 +144,8 @@ def test_matches_sums_of_products(device: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 63, 64, 65])
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_and_dtypes(device: str, form: str, rows: int, dtype: torch.dtype) -> None:
-    """Columns in whole steps; the last tile of every weight is cut off."""
+def test_matches_fp64_for_all_rows_and_dtypes(device: str, form: str, rows: int, dtype: torch.dtype) -> None:
+    """Columns in whole steps; the last tile of every weight is partial."""
     check(make_form(form, rows, 256, (140, 70, 33), dtype=dtype, device=device))
 
 
@@ -160,7 +160,7 @@ def test_columns_that_do_not_fill_the_last_step(device: str, form: str, size: in
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("present", [(True, True, True), (False, True, False), (False, False, False)])
-def test_biases(device: str, present: tuple[bool, ...], dtype: torch.dtype) -> None:
+def test_biases_are_added(device: str, present: tuple[bool, ...], dtype: torch.dtype) -> None:
     check(make(3, 128, (70, 33, 20), biases=present, dtype=dtype, device=device))
     check(make(3, 128, (70, 70), biases=present[:2], gate=True, dtype=dtype, device=device))
     check(make(3, 128, (70,), biases=present[:1], residual=True, dtype=dtype, device=device))
@@ -202,8 +202,8 @@ def _to_gpu(value: Any) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 64])
-def test_programmatic_launches_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Two layers of kernels that each read what the one before wrote, replayed from a CUDA graph."""
+def test_programmatic_launches_are_bit_equal(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Two layers of kernels that each read the previous one's output, replayed from a CUDA graph."""
     layers = []
     for _ in range(2):
         shapes = ((512, (512, 256, 256)), (512, (1408, 1408)), (1408, (512,)))
@@ -233,7 +233,7 @@ def test_programmatic_launches_change_no_bit(monkeypatch: pytest.MonkeyPatch, ro
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = forward()
-    # The inputs take turns, so that what is left in memory from the replay before is wrong.
+    # The inputs alternate, so that results left over from the previous replay are wrong.
     for turn in range(100):
         x.copy_(inputs[turn % 2])
         graph.replay()
@@ -278,7 +278,7 @@ def test_fp32_sums_stay_compensated(arch: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_leading_axes_and_strides(device: str, form: str) -> None:
+def test_leading_axes_and_strides_are_supported(device: str, form: str) -> None:
     """x and the residual as slices of larger tensors, whose other numbers are NaN."""
     case = make_form(form, 12, 48, (30, 20, 10), device=device)
     wanted = run(case)
@@ -295,12 +295,12 @@ def test_leading_axes_and_strides(device: str, form: str) -> None:
 
 @pytest.mark.parametrize("rows", [5, 64])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_same_bits_again(device: str, form: str, rows: int) -> None:
+def test_repeated_calls_are_bit_equal(device: str, form: str, rows: int) -> None:
     case = make_form(form, rows, 200, (140, 70, 33), device=device)
     assert torch.equal(run(case), run(case))
 
 
-def test_one_row_and_no_rows(device: str) -> None:
+def test_one_row_and_empty_inputs(device: str) -> None:
     case = make((7,), 1, (), device=device)
     case["weights"] = [torch.ones(4, 1, device=device)]
     single = decode_linear(torch.full((1,), 2.0, device=device), case["weights"])
@@ -309,7 +309,7 @@ def test_one_row_and_no_rows(device: str) -> None:
     assert none.shape == (0, 3, 12)
 
 
-def test_by_hand(device: str) -> None:
+def test_example_by_hand(device: str) -> None:
     x = torch.tensor([[1.0, 2.0]], device=device)
     first, second = torch.tensor([[0.0, 0.0], [2.0, 1.0]], device=device), torch.tensor([[3.0, 1.0]], device=device)
     bias = torch.tensor([10.0], device=device)
@@ -321,7 +321,7 @@ def test_by_hand(device: str) -> None:
     torch.testing.assert_close(gated.cpu(), torch.tensor([[0.0, 7.8561103]]))
 
 
-def test_the_reason_says_what_serves_many_rows(device: str) -> None:
+def test_the_reason_names_the_implementation_for_many_rows(device: str) -> None:
     chosen = served_by("decode_linear", device)
     assert (chosen.name == "triton") == ("more than 64 rows" in chosen.reason)
 
@@ -357,7 +357,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"x": torch.zeros(2, 4), "weights": [W]}
     with pytest.raises(ValueError, match=message):
         decode_linear(**(good | change))
@@ -365,7 +365,7 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("rows", [3, 65])
 @pytest.mark.parametrize("form", FORMS)
-def test_opcheck(device: str, form: str, rows: int) -> None:
+def test_passes_opcheck(device: str, form: str, rows: int) -> None:
     case = make_form(form, rows, 16, (20, 6, 5), device=device)
     # opcheck compares clones of the inputs, for which NaN would never be equal.
     weights = [weight.contiguous() for weight in case["weights"]]

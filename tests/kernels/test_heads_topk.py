@@ -72,7 +72,7 @@ def all_logprobs(logits: Tensor) -> Tensor:
 
 
 def largest_dot_product(case: Case) -> float:
-    """The largest sum of absolute products behind a logit, for shared or own projections without a scale."""
+    """The largest sum of absolute products of a logit, for shared or own projections without a scale."""
     magnitudes = {name: None if t is None else t.abs() for name, t in case.items()}
     hidden = magnitudes["hidden"] if case["hidden"].dim() == 3 else magnitudes["hidden"][:, None]
     inner = (magnitudes["w1"] @ hidden[..., None])[..., 0]
@@ -83,7 +83,7 @@ def largest_dot_product(case: Case) -> float:
 def check(
     got: tuple[Tensor, Tensor], case: Case, k: int, scale: Tensor | None = None, largest: float | None = None
 ) -> None:
-    """Check the log-probabilities of the tokens, their order, and that no other token is better than rounding."""
+    """Check the log-probabilities of the tokens, their order, and that no other token is better beyond rounding."""
     logprobs, tokens = got
     dtype = case["hidden"].dtype
     logits = exact_logits(case, scale)
@@ -95,7 +95,7 @@ def check(
     assert (logprobs - exact.gather(-1, tokens)).abs().max() <= limit
     assert (logprobs.diff(dim=-1) <= 0).all()
     assert all(len(set(row)) == k for row in tokens.view(-1, k).tolist())
-    # A token may be taken for a better one only if both errors together can exchange them.
+    # Two tokens may swap only if both errors together can exchange them.
     assert (exact.gather(-1, tokens).amin(-1) >= exact.topk(k).values[..., -1] - 2 * limit).all()
 
 
@@ -120,7 +120,7 @@ def test_matches_one_head_at_a_time(device: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("batch", "heads", "size", "vocabulary", "k"), [(1, 3, 64, 1000, 10), (3, 5, 80, 333, 32)])
-def test_dtypes(
+def test_matches_fp64_in_every_dtype(
     device: str, dtype: torch.dtype, shared: bool, batch: int, heads: int, size: int, vocabulary: int, k: int
 ) -> None:
     case = make(batch, heads, size, vocabulary, shared=shared, dtype=dtype, device=device)
@@ -130,7 +130,7 @@ def test_dtypes(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-def test_quantised_projection(device: str, dtype: torch.dtype, stored: torch.dtype, shared: bool) -> None:
+def test_quantised_projection_matches_fp64(device: str, dtype: torch.dtype, stored: torch.dtype, shared: bool) -> None:
     case = make(2, 3, 16, 50, shared=shared, dtype=dtype, device=device)
     case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
     scale = torch.rand(case["w2"].shape[:-1], device=device) / 30
@@ -139,7 +139,7 @@ def test_quantised_projection(device: str, dtype: torch.dtype, stored: torch.dty
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_logits_that_only_their_scale_brings_into_float16(device: str, stored: torch.dtype, shared: bool) -> None:
+def test_logits_beyond_float16_before_scaling(device: str, stored: torch.dtype, shared: bool) -> None:
     """Row r holds r + 1 in 64 columns: hidden states of 16 make 1024 (r + 1) of it, beyond float16 from r = 63 on."""
     rows, size = 100, 64
     w1 = torch.zeros(2, size, size, dtype=torch.float16, device=device)
@@ -155,7 +155,7 @@ def test_logits_that_only_their_scale_brings_into_float16(device: str, stored: t
     assert all(row[token] == row[-1] for token in tokens.flatten().tolist())
 
 
-def test_token_map_names_the_rows(device: str) -> None:
+def test_token_map_gives_the_id_of_each_row(device: str) -> None:
     case = make(2, 3, 16, 9, device=device)
     ids = torch.tensor([70, 3, 500, 8, 9, 1, 0, 44, 2], device=device)
     plain, mapped = heads_topk(*case.values(), 4), heads_topk(*case.values(), 4, token_map=ids)
@@ -165,7 +165,7 @@ def test_token_map_names_the_rows(device: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
-def test_gather_reads_the_rows_that_the_map_names(device: str, shared: bool, stored: torch.dtype | None) -> None:
+def test_gather_reads_only_the_rows_in_the_map(device: str, shared: bool, stored: torch.dtype | None) -> None:
     """The rows left out are NaN (in the scales where the weights have none)."""
     case = make(2, 3, 16, 40, shared=shared, device=device)
     ids = torch.randperm(40, device=device)[:33]
@@ -201,7 +201,7 @@ def test_more_rows_and_words_than_a_program_takes(
 
 
 @pytest.mark.parametrize("vocabulary", [32, 500])
-def test_equal_logits_are_taken_once_each(device: str, vocabulary: int) -> None:
+def test_tokens_with_equal_logits_are_each_taken_once(device: str, vocabulary: int) -> None:
     case = make(2, 2, 8, vocabulary, device=device)
     case["w2"][:] = case["w2"][:, :1]
     logprobs, tokens = heads_topk(*case.values(), 20)
@@ -209,8 +209,8 @@ def test_equal_logits_are_taken_once_each(device: str, vocabulary: int) -> None:
     torch.testing.assert_close(logprobs, torch.full_like(logprobs, -math.log(vocabulary)), rtol=1e-6, atol=1e-6)
 
 
-def test_every_number_of_float8(device: str) -> None:
-    """Each head's logits are 0 and 31 float8 numbers of like size: log-probabilities differ from the 0's by them."""
+def test_every_float8_value_is_decoded(device: str) -> None:
+    """Each head's logits are 0 and 31 float8 values of similar size, shown by log-probabilities relative to the 0's."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers = numbers[numbers.isfinite() & (numbers != 0)]
     numbers = torch.nn.functional.pad(numbers[numbers.abs().argsort()], (0, 27), value=448).view(9, 31)
@@ -228,7 +228,7 @@ def test_every_number_of_float8(device: str) -> None:
     assert ((by_row[:, 1:] - by_row[:, :1] - numbers).abs() <= 2**-22 * largest).all()
 
 
-def test_views_are_read_where_they_lie(device: str) -> None:
+def test_strided_views_are_read_in_place(device: str) -> None:
     """Every tensor is part of a larger one, which is NaN elsewhere."""
     case = make(3, 2, 24, 90, device=device)
     for name, tensor in case.items():
@@ -243,7 +243,7 @@ def test_views_are_read_where_they_lie(device: str) -> None:
 @pytest.mark.parametrize("kind", NOT_FINITE)
 @pytest.mark.parametrize(("vocabulary", "k"), [(3, 3), (100, 1), (320, 7)])
 def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, vocabulary: int, k: int) -> None:
-    """Whatever is not finite: an embedding is looked up with the ids before the host has seen that something is."""
+    """Even if inputs are not finite: embeddings are looked up with the ids before the host can notice."""
     case = make(2, 2, 16, vocabulary, dtype=dtype, device=device)
     bad, whole = not_finite(kind, dtype).to(device), case["w2"].clone()
     clean = heads_topk(*case.values(), k)
@@ -263,7 +263,7 @@ def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, 
     assert torch.equal(logprobs[0], clean[0][0])
 
 
-def test_by_hand() -> None:
+def test_example_by_hand() -> None:
     """One head, one dimension: SiLU(0) = 0, so h = 1 stays 1, and the logits are the rows of w2."""
     logits = [0.0, 1.0, 3.0, 2.0]
     w2 = torch.tensor(logits).view(1, 4, 1)
@@ -320,7 +320,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = make(2, 3, 4, 9) | {"k": 2}
     with pytest.raises(ValueError, match=message):
         heads_topk(**(good | change))
@@ -335,7 +335,7 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
         (False, False, ("w2_scale",)),
     ],
 )
-def test_opcheck(device: str, shared: bool, bias: bool, extra: tuple[str, ...]) -> None:
+def test_passes_opcheck(device: str, shared: bool, bias: bool, extra: tuple[str, ...]) -> None:
     case = make(2, 3, 16, 20, shared=shared, bias=bias, own_states=shared, device=device)
     options = {
         "token_map": torch.arange(20, device=device),

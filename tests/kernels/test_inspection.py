@@ -1,4 +1,4 @@
-"""The inspection of compiled kernels: its reading of disassembly, each of its rules, and kernels made to break them."""
+"""Inspection of compiled kernels: reading of the disassembly, each rule, and kernels written to break the rules."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ Resource usage:
 """
 
 
-def test_disassembly_is_read() -> None:
-    """128 in a cache hint, shared memory or a store is no 16-byte load; HFMA2.MMA and IMAD are no tensor cores."""
+def test_disassembly_is_parsed() -> None:
+    """128 in a cache hint, shared memory or a store is not a 16-byte load; HFMA2.MMA and IMAD are not tensor cores."""
     assert parse(DISASSEMBLY) == {
         "first_kernel": Counts(
             registers=96, stack=24, shared=512, wide_loads=3, bulk_copies=2, async_copies=4, tensor_ops=4
@@ -86,7 +86,7 @@ def with_counts(row: Row, **counts: int) -> Row:
     return replace(row, counts=replace(row.counts, **counts))
 
 
-def test_a_row_within_every_limit_is_no_breach() -> None:
+def test_a_kernel_within_every_limit_breaks_no_rule() -> None:
     assert breaches(GOOD) == []
 
 
@@ -101,18 +101,18 @@ def test_a_row_within_every_limit_is_no_breach() -> None:
     ],
     ids=["stack", "shared", "tensor", "wide", "failed"],
 )
-def test_each_rule(row: Row, said: str) -> None:
+def test_each_rule_is_reported_in_one_line(row: Row, said: str) -> None:
     (line,) = breaches(row)
     assert said in line
 
 
-def test_what_the_rules_leave_free() -> None:
+def test_kernels_that_the_rules_allow() -> None:
     without = with_counts(GOOD, wide_loads=0, tensor_ops=0)
     assert breaches(replace(without, dots_16_bit=False, streams=False)) == []
     assert breaches(with_counts(GOOD, wide_loads=0, bulk_copies=1)) == []
     for word in ("strided", "unit1"):
         assert breaches(with_counts(replace(GOOD, name=f"op bf16 {word}"), wide_loads=0)) == []
-    # A word of its own, and not one rule more.
+    # Only the whole word counts, and it exempts from this one rule alone.
     assert breaches(with_counts(replace(GOOD, name="op bf16 unit16"), wide_loads=0)) != []
     assert breaches(with_counts(replace(GOOD, name="op bf16 strided"), stack=4)) != []
 
@@ -127,7 +127,7 @@ def test_what_the_rules_leave_free() -> None:
         ("%3 = tt.load %2 : !tt.ptr<bf16>", 1, False),
     ],
 )
-def test_streams(ttir: str, warps: int, wanted: bool) -> None:
+def test_kernels_that_stream_are_recognised(ttir: str, warps: int, wanted: bool) -> None:
     assert inspection.streams(ttir, warps) == wanted
 
 
@@ -162,7 +162,7 @@ def matmul_of(kind: str, block: int, stages: int) -> Specialisation:
 
 @needs_compiler
 def test_a_kernel_that_spills_is_reported() -> None:
-    """16,384 numbers in one warp are 512 a thread, where a thread has 255 registers."""
+    """16,384 numbers in one warp are 512 per thread, and a thread has 255 registers."""
     row = inspection.compiled_row(softmax_of(16384, 1), "80", {})
     assert row.counts.stack > 0
     assert any("registers spill" in line for line in breaches(row))
@@ -185,14 +185,16 @@ def test_a_kernel_beyond_the_shared_memory_of_one_target_is_reported() -> None:
 
 
 @needs_compiler
-def test_a_kernel_that_does_not_compile_is_a_breach() -> None:
+def test_a_kernel_that_does_not_compile_is_reported() -> None:
     row = inspection.compiled_row(softmax_of(1000, 4), "90", {})
     assert len(breaches(row)) == 1
     assert breaches(row)[0].startswith("does not compile: ")
 
 
 @needs_compiler
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_exits_with_an_error_on_a_breach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "rows.json"
     monkeypatch.setattr(inspection, "inspect", lambda archs, only, jobs: ([GOOD], []))
     assert inspection.main(["--json", str(file)]) == 0
@@ -204,7 +206,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @needs_compiler
-def test_a_missing_op_is_a_breach(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_op_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
     rows, lines = inspection.inspect(["90"], "rope_append bf16 D64", 1, ops=("rope_append", "no_such_op"))
     assert [row.name for row in rows] == ["rope_append bf16 D64"]
     assert len(lines) == 1
@@ -216,7 +218,7 @@ def test_a_missing_op_is_a_breach(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("arch", inspection.ARCHS)
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_rope_append_rounds_every_product(kind: str, arch: str) -> None:
-    """No multiply-add but x * y - 0 and x * 1 + y: any other would round once where PyTorch rounds twice."""
+    """No multiply-add except x * y - 0 and x * 1 + y: any other would round once where PyTorch rounds twice."""
     specs = {spec.name: spec for spec in FORMS["rope_append"](TARGETS[arch])}
     spec = specs[f"rope_append {kind} D64"]
     assert fused(inspection.disassembled(inspection.compiled(spec, arch, rope_append.OPTIONS))) == []
@@ -230,13 +232,15 @@ def test_without_its_options_rope_append_would_fuse() -> None:
 
 
 def fused(text: str) -> list[str]:
-    """Operands of multiply-adds that are neither a product nor a sum alone; fails where there is no arithmetic."""
+    """Operands of multiply-adds that are neither a plain product nor a plain sum; fails if there is no arithmetic."""
     assert re.search(r"\b(FMUL|HMUL2|HFMA2.BF16)", text)
     operands = re.findall(r"\b(?:FFMA|HFMA2)[\w.]* (.*?);", text)
     return [these for these in operands if not re.search(r"-?RZ|, -?1, -?1,", these)]
 
 
-def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspection_refuses_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(inspection, "interpreted", lambda: True)
     assert inspection.main([]) == 2
     assert "TRITON_INTERPRET=1 is set" in capsys.readouterr().err

@@ -46,8 +46,8 @@ def check(kv: Tensor, lens: list[int], paths: list[list[int]], accepted: list[in
 
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_path(device: str, dtype: torch.dtype, data: st.DataObject) -> None:
-    """Ascending paths, so sources overlap targets; beyond the accepted steps the path holds anything."""
+def test_any_path_matches_a_copy(device: str, dtype: torch.dtype, data: st.DataObject) -> None:
+    """Ascending paths, so sources overlap targets; after the accepted steps the path holds arbitrary values."""
     torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
     batch = data.draw(st.integers(1, 3), label="batch")
     steps = data.draw(st.integers(1, 5), label="steps")
@@ -66,12 +66,12 @@ def test_any_path(device: str, dtype: torch.dtype, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_real_row_sizes(device: str, dtype: torch.dtype, dim: int) -> None:
+def test_row_sizes_of_real_models(device: str, dtype: torch.dtype, dim: int) -> None:
     kv = make_cache((3, 2, 2, 2, 40, dim), dtype, device)
     check(kv, [5, 0], [[0, 1, 4, 17, 34], [0, 3, 7, 20, 39]], [4, 3])
 
 
-def test_by_hand(device: str) -> None:
+def test_example_by_hand(device: str) -> None:
     """Row r holds r. Prefix 2, path 0, 2, 3: rows 2, 4, 5 become rows 2, 3, 4, where 4 is both source and target."""
     kv = torch.arange(8.0, device=device).view(1, 1, 1, 1, 8, 1).repeat(1, 2, 1, 1, 1, 1)
     kv_compact(kv, int32([2], device), int32([[0, 2, 3]], device), int32([2], device))
@@ -80,14 +80,14 @@ def test_by_hand(device: str) -> None:
 
 
 def test_nothing_accepted_moves_nothing(device: str) -> None:
-    """-1 leaves a row alone even where its length and path are meaningless, as in a finished row."""
+    """-1 leaves a row unchanged even if its length and path are invalid, as in a finished row."""
     kv = make_cache((1, 2, 2, 1, 6, 3), device=device)
     check(kv, [100, 1], [[9, 9], [0, 3]], [-1, 1])
 
 
 @pytest.mark.parametrize("steps", [6, 8, 9, 64, 257])
-def test_long_paths(device: str, steps: int) -> None:
-    """More rows than are moved at once, as a kernel's chunks see them; every accepted length of the shorter ones."""
+def test_long_paths_move_in_chunks(device: str, steps: int) -> None:
+    """More rows than one chunk of a kernel moves; every accepted length of the shorter paths."""
     lengths = range(-1, steps) if steps <= 9 else (-1, 0, 7, 8, 9, steps // 2, steps - 2, steps - 1)
     for accept in lengths:
         paths = [sorted(torch.randperm(steps + extra)[:steps].tolist()) for extra in (0, 1, 30)]
@@ -95,7 +95,7 @@ def test_long_paths(device: str, steps: int) -> None:
         check(kv, [0, 3, 5], paths, [accept, steps - 1, min(accept + 1, steps - 1)])
 
 
-def test_one_step(device: str) -> None:
+def test_a_path_of_one_step(device: str) -> None:
     check(make_cache((2, 2, 1, 2, 9, 4), device=device), [3], [[0]], [0])
     check(make_cache((2, 2, 1, 2, 9, 4), device=device), [3], [[5]], [0])
 
@@ -135,7 +135,7 @@ BAD = {
 
 @pytest.mark.parametrize("with_library", [True, False])
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(
+def test_bad_arguments_are_refused(
     change: dict[str, Any], message: str, with_library: bool, request: pytest.FixtureRequest
 ) -> None:
     if not with_library:
@@ -154,7 +154,7 @@ def test_bad_arguments(
 
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation without the C++ library; the choice is made anew for it."""
+    """An installation without the C++ library; the implementation is chosen again for it."""
     from medusa_kernels import _native, _registry
 
     monkeypatch.setattr(_native, "cpu_library", lambda: None)
@@ -170,7 +170,7 @@ def test_without_the_library_the_reference_serves_and_says_why() -> None:
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(1, 1), (3, 4)])
-def test_opcheck(device: str, batch: int, steps: int) -> None:
+def test_passes_opcheck(device: str, batch: int, steps: int) -> None:
     kv = torch.randn(2, 2, batch, 2, 16, 8, device=device)
     path = torch.arange(0, 2 * steps, 2, dtype=torch.int32, device=device).repeat(batch, 1)
     arguments = (kv, int32([4] * batch, device), path, int32([steps - 1] * batch, device))

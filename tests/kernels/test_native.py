@@ -37,7 +37,7 @@ def random_bytes(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def gathered(kv: np.ndarray, cache_lens: list[int], path: list[list[int]], accept_lens: list[int]) -> np.ndarray:
-    """The same by gathering all sources first, so that no order of moves can matter."""
+    """The expected cache if all sources are gathered first, so that the order of moves cannot matter."""
     expected = kv.copy()
     for b, (length, steps, accepted) in enumerate(zip(cache_lens, path, accept_lens, strict=True)):
         sources = [length + step for step in steps[: accepted + 1]]
@@ -46,7 +46,7 @@ def gathered(kv: np.ndarray, cache_lens: list[int], path: list[list[int]], accep
 
 
 def walked(kv: np.ndarray, length: int, path: list[int], accepted: int) -> np.ndarray:
-    """The same for one batch row, one row at a time as lists of bytes, from the old cache."""
+    """The expected cache of one batch row, moved one row at a time as lists of bytes from the old cache."""
     new = kv.copy()
     for layer in range(kv.shape[0]):
         for head in range(kv.shape[2]):
@@ -66,7 +66,7 @@ def test_rows_move_by_hand() -> None:
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 33, 48, 160])
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
 def test_any_alignment_and_row_size(row_bytes: int, offset: int) -> None:
-    # Every unit from 16 bytes down to 1 is chosen by some pair; guard bytes on both sides stay as they are.
+    # Every unit from 16 bytes down to 1 is used by some pair; guard bytes on both sides stay unchanged.
     shape = (2, 2, 3, 11, row_bytes)
     size = int(np.prod(shape))
     memory = random_bytes(size + 64, seed=row_bytes)
@@ -84,7 +84,7 @@ def test_any_alignment_and_row_size(row_bytes: int, offset: int) -> None:
     [[0, 2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 5], [0, 1, 2, 3, 4], [2, 3, 5, 8, 9]],
     ids=["one-down", "root-moves-too", "last-only", "in-place", "growing-gaps"],
 )
-def test_overlapping_rows_walk_upwards(path: list[int]) -> None:
+def test_overlapping_rows_move_in_ascending_order(path: list[int]) -> None:
     kv = random_bytes(3, 1, 2, 14, 20)
     expected = gathered(kv, [4], [path], [4])
     assert call(kv, [4], [path], [4]) == 0
@@ -115,7 +115,7 @@ def test_any_valid_path(data: st.DataObject) -> None:
 @pytest.mark.parametrize("row_bytes", [1, 6, 16])
 @pytest.mark.parametrize("steps", [1, 7, 8, 9, 15, 16, 17, 24, 63, 64, 255, 256, 257])
 def test_paths_longer_than_a_chunk(steps: int, row_bytes: int) -> None:
-    """Rows move in chunks of eight: sources within, across and beyond the chunk that their targets lie in."""
+    """Rows move in chunks of eight: sources within, across and after the chunk of their targets."""
     random = np.random.default_rng(steps * 31 + row_bytes)
     for room in {steps, steps + 1, steps + 5, 2 * steps, 2 * steps + 40}:
         path = sorted(int(node) for node in random.choice(room, steps, replace=False))
@@ -126,7 +126,7 @@ def test_paths_longer_than_a_chunk(steps: int, row_bytes: int) -> None:
             np.testing.assert_array_equal(kv, expected)
 
 
-def test_every_accepted_length() -> None:
+def test_every_accepted_length_of_a_path() -> None:
     path = [0, 1, 4, 5, 6, 9, 10, 12, 13, 20, 21, 22, 23, 24, 30, 31, 32, 40, 41, 50]
     for accepted in range(-1, len(path)):
         kv = random_bytes(2, 1, 2, 60, 5, seed=accepted + 1)
@@ -136,8 +136,8 @@ def test_every_accepted_length() -> None:
 
 
 @pytest.mark.parametrize("bad", [7, 8, 9, 15, 16, 19])
-def test_a_late_disorder_is_found(bad: int) -> None:
-    """In a chunk's last place, the next one's first place and the last chunk; accepted lengths before it pass."""
+def test_a_path_that_stops_ascending_late_is_refused(bad: int) -> None:
+    """At a chunk's last index, the next one's first index and in the last chunk; shorter accepted lengths pass."""
     path = list(range(1, 21))
     path[bad] = path[bad - 1]
     kv = random_bytes(1, 1, 1, 30, 4)
@@ -194,7 +194,7 @@ def test_padding_of_a_path_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("empty", [(0, 2, 1, 4, 8), (2, 2, 0, 4, 8), (2, 2, 1, 4, 0)])
-def test_empty_caches(empty: tuple[int, ...]) -> None:
+def test_empty_caches_are_allowed(empty: tuple[int, ...]) -> None:
     assert call(np.empty(empty, dtype=np.uint8), [0, 0], [[1], [2]], [0, 0]) == 0
 
 
@@ -212,7 +212,7 @@ sys.exit(library.medusa_kv_compact_cpu(at(page), *integers, at(lens), at(path), 
 
 
 @pytest.mark.parametrize(("path", "status"), [("[0, 1, 2, 3]", 0), ("[0, 1, 2, 4]", -signal.SIGSEGV)])
-def test_rows_in_place_are_not_written(path: str, status: int) -> None:
+def test_rows_already_in_place_are_not_written(path: str, status: int) -> None:
     library = str(_native.LIBRARY_FOLDER / "libmedusa_cpu.so")
     assert subprocess.run([sys.executable, "-c", READ_ONLY, library, path], check=False).returncode == status
 
@@ -234,7 +234,7 @@ def test_missing_build_names_the_command(empty_folder: Path) -> None:
     assert _native.build_info() == {}
 
 
-def test_missing_library_repeats_what_the_build_said(empty_folder: Path) -> None:
+def test_missing_library_repeats_the_build_error(empty_folder: Path) -> None:
     facts = {"cpu": {"built": True}, "cuda": {"built": False, "why": "no compiler of that kind"}}
     (empty_folder / "build.json").write_text(json.dumps(facts))
     assert _native.cuda_library() is None
@@ -280,7 +280,7 @@ def test_cuda_library_loads_without_a_device() -> None:
         pytest.skip(_native.why_missing("cuda"))
     assert _native.why_missing("cuda") == ""
     assert library.medusa_cuda_error_string(1) == b"invalid argument"
-    # Nothing to launch: no device is needed to say so.
+    # Nothing is launched, so no device is needed.
     assert library.medusa_kv_compact_cuda(None, 0, 1, 1, 8, 16, None, None, 4, None, None) == 0
 
 
@@ -300,7 +300,7 @@ def test_cuda_kernels_fit_every_target(nvcc: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", done.stderr)]
-    # Five units on three targets. Eight rows of 16 bytes wait in registers; 64 leave room for 8 of our 128-thread
+    # Five units on three targets. Eight rows of 16 bytes are held in registers; 64 registers allow 8 of our 128-thread
     # blocks on a multiprocessor: 1,024 threads, each with all rows of a usual path in flight.
     assert len(spills) == len(registers) == 15
     assert set(spills) == {("0", "0", "0")}

@@ -1,4 +1,4 @@
-"""Which implementation serves an op, the log line that says so, and the ops under torch.compile."""
+"""Which implementation of an op is used, the log line that names it, and the ops under torch.compile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_op_has_an_implementation_and_a_reason(op: str, device_type: str) 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_form_of_an_op_names_the_arguments_of_the_public_function(op: str) -> None:
-    """The one signature that the schema is inferred from."""
+    """The schema is inferred from this one signature."""
     functions = [getattr(reference, op), *(served_by(op, device).function for device in ("cpu", "cuda"))]
     if op != "kv_compact":
         functions.append(getattr(pytest.importorskip(f"medusa_kernels._triton.{op}"), op))
@@ -60,7 +60,7 @@ def test_the_schema_tells_which_arguments_are_written(op: str) -> None:
     assert "SymInt" not in str(schema)
 
 
-def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_implementation_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="medusa_kernels")
     kv, none = torch.zeros(1, 2, 1, 1, 4, 2), torch.tensor([-1], dtype=torch.int32)
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == [f"kv_compact on cpu: {chosen.name} ({chosen.reason})"]
 
 
-def test_the_choice_is_made_once() -> None:
+def test_the_implementation_is_chosen_once() -> None:
     calls = []
 
     def choose(device: torch.device) -> Implementation:
@@ -81,10 +81,10 @@ def test_the_choice_is_made_once() -> None:
     assert calls == [1]
 
 
-def test_gpus_of_one_machine_get_an_answer_each(
+def test_each_gpu_of_a_machine_gets_its_own_implementation(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A card too old for the kernels beside one that runs them, whichever is asked for first."""
+    """A GPU too old for the kernels next to one that runs them, in either order of calls."""
     caplog.set_level(logging.INFO, logger="medusa_kernels")
     capabilities = {0: (7, 5), 1: (8, 9)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -116,7 +116,7 @@ def test_every_op_is_right_on_every_gpu() -> None:
 
 
 @pytest.mark.parametrize(("op", "device_type"), [("rope", "cpu"), ("kv_compact", "mps"), ("kv_compact", "no device")])
-def test_unknown_ops_and_devices(op: str, device_type: str) -> None:
+def test_unknown_ops_and_devices_are_refused(op: str, device_type: str) -> None:
     with pytest.raises(ValueError, match=f"expected one of the ops .*'{op}' on '{device_type}'"):
         served_by(op, device_type)
 

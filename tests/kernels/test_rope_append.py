@@ -80,7 +80,7 @@ def expected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 def assert_equal(case: Case, wanted: tuple[Tensor, Tensor, Tensor], got: Tensor) -> None:
     assert torch.equal(got, wanted[0])
     for name, tensor in (("k_cache", wanted[1]), ("v_cache", wanted[2])):
-        # NaN marks the rows that nothing may touch.
+        # NaN marks the rows that must not be touched.
         assert torch.equal(case[name].isnan(), tensor.isnan())
         assert torch.equal(case[name].nan_to_num(), tensor.nan_to_num())
 
@@ -110,7 +110,7 @@ def test_bit_equal_to_transformers(device: str, dtype: torch.dtype, data: st.Dat
 
 @pytest.mark.parametrize("own_tables", [False, True])
 @pytest.mark.parametrize("own_depths", [False, True])
-def test_reference_is_bit_equal_too(device: str, own_tables: bool, own_depths: bool) -> None:
+def test_reference_is_bit_equal_to_transformers(device: str, own_tables: bool, own_depths: bool) -> None:
     case = make(5, [0, 7, 3], own_tables=own_tables, own_depths=own_depths, device=device)
     wanted = expected(case)
     assert_equal(case, wanted, reference.rope_append(*(case[name] for name in ORDER)))
@@ -118,8 +118,8 @@ def test_reference_is_bit_equal_too(device: str, own_tables: bool, own_depths: b
 
 @pytest.mark.parametrize(("nodes", "length"), [(1, 127), (63, 128), (64, 0), (65, 1), (200, 5)])
 @pytest.mark.parametrize("dim", [64, 80, 128])
-def test_a_prompt(device: str, nodes: int, length: int, dim: int) -> None:
-    """With depths = arange, a whole chunk is rotated as transformers rotates it."""
+def test_a_prompt_is_rotated_like_transformers(device: str, nodes: int, length: int, dim: int) -> None:
+    """With depths = arange, a whole chunk is rotated as in transformers."""
     case = make(nodes, [length], dim=dim, device=device)
     case["depths"] = torch.arange(nodes, dtype=torch.int32, device=device)
     here = slice(length, length + nodes)
@@ -154,7 +154,7 @@ def test_head_counts(device: str, nodes: int, heads: int, kv_heads: int) -> None
 
 @pytest.mark.parametrize("own_tables", [False, True])
 def test_any_strides(device: str, own_tables: bool) -> None:
-    """Heads before nodes, every second element, caches with rows before heads: no stride is taken for granted."""
+    """Heads before nodes, every second element, caches with rows before heads: no stride is assumed."""
     case = make(5, [4, 2, 0], heads=6, kv_heads=3, dim=16, own_tables=own_tables, own_depths=True, device=device)
     wanted = expected(case)
     swapped = {name: case[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("q", "k", "v")}
@@ -174,9 +174,9 @@ def test_any_strides(device: str, own_tables: bool) -> None:
 
 @pytest.mark.parametrize("lens", [[7, 6], [-1, 12], [2**31 - 1, -(2**31)]])
 def test_rows_outside_the_cache_are_not_written(device: str, lens: list[int]) -> None:
-    """A kernel cannot refuse them: it must leave the memory around the cache as it is, and read none beyond a table."""
+    """A kernel cannot refuse them: it must not change memory around the cache, nor read beyond a table."""
     if device == "cpu" and not interpreted():
-        pytest.skip("the CPU implementation refuses them, see test_bad_arguments")
+        pytest.skip("the CPU implementation refuses them, see test_bad_arguments_are_refused")
     nodes, rows = 3, 8
     case = make(nodes, [rows - nodes, 0], device=device)
     case["cache_lens"] = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -198,8 +198,8 @@ def test_rows_outside_the_cache_are_not_written(device: str, lens: list[int]) ->
     assert (memory == 7).all()
 
 
-def test_changed_inputs_are_seen(device: str) -> None:
-    """The CPU path keeps the last call's factors: a change of any input in place must not be missed."""
+def test_inputs_changed_in_place_take_effect(device: str) -> None:
+    """The CPU path caches the last call's factors, and must notice an in-place change of any input."""
     case = make(3, [4], device=device)
     run(case)
     changes = {"cos": lambda t: t.mul_(0.5), "sin": lambda t: t.neg_(), "depths": lambda t: t.fill_(1)}
@@ -213,7 +213,7 @@ def test_changed_inputs_are_seen(device: str) -> None:
 
 
 def test_inference_tensors(device: str) -> None:
-    """They have no version counter, so nothing may be kept for them."""
+    """They have no version counter, so nothing may be cached for them."""
     with torch.inference_mode():
         case = make(3, [4], device=device)
         run(case)
@@ -256,7 +256,7 @@ READ_VALUES = ("cache_lens-value", "depths-high", "depths-low")
     ("change", "message"),
     [pytest.param(*BAD[name], id=name, marks=modes.reads_values if name in READ_VALUES else ()) for name in BAD],
 )
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "q": torch.zeros(2, 3, 4, 8),
         "k": torch.zeros(2, 3, 2, 8),
@@ -275,7 +275,7 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(("nodes", "lens"), [(1, [3]), (4, [0, 5])])
-def test_opcheck(device: str, nodes: int, lens: list[int], own: bool) -> None:
+def test_passes_opcheck(device: str, nodes: int, lens: list[int], own: bool) -> None:
     case = make(nodes, lens, own_tables=own, own_depths=own, device=device)
     # opcheck compares clones of the caches, for which NaN would never be equal.
     case["k_cache"].zero_(), case["v_cache"].zero_()

@@ -42,17 +42,17 @@ def make(
     step: int = 1,
     size: int = 5,
 ) -> Case:
-    """A case in lists. Unless given: no EOS, a budget of 40, 3 tokens emitted, no row has ended."""
+    """A case in lists. Defaults: no EOS, a budget of 40, 3 tokens emitted, no row has ended."""
     batch, nodes = len(tokens), len(parents)
     lineages = [lineage(parents, node) for node in range(nodes)]
-    places = max(len(nodes) for nodes in lineages)
+    length = max(len(nodes) for nodes in lineages)
     numbers = iter(range(10**9))
     return {
         "tokens": tokens,
         "next_tokens": next_tokens,
         "hidden": [[[float(next(numbers) % 251) for _ in range(size)] for _ in range(nodes)] for _ in range(batch)],
         "depths": [len(nodes) - 1 for nodes in lineages],
-        "paths": [nodes + nodes[-1:] * (places - len(nodes)) for nodes in lineages],
+        "paths": [nodes + nodes[-1:] * (length - len(nodes)) for nodes in lineages],
         "eos": eos or [],
         "max_new": max_new or [40] * batch,
         "step": [step],
@@ -75,7 +75,7 @@ def on(case: Case, device: str, dtype: torch.dtype = torch.float32) -> dict[str,
 
 
 def walked(case: Case, parents: list[int]) -> Case:
-    """What the op is to return and to leave behind, row by row."""
+    """The results and the updated state that are expected of the op, row by row."""
     after: Case = {name: [list(v) if isinstance(v, list) else v for v in case[name]] for name in MUTATED}
     after |= {name: [] for name in RETURNED}
     for b, (tokens, wanted) in enumerate(zip(case["tokens"], case["next_tokens"], strict=True)):
@@ -131,7 +131,7 @@ def trees(draw: st.DrawFn) -> list[int]:
 @given(data=st.data())
 @settings(max_examples=25 if interpreted() else 100)
 def test_matches_a_walk(device: str, data: st.DataObject) -> None:
-    """Few token ids, so that many nodes are right, siblings may be the same token, and EOS tokens turn up."""
+    """Few token ids, so that many nodes are right, siblings may be the same token, and EOS tokens occur."""
     parents = data.draw(trees(), label="parents")
     batch, nodes = data.draw(st.integers(1, 4), label="batch"), len(parents)
     ids = st.integers(0, data.draw(st.sampled_from([0, 1, 3]), label="largest id"))
@@ -155,7 +155,7 @@ def test_matches_a_walk(device: str, data: st.DataObject) -> None:
 TREE = [-1, 0, 0, 1, 1, 2, 5]
 
 
-def test_by_hand(device: str) -> None:
+def test_example_by_hand(device: str) -> None:
     """Row 0 accepts 0-2-5-6, row 1 the root alone, row 2 accepts 0-1-4 but had ended."""
     tokens = [[1, 20, 30, 0, 0, 40, 50], [1, 20, 30, 40, 50, 60, 70], [1, 20, 30, 0, 40, 0, 0]]
     wanted = [[30, 9, 40, 9, 9, 50, 60], [80, 40, 60, 9, 9, 70, 9], [20, 40, 9, 9, 50, 9, 9]]
@@ -192,19 +192,19 @@ def test_by_hand(device: str) -> None:
         ([*range(100, 132), 50], 9, 3, True),
     ],
 )
-def test_where_a_row_ends(device: str, eos: list[int], room: int, emitted: int, ended: bool) -> None:
-    """The step emits 30, 40, 50, 60. A token of a node not accepted (9) or a padded place never ends it."""
+def test_a_row_ends_at_eos_or_its_budget(device: str, eos: list[int], room: int, emitted: int, ended: bool) -> None:
+    """The step emits 30, 40, 50, 60. A token of a node not accepted (9), or padding, never ends it."""
     case = make(TREE, [[1, 20, 30, 0, 0, 40, 50]], [[30, 9, 40, 9, 9, 50, 60]], eos=eos, max_new=[3 + room])
     got = run(on(case, device))
     assert got["output"][0, 3 : 3 + emitted].tolist() == [30, 40, 50, 60][:emitted]
     assert got["output"][0, 3 + emitted :].tolist() == case["output"][0][3 + emitted :]
     assert got["log"][0, 1].item() == emitted
     assert got["finished"].item() is ended
-    # The cache keeps the whole path, whatever is emitted.
+    # The cache keeps the whole path, however much of it is emitted.
     assert got["lengths"].item() == 14
 
 
-def test_among_equals_the_earliest_node_wins(device: str) -> None:
+def test_ties_go_to_the_earliest_node(device: str) -> None:
     """Siblings with one token, and two paths of one length; a longer path still beats an earlier one."""
     parents = [-1, 0, 0, 0, 1, 2, 3, 5]
     short = make(parents, [[1, 5, 5, 5, 6, 6, 6, 9]], [[5, 6, 6, 6, 0, 0, 0, 0]])
@@ -216,15 +216,15 @@ def test_among_equals_the_earliest_node_wins(device: str) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [16, 4096, 5000])
-def test_hidden_states_are_copied_whole(device: str, size: int, dtype: torch.dtype) -> None:
+def test_hidden_states_are_copied_completely(device: str, size: int, dtype: torch.dtype) -> None:
     case = make([-1, 0], [[1, 5], [1, 5], [1, 5]], [[5, 0], [4, 0], [5, 1]], size=size)
     check(case, [-1, 0], device, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NOT_FINITE)
-def test_what_is_not_finite_is_copied_and_decides_nothing(device: str, dtype: torch.dtype, kind: str) -> None:
-    """Row 0's hidden states are broken; its path, its tokens and all of row 1 are what they would be."""
+def test_hidden_states_that_are_not_finite_change_no_decision(device: str, dtype: torch.dtype, kind: str) -> None:
+    """Row 0's hidden states are not finite; its path, its tokens and all of row 1 are as without that."""
     parents, tokens = [-1, 0, 1], [[1, 5, 6], [1, 5, 6]]
     case = make(parents, tokens, [[5, 6, 7], [5, 0, 0]], eos=[7])
     tensors, wanted = on(case, device, dtype), walked(case, parents)
@@ -241,7 +241,7 @@ def test_what_is_not_finite_is_copied_and_decides_nothing(device: str, dtype: to
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("right", [0, 1, 100, 255])
 def test_a_chain_of_256_nodes(device: str, right: int) -> None:
-    """A path as long as the tree; the token behind `right` nodes is wrong."""
+    """A path as long as the tree; the token after `right` nodes is wrong."""
     parents = list(range(-1, 255))
     tokens = [[*range(1000, 1256)], [*range(1000, 1256)]]
     wanted = [[*range(1001, 1257)] for _ in tokens]
@@ -252,7 +252,7 @@ def test_a_chain_of_256_nodes(device: str, right: int) -> None:
 
 
 def test_plain_decoding_and_many_rows(device: str) -> None:
-    """The tree that is only a root, whose token nobody reads: it may be the very memory that the op writes."""
+    """The tree is only a root, whose token is not read: it may be the same memory that the op writes."""
     batch = 67 if not interpreted() else 9
     case = make([-1], [[-1]] * batch, [[b] for b in range(batch)], eos=[3], finished=[b % 4 == 0 for b in range(batch)])
     tensors = on(case, device)
@@ -265,10 +265,10 @@ def test_plain_decoding_and_many_rows(device: str) -> None:
 
 def per_row(cases: list[Case]) -> Case:
     """One case whose rows have trees of their own, of one size."""
-    places = max(len(case["paths"][0]) for case in cases)
+    length = max(len(case["paths"][0]) for case in cases)
     whole = {name: [row for case in cases for row in case[name]] for name in cases[0]}
     whole["depths"] = [case["depths"] for case in cases]
-    whole["paths"] = [[path + path[-1:] * (places - len(path)) for path in case["paths"]] for case in cases]
+    whole["paths"] = [[path + path[-1:] * (length - len(path)) for path in case["paths"]] for case in cases]
     return whole | {name: cases[0][name] for name in ("eos", "step")}
 
 
@@ -280,10 +280,10 @@ def test_rows_with_trees_of_their_own(device: str, data: st.DataObject) -> None:
     ids = st.lists(st.integers(0, 1), min_size=nodes, max_size=nodes)
     cases = [make(own, [data.draw(ids)], [data.draw(ids)], eos=[7], size=3) for own in parents]
     got = run(on(per_row(cases), device))
-    places = got["path"].shape[1]
+    length = got["path"].shape[1]
     for row, (case, own) in enumerate(zip(cases, parents, strict=True)):
         wanted = walked(case, own)
-        wanted["path"] = [path + path[-1:] * (places - len(path)) for path in wanted["path"]]
+        wanted["path"] = [path + path[-1:] * (length - len(path)) for path in wanted["path"]]
         for name, tensor in got.items():
             assert tensor[row].tolist() == wanted[name][0], name
 
@@ -294,7 +294,7 @@ def tree_case(device: str) -> dict[str, Tensor]:
     return on(make(TREE, tokens, wanted, eos=[50]), device)
 
 
-def test_views_and_no_rows(device: str) -> None:
+def test_views_and_empty_inputs(device: str) -> None:
     tensors = tree_case(device)
     wanted = run(tensors)
     spread = {**tensors, "hidden": tensors["hidden"].mT.contiguous().mT, "paths": tensors["paths"].T.contiguous().T}
@@ -307,8 +307,8 @@ def test_views_and_no_rows(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_captured_and_replayed() -> None:
-    """Every replay is a further step over what the one before left behind; 67 rows read one step number."""
+def test_works_when_captured_and_replayed() -> None:
+    """Every replay is a further step from the state of the previous one; 67 rows read one step number."""
     case = make(TREE, [[1, 20, 30, 0, 0, 40, 50]] * 67, [[30, 9, 40, 9, 9, 50, 60]] * 67, max_new=[12] * 67, step=0)
     tensors, wanted = on(case, "cuda"), on(case, "cpu")
     tree_accept(**{name: tensor.clone() for name, tensor in tensors.items()})
@@ -325,8 +325,8 @@ def test_captured_and_replayed() -> None:
 
 
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
-def test_all_of_a_program_has_read_before_any_writes() -> None:
-    """A row's numbers are read by all threads and replaced by one: a barrier stands between, whatever the tile."""
+def test_all_threads_of_a_program_read_before_any_writes() -> None:
+    """A row's numbers are read by all threads and replaced by one: a barrier is in between, for every tile."""
     module = pytest.importorskip("medusa_kernels._triton.tree_accept")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
@@ -334,10 +334,10 @@ def test_all_of_a_program_has_read_before_any_writes() -> None:
     kernel = inspection.compiled(spec, "90", module.launch.OPTIONS)
     barrier = re.search(r"bar\.sync|barrier\.sync", kernel.asm["ptx"])
     assert barrier
-    before, behind = kernel.asm["ptx"][: barrier.start()], kernel.asm["ptx"][barrier.end() :]
+    before, after = kernel.asm["ptx"][: barrier.start()], kernel.asm["ptx"][barrier.end() :]
     assert len(re.findall(r"\bld\.global", before)) == 5
     assert "st.global" not in before
-    assert "st.global" in behind
+    assert "st.global" in after
 
 
 GOOD = tree_case("cpu")
@@ -365,7 +365,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(change: dict[str, Tensor], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tree_accept(**(GOOD | change))
 
@@ -378,7 +378,7 @@ def test_the_reference_agrees_and_repeats(device: str) -> None:
             assert torch.equal(tensor, wanted[name])
 
 
-def test_opcheck(device: str) -> None:
+def test_passes_opcheck(device: str) -> None:
     tensors = tree_case(device)
     positional = [tensor for name, tensor in tensors.items() if name not in MUTATED]
     mutated = {name: tensors[name] for name in MUTATED}

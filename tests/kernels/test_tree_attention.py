@@ -20,7 +20,7 @@ Case = dict[str, Any]
 
 
 def random_sets(nodes: int, batch: int | None = None, density: float = 0.4) -> Tensor:
-    """Random sets of earlier nodes, each with its own node: bool [N, N] or [B, N, N]."""
+    """Random sets of earlier nodes that include the node itself: bool [N, N] or [B, N, N]."""
     size = (nodes, nodes) if batch is None else (batch, nodes, nodes)
     return (torch.rand(size) < density).tril(-1) | torch.eye(nodes, dtype=torch.bool)
 
@@ -68,7 +68,7 @@ def make(
 
 
 def run(case: Case, **options: Any) -> Tensor:
-    """Call the op while memory that nothing was written to holds NaN: the result's, and what the op keeps besides."""
+    """Call the op with uninitialised memory set to NaN: that of the result and of the op's own buffers."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(3).isnan().all()
@@ -89,7 +89,7 @@ def visible_keys(case: Case, b: int, i: int, window: int | None) -> list[int]:
 
 
 def brute_force(case: Case, dtype: torch.dtype, **options: Any) -> Tensor:
-    """Attention of each node and head by itself, in one precision throughout."""
+    """Attention of each node and head separately, in one precision throughout."""
     q, keys, values = (case[name].cpu().to(dtype) for name in ("q", "k_cache", "v_cache"))
     batch, nodes, heads, dim = q.shape
     groups = heads // keys.shape[1]
@@ -107,7 +107,7 @@ def brute_force(case: Case, dtype: torch.dtype, **options: Any) -> Tensor:
 
 
 def assert_typical_error_within_twice(got: Tensor, same_precision: Tensor, exact: Tensor) -> None:
-    """Root mean square errors instead of the largest ones, which on a few numbers are a matter of luck."""
+    """Root mean square errors instead of the largest ones, which on a few numbers depend on chance."""
     assert got.shape == exact.shape
     error, plain = ((t.double().cpu() - exact).square().mean().sqrt().item() for t in (got, same_precision))
     granted = torch.finfo(got.dtype).eps / 2 * exact.abs().max().item()
@@ -153,8 +153,8 @@ def test_reference_in_fp64_is_exact(data: st.DataObject) -> None:
 def plain_and_exact(case: Case, window: int | None = None) -> tuple[Tensor, Tensor, float]:
     """Eager PyTorch in the dtype of the inputs, and in fp64; for trees shared by rows of one length.
 
-    The third result is what one rounding is granted of. In fp32 a score's rounding is that of a probability, too, and
-    it depends on the order of the sum over D: hence the sum of the absolute products.
+    The third result is the value of which one rounding is allowed. In fp32 the rounding of a score is also that of a
+    probability, and it depends on the order of the sum over D: hence the sum of the absolute products.
     """
     nodes, length = case["q"].shape[1], int(case["cache_lens"][0])
     mask = torch.full((nodes, length + nodes), -math.inf)
@@ -174,7 +174,7 @@ def masked_softmax(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tup
     return ((q @ keys / root + mask).softmax(-1) @ values).transpose(1, 2), products
 
 
-# One word holds 64 nodes: 63, 64 and 65 are where it fills and overflows.
+# One word holds 64 nodes: at 63, 64 and 65 it fills and overflows.
 SHAPES = [
     (1, 0, (4, 4), 64),
     (1, 127, (7, 1), 128),
@@ -206,7 +206,7 @@ def test_error_is_at_most_twice_that_of_pytorch(
 
 @pytest.mark.parametrize("density", [0.0, 1.0], ids=["empty", "full"])
 @pytest.mark.parametrize("nodes", [2, 64, 65])
-def test_trees_without_edges_and_with_all(device: str, nodes: int, density: float) -> None:
+def test_trees_with_no_edges_and_with_all_edges(device: str, nodes: int, density: float) -> None:
     """A full tree is a chain: its last node sees everything, and half of it with a window of half the nodes."""
     case = make(nodes, [20], heads=4, dim=64, dtype=torch.float16, device=device, density=density)
     for window in (None, nodes // 2):
@@ -214,17 +214,17 @@ def test_trees_without_edges_and_with_all(device: str, nodes: int, density: floa
 
 
 def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the kernels, where they serve, use small tiles and as many shares of the keys as there are blocks."""
+    """Make the kernels, if they are used, take small tiles and split the keys into one part per block."""
     kernels = pytest.importorskip("medusa_kernels._triton.tree_attention")
     monkeypatch.setattr(kernels, "configuration", lambda *_, **__: kernels.Config(64, 16, 4, 2, 64, 16))
 
 
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("nodes", [1, 5, 70])
-def test_many_shares_of_little_work(
+def test_keys_split_into_many_small_parts(
     device: str, monkeypatch: pytest.MonkeyPatch, nodes: int, window: int | None
 ) -> None:
-    """Most shares are empty, others hold one ragged block, or nothing that some node sees."""
+    """Most parts are empty, others hold one ragged block, or nothing that some node sees."""
     cut_finely(monkeypatch)
     case = make(nodes, [0, 33, 100], heads=2, dim=16, spare=200, own_trees=True, device=device)
     plain, exact = (brute_force(case, dtype, window=window) for dtype in (torch.float32, torch.float64))
@@ -242,14 +242,14 @@ def test_runs_are_bit_equal(device: str, monkeypatch: pytest.MonkeyPatch, dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{"softcap": 3.0}, {"softcap": 30.0, "window": 40}, {"softcap": 1.0, "window": 6}])
-def test_softcap(device: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_softcap_matches_loops(device: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     case = make(9, [70], heads=4, kv_heads=2, dim=64, dtype=dtype, device=device)
     plain, exact = (brute_force(case, kind, **options) for kind in (dtype, torch.float64))
     assert_typical_error_within_twice(run(case, **options), plain, exact)
 
 
 def test_scores_far_below_the_cap_keep_their_digits(device: str) -> None:
-    """A tanh by way of 1 - 2 / (exp(2x) + 1) would lose them: scores of about 1 are 1e-4 of the cap."""
+    """A tanh computed as 1 - 2 / (exp(2x) + 1) would lose them: scores of about 1 are 1e-4 of the cap."""
     case, options = make(9, [70], heads=4, kv_heads=2, dim=64, device=device), {"softcap": 1e4}
     plain, exact = (brute_force(case, dtype, **options) for dtype in (torch.float32, torch.float64))
     assert_typical_error_within_twice(run(case, **options), plain, exact)
@@ -257,7 +257,7 @@ def test_scores_far_below_the_cap_keep_their_digits(device: str) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("scale", [-0.4, 0.0])
-def test_scales_that_are_not_positive(device: str, scale: float, softcap: float | None) -> None:
+def test_scales_that_are_zero_or_negative(device: str, scale: float, softcap: float | None) -> None:
     case, options = make(6, [30], heads=4, kv_heads=2, dim=16, device=device), {"scale": scale, "softcap": softcap}
     plain, exact = (brute_force(case, dtype, **options) for dtype in (torch.float32, torch.float64))
     assert_typical_error_within_twice(run(case, **options), plain, exact)
@@ -268,8 +268,8 @@ def test_equal_lengths_are_one_batch(device: str) -> None:
     assert_within_twice(run(case), *plain_and_exact(case))
 
 
-def test_a_changed_tree_is_seen(device: str) -> None:
-    """The CPU path keeps the last tree's mask: a change in place, or of any other argument, must not be missed."""
+def test_a_tree_changed_in_place_takes_effect(device: str) -> None:
+    """The CPU path caches the last tree's mask, and must notice a change in place or of any other argument."""
     case = make(4, [600], device=device)
     run(case)
     for sets, window in ((torch.eye(4, dtype=torch.bool), None), (torch.ones(4, 4).tril().bool(), None)):
@@ -284,7 +284,7 @@ def test_a_changed_tree_is_seen(device: str) -> None:
     assert_within_twice(run(longer), *plain_and_exact(longer))
 
 
-def test_another_tree_of_the_same_size_is_seen(device: str) -> None:
+def test_another_tree_of_the_same_size_takes_effect(device: str) -> None:
     one, other = make(6, [9], device=device), make(6, [9], device=device)
     other["sets"] = torch.eye(6, dtype=torch.bool)
     other["ancestors"] = words_by_hand(other["sets"]).to(device)
@@ -295,14 +295,14 @@ def test_another_tree_of_the_same_size_is_seen(device: str) -> None:
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("own_trees", [False, True])
 def test_ragged_rows(device: str, own_trees: bool, window: int | None) -> None:
-    """Rows of different lengths, with one tree for all or each its own."""
+    """Rows of different lengths, with one tree for all or one per row."""
     case = make(6, [9, 0, 3], heads=6, kv_heads=2, own_trees=own_trees, device=device)
     plain = brute_force(case, torch.float32, window=window).to(device)
     assert_within_twice(run(case, window=window), plain, brute_force(case, torch.float64, window=window))
 
 
 def test_inference_tensors(device: str) -> None:
-    """They have no version counter, so nothing may be kept for them."""
+    """They have no version counter, so nothing may be cached for them."""
     with torch.inference_mode():
         case = make(4, [9], device=device)
         run(case)
@@ -324,7 +324,7 @@ def test_strided_queries_and_block_views(device: str) -> None:
 
 
 def test_caches_of_any_strides(device: str) -> None:
-    """Rows before heads, as some caches lie, and values whose components are apart."""
+    """Rows before heads, as in some caches, and values with strided components."""
     case = make(5, [40, 7], heads=4, kv_heads=2, dim=16, device=device)
     expected = run(case)
     keys = case["k_cache"].transpose(1, 2).contiguous().transpose(1, 2)
@@ -335,7 +335,7 @@ def test_caches_of_any_strides(device: str) -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 2**16))
-def test_words_hold_the_sets(nodes: int, seed: int) -> None:
+def test_bit_words_hold_the_sets_of_ancestors(nodes: int, seed: int) -> None:
     torch.manual_seed(seed)
     sets = torch.rand(2, nodes, nodes) < 0.5
     assert torch.equal(ancestor_words(sets), words_by_hand(sets))
@@ -362,7 +362,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {
         "q": torch.zeros(2, 3, 4, 8),
         "k_cache": torch.zeros(2, 2, 9, 8),
@@ -377,7 +377,7 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
 @reads_values
 @pytest.mark.parametrize("length", [-1, 7])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_rows_outside_the_cache(length: int, softcap: float | None) -> None:
+def test_lengths_beyond_the_cache_are_refused(length: int, softcap: float | None) -> None:
     case = make(3, [1, 1], spare=5)
     case["cache_lens"][1] = length
     with pytest.raises(ValueError, match=f"cache_lens: expected 0 to 6 .* got {length} in batch row 1"):
@@ -388,7 +388,7 @@ def test_rows_outside_the_cache(length: int, softcap: float | None) -> None:
     ("nodes", "lens", "options"),
     [(1, [3], {}), (5, [0, 4], {"window": 3}), (5, [4, 4], {"softcap": 2.0, "scale": 0.3}), (65, [2], {})],
 )
-def test_opcheck(device: str, nodes: int, lens: list[int], options: dict[str, Any]) -> None:
+def test_passes_opcheck(device: str, nodes: int, lens: list[int], options: dict[str, Any]) -> None:
     case = make(nodes, lens, heads=4, kv_heads=2, device=device)
     torch.library.opcheck(torch.ops.medusa_kernels.tree_attention.default, tuple(case.values())[:5], options)
 

@@ -29,17 +29,17 @@ def lineages(parents: list[int]) -> list[list[int]]:
 
 def on(parents: list[int], tokens: Rows, logprobs: Rows, device: str) -> dict[str, Tensor]:
     lines = lineages(parents)
-    places = max(map(len, lines))
+    length = max(map(len, lines))
     return {
         "tokens": torch.tensor(tokens, device=device),
         "logprobs": torch.tensor(logprobs, dtype=torch.float32, device=device),
         "depths": torch.tensor([len(line) - 1 for line in lines], dtype=torch.int32, device=device),
-        "paths": torch.tensor([line + line[-1:] * (places - len(line)) for line in lines], device=device),
+        "paths": torch.tensor([line + line[-1:] * (length - len(line)) for line in lines], device=device),
     }
 
 
 def expected(parents: list[int], tokens: list[int], logprobs: list[float], nodes: int) -> list[list[Any]]:
-    """Tokens, parents, depths, sets of ancestors and paths of what is to be kept of one row."""
+    """Tokens, parents, depths, sets of ancestors and paths of the nodes to be selected in one row."""
     lines = lineages(parents)
 
     def score(node: int) -> float:
@@ -51,14 +51,14 @@ def expected(parents: list[int], tokens: list[int], logprobs: list[float], nodes
 
     kept = sorted(sorted(range(len(parents)), key=lambda node: (-score(node), node))[:nodes])
     number = {node: place for place, node in enumerate(kept)}
-    places = max(map(len, lines))
+    length = max(map(len, lines))
     paths = [[number[step] for step in lines[node]] for node in kept]
     return [
         [tokens[node] for node in kept],
         [number[parents[node]] if node else -1 for node in kept],
         [len(lines[node]) - 1 for node in kept],
         [set(path) for path in paths],
-        [path + path[-1:] * (places - len(path)) for path in paths],
+        [path + path[-1:] * (length - len(path)) for path in paths],
     ]
 
 
@@ -89,7 +89,7 @@ def trees(draw: st.DrawFn) -> list[int]:
 @given(data=st.data())
 @settings(max_examples=25 if interpreted() else 100)
 def test_matches_a_sort(device: str, data: st.DataObject) -> None:
-    """Few values, so that scores are equal; impossible and certain tokens; what is no log-probability at all."""
+    """Few values, so that scores are equal; impossible and certain tokens; invalid log-probabilities."""
     parents = data.draw(trees(), label="parents")
     batch, size = data.draw(st.integers(1, 3), label="batch"), len(parents)
     nodes = data.draw(st.integers(1, size), label="nodes")
@@ -100,7 +100,7 @@ def test_matches_a_sort(device: str, data: st.DataObject) -> None:
     check(tree_select(**on(parents, tokens, logprobs, device), nodes=nodes), parents, tokens, logprobs, nodes)
 
 
-def test_by_hand(device: str) -> None:
+def test_example_by_hand(device: str) -> None:
     """Row 0's second child is likelier than the first, with its own child; row 1's first child is certain."""
     parents = [-1, 0, 0, 1, 1, 2, 5]
     logs = [[7.0, -2.0, -0.5, -0.1, -3.0, -0.25, -4.0], [7.0, 0.0, -5.0, 0.0, -1.0, -0.1, -0.1]]
@@ -129,7 +129,7 @@ def test_many_candidates(device: str, size: int, nodes: int) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("certain", [True, False])
 def test_a_chain_of_256_nodes(device: str, certain: bool) -> None:
-    """A path as long as the tree, of equal scores throughout, or of ones that fall."""
+    """A path as long as the tree, with equal or falling scores."""
     parents = list(range(-1, 255))
     tokens, logprobs = [list(range(256))], [[0.0 if certain else -0.01] * 256]
     check(tree_select(**on(parents, tokens, logprobs, device), nodes=256), parents, tokens, logprobs, 256)
@@ -141,7 +141,7 @@ def case(device: str) -> dict[str, Any]:
     return {**on(parents, [[10, 11, 12, 13, 14, 15, 16]] * 2, logs, device), "nodes": 5}
 
 
-def test_views_and_no_rows(device: str) -> None:
+def test_views_and_empty_inputs(device: str) -> None:
     arguments = case(device)
     wanted = tree_select(**arguments)
     spread = {**arguments, "paths": arguments["paths"].T.contiguous().T}
@@ -169,7 +169,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tree_select(**(GOOD | change))
 
@@ -182,7 +182,7 @@ def test_the_reference_agrees_and_repeats(device: str) -> None:
             assert torch.equal(got, tensor)
 
 
-def test_opcheck(device: str) -> None:
+def test_passes_opcheck(device: str) -> None:
     torch.library.opcheck(torch.ops.medusa_kernels.tree_select.default, tuple(case(device).values()))
 
 
@@ -196,7 +196,7 @@ def test_compiles_into_one_graph(device: str, function: Callable[..., Any]) -> N
 
 
 @pytest.mark.gpu
-def test_captured_and_replayed() -> None:
+def test_works_when_captured_and_replayed() -> None:
     arguments = case("cuda")
     tree_select(**arguments)
     graph = torch.cuda.CUDAGraph()

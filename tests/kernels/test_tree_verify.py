@@ -81,7 +81,7 @@ def statistics(case: Case, logits: Tensor) -> Statistics:
 
 
 def largest_dot_product(case: Case, temperature: float) -> float:
-    """The largest sum of absolute products behind a logit."""
+    """The largest sum of absolute products of a logit."""
     return (case["hidden"].abs() @ case["weight"].abs().T).max().item() / (temperature or 1)
 
 
@@ -91,14 +91,14 @@ def check(case: Case, temperature: float, noise: Tensor | None, device: str, lar
     exact, plain = exact_logits(case, temperature), plain_logits(case, temperature)
     largest = exact.abs().max().item() if largest is None else largest
     # Statistics are made of logits and of the logarithm of a sum of up to V, which has an error of its own: the sum's
-    # rounding, behind the logarithm one of 1. Both in fp32, whatever the logits are rounded to.
+    # rounding, which after the logarithm is one of 1. Both in fp32, whatever the logits are rounded to.
     of_sum = (1 + math.log(exact.shape[-1])) * torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
     for mine, in_precision, wanted in zip(got[1:], statistics(case, plain), statistics(case, exact), strict=True):
         assert mine.dtype == torch.float32
         assert_within_twice(mine, in_precision.to(dtype).to(device), wanted, largest + of_sum)
     assert got[0].dtype == torch.int64
     scored = exact if noise is None else exact + noise.double()
-    # A token may be taken for the best one only if the errors of both logits together can exchange them.
+    # Another token may be chosen only if the errors of both logits together can exchange them.
     error = max(2 * (plain - exact).abs().max().item(), torch.finfo(dtype).eps * largest)
     taken = scored.gather(-1, got[0].cpu()[..., None])[..., 0]
     assert (taken >= scored.max(-1).values - 2 * error).all()
@@ -120,7 +120,9 @@ def test_matches_one_node_at_a_time(device: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("batch", "nodes", "vocabulary"), [(1, 1, 1000), (2, 3, 320), (1, 65, 333), (1, 64, 640)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_dtypes(device: str, dtype: torch.dtype, batch: int, nodes: int, vocabulary: int, temperature: float) -> None:
+def test_matches_fp64_in_every_dtype(
+    device: str, dtype: torch.dtype, batch: int, nodes: int, vocabulary: int, temperature: float
+) -> None:
     case = make(batch, nodes, 80, vocabulary, parents="own", dtype=dtype, device=device)
     # In fp32 the rounding of the dot products themselves counts; in 16 bits that of the logits is larger.
     largest = largest_dot_product(case, temperature) if dtype == torch.float32 else None
@@ -163,7 +165,7 @@ def test_entropy_of_flat_and_of_nearly_certain_distributions(device: str, gap: f
     assert abs(child[0, 1].item() + math.log1p(rest)) <= 2**-23 * expected[0]
 
 
-def test_views_are_read_where_they_lie(device: str) -> None:
+def test_strided_views_are_read_in_place(device: str) -> None:
     """Every tensor is part of a larger one, which is NaN (or out of range) elsewhere."""
     case = make(2, 5, 24, 90, parents="own", device=device)
     for name, tensor in case.items():
@@ -174,7 +176,7 @@ def test_views_are_read_where_they_lie(device: str) -> None:
 
 
 def test_zeros_of_both_signs_are_equal(device: str) -> None:
-    """A product of -2^-28 becomes -0 in fp16, which does not lose to the 0 behind it."""
+    """A product of -2^-28 becomes -0 in fp16, which does not lose to the 0 after it."""
     weight = torch.tensor([[-(2**-14)], [0.0], [2**-14]], dtype=torch.float16, device=device)
     hidden = torch.full((1, 1, 1), 2**-14, dtype=torch.float16, device=device)
     assert tree_verify(hidden, weight, torch.zeros(1, 1).long().to(device))[0].tolist() == [[0]]
@@ -195,7 +197,7 @@ def test_ties_go_to_the_lowest_id(device: str, dtype: torch.dtype, vocabulary: i
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_greedy_is_the_argmax_of_the_model(device: str, dtype: torch.dtype) -> None:
-    """What transformers does: logits from one linear in the model's dtype, then the argmax in fp32."""
+    """As in transformers: logits from one linear in the model's dtype, then the argmax in fp32."""
     case = make(2, 16, 64, 4096, dtype=dtype, device=device)
     logits = torch.nn.functional.linear(case["hidden"], case["weight"])
     assert torch.equal(tree_verify(**case, want_stats=False)[0], logits.float().argmax(-1))
@@ -229,7 +231,7 @@ def test_samples_follow_the_softmax(device: str) -> None:
         assert abs((tokens == token).double().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / count)
 
 
-def test_without_statistics(device: str) -> None:
+def test_tokens_are_the_same_without_statistics(device: str) -> None:
     case = make(2, 5, 16, 50, device=device)
     full, bare = tree_verify(**case), tree_verify(**case, want_stats=False)
     assert torch.equal(full[0], bare[0])
@@ -255,7 +257,7 @@ def test_results_never_require_a_gradient() -> None:
 
 
 def test_an_index_out_of_range_gives_nan(device: str) -> None:
-    """Where values cannot be refused (see `test_bad_values`), nothing outside the tensors is read."""
+    """If values cannot be refused (see `test_bad_values_are_refused`), nothing outside the tensors is read."""
     if served_by("tree_verify", device).name != "triton":
         pytest.skip("only kernels do not read indices on the host")
     case = make(1, 4, 8, 20, parents="shared", device=device)
@@ -269,7 +271,7 @@ def test_an_index_out_of_range_gives_nan(device: str) -> None:
 @pytest.mark.parametrize("kind", NOT_FINITE)
 @pytest.mark.parametrize("vocabulary", [100, 320])
 def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, vocabulary: int) -> None:
-    """Whatever is not finite: an embedding is looked up with the id before the host has seen that something is."""
+    """Even if inputs are not finite: embeddings are looked up with the id before the host can notice."""
     case = make(1, 3, 16, vocabulary, dtype=dtype, device=device)
     bad = not_finite(kind, dtype).to(device)
     whole = case["weight"].clone()
@@ -278,7 +280,7 @@ def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, 
         case["weight"][rows] = bad
         token, logsumexp = tree_verify(**case)[:2]
         assert ((token >= 0) & (token < vocabulary)).all()
-        # Sampling and typical acceptance learn of it from the log-sum-exp.
+        # Sampling and typical acceptance detect it in the log-sum-exp.
         assert not logsumexp.isfinite().any() or kind.endswith("inf")
         assert torch.equal(tree_verify(**case, want_stats=False)[0], token)
     clean = tree_verify(**(case | {"weight": whole}))[:2]
@@ -307,7 +309,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = make(2, 3, 4, 9)
     with pytest.raises(ValueError, match=message):
         tree_verify(**(good | change))
@@ -322,14 +324,14 @@ BAD_VALUES = {
 
 @reads_values
 @pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES.keys())
-def test_bad_values(change: dict[str, Any], message: str) -> None:
+def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tree_verify(**(make(2, 3, 4, 9) | change))
 
 
 @pytest.mark.parametrize("parents", ["chain", "shared", "own"])
 @pytest.mark.parametrize(("temperature", "want_stats"), [(0.0, True), (0.0, False), (0.7, True)])
-def test_opcheck(device: str, parents: str, temperature: float, want_stats: bool) -> None:
+def test_passes_opcheck(device: str, parents: str, temperature: float, want_stats: bool) -> None:
     case = make(2, 3, 16, 20, parents=parents, device=device)
     options: dict[str, Any] = {"temperature": temperature, "want_stats": want_stats}
     if temperature:
