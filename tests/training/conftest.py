@@ -1,4 +1,4 @@
-"""What the tests of training share."""
+"""Fixtures for the tests of training."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The losses as the papers write them, on full logits, and small heads and texts to try them on."""
+"""The losses as in the papers, on full logits, and small heads and texts to test them with."""
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ def random_text(length=23, *, seed=1, hidden=HIDDEN, vocab=VOCAB, dtype=torch.fl
 
 
 def plain_targets(labels, segments, offset, token_map=None):
-    """The label `offset` places later, by a walk over positions."""
+    """The label `offset` positions later, by a walk over positions."""
     found, outside = [], 0
     rows = None if token_map is None else {int(token): row for row, token in enumerate(token_map)}
     for t in range(len(labels)):

@@ -1,4 +1,4 @@
-"""The model card: valid front matter and tables, figures worked out by hand, files that appear whole or not at all."""
+"""The model card: valid front matter and tables, numbers computed by hand, and the files written."""
 
 import re
 import sys
@@ -69,7 +69,7 @@ def front_matter(text):
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n\n# ", text, re.DOTALL)[1])
 
 
-def test_front_matter():
+def test_front_matter_is_valid():
     found = front_matter(card_text(facts()))
     assert found == {
         "library_name": "medusa-kernels",
@@ -79,7 +79,7 @@ def test_front_matter():
     }
 
 
-def test_local_names_are_no_names_of_the_hub(tmp_path):
+def test_local_paths_are_not_written_as_hub_names(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "chats.jsonl").write_text("")
     local = config(model={"name": str(tmp_path / "model")}, data={"train": [{"path": str(tmp_path / "chats.jsonl")}]})
@@ -88,7 +88,7 @@ def test_local_names_are_no_names_of_the_hub(tmp_path):
     assert "# Medusa heads for model\n" in text
 
 
-def test_accuracies_and_expected_tokens():
+def test_accuracies_and_expected_tokens_by_hand():
     text = card_text(facts())
     assert table(text, ["", "top-1"]) == [
         ["", "top-1", "top-2", "tokens"],
@@ -107,7 +107,7 @@ def test_accuracies_and_expected_tokens():
     assert "top-1" not in nothing
 
 
-def test_data():
+def test_data_sources_and_bad_records_are_listed():
     text = card_text(facts())
     assert table(text, ["", "source"])[1:] == [
         ["training", "anon8231489123/ShareGPT", "auto", "train", "newest"],
@@ -133,7 +133,7 @@ def test_data():
         (0.0, 0.9, "greedy,"),
     ],
 )
-def test_data_that_the_model_wrote_says_of_what(temperature, top_p, drawn):
+def test_self_generated_data_names_its_prompts(temperature, top_p, drawn):
     how = {"temperature": temperature, "top_p": top_p, "max_new_tokens": 64, "turns": 2, "seed": 7}
     seeds = {"train": [{"path": "seeds_1.jsonl"}, {"path": "more.jsonl"}]}
     settings = {"generation": how, "data": seeds, "model": {"name": "/there/base"}}
@@ -144,13 +144,13 @@ def test_data_that_the_model_wrote_says_of_what(temperature, top_p, drawn):
     ) in text
 
 
-def test_settings_that_differ_and_all_of_them():
+def test_settings_that_differ_from_the_paper_and_all_settings_are_listed():
     text = card_text(facts())
     rows = {row[0]: row[1:3] for row in table(text, ["setting"])[1:]}
     assert rows == {"optimisation.learning_rate": ["0.001", "0.0005"], "heads.num_heads": ["2", "5"]}
     listed = re.search(r"<details>.*?```yaml\n(.*?)```\n\n</details>", text, re.DOTALL)[1]
     assert Config.of(yaml.safe_load(listed)) == facts().config
-    # What the method alone changes is its default.
+    # A value that only the method changes counts as its default.
     text = card_text(facts(config=config(method="medusa-2", lora={"rank": 8})))
     assert {row[0]: row[1:3] for row in table(text, ["setting"])[1:]} == {"lora.rank": ["8", "32"]}
     assert front_matter(text)["tags"][-1] == "medusa-2"
@@ -183,11 +183,11 @@ def test_a_fence_is_longer_than_its_content(template):
     assert len(fence) > max(map(len, re.findall("`+", template)))
 
 
-def test_escapes():
+def test_special_characters_are_escaped():
     assert escaped("a|b\nc *d* <e> [f](g) `h` & i_j \\") == (r"a\|b c \*d\* \<e\> \[f\](g) \`h\` &amp; i\_j " + "\\\\")
 
 
-def test_files(tmp_path):
+def test_files_are_replaced_and_reproducible(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra 'bench' is not installed")
     (tmp_path / "README.md").write_text("old")
     assert write_card(tmp_path, facts()) == tmp_path / "README.md"
@@ -202,7 +202,7 @@ def test_files(tmp_path):
     assert (tmp_path / "accuracy.png").read_bytes() != first["accuracy.png"]
 
 
-def test_what_is_drawn(tmp_path, monkeypatch):
+def test_the_plot_shows_loss_and_accuracies(tmp_path, monkeypatch):
     figures = pytest.importorskip("matplotlib.figure", reason="the extra 'bench' is not installed")
     drawn = []
     monkeypatch.setattr(figures.Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.touch()))
@@ -214,7 +214,7 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert [list(line.get_ydata()) for line in loss.lines] == [[10 / step for step in range(1, 42)]]
 
 
-def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch, root):
+def test_without_matplotlib_no_card_is_written(tmp_path, monkeypatch, root):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for call in (check_plotting, lambda: write_card(tmp_path, facts())):
         with pytest.raises(ModuleNotFoundError, match=r"matplotlib: expected the library") as error:
@@ -226,6 +226,6 @@ def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch, root):
     assert '"matplotlib"' in re.search(rf"^{extra} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]
 
 
-def test_a_folder_that_is_missing(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"folder: expected one that exists, got .*nowhere"):
         write_card(tmp_path / "nowhere", facts())

@@ -1,4 +1,4 @@
-"""Loss and gradient in chunks: gradcheck, memory, 16 bits, and projections that are more than a matrix."""
+"""Loss and gradient in chunks: gradcheck, memory, 16 bits, and projections that are not plain matrices."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from medusa_decoding.training.loss.medusa import medusa_loss
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradcheck(case):
+def test_gradients_pass_gradcheck(case):
     changes = CASES[case] | ({"token_map": torch.tensor([4, 0, 1])} if "token_map" in CASES[case] else {})
     heads = random_heads(**changes, sizes=(3, 5, 2))
     hidden, labels = random_text(6, hidden=3, vocab=5, ignored=0)
@@ -95,7 +95,7 @@ def test_an_lm_head_that_is_not_plain_is_called(token_map):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_no_tensor_is_as_large_as_one_head_s_logits(shared):
+def test_no_tensor_is_as_large_as_the_logits_of_one_head(shared):
     positions, hidden_size, vocab, chunk = 600, 8, 1000, 16
     heads = random_heads(shared=shared, sizes=(hidden_size, vocab, 3), dtype=torch.float32)
     hidden, labels = random_text(positions, hidden=hidden_size, vocab=vocab, dtype=torch.float32, ignored=0)
@@ -125,7 +125,7 @@ def test_chunks_share_the_writing_of_a_weight_s_gradient(shared):
     weight = torch.randn(vocab, hidden_size, dtype=torch.float64, requires_grad=True) if shared else None
     with Made(vocab, hidden_size) as whole, Made(vocab // 8, hidden_size) as eighth:
         loss = medusa_loss(hidden, heads, labels, lm_head=weight, chunk=4, through_backbone=True).loss
-    # Heads that share a matrix sum their gradients in one tensor; own ones have a place in the result.
+    # Heads that share a matrix sum their gradients in one tensor; separate ones each have a slice of the result.
     assert whole.count == shared
     assert 0 < eighth.count <= num_heads * 8 * -(-positions // (hidden_size // 2))
     expected = plain_medusa(hidden, heads, labels, weight=weight)
@@ -135,8 +135,8 @@ def test_chunks_share_the_writing_of_a_weight_s_gradient(shared):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def errors_beside_pytorch_s(case, dtype, device):
-    """Norms of the errors of loss and gradients, ours and PyTorch's on full logits in the same type, over the exact."""
+def errors_of_ours_and_pytorch(case, dtype, device):
+    """Relative errors (norms) of loss and gradients: ours, and PyTorch's on full logits in the same dtype."""
     sizes, changes = (32, 200, 3), CASES[case]
     heads = random_heads(dtype=dtype, sizes=sizes, **changes).to(device)
     wide = random_heads(dtype=dtype, sizes=sizes, **changes).double().to(device)
@@ -162,7 +162,7 @@ def errors_beside_pytorch_s(case, dtype, device):
 
 @pytest.mark.parametrize("case", ["own", "shared, trimmed"])
 def test_bf16_is_as_exact_as_pytorch_on_full_logits(case):
-    for error, allowed in errors_beside_pytorch_s(case, torch.bfloat16, "cpu"):
+    for error, allowed in errors_of_ours_and_pytorch(case, torch.bfloat16, "cpu"):
         assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
 
 
@@ -170,11 +170,11 @@ def test_bf16_is_as_exact_as_pytorch_on_full_logits(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["own", "shared, trimmed"])
 def test_16_bits_on_cuda_are_as_exact_as_pytorch_on_full_logits(case, dtype):
-    for error, allowed in errors_beside_pytorch_s(case, dtype, "cuda"):
+    for error, allowed in errors_of_ours_and_pytorch(case, dtype, "cuda"):
         assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
 
 
-def test_autocast_and_heads_in_another_type():
+def test_autocast_and_heads_in_another_dtype():
     heads = random_heads(dtype=torch.float32)
     hidden, labels = random_text(dtype=torch.bfloat16)
     expected = plain_medusa(hidden.double(), heads.double(), labels)
@@ -190,7 +190,7 @@ def test_autocast_and_heads_in_another_type():
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_quantised_lm_head(bits):
+def test_a_quantised_lm_head_gives_its_own_loss(bits):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     if bits == 4:
@@ -206,7 +206,7 @@ def test_a_quantised_lm_head(bits):
     hidden, labels = random_text(40, hidden=64, vocab=128, dtype=torch.float32)
     found = medusa_loss(hidden, heads, labels, lm_head=lm_head, chunk=9, top=0)
     expected = plain_medusa(hidden, heads, labels, weight=nn.Parameter(weight))
-    # 8-bit layers round their inputs too.
+    # 8-bit layers also round their inputs.
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if bits == 4 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(found.loss, expected, **tolerance)
     mine, theirs = gradients(found.loss, heads.w1)[0], gradients(expected, heads.w1)[0]

@@ -1,4 +1,4 @@
-"""The configuration: the papers' values as defaults, strict reading, and YAML there and back."""
+"""The configuration: the papers' values as defaults, strict reading, and YAML round trips."""
 
 import dataclasses
 
@@ -58,11 +58,11 @@ PAPER = {
 
 
 @pytest.mark.parametrize("method", PAPER)
-def test_defaults_are_the_paper_s(method):
+def test_defaults_are_those_of_the_paper(method):
     assert values_at(of(method), PAPER[method]) == PAPER[method]
 
 
-def test_what_is_given_goes_before_the_method_s_defaults():
+def test_given_values_override_the_defaults_of_the_method():
     config = of("self-distillation", optimisation={"warmup_steps": 7}, loss={"lambda_0_schedule": "constant"})
     assert config.optimisation.warmup_steps == 7
     assert config.optimisation.learning_rate == 1e-4
@@ -76,7 +76,7 @@ def test_heads_that_are_trained_already_need_no_first_stage():
 
 
 @pytest.mark.parametrize("method", PAPER)
-def test_yaml_there_and_back(method, tmp_path):
+def test_yaml_round_trip(method, tmp_path):
     config = of(
         method,
         data={
@@ -112,7 +112,7 @@ def test_every_setting_is_written_and_described():
     described = {row[0]: row for row in config_schema.describe(Config)}
     assert {name for name in described if "[]" not in name} == set(written)
     assert all(meaning for _, _, _, meaning, _ in described.values())
-    # Everything that has a default says where that comes from.
+    # Each setting with a default names its source.
     assert [key for key, _, default, _, source in described.values() if default != "required" and not source] == []
     meaning = "peak rate of the backbone; self-distillation: 1e-4"
     key = "optimisation.learning_rate"
@@ -122,7 +122,7 @@ def test_every_setting_is_written_and_described():
 
 
 @pytest.mark.parametrize("text", ["5e-4", "0.0005", "5.0E-04", "+5e-4"])
-def test_numbers_in_yaml(tmp_path, text):
+def test_numbers_in_yaml_are_parsed(tmp_path, text):
     file = tmp_path / "a.yaml"
     file.write_text(
         f"model: {{name: m}}\ndata: {{train: [{{path: d}}]}}\noutput: {{folder: o}}\noptimisation:\n"
@@ -241,12 +241,12 @@ EXCLUDED = [
 
 
 @pytest.mark.parametrize(("method", "change", "message"), EXCLUDED, ids=[message[:40] for _, _, message in EXCLUDED])
-def test_settings_that_exclude_each_other(method, change, message):
+def test_settings_that_exclude_each_other_are_refused(method, change, message):
     with pytest.raises(ValueError, match=message):
         of(method, **change)
 
 
-def test_what_comes_near_those_is_allowed():
+def test_settings_close_to_those_are_allowed():
     assert of("medusa-2", lora={"enabled": False}, model={"quantization": "none"}).trains_backbone
     assert of(data={"cache_hidden": "c"}).data.cache_hidden == "c"
     assert not of().trains_backbone
@@ -256,14 +256,14 @@ def test_what_comes_near_those_is_allowed():
     assert of(optimisation={"max_steps": 41}).optimisation.max_steps == 41
 
 
-def test_a_quantised_teacher_is_warned_of():
+def test_a_quantised_teacher_gives_a_warning():
     assert of("self-distillation").warnings() == []
     (warning,) = of("self-distillation", model={"quantization": "4bit"}).warnings()
     assert warning.startswith("model.quantization: 4bit makes the quantised model the teacher")
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2", "self-distillation"])
-def test_a_quantised_model_that_writes_data_or_states_is_warned_of(method):
+def test_a_quantised_model_that_writes_data_or_states_gives_a_warning(method):
     for distills in (False, True):
         assert of(method, model={"quantization": "none"}).warnings(distills) == []
     config = of(method, model={"quantization": "8bit"})
@@ -274,7 +274,7 @@ def test_a_quantised_model_that_writes_data_or_states_is_warned_of(method):
     assert answers.startswith("model.quantization: 8bit makes the quantised model write the answers; set none")
 
 
-def test_a_configuration_made_in_python_is_checked_too():
+def test_a_configuration_made_in_python_is_checked():
     parts = {"model": ModelConfig("m"), "data": DataConfig((SourceConfig("d"),)), "output": OutputConfig("o")}
     assert Config(**parts) == Config.of(
         {**NEEDED, "model": {"name": "m"}, "data": {"train": [{"path": "d"}]}, "output": {"folder": "o"}}

@@ -1,4 +1,4 @@
-"""Reading: three kinds of records, every kind of file, what is wrong with a record, and the split by prompt."""
+"""Reading data: three kinds of records, all kinds of files, errors in records, and the split by prompt."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ def test_json_lines_of_all_three_kinds(tmp_path, name):
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_a_json_list(tmp_path, mark):
+def test_a_json_list_is_read(tmp_path, mark):
     path = tmp_path / "a.json"
     path.write_bytes(mark + json.dumps([sharegpt("Hi", "Hello"), 5], indent=1).encode())
     report = Report()
@@ -43,7 +43,7 @@ def test_a_json_list(tmp_path, mark):
         read(path)
 
 
-def test_folders_and_texts(tmp_path):
+def test_folders_and_text_files_are_read(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "two.txt").write_text("Second\nfile.")
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress("\ufeffThird.".encode()))
@@ -55,7 +55,7 @@ def test_folders_and_texts(tmp_path):
         read(tmp_path / "empty")
 
 
-def test_parquet(tmp_path):
+def test_parquet_files_are_read(tmp_path):
     pytest.importorskip("datasets", reason="the extra 'train' is not installed")
     import pyarrow
     from pyarrow import parquet
@@ -71,7 +71,7 @@ def test_parquet(tmp_path):
         read(tmp_path / "b.parquet")
 
 
-def test_without_the_library_parquet_and_hub_names_say_what_to_install(tmp_path, monkeypatch):
+def test_parquet_and_hub_names_without_the_library_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(ModuleNotFoundError, match=r"a.parquet \(pip install 'medusa-kernels\[train\]'\), got none"):
@@ -80,7 +80,7 @@ def test_without_the_library_parquet_and_hub_names_say_what_to_install(tmp_path,
         read("lmsys/chat")
 
 
-def test_hub_names_go_to_the_library(monkeypatch):
+def test_hub_names_are_passed_to_the_library(monkeypatch):
     asked = []
 
     def load_dataset(*args, **kwargs):
@@ -100,12 +100,12 @@ def test_hub_names_go_to_the_library(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["data/missing.jsonl", "/no/such/folder", "what is this?", "../up", "~nobody-here/a"])
-def test_a_source_that_is_nothing_is_named(path):
+def test_a_source_that_does_not_exist_is_named(path):
     with pytest.raises(ValueError, match=r"expected a file, a folder or a hub name, got "):
         read(path)
 
 
-def test_files_that_break_off_or_have_another_ending_are_named(tmp_path):
+def test_truncated_files_and_unknown_extensions_are_named(tmp_path):
     whole = gzip.compress(json.dumps(MESSAGES).encode() * 50)
     (tmp_path / "a.jsonl.gz").write_bytes(whole[:-9])
     (tmp_path / "b.jsonl.gz").write_bytes(whole[:20] + b"\0\0\0\0\0\0" + whole[26:])
@@ -138,7 +138,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("line", BAD, ids=list(BAD.values()))
-def test_what_is_wrong_with_a_record_is_noted_with_its_line(tmp_path, line):
+def test_a_bad_record_is_reported_with_its_line(tmp_path, line):
     path = write_lines(tmp_path / "a.jsonl", MESSAGES, line, MESSAGES)
     report = Report()
     assert len(read(path, report)) == 2
@@ -147,7 +147,7 @@ def test_what_is_wrong_with_a_record_is_noted_with_its_line(tmp_path, line):
     assert dict(report.bad) == {BAD[line]: 1}
 
 
-def test_bytes_that_are_not_utf8(tmp_path):
+def test_bytes_that_are_not_utf8_are_reported(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "caf\xe9"}\n{"text": "fine"}\n')
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
@@ -156,7 +156,7 @@ def test_bytes_that_are_not_utf8(tmp_path):
     assert report.examples == [(f"{path}:1", "not UTF-8"), (str(tmp_path / "b.txt"), "not UTF-8")]
 
 
-def test_a_named_format_is_held_to(tmp_path):
+def test_a_named_format_is_enforced(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", MESSAGES | {"text": "Once."})
     assert read(path, form="text")[0].text == "Once."
     assert read(path, form="messages")[0].messages == EXPECTED
@@ -165,7 +165,7 @@ def test_a_named_format_is_held_to(tmp_path):
     assert dict(report.bad) == {"conversations is not a list of turns": 1}
 
 
-def test_turns_that_teach_nothing_are_left_off_and_noted(tmp_path):
+def test_turns_without_targets_are_dropped_and_reported(tmp_path):
     turns = ["system", "gpt", "human", "assistant", "user"]
     record = {"conversations": [{"from": role, "value": role} for role in turns]}
     report = Report()
@@ -187,7 +187,7 @@ def test_parts_of_text_are_joined_and_a_system_message_is_added(tmp_path):
     assert second.messages == ({"role": "system", "content": "Own"}, *EXPECTED)
 
 
-def test_the_limit_counts_sound_records(tmp_path):
+def test_the_limit_counts_valid_records(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", MESSAGES, "{", MESSAGES, MESSAGES)
     report = Report()
     assert [record.where for record in read(path, report, limit=2)] == [f"{path}:1", f"{path}:3"]
@@ -218,7 +218,7 @@ def test_too_many_bad_records_are_an_error_that_lists_them():
         report.check(0.999)
 
 
-def test_examples_are_bounded_and_counts_are_not():
+def test_listed_examples_are_bounded_and_counts_are_complete():
     report = Report(read=1000)
     for line in range(500):
         report.reject(f"a:{line}", "not JSON")
@@ -226,7 +226,7 @@ def test_examples_are_bounded_and_counts_are_not():
     assert report.bad == {"not JSON": 500}
 
 
-def test_the_same_prompt_is_never_on_both_sides():
+def test_a_prompt_is_never_in_both_training_and_held_out_data():
     prompts = [f"Question {i % 700}" for i in range(3000)]
     spelt = [prompt.replace(" ", "\n  ").upper() if i // 700 % 2 else prompt for i, prompt in enumerate(prompts)]
     records = [Record(({"role": "user", "content": text},), None, str(i)) for i, text in enumerate(spelt)]
@@ -240,7 +240,7 @@ def test_the_same_prompt_is_never_on_both_sides():
     assert {record.where for record in again[1]} == {record.where for record in held}
 
 
-def test_a_larger_share_holds_the_smaller_one_and_seeds_differ():
+def test_a_larger_held_out_share_contains_the_smaller_one_and_seeds_differ():
     prompts = [f"prompt {i}" for i in range(400)]
     small, large = ({p for p in prompts if held_out(p, share)} for share in (0.05, 0.3))
     assert small < large

@@ -1,4 +1,4 @@
-"""Data that the model writes: its own tokens turn by turn, whatever the batch, the heads and the interruptions."""
+"""Self-generated data: the model's own tokens turn by turn, independent of batch, heads and interruptions."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def heads_of(model):
 
 @pytest.fixture
 def generate(tmp_path):
-    """Run over seeds and return the file's lines; a run by the same name goes on with the same file."""
+    """Run over seeds and return the file's lines; a run with the same name continues the same file."""
 
     def run(model, tokenizer, seeds, settings=GREEDY, name="out", heads=None, tree=None, **options):
         path = tmp_path / f"{name}.jsonl"
@@ -90,7 +90,7 @@ def transformers_answer(model, ids, budget, ends=(IM_END,)):
 
 
 def chatml_conversation(model, tokenizer, messages, turns=3, budget=12):
-    """Tokens and learnt spans of one conversation by transformers alone, the template written out by hand."""
+    """Tokens and learnt spans of one conversation by transformers alone, with the template written by hand."""
 
     def ids(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -114,7 +114,7 @@ def chatml_conversation(model, tokenizer, messages, turns=3, budget=12):
 
 
 @pytest.mark.parametrize("with_heads", [False, True])
-def test_answers_are_transformers_own_turn_by_turn(generate, chatml, with_heads):
+def test_answers_equal_transformers_turn_by_turn(generate, chatml, with_heads):
     model = language_model(chatml)
     expected = [chatml_conversation(model, chatml, messages) for messages in CHATS]
     closed = [tokens[end - 1] == IM_END for tokens, spans in expected for _, end in spans]
@@ -132,7 +132,7 @@ def test_answers_are_transformers_own_turn_by_turn(generate, chatml, with_heads)
     assert report.tokens_per_step == pytest.approx(steps / report.steps)
 
 
-def test_records_are_read_verbatim_and_learnt_where_the_model_wrote(generate, chatml):
+def test_records_are_read_verbatim_and_only_the_models_tokens_are_learnt(generate, chatml):
     model = language_model(chatml)
     lines = generate(model, chatml, records())
     report = Report()
@@ -143,15 +143,15 @@ def test_records_are_read_verbatim_and_learnt_where_the_model_wrote(generate, ch
     for record, line in zip(found, lines, strict=True):
         (example,) = encoder.encode(record)
         assert example.ids.tolist() == line["input_ids"]
-        places = [place for start, end in line["learnt"] for place in range(start, end)]
-        assert example.learnt.nonzero()[0].tolist() == places
+        positions = [place for start, end in line["learnt"] for place in range(start, end)]
+        assert example.learnt.nonzero()[0].tolist() == positions
         questions = [turn["content"] for turn in CHATS[line["seed"]["number"]] if turn["role"] == "user"]
         assert record.prompt == questions[0]
         spelt = "".join(chatml.decode(line["input_ids"][start:end]) for start, end in line["learnt"])
         said = "".join(turn["content"] for turn in line["messages"] if turn["role"] == "assistant")
         assert spelt.replace("<|im_end|>", "") == said.replace("<|im_end|>", "")
         again += chatml(chatml.decode(example.ids), add_special_tokens=False)["input_ids"] != line["input_ids"]
-    # The case is a real one: tokenised again, these would be other sequences.
+    # The case is not trivial: tokenised again, these would be other sequences.
     assert again > 0
 
 
@@ -169,7 +169,7 @@ def test_neither_the_batch_nor_the_heads_change_a_record(generate, chatml, setti
     assert by_number(with_heads) == alone
 
 
-def test_drawing_depends_on_the_seed_the_place_and_the_turn(generate, chatml):
+def test_sampling_depends_on_the_seed_the_record_index_and_the_turn(generate, chatml):
     model = language_model(chatml)
     same = records([chat("Hello", "x", "Hello", "y")] * 6)
     lines = generate(model, chatml, same, DRAWN, "a")
@@ -179,9 +179,9 @@ def test_drawing_depends_on_the_seed_the_place_and_the_turn(generate, chatml):
     assert not {tuple(line["input_ids"]) for line in other} & {tuple(ids) for ids in texts}
 
 
-def test_turns_draw_numbers_of_their_own(generate, chatml):
+def test_turns_draw_different_random_numbers(generate, chatml):
     model = language_model(chatml)
-    # All tokens are about equally likely, so that equal numbers would mean equal tokens whatever stands before.
+    # All tokens are about equally likely, so that equal random numbers would give equal tokens after any prefix.
     settings = replace(DRAWN, temperature=1e6, top_p=1.0)
     lines = generate(model, chatml, records([chat("Hello", "x", "And?", "y")] * 4), settings)
     answers = [line["input_ids"][start:end][:8] for line in lines for start, end in line["learnt"]]
@@ -190,7 +190,7 @@ def test_turns_draw_numbers_of_their_own(generate, chatml):
             assert sum(a == b for a, b in zip(one, other, strict=False)) < 3
 
 
-def test_answers_end_with_the_template_s_token_where_the_model_s_config_names_none(generate, chatml):
+def test_answers_end_with_the_templates_end_token_if_the_model_config_has_no_eos(generate, chatml):
     model = language_model(chatml)
     model.generation_config.eos_token_id = None
     expected = chatml_conversation(model, chatml, CHATS[0])
@@ -199,7 +199,7 @@ def test_answers_end_with_the_template_s_token_where_the_model_s_config_names_no
     assert any(line["input_ids"][end - 1] == IM_END for _, end in line["learnt"])
 
 
-def test_what_is_drawn_has_the_model_s_distribution(generate, chatml):
+def test_sampled_answers_have_the_models_distribution(generate, chatml):
     model = language_model(chatml)
     settings = replace(DRAWN, max_new_tokens=1, temperature=0.6, top_p=1.0, batch_size=400, turns=1)
     lines = generate(model, chatml, records([chat("Hello", "x")] * 2000), settings)
@@ -217,7 +217,7 @@ class StoppedError(Exception):
 
 
 @pytest.mark.parametrize("turns", ["joint", "each"])
-def test_a_stopped_run_goes_on_to_the_same_bytes(generate, chatml, turns):
+def test_a_stopped_run_resumes_to_the_same_bytes(generate, chatml, turns):
     model = language_model(chatml)
     generate(model, chatml, records(), DRAWN, "whole", turns=turns)
     whole = generate.path.read_bytes()
@@ -234,7 +234,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(generate, chatml, turns):
     written = path.read_bytes()
     assert whole.startswith(written)
     assert 3 < written.count(b"\n") < whole.count(b"\n")
-    # Also in the middle of a batch: its other records are written after those that are there.
+    # Also in the middle of a batch: its other records are written after the existing ones.
     kept = b"".join(written.splitlines(keepends=True)[:-1])
     for unfinished_line in (b"", written[len(kept) : -9], b"\0" * 50):
         path.write_bytes(kept + unfinished_line)
@@ -309,7 +309,7 @@ def test_a_damaged_line_is_named(generate, chatml):
 
 
 def test_records_have_one_writer(generate, chatml, tmp_path):
-    """A second thread is a second writer; what holds the file already may write it."""
+    """A second thread is a second writer; the thread that holds the file may write it."""
     model, refused = language_model(chatml), []
 
     def second():
@@ -327,7 +327,7 @@ def test_records_have_one_writer(generate, chatml, tmp_path):
         assert generate(model, chatml, records())
 
 
-def test_prompts_that_leave_no_room_are_left_out_and_conversations_end(generate, chatml):
+def test_prompts_without_room_for_an_answer_are_skipped_and_end_conversations(generate, chatml):
     model = language_model(chatml, end=0)  # answers that never end
     long = [chat("Hello " * 40, "x"), chat("Hi", "x", "Hello " * 10, "y", "Hello " * 10, "z"), chat("Hi", "x")]
     lines = by_number(generate(model, chatml, records(long), length=50))
@@ -342,7 +342,7 @@ def test_prompts_that_leave_no_room_are_left_out_and_conversations_end(generate,
     assert dict(generate.report.ended) == {"a further prompt leaves no room within 50 tokens": 1}
 
 
-def test_an_answer_gets_no_more_than_its_record_s_room(generate, chatml):
+def test_an_answer_is_limited_by_the_room_of_its_record(generate, chatml):
     model = language_model(chatml, end=0)
     settings = replace(GREEDY, max_new_tokens=40, batch_size=4)
     prompts = [chat("Hi", "x"), chat("Hello Hello Hello", "x"), chat("one", "x")]
@@ -378,7 +378,7 @@ def test_texts_are_continued(generate, kind):
      ("vicuna", "marks"), ("plain", "marks")],
 )  # fmt: skip
 @pytest.mark.parametrize("way", [marked, unmarked])
-def test_templates_that_keep_answers_go_on_behind_them(generate, template, kind, way):
+def test_templates_that_keep_answers_continue_after_them(generate, template, kind, way):
     """The tokens that the template adds are those it has around any answer; the answers are the model's."""
     own = template not in ("vicuna", "plain")
     end = "<|im_end|>" if template == CHATML else "</s>"
@@ -396,12 +396,12 @@ def test_templates_that_keep_answers_go_on_behind_them(generate, template, kind,
         (whole,) = ChatEncoder(tokenizer, "auto" if own else template).encode(
             Record(tuple(chat(questions[0], "fine", questions[1], "fine")), None, "")
         )
-        places = whole.learnt.nonzero()[0].tolist()
-        gap = next(i for i in range(1, len(places)) if places[i] != places[i - 1] + 1)
-        between = whole.ids[places[gap - 1] + 1 : places[gap]].tolist()
+        positions = whole.learnt.nonzero()[0].tolist()
+        gap = next(i for i in range(1, len(positions)) if positions[i] != positions[i - 1] + 1)
+        between = whole.ids[positions[gap - 1] + 1 : positions[gap]].tolist()
         closing = [] if ids[second - 1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
-        prompt = whole.ids[: places[0]].tolist()
-        if template != SPACED:  # its prompt's last token is another one before an answer than at an end
+        prompt = whole.ids[: positions[0]].tolist()
+        if template != SPACED:  # the last token of its prompt differs before an answer and at the end
             assert ids[:first] == prompt
             assert ids[second:third] == closing + between
         else:
@@ -437,7 +437,7 @@ def test_templates_that_change_earlier_turns_are_refused_with_the_remedy(generat
     model = language_model(tokenizer)
     with pytest.raises(ValueError, match=rf"template: .*seeds:1 has several user turns.*{reason}; data.turns: each"):
         generate(model, tokenizer, records())
-    # One turn is no trouble, and neither are prompts that are rendered anew.
+    # One turn is no problem, and neither are prompts that are rendered again.
     generate(model, tokenizer, records(), replace(GREEDY, turns=1), "once")
     lines = generate(model, tokenizer, records(), GREEDY, "anew", turns="each")
     assert max(line["seed"]["parts"] for line in lines) == 3
@@ -450,8 +450,8 @@ def test_templates_that_change_earlier_turns_are_refused_with_the_remedy(generat
         assert last["role"] == "assistant"
 
 
-def test_a_conversation_that_the_template_changes_ends_there(generate):
-    """Templates are tried with two answers; what they do to another one is seen when it is there."""
+def test_a_conversation_ends_at_a_turn_that_the_template_changes(generate):
+    """Templates are checked with two answers; what they do to a real one shows when it is generated."""
     answer = "GENERATION{{- message.content"
     assert answer in CHATML
     template = unmarked(CHATML.replace(answer, "{{- message.content | replace(' a', ' A')"))
@@ -466,7 +466,7 @@ def test_a_conversation_that_the_template_changes_ends_there(generate):
         assert line["input_ids"] == chatml_conversation(model, tokenizer, line["messages"])[0]
 
 
-def test_an_answer_that_another_token_ends_is_the_last(generate, chatml):
+def test_an_answer_that_ends_with_another_token_is_the_last(generate, chatml):
     model = language_model(chatml, end=1, loud=3.0)
     model.generation_config.eos_token_id = [1]  # </s>, where the template has <|im_end|>
     lines = generate(model, chatml, records([chat("Hello", "x", "And?", "y"), *CHATS]))
@@ -483,7 +483,7 @@ def _turns(line):
     return min(3, sum(turn["role"] == "user" for turn in seeds[line["seed"]["number"]]))
 
 
-def test_seeds_that_the_template_refuses_are_left_out(generate):
+def test_seeds_that_the_template_refuses_are_skipped(generate):
     tokenizer = toy.tokenizer("bytes", unmarked(INST))
     model = language_model(tokenizer, end=tokenizer.eos_token_id)
     generate(model, tokenizer, records())
@@ -492,7 +492,7 @@ def test_seeds_that_the_template_refuses_are_left_out(generate):
     assert "left out: 1 x the chat template refuses it" in str(generate.report)
 
 
-def test_a_model_s_own_settings_hold(generate, chatml):
+def test_the_models_generation_config_applies(generate, chatml):
     model = language_model(chatml)
     model.generation_config.repetition_penalty = 5.0
     (line,) = generate(model, chatml, records()[4:5])
@@ -566,7 +566,7 @@ IDS, LEARNT = "input_ids is not a list of token ids", "learnt is not a list of s
         ({"messages": ..., "text": "ab", "prompt": 5}, "prompt is not text"),
     ],
 )
-def test_what_is_wrong_with_exact_tokens_is_noted(tmp_path, change, reason):
+def test_bad_exact_tokens_are_reported(tmp_path, change, reason):
     found, report = read_exact(tmp_path, {}, change, {"learnt": []})
     assert len(found) == 2
     assert report.examples == [(f"{tmp_path / 'a.jsonl'}:2", reason)]
@@ -589,14 +589,14 @@ def test_tokens_of_another_tokenizer_or_beyond_the_vocabulary_are_refused(tmp_pa
         list(encode_records(found, ChatEncoder(other), Report()))
 
 
-def test_fingerprints_are_of_tokens_and_their_ids():
+def test_fingerprints_depend_on_tokens_and_their_ids():
     one, same, added, other = (
         toy.tokenizer(),
         toy.tokenizer(template="{{ 1 }}"),
         toy.tokenizer(),
         toy.tokenizer("marks"),
     )
-    same(["a", "a b"], padding=True)  # a tokenizer remembers how it was called
+    same(["a", "a b"], padding=True)  # a tokenizer remembers the arguments of its last call
     added.add_tokens(["<new>"])
     assert fingerprint(one) == fingerprint(same)
     assert len({fingerprint(tokenizer) for tokenizer in (one, added, other)}) == 3
@@ -621,7 +621,7 @@ def test_seeds_need_no_answers(tmp_path):
 
 
 @pytest.mark.parametrize("marker", [None, "", "{", "[1]", '{"asked": 3}', '{"asked": {"model": {}}}'])
-def test_what_lies_beside_data_of_ones_own_is_no_record_of_how_it_was_made(tmp_path, marker):
+def test_data_without_provenance_names_no_prompts(tmp_path, marker):
     (tmp_path / "chats.jsonl").write_text("")
     if marker is not None:
         (tmp_path / "chats.jsonl.finished").write_text(marker)

@@ -1,4 +1,4 @@
-"""Chat templates to tokens: exactly the assistant's tokens are learnt, whatever the template and tokenizer."""
+"""Chat templates to tokens: exactly the assistant's tokens are learnt, with any template and tokenizer."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def runs(example):
 @pytest.mark.parametrize("kind", ["bytes", "marks"])
 @pytest.mark.parametrize("messages", [SINGLE, SEVERAL, WITH_SYSTEM], ids=["single", "several", "system"])
 @pytest.mark.parametrize("way", [marked, unmarked])
-def test_a_template_s_answers_and_their_ends_are_learnt_and_nothing_else(kind, messages, way):
+def test_only_answers_and_their_end_tokens_are_learnt(kind, messages, way):
     tokenizer = toy.tokenizer(kind, way(CHATML), eos_token="<|im_end|>")
     (example,) = ChatEncoder(tokenizer).encode(record(messages))
     expected = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
@@ -50,7 +50,7 @@ def test_a_template_s_answers_and_their_ends_are_learnt_and_nothing_else(kind, m
 
 @pytest.mark.parametrize("template", [CHATML, INST, SPACED])
 @pytest.mark.parametrize("messages", [SINGLE, SEVERAL], ids=["single", "several"])
-def test_markers_prefixes_and_transformers_agree(template, messages):
+def test_generation_markers_prefixes_and_transformers_agree(template, messages):
     messages = [{**message, "content": message["content"].strip()} for message in messages]
     with_markers = toy.tokenizer("bytes", marked(template))
     (one,) = ChatEncoder(with_markers).encode(record(messages))
@@ -63,13 +63,13 @@ def test_markers_prefixes_and_transformers_agree(template, messages):
     assert 0 < one.learnt.sum() < len(one.ids)
 
 
-def test_a_token_that_joins_prompt_and_answer_is_the_answer_s():
+def test_a_token_across_prompt_and_answer_belongs_to_the_answer():
     tokenizer = toy.tokenizer("bytes", unmarked(SPACED))
     messages = chat("Count to three.", "one two")
     (example,) = ChatEncoder(tokenizer).encode(record(messages))
     before = tokenizer.encode("Question: Count to three. Answer: ")
     first = int(example.learnt.argmax())
-    # The case is a real one: the prompt's last space is a token of its own only while nothing follows it.
+    # The case is not trivial: the prompt's last space is a separate token only if nothing follows it.
     assert example.ids[: len(before)].tolist() != before
     assert first == len(before) - 1
     assert tokenizer.decode(example.ids[first:]) == " one two</s>"
@@ -96,7 +96,7 @@ VICUNA = (
 
 @pytest.mark.parametrize(("system", "written"), [(None, VICUNA), ("A chat.", "A chat.")], ids=["default", "own"])
 @pytest.mark.parametrize("kind", ["bytes", "marks"])
-def test_vicuna(kind, system, written):
+def test_vicuna_template(kind, system, written):
     tokenizer = toy.tokenizer(kind)
     messages = chat("How are you?", "I am fine.", "Hello", "Hello!", system=system)
     (example,) = ChatEncoder(tokenizer, "vicuna").encode(record(messages))
@@ -114,7 +114,7 @@ def test_vicuna(kind, system, written):
     ("kind", "name"), [("bytes", "vicuna"), ("marks", "vicuna"), ("bytes", "auto"), ("bytes", "file")]
 )
 def test_training_distillation_and_decoding_make_the_same_prompts(kind, name, system, tmp_path):
-    """What heads learn is what `chat`, `eval` and `calibrate` ask, and what `distill` has the model answer."""
+    """The heads learn from the same prompts that `chat`, `eval`, `calibrate` and `distill` make."""
     tokenizer = toy.tokenizer(kind, unmarked(CHATML) if name == "auto" else None)
     if name == "file":
         name = str(tmp_path / "own.jinja")
@@ -134,7 +134,7 @@ def test_training_distillation_and_decoding_make_the_same_prompts(kind, name, sy
     assert seed.prompt == ChatTemplate(tokenizer, asked).encode(messages[:-3])
 
 
-def test_plain():
+def test_plain_template():
     tokenizer = toy.tokenizer()
     (example,) = ChatEncoder(tokenizer, "plain").encode(record(WITH_SYSTEM))
     text = tokenizer.decode(example.ids)
@@ -144,7 +144,7 @@ def test_plain():
 
 def test_a_template_that_changes_earlier_turns_is_refused_with_the_remedy():
     tokenizer = toy.tokenizer("bytes", THINKING)
-    # One turn is consistent; of several the first is rendered another way once it is not the last.
+    # One turn is consistent; of several, the first is rendered differently once it is not the last.
     (example,) = ChatEncoder(tokenizer).encode(record(SINGLE))
     assert tokenizer.decode(example.ids[example.learnt]) == "<think>\n\n</think>\n\nI am fine, thank you.<|im_end|>"
     with pytest.raises(ValueError, match=r"turn 2 of chat.jsonl:7 .*instead of '<think>.*; use turns='each'"):
@@ -160,7 +160,7 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize("way", [marked, unmarked])
-def test_each_turn_alone(way):
+def test_each_turn_may_be_encoded_alone(way):
     tokenizer = toy.tokenizer("bytes", way(CHATML))
     examples = ChatEncoder(tokenizer, turns="each").encode(record(SEVERAL))
     answers = [[f"{SEVERAL[place]['content']}<|im_end|>"] for place in (1, 3, 5)]
@@ -173,7 +173,7 @@ def test_a_template_whose_answer_does_not_follow_its_prompt_is_refused():
         ChatEncoder(toy.tokenizer("bytes", unmarked(template))).encode(record(SINGLE))
 
 
-def test_markers_around_nothing_are_refused():
+def test_empty_generation_markers_are_refused():
     template = marked(CHATML).replace("message.role == 'assistant'", "message.role == 'nobody'")
     with pytest.raises(ValueError, match=r"\{% generation %\} block around each answer of a:1, got none"):
         ChatEncoder(toy.tokenizer("bytes", template)).encode(record(SINGLE))
@@ -200,7 +200,7 @@ def test_template_arguments_and_files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "marks"])
-def test_a_text_is_learnt_whole_and_ended(kind):
+def test_a_text_is_learnt_entirely_with_an_end_token(kind):
     tokenizer = toy.tokenizer(kind)
     (example,) = ChatEncoder(tokenizer, "plain").encode(Record((), "Hello there", "a.txt"))
     assert example.ids.tolist() == [*tokenizer("Hello there")["input_ids"], tokenizer.eos_token_id]

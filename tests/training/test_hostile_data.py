@@ -1,4 +1,4 @@
-"""Records that were damaged or made to harm: left out with file and line, or refused by name, within bounds."""
+"""Damaged or malicious records: skipped with file and line, or refused by name, within bounds."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def read(*files: Path) -> tuple[Report, int]:
 
 
 @pytest.mark.parametrize("number", range(len(LINES)))
-def test_a_hostile_record_is_left_out_with_its_line_and_reason(tmp_path: Path, number: int) -> None:
+def test_a_hostile_record_is_skipped_with_its_line_and_reason(tmp_path: Path, number: int) -> None:
     line, reason = list(LINES.items())[number]
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\n".join([SOUND, line, SOUND, b""]))
@@ -118,7 +118,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_read(tmp_path: Path) -> N
     file = tmp_path / "a.jsonl"
     with file.open("wb") as lines:
         lines.write(SOUND + b"\n")
-        os.truncate(lines.fileno(), 2**37)  # takes no room on the disk
+        os.truncate(lines.fileno(), 2**37)  # sparse, so it takes no disk space
     with bounded(ValueError, seconds=5, memory=160 * MIB) as said:
         read(file)
     assert f"lines of at most {records.MAX_LINE:,} bytes" in said[0]
@@ -147,7 +147,7 @@ def test_a_compressed_file_that_becomes_too_large_is_refused(tmp_path: Path, nam
     assert str(file) in said[0]
 
 
-def test_files_that_are_no_records(tmp_path: Path) -> None:
+def test_files_without_records_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -179,7 +179,7 @@ def test_a_list_with_a_number_of_too_many_digits_is_refused_by_name(tmp_path: Pa
 
 
 def test_any_bytes_are_records_or_counted_as_bad(tmp_path: Path) -> None:
-    """Bytes of a sound file, changed, cut and mixed: nothing but counts, and never a record without text."""
+    """Bytes of a valid file, changed, cut and mixed: every line is a record or counted as bad, none lacks text."""
     numbers = random.Random(0)
     sound = b"\n".join([SOUND, exact(), *itertools.islice(LINES, 12, 40), b""])
     file = tmp_path / "a.jsonl"
@@ -244,7 +244,7 @@ def test_a_hostile_line_of_generated_records_is_refused_by_its_number(tmp_path: 
     assert file.read_bytes() == before
 
 
-def test_damaged_files_beside_generated_records_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_files_next_to_generated_records_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     RecordFile(file, {"a": 1}, resume=False).append([KNOWN])
     for name, read_again in (

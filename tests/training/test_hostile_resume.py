@@ -1,4 +1,4 @@
-"""Resuming from a damaged output folder: a ValueError that names the file, and never other heads."""
+"""Resuming from a damaged output folder: a ValueError that names the file, and never different heads."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def resume(config: Config, *words: str) -> None:
 
 
 def signed(checkpoint: Path, state: dict[str, Any] | None = None) -> None:
-    """Write a state whose digests are right, as whoever edits a checkpoint on purpose would."""
+    """Write a state with right digests, as someone who edits a checkpoint on purpose would."""
     if state is None:
         state = json.loads((checkpoint / saving.STATE).read_text())
     saving._write_state(checkpoint, {name: value for name, value in state.items() if name not in ("digest", "files")})
 
 
-def test_the_undamaged_run_goes_on_to_the_same_heads(run: tuple[Config, Path], stopped: Any) -> None:
+def test_the_undamaged_run_resumes_to_the_same_heads(run: tuple[Config, Path], stopped: Any) -> None:
     train(run[0], resume=True)
     expected = workshop.heads_tensors(stopped[2])
     found = workshop.heads_tensors(Path(run[0].output.folder))
@@ -105,7 +105,7 @@ def written(name: str, content: bytes) -> Callable[[Path], object]:
 
 
 def flipped(checkpoint: Path) -> None:
-    """Change one bit of one weight, which torch reads without a word."""
+    """Change one bit of one weight, which torch reads without an error."""
     file = checkpoint / saving.WEIGHTS
     weights = torch.load(file, weights_only=True)
     stored = max(weights.values(), key=torch.numel).numpy().tobytes()
@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_refused(run: tuple[Config, Path], name: str) ->
     resume(config, words)
 
 
-def test_what_to_do_is_said(run: tuple[Config, Path]) -> None:
+def test_the_message_says_what_to_do(run: tuple[Config, Path]) -> None:
     config, checkpoint = run
     (checkpoint / saving.STATE).write_text("{}")
     resume(config, str(checkpoint), "remove this folder to go on from the one before it")
@@ -232,8 +232,8 @@ def test_what_to_do_is_said(run: tuple[Config, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", [saving.STATE, saving.WEIGHTS, saving.OPTIMISER, "random-0.pt"])
-def test_a_changed_byte_anywhere_is_refused_or_changes_nothing(run: tuple[Config, Path], name: str) -> None:
-    """Bytes between the records of a file mean nothing; what is read must be what was written, or be refused."""
+def test_any_changed_byte_is_refused_or_has_no_effect(run: tuple[Config, Path], name: str) -> None:
+    """Bytes between the records of a file have no meaning; data that is read must equal what was written."""
     _, checkpoint = run
     checkpoints = saving.Checkpoints(checkpoint.parent, 1, alone())
     file, random_ones = checkpoint / name, random.Random(name)

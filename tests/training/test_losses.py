@@ -100,7 +100,7 @@ def test_distillation_loss_equals_the_divergence_on_full_logits():
     assert same.loss == 0
 
 
-def test_a_teacher_that_rules_tokens_out_gives_a_finite_divergence():
+def test_a_teacher_with_excluded_tokens_gives_a_finite_divergence():
     hidden, labels = torch.eye(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     teacher = torch.tensor([[0.0, -math.inf, 1.0]] * 3, dtype=torch.float64)
     found = distillation_loss(hidden, torch.eye(3, dtype=torch.float64), torch.eye(3).double(), _Fixed(teacher), labels)
@@ -130,7 +130,7 @@ def test_combined_loss():
             combined_loss(torch.tensor(2.0), torch.tensor(5.0), wrong)
 
 
-def test_parts_with_common_normaliser_add_up_to_the_whole():
+def test_parts_with_a_common_normaliser_add_up_to_the_whole_batch():
     heads = random_heads(token_map=MAP)
     texts = [random_text(length, seed=length) for length in (8, 17, 5)]
     hidden, labels = (torch.cat(parts) for parts in zip(*texts, strict=True))
@@ -144,7 +144,7 @@ def test_parts_with_common_normaliser_add_up_to_the_whole():
     assert abs(mean_of_means - whole.loss) > 1e-3
 
 
-def test_weights():
+def test_head_weights_by_formula():
     heads = random_heads()
     hidden, labels = random_text()
     weights = torch.tensor([0.0, 2.0, 0.5])
@@ -153,7 +153,7 @@ def test_weights():
     assert head_weights(3).tolist() == pytest.approx([0.8, 0.64, 0.512])
 
 
-def test_labels_outside_a_trimmed_vocabulary_are_left_out_counted_and_missed():
+def test_labels_outside_a_trimmed_vocabulary_are_excluded_from_the_loss_and_count_as_misses():
     heads = random_heads(token_map=MAP)
     hidden, labels = random_text(60)
     found = medusa_loss(hidden, heads, labels, top=3)
@@ -191,10 +191,10 @@ def test_no_target_at_all_gives_zero_and_zero_gradients():
     assert found.counts.tolist() == [0, 0, 0]
 
 
-def test_segments_end_targets():
+def test_targets_do_not_cross_segments():
     numbers = number_segments(torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]))
     assert numbers.tolist() == [1, 1, 1, 2, 2, 3, 3, 4, 4, 4]
-    # A row that goes on from an earlier one (its positions do not start at 0) is still a segment of its own.
+    # A row that continues an earlier one (its positions do not start at 0) is still a separate segment.
     assert number_segments(torch.tensor([[0, 1], [2, 3]])).tolist() == [1, 1, 2, 2]
     labels = torch.arange(10)
     found = shifted_labels(labels, [1, 2, 20], segments=numbers)
@@ -202,7 +202,7 @@ def test_segments_end_targets():
     assert found.tolist() == [[1, 2, x, 4, x, 6, x, 8, 9, x], [2, x, x, x, x, x, x, 9, x, x], [x] * 10]
 
 
-def test_evaluation_makes_no_gradient():
+def test_evaluation_computes_no_gradient():
     heads = random_heads()
     hidden, labels = random_text()
     with torch.no_grad():

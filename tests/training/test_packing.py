@@ -1,4 +1,4 @@
-"""Packed rows: every example once, none of them seen by another, and targets that stop where a conversation stops."""
+"""Packed rows: each example occurs once, none attends to another, and targets end with their conversation."""
 
 import itertools
 
@@ -77,7 +77,7 @@ def test_packed_logits_equal_separate_ones(family, attention):
     assert max(map(len, data.rows)) > 1
     assert len(data) > 1
     assert largest_difference(base, these, data, batch) < 2e-5
-    # With a cache, which models make unless told otherwise, transformers does not see that the row is packed.
+    # With a cache, which models make by default, transformers does not detect that the row is packed.
     assert largest_difference(base, these, data, batch, use_cache=True) > 0.1
 
 
@@ -85,7 +85,7 @@ def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, deterministic=False,
 ):  # fmt: skip
-    """What flash-attn's varlen function computes, in plain PyTorch: [tokens, heads, dim], a sequence at a time."""
+    """What flash-attn's varlen function computes, in plain PyTorch: [tokens, heads, dim], one sequence at a time."""
     assert causal
     bounds = cu_seqlens_q.tolist()
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
@@ -122,7 +122,7 @@ def test_packed_logits_under_flash_attention_s_interface(family, monkeypatch):
     references = [base(torch.from_numpy(e.ids).long()[None], use_cache=False).logits[0] for e in these]
     monkeypatch.setattr(flash, "_lazy_imports", lambda *args, **kwargs: (dense, varlen, None, None, None))
     monkeypatch.setattr(flash, "_loaded_implementation", None)
-    # Set past the check that the package is installed.
+    # Bypasses the check that the package is installed.
     base.config._attn_implementation_internal = "flash_attention_2"
     packed = base(**model_inputs(batch)).logits
     for row, numbers in zip(packed, data.rows, strict=True):
@@ -130,7 +130,7 @@ def test_packed_logits_under_flash_attention_s_interface(family, monkeypatch):
         for number, end in zip(numbers, ends, strict=True):
             alone = references[number]
             torch.testing.assert_close(row[end - len(alone) : end], alone, rtol=0, atol=2e-5)
-    # Positions alone do not reach it with several rows: conversations would see each other.
+    # With several rows, positions alone are not passed on: conversations would attend to each other.
     without = {name: value for name, value in model_inputs(batch).items() if "seq" not in name and "max" not in name}
     assert (base(**without).logits - packed).abs().max() > 0.1
     monkeypatch.setattr(flash, "_loaded_implementation", None)
@@ -197,7 +197,7 @@ def test_targets_never_cross_a_border():
         assert found[:, row].tolist() == expected
 
 
-def test_transformers_own_shifted_loss_stops_at_borders_too():
+def test_transformers_shifted_loss_stops_at_borders():
     base = model()
     these = examples([6, 5, 3], learnt=1.1)
     data, batch = batch_of(these, 14)
@@ -213,7 +213,7 @@ def test_transformers_own_shifted_loss_stops_at_borders_too():
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40))
 @settings(deadline=None, max_examples=60)
-def test_every_example_lies_in_one_row_and_no_two_rows_would_fit_in_one(lengths):
+def test_every_example_is_in_one_row_and_no_two_rows_fit_in_one(lengths):
     these = examples(lengths)
     data = PackedDataset(these, 20, PAD)
     assert sorted(number for row in data.rows for number in row) == list(range(len(lengths)))
@@ -230,7 +230,7 @@ def test_every_example_lies_in_one_row_and_no_two_rows_would_fit_in_one(lengths)
         assert (row["labels"][len(ids) :] == IGNORE).all()
 
 
-def test_labels_are_the_learnt_tokens_but_for_first_ones():
+def test_labels_are_the_learnt_tokens_except_first_ones():
     one = Example(np.array([5, 6, 7], dtype=np.int32), np.array([True, False, True]), "a")
     two = Example(np.array([8, 9], dtype=np.int32), np.array([True, True]), "b")
     (row,) = PackedDataset([one, two], 6, PAD)
@@ -252,7 +252,7 @@ def test_rows_without_packing():
     assert "cu_seq_lens_q" not in batch_of(examples([3]), 8)[1]
 
 
-def test_conversations_that_are_too_long():
+def test_conversations_that_are_too_long_are_truncated_dropped_or_split():
     (long,) = examples([23], learnt=1.1)
     text = Example(long.ids, long.learnt, "t", is_text=True)
     expected = {
@@ -268,7 +268,7 @@ def test_conversations_that_are_too_long():
     assert [p.ids.tolist() for p in fit([long], 23, Report())] == [long.ids.tolist()]
 
 
-def test_what_teaches_nothing_is_left_out_and_noted():
+def test_examples_without_targets_are_skipped_and_reported():
     only_first = Example(np.arange(1, 5, dtype=np.int32), np.array([True, False, False, False]), "a")
     late = Example(np.arange(1, 9, dtype=np.int32), np.arange(8) == 7, "b")
     report = Report()

@@ -1,4 +1,4 @@
-"""Learning with the parents' term, measuring 8-bit heads, and the trimmed vocabulary of a corpus."""
+"""Training with the parent term, evaluating 8-bit heads, and the trimmed vocabulary of a corpus."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ def text_with_prompts(length=23, *, vocab=VOCAB, seed=3, **kwargs):
 
 
 def plain_logits(hidden, tokens, w1, b1, w2, a, m, c, head):
-    """The logits of a head at every position by the definition; where the text ends before the parent, token 0's."""
+    """A head's logits at every position by the definition; if the text ends before the parent, those of token 0."""
     inner = hidden @ w1[head, 0].T + b1[head, 0]
     state = hidden + inner * torch.sigmoid(inner)
     parents = torch.tensor([int(tokens[t + head + 1]) if t + head + 1 < len(tokens) else 0 for t in range(len(tokens))])
@@ -79,7 +79,7 @@ def test_loss_and_gradients_equal_the_formula_on_full_logits(kind, chunk):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_gradcheck():
+def test_gradients_pass_gradcheck():
     heads = conditioned(sizes=(3, 5, 2))
     hidden, labels, tokens = text_with_prompts(6, hidden=3, vocab=5, ignored=0.2)
     names = [name for name, _ in heads.named_parameters()]
@@ -95,7 +95,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(loss, tuple(heads.parameters()))
 
 
-def test_a_fresh_term_learns_its_candidates_first():
+def test_an_untrained_parent_term_trains_its_candidate_side_first():
     torch.manual_seed(0)
     heads = MedusaHeads(HIDDEN, VOCAB, 3, parent_rank=RANK, dtype=torch.float64)
     plain = MedusaHeads(HIDDEN, VOCAB, 3, dtype=torch.float64)
@@ -120,7 +120,7 @@ def test_frozen_parts_get_no_gradient():
     assert [name for name, p in heads.named_parameters() if p.grad is not None] == ["parent_mix"]
 
 
-def test_hits_are_counted_with_the_term():
+def test_hits_are_counted_with_the_parent_term():
     heads = conditioned(token_map=MAP)
     hidden, labels, tokens = text_with_prompts(60)
     found = medusa_loss(hidden, heads, labels, tokens=tokens, top=3)
@@ -156,7 +156,7 @@ def test_autocast_and_16_bits():
             assert (got - wanted).norm() < 0.05 * wanted.norm()
 
 
-def test_no_tensor_is_as_large_as_one_head_s_logits():
+def test_no_tensor_is_as_large_as_the_logits_of_one_head():
     positions, vocab, chunk = 600, 1000, 16
     heads = conditioned(sizes=(8, vocab, 3), dtype=torch.float32)
     hidden, labels, tokens = text_with_prompts(positions, hidden=8, vocab=vocab, dtype=torch.float32, ignored=0)
@@ -167,7 +167,7 @@ def test_no_tensor_is_as_large_as_one_head_s_logits():
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
-def test_8_bit_heads_are_measured_but_not_trained(storage):
+def test_8_bit_heads_are_evaluated_but_not_trained(storage):
     floats = conditioned(dtype=torch.float32)
     heads = floats.quantized(storage)
     hidden, labels, tokens = text_with_prompts(60, dtype=torch.float32)
@@ -209,7 +209,7 @@ def test_the_most_frequent_tokens():
     assert most_frequent_tokens(counts, 2).tolist() == [4, 2]
     assert most_frequent_tokens(counts, 3, always=(0, 7)).tolist() == [4, 7, 0]
     assert most_frequent_tokens(counts, 2, always=[11, 3, 3]).tolist() == [3, 11]
-    # Fewer tokens seen than wanted: the lowest ids fill up.
+    # Fewer tokens occur than requested: the lowest ids fill up.
     assert most_frequent_tokens(counts, 7, always=[12]).tolist() == [4, 2, 7, 9, 0, 1, 12]
     assert most_frequent_tokens({}, 3, always=[2]).tolist() == [0, 1, 2]
     found = most_frequent_tokens({token: 1 for token in reversed(range(10))}, 10)

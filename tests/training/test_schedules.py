@@ -1,4 +1,4 @@
-"""Learning rates and lambda_0 against their formulas, stages by counting, and groups by what is in them."""
+"""Learning rates and lambda_0 against their formulas, stages by counting, and contents of parameter groups."""
 
 import math
 
@@ -24,7 +24,7 @@ def config(**sections):
         ("constant", [2.0] * 9),
     ],
 )
-def test_rates_with_warm_up(name, after):
+def test_learning_rates_with_warm_up(name, after):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     schedule = learning_rates(optimizer, 4, 12, name)
     rates = []
@@ -43,7 +43,7 @@ def test_rates_with_warm_up(name, after):
         learning_rates(optimizer, 4, 12, "steps")
 
 
-def test_lambda_0():
+def test_lambda_0_follows_its_formula():
     assert {lambda_0(step, 7, 0.2) for step in range(7)} == {0.2}
     rising = [lambda_0(step, 6, 0.01, "sine") for step in range(6)]
     # sin of 15, 30, 45, 60, 75 and 90 degrees.
@@ -57,7 +57,7 @@ def test_lambda_0():
             lambda_0(step, 6, 0.2)
 
 
-def test_stages():
+def test_steps_of_stages():
     # 3,000 rows in batches of 64 are 46.875 steps: 47.
     assert stages(config(), 3000) == [Stage("heads", 94, False)]
     assert stages(config(method="medusa-2"), 3000) == [Stage("heads", 94, False), Stage("joint", 94, True)]
@@ -95,7 +95,7 @@ def test_heads_learn_four_times_as_fast_and_biases_do_not_decay():
     torch.optim.AdamW(groups)
 
 
-def test_groups_without_a_backbone_or_without_anything():
+def test_groups_without_a_backbone_or_without_parameters():
     heads = MedusaHeads(4, 6, 2, bias=False)
     assert [group["name"] for group in parameter_groups(heads, config=config())] == ["heads, matrices"]
     with pytest.raises(ValueError, match=r"backbone: expected parameters that are not the heads'"):

@@ -1,4 +1,4 @@
-"""Projections turned into the numbers that 8 bits stand for, in their own place."""
+"""Projections replaced in place by the values that 8 bits represent."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from medusa_decoding.training.loop.heads import fake_quant
 
 
 class Largest(TorchDispatchMode):
-    """Keeps the bytes of the largest tensor that comes into being, other than one that is given."""
+    """Records the bytes of the largest new tensor, other than a given one."""
 
     def __init__(self, given):
         super().__init__()
@@ -25,7 +25,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_s_numbers(storage, dtype):
+def test_values_of_a_row_equal_the_stored_ones(storage, dtype):
     given = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
     projections = torch.nn.Parameter(given.clone())
     fake_quant(projections, storage, dtype)
@@ -39,12 +39,12 @@ def test_a_row_s_numbers(storage, dtype):
     assert not torch.allclose(projections, rows, rtol=1e-5)
 
 
-def test_no_second_set_of_them_is_made():
+def test_no_second_copy_of_the_projections_is_made():
     projections = torch.randn(6, 40, 4)
     with Largest(projections) as largest:
         fake_quant(projections, "int8", torch.float32)
     assert 0 < largest.bytes <= projections.nbytes / 6
 
 
-def test_a_process_may_hold_none():
+def test_a_process_may_hold_no_heads():
     fake_quant(torch.empty(0, 5, 8), "int8", torch.float32)

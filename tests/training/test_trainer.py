@@ -1,4 +1,4 @@
-"""Runs of a few steps: what they minimise, what they change, how they stop and go on."""
+"""Runs of a few steps: what they minimise, what they change, how they stop and resume."""
 
 import errno
 import functools
@@ -43,7 +43,7 @@ def shop(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(shop, without_plots):
-    """Finished runs of `workshop.config` by method, with all checkpoints. They are not to be changed: copy them."""
+    """Finished runs of `workshop.config` by method, with all checkpoints. Do not change them: copy them."""
 
     @functools.cache
     def run_of(method):
@@ -74,12 +74,12 @@ def examples_of(base, data):
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_the_first_loss_is_that_of_the_paper_s_formula(shop, tmp_path, pack):
+def test_the_first_loss_follows_the_papers_formula(shop, tmp_path, pack):
     base, data = shop
     rates = {"batch_size": 64, "micro_batch_size": 4}
     options = {"pack": pack, "held_out_share": 0.0}
     train(workshop.config(tmp_path / "run", base, data, data=options, optimisation=rates))
-    # Equation 1 by hand: fresh heads repeat the model's own prediction, one conversation at a time, without packing.
+    # Equation 1 by hand: new heads repeat the model's own prediction; one conversation at a time, without packing.
     model = AutoModelForCausalLM.from_pretrained(base)
     sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
     for example in examples_of(base, data):
@@ -120,7 +120,7 @@ def test_medusa_2_adds_the_model_s_own_loss_to_the_heads(shop, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_size_of_micro_batches_changes_nothing(shop, tmp_path, method):
+def test_the_size_of_micro_batches_does_not_change_the_result(shop, tmp_path, method):
     lora = {} if method == "medusa-1" else {"lora": {"dropout": 0.0}}
     for micro in (1, 4):
         rates = {"micro_batch_size": micro}
@@ -159,7 +159,7 @@ def test_medusa_1_leaves_the_backbone_and_fits_the_heads(shop, tmp_path):
 
 
 @pytest.mark.parametrize("storage", ["float", "int8", "fp8"])
-def test_held_out_figures_are_those_of_the_written_heads(shop, tmp_path, storage):
+def test_held_out_accuracies_are_those_of_the_written_heads(shop, tmp_path, storage):
     base, data = shop
     result = train(workshop.config(tmp_path / "run", base, data, heads={"storage": storage}))
     heads = read_heads(result.heads).heads
@@ -189,12 +189,12 @@ def test_held_out_figures_are_those_of_the_written_heads(shop, tmp_path, storage
     assert f"| head 1 | {100 * hits[0, 0] / total[0]:.1f} |" in card
     assert ("as they are stored, in" in card) == (storage != "float")
     logged = [line for line in curve(tmp_path / "run") if "accuracy" in line][-1]["accuracy"]["hits"]
-    # The log has the heads in floats; in fp8 some drafts are others.
+    # The log has the accuracies of the heads in floats; in fp8 some draft tokens differ.
     assert logged == hits.tolist() or storage != "float"
     assert logged != hits.tolist() or storage != "fp8"
 
 
-def test_measuring_what_is_stored_leaves_what_is_trained(shop, tmp_path):
+def test_evaluating_8_bit_heads_leaves_the_trained_weights_unchanged(shop, tmp_path):
     config = workshop.config(tmp_path / "run", *shop, heads={"storage": "fp8"})
     train(config)
     measured, tensors = (
@@ -210,7 +210,7 @@ def test_measuring_what_is_stored_leaves_what_is_trained(shop, tmp_path):
 
 def test_the_base_model_s_revision_is_recorded(shop, tmp_path, finished):
     base, data = shop
-    model = {"revision": "v1.1"}  # of a folder it says nothing, and is kept all the same
+    model = {"revision": "v1.1"}  # has no meaning for a folder, but is still recorded
     for method, recorded in (("medusa-1", "v1.1"), ("medusa-2", None)):
         result = train(workshop.config(tmp_path / method, base, data, method, model=model))
         assert read_heads(result.heads).base_revision == recorded
@@ -221,7 +221,7 @@ def test_the_base_model_s_revision_is_recorded(shop, tmp_path, finished):
     assert "(revision" not in (heads / "README.md").read_text()
 
 
-def test_a_step_s_rows_are_made_once(shop, tmp_path, monkeypatch):
+def test_the_rows_of_a_step_are_made_once(shop, tmp_path, monkeypatch):
     made, get = [], PackedDataset.__getitem__
 
     def counted(self, number):
@@ -282,7 +282,7 @@ def test_an_adapter_that_is_not_merged_writes_the_same_text(shop, tmp_path):
     assert texts[0] != plain.tolist(), "the adapter changed nothing, so nothing was shown"
 
 
-def test_without_an_adapter_all_of_the_model_is_trained(shop, tmp_path):
+def test_without_an_adapter_the_whole_model_is_trained(shop, tmp_path):
     result = train(workshop.config(tmp_path / "run", *shop, "medusa-2", lora={"enabled": False}))
     assert result.base_model == "../model"
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
@@ -292,8 +292,8 @@ def test_without_an_adapter_all_of_the_model_is_trained(shop, tmp_path):
 
 @pytest.mark.parametrize("quantization", ["8bit", "4bit"])
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
-def test_a_quantised_backbone_is_trained_on(shop, tmp_path, quantization, method):
-    # bitsandbytes' kernels for CPUs want sides that blocks divide.
+def test_a_quantised_backbone_can_be_trained(shop, tmp_path, quantization, method):
+    # bitsandbytes' CPU kernels need sizes that are multiples of a block.
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 2}
     base = workshop.make_base(tmp_path / "base", **sizes)
     model = {"quantization": quantization, "dtype": "bfloat16"}
@@ -321,7 +321,7 @@ def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, v
     base, data = shop
     result = train(workshop.config(tmp_path / "run", base, data, heads=variant, optimisation={"epochs": 6.0}))
     found = losses(tmp_path / "run")
-    assert found[-1] < 0.97 * found[0]  # the shared projection of a random model leaves little to learn
+    assert found[-1] < 0.97 * found[0]  # with the shared projection of a random model there is little to learn
     with MedusaModel.from_pretrained(result.heads, dtype=torch.float32) as model:
         heads = model.heads
         assert heads.storage == variant.get("storage", "float")
@@ -334,7 +334,7 @@ def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, v
         assert torch.equal(model.generate(ids, max_new_tokens=12).sequences, expected)
 
 
-def test_given_heads_are_trained_on_and_get_a_fresh_parents_term(shop, tmp_path):
+def test_training_continues_from_given_heads_and_adds_a_parent_term(shop, tmp_path):
     base, data = shop
     first = train(workshop.config(tmp_path / "first", base, data, optimisation={"epochs": 6.0}))
     heads = {"initial": str(first.heads), "parent_rank": 4}
@@ -379,11 +379,11 @@ def test_self_distillation_starts_at_its_teacher_and_ramps_the_heads_weight(shop
     assert weights[-1] == pytest.approx(0.01)
 
 
-# Stopping and going on
+# Stopping and resuming
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_goes_on_from_any_checkpoint_to_the_same_bits(shop, tmp_path, finished, method):
+def test_a_run_resumes_from_any_checkpoint_to_the_same_bits(shop, tmp_path, finished, method):
     whole = finished(method).folder
     expected, tensors = curve(whole), heads_tensors(whole)
     stopped = tmp_path / "stopped"
@@ -394,7 +394,7 @@ def test_a_run_goes_on_from_any_checkpoint_to_the_same_bits(shop, tmp_path, fini
     checkpoints = saving.Checkpoints(whole / "checkpoints", 1, None).all()
     assert len(checkpoints) >= 3
     for number in range(1, len(checkpoints) + 1):
-        # The log has lines of later steps, as of a run that was stopped at any time after the checkpoint.
+        # The log has lines of later steps, as if the run was stopped some time after the checkpoint.
         folders.append(tmp_path / checkpoints[number - 1].name)
         shutil.copytree(whole, folders[-1], ignore=shutil.ignore_patterns("heads", "model"))
         for later in checkpoints[number:]:
@@ -420,7 +420,7 @@ train(workshop.config(Path({folder!r}), {base!r}, {data!r}, "medusa-2"), watcher
 
 
 @pytest.mark.slow
-def test_a_killed_process_goes_on(shop, tmp_path, finished):
+def test_a_killed_run_can_be_resumed(shop, tmp_path, finished):
     folder = tmp_path / "killed"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
     done = subprocess.run([sys.executable, "-c", KILLED.format(**names)], env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -453,7 +453,7 @@ def test_a_full_disk_names_the_last_good_checkpoint_and_leaves_it(shop, tmp_path
 
     def full(*args, **options):
         calls.append(args)
-        if len(calls) > 4:  # three files a checkpoint
+        if len(calls) > 4:  # three files per checkpoint
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(*args, **options)
 
@@ -474,7 +474,7 @@ def test_only_the_last_checkpoints_are_kept(shop, tmp_path):
     assert names == [f"step-{step:06d}" for step in last]
 
 
-def test_a_folder_with_a_run_is_not_trained_over(shop, tmp_path, finished):
+def test_a_folder_that_holds_a_run_is_not_overwritten(shop, tmp_path, finished):
     config = workshop.config(tmp_path / "run", *shop)
     shutil.copytree(finished("medusa-1").folder, tmp_path / "run")
     with pytest.raises(ValueError, match=r"output.folder: expected a new one \(or --resume"):
@@ -486,7 +486,7 @@ def test_a_folder_with_a_run_is_not_trained_over(shop, tmp_path, finished):
     assert train(allowed, resume=True).steps > 0
 
 
-def test_a_run_goes_on_with_its_own_data_only(shop, tmp_path):
+def test_a_run_resumes_only_with_its_own_data(shop, tmp_path):
     base, data = shop
     own = tmp_path / "own.jsonl"
     own.write_bytes(data.read_bytes())
@@ -496,7 +496,7 @@ def test_a_run_goes_on_with_its_own_data_only(shop, tmp_path):
         train(workshop.config(tmp_path / "run", base, own), resume=True)
 
 
-def test_a_model_in_the_output_folder_is_not_written_over(shop, tmp_path):
+def test_a_model_in_the_output_folder_is_not_overwritten(shop, tmp_path):
     base, data = shop
     folder = tmp_path / "project"
     copy = workshop.make_base(folder / "model", seed=3)
@@ -506,7 +506,7 @@ def test_a_model_in_the_output_folder_is_not_written_over(shop, tmp_path):
     assert (copy / "model.safetensors").read_bytes() == before
 
 
-def test_what_was_trained_is_written_later_where_the_disk_was_full(shop, tmp_path, monkeypatch):
+def test_trained_heads_are_written_later_if_the_disk_was_full(shop, tmp_path, monkeypatch):
     from transformers import PreTrainedModel
 
     config = workshop.config(tmp_path / "run", *shop, "medusa-2")
@@ -525,7 +525,7 @@ def test_what_was_trained_is_written_later_where_the_disk_was_full(shop, tmp_pat
     assert result.heads.is_dir()
 
 
-def test_a_run_without_memory_for_its_last_figures_is_written_later(shop, tmp_path, monkeypatch):
+def test_a_run_without_memory_for_its_final_evaluation_is_written_later(shop, tmp_path, monkeypatch):
     config = workshop.config(tmp_path / "run", *shop, heads={"storage": "int8"})
 
     def full(*arguments):
@@ -539,7 +539,7 @@ def test_a_run_without_memory_for_its_last_figures_is_written_later(shop, tmp_pa
     assert read_heads(result.heads).heads.storage == "int8"
 
 
-def test_what_is_written_is_taken_out_before_it_is_turned_into_8_bits(shop, tmp_path, monkeypatch):
+def test_heads_are_copied_before_they_are_converted_to_8_bits(shop, tmp_path, monkeypatch):
     original = trainer.fake_quant
 
     def spoilt(projections, *arguments):
@@ -554,7 +554,7 @@ def test_what_is_written_is_taken_out_before_it_is_turned_into_8_bits(shop, tmp_
     assert all(torch.equal(tensor, expected[name]) for name, tensor in heads_tensors(tmp_path / "spoilt").items())
 
 
-def test_four_bit_layers_pass_gradients_also_behind_a_pass_without(shop, tmp_path):
+def test_four_bit_layers_pass_gradients_after_a_pass_without_gradients(shop, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 2}
     base = workshop.make_base(tmp_path / "base", **sizes)
     model = {"quantization": "4bit", "dtype": "bfloat16"}
@@ -602,10 +602,10 @@ def test_a_damaged_checkpoint_is_named(shop, tmp_path, finished):
         train(config, resume=True)
 
 
-# Hidden states kept on disk
+# Hidden states on disk
 
 
-def test_states_on_disk_change_nothing_and_spare_the_backbone(shop, tmp_path, monkeypatch):
+def test_states_on_disk_give_the_same_heads_without_running_the_backbone(shop, tmp_path, monkeypatch):
     train(workshop.config(tmp_path / "without", *shop, optimisation={"epochs": 3.0}))
     rows, hidden = [], TrainingBackbone.hidden
 
@@ -651,7 +651,7 @@ def test_at_most_two_micro_batches_of_states_are_on_the_device(shop, tmp_path, m
     assert 0 < most <= 2
 
 
-def test_gradient_checkpointing_changes_nothing(shop, tmp_path):
+def test_gradient_checkpointing_gives_the_same_heads(shop, tmp_path):
     for on in (False, True):
         model = {"gradient_checkpointing": on}
         train(workshop.config(tmp_path / str(on), *shop, "medusa-2", model=model, lora={"dropout": 0.0}))
@@ -662,7 +662,7 @@ def test_gradient_checkpointing_changes_nothing(shop, tmp_path):
 
 
 @pytest.mark.parametrize("place", [(TrainingBackbone, "load"), (run, "make_heads")], ids=["model", "heads"])
-def test_a_failure_of_one_process_ends_all(shop, tmp_path, monkeypatch, place):
+def test_a_failure_of_one_process_ends_all_processes(shop, tmp_path, monkeypatch, place):
     told, together = [], Processes.together
 
     def telling(self, error):
@@ -686,7 +686,7 @@ def test_a_failure_of_another_process_ends_this_one(shop, tmp_path, monkeypatch)
         train(workshop.config(tmp_path / "run", *shop))
 
 
-def test_a_quantised_model_is_not_divided(shop, tmp_path):
+def test_a_quantised_model_is_not_sharded(shop, tmp_path):
     base = workshop.make_base(tmp_path / "base")
     settings = json.loads((base / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
@@ -754,7 +754,7 @@ pretrained.load_model, Processes.shard = counted, watched
 """
 
 
-# The main process has read a model, the others know its config: what each case has them make differs.
+# The main process has read the model, the others know its config: the cases differ in what these make of it.
 APART = """
 import json
 import torch
@@ -802,7 +802,7 @@ with open({facts!r} + str(processes.rank), "w") as file:
 
 
 @pytest.mark.slow
-def test_divided_weights_are_what_the_main_process_has_read(tmp_path):
+def test_sharded_weights_are_those_that_the_main_process_has_read(tmp_path):
     launch(APART.format(facts=str(tmp_path / "facts-")), tmp_path / "apart", "full")
     main, other = (json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in range(2))
     assert main == other  # the very same errors, too
@@ -828,7 +828,7 @@ def test_divided_weights_are_what_the_main_process_has_read(tmp_path):
 def launch(script, folder, sharding):
     file = folder.parent / f"{folder.name}.py"
     file.write_text(script)
-    # On a machine without GPUs the same words start processes on the CPU (--cpu would start one).
+    # On a machine without GPUs the same arguments start processes on the CPU (--cpu would start one).
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     command += ["--use_fsdp"] if sharding == "full" else ["--multi_gpu"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(file)]
@@ -848,7 +848,7 @@ def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
     folder = tmp_path / "two"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
     names |= {"method": method, "options": options}
-    # Cut back to an earlier checkpoint, the two go on to the same end.
+    # Cut back to an earlier checkpoint, the two processes resume to the same result.
     launch(LAUNCHED.format(**names) + CUT_BACK, folder, sharding)
     resumed, folder = folder, folder.with_name("two-before")
     state = json.loads((max((folder / "checkpoints").iterdir()) / saving.STATE).read_text())
@@ -874,7 +874,7 @@ def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
     ],
     ids=["buffers", "tied embeddings"],
 )
-def test_divided_weights_are_the_main_process_s_alone_before(shop, tmp_path, tied, method, options):
+def test_before_sharding_only_the_main_process_holds_the_weights(shop, tmp_path, tied, method, options):
     base = workshop.make_base(tmp_path / "base", tie_word_embeddings=tied)
     train(workshop.config(tmp_path / "one", base, shop[1], method, **options))
     folder = tmp_path / "two"

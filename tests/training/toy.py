@@ -1,4 +1,4 @@
-"""Small tokenizers trained on the spot, chat templates of several kinds, and files to read."""
+"""Small tokenizers trained in the test, chat templates of several kinds, and data files."""
 
 import gzip
 import json
@@ -62,7 +62,7 @@ def unmarked(template):
 
 
 def tokenizer(kind="bytes", template=None, **special):
-    """A byte-level BPE ("bytes") or one with spaces as marks and a start token of its own ("marks")."""
+    """A byte-level BPE ("bytes"), or one with spaces as marks that adds a start token ("marks")."""
     model = Tokenizer(models.BPE(unk_token=None))
     if kind == "bytes":
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -74,7 +74,7 @@ def tokenizer(kind="bytes", template=None, **special):
         vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     if kind == "marks":
-        # Trained on words, as such vocabularies have no token of several; used on the whole text, as they are.
+        # Trained on single words, as such vocabularies have no token of several words; applied to the whole text.
         model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     model.train_from_iterator(CORPUS, trainer)
     if kind == "marks":
@@ -90,14 +90,14 @@ def tokenizer(kind="bytes", template=None, **special):
 
 
 def spelt(tokenizer, ids):
-    """The text that token ids stand for, without what decoding does to white space."""
+    """The text of token ids, without the changes that decoding makes to white space."""
     if tokenizer.convert_tokens_to_ids("\u2581the") is None:
         return tokenizer.decode(ids)
     return "".join(tokenizer.convert_ids_to_tokens(list(ids))).replace("\u2581", " ")
 
 
 def chat(*contents, system=None):
-    """Messages that take turns, the user first."""
+    """Messages of alternating roles, the user first."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     return ([{"role": "system", "content": system}] if system else []) + turns
 
@@ -109,7 +109,7 @@ def sharegpt(*contents):
 
 
 def write_lines(path, *records):
-    """JSON lines; strings are written as they are."""
+    """Write JSON lines; strings are written unchanged."""
     text = "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path

@@ -40,7 +40,7 @@ def make_data(file, count=22):
 
 
 def config(folder, base, file, method="medusa-1", /, **sections):
-    """A run of a few steps: four rows per step, two epochs."""
+    """The configuration of a run of a few steps: four rows per step, two epochs."""
     values = {
         "method": method,
         "model": {"name": str(base), "dtype": "float32", "quantization": "none"},
@@ -62,7 +62,7 @@ def config(folder, base, file, method="medusa-1", /, **sections):
 
 
 def curve(folder):
-    """The log without what the clock says."""
+    """The log without times."""
     return [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(folder)]
 
 
