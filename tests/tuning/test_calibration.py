@@ -43,7 +43,7 @@ def test_accuracies_and_hits_by_hand(counted):
 
 
 def test_paths_by_hand(counted):
-    # The second head's rank 1 is right at 5 positions, but behind the first head's rank 0 at 4 of them.
+    # The second head's rank 1 is right at 5 positions, but after the first head's rank 0 at only 4 of them.
     assert counted.count([]) == 10
     assert counted.count([0]) == 6
     assert counted.count([0, 1]) == 4
@@ -83,7 +83,7 @@ def test_bad_counts_are_refused(paths, words):
 
 
 @pytest.mark.parametrize("ranks", [0, 11, True, "2"])
-def test_ranks_that_are_no_characters_of_the_file_are_refused(ranks):
+def test_ranks_that_the_file_format_cannot_hold_are_refused(ranks):
     with pytest.raises(ValueError, match=f"ranks: expected a whole number from 1 to 10, got {ranks!r}"):
         Calibration(2, ranks, {(0, 0): 1})
     with pytest.raises(ValueError, match="num_heads: expected a whole number from 1, got 0"):
@@ -98,7 +98,7 @@ def test_wilson_against_printed_values(hits, total, low, high):
 
 
 @pytest.mark.parametrize(("hits", "total"), [(1, 3), (50, 101), (9_999, 10_000)])
-def test_wilson_ends_are_shares_that_the_count_is_just_two_sigma_from(hits, total):
+def test_wilson_bounds_are_1_96_standard_errors_from_the_count(hits, total):
     for end in wilson(hits, total):
         assert abs(hits / total - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / total), rel=1e-6)
     assert wilson(0, 0) == (0, 1)
@@ -107,7 +107,7 @@ def test_wilson_ends_are_shares_that_the_count_is_just_two_sigma_from(hits, tota
 # --- the file ---
 
 
-def test_file_round_trip_and_its_readers(counted, tmp_path):
+def test_file_round_trip_and_other_readers(counted, tmp_path):
     counted.save(tmp_path / "c.json")
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
     values = json.loads((tmp_path / "c.json").read_text())
@@ -146,13 +146,13 @@ def test_other_files_are_refused(counted, tmp_path, change, words):
         Calibration.load(tmp_path / "c.json")
 
 
-def test_texts_are_counted_as_far_as_the_heads_reach(tmp_path):
-    """Two heads: a text's last position has no target for the second one, so that it is walked but not counted."""
+def test_only_positions_with_targets_for_all_heads_are_counted(tmp_path):
+    """Two heads: a text's last position has no target for the second one, so it is used for walks but not counted."""
     texts = [
         [((0, 1), (NONE, 0), (1, NONE)), ((0, NONE),)],
         [],  # no room for a text
         [((NONE, NONE),)],
-        [(), ((0, 1), (0, NONE))],  # of a text of one token there is nothing to rank
+        [(), ((0, 1), (0, NONE))],  # a text of one token has nothing to rank
     ]
     found = Calibration.of(2, 2, texts, {"a": 1})
     assert found.paths == {(0, 1): 2, (NONE, 0): 1}
@@ -163,7 +163,7 @@ def test_texts_are_counted_as_far_as_the_heads_reach(tmp_path):
     assert Calibration.load(tmp_path / "c.json") == found
 
 
-def test_files_from_before_texts_were_kept_are_read(counted, tmp_path):
+def test_older_files_without_texts_are_read(counted, tmp_path):
     values = counted.to_json()
     assert "format" not in values
     (tmp_path / "c.json").write_text(json.dumps(values))
@@ -201,7 +201,7 @@ def test_texts_that_contradict_the_counts_are_refused(tmp_path, change, words):
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", ""])
-def test_no_json_object_is_refused(tmp_path, text):
+def test_files_without_a_json_object_are_refused(tmp_path, text):
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(ValueError, match=r"c.json: expected a file that `medusa calibrate` wrote"):
         Calibration.load(tmp_path / "c.json")
@@ -212,7 +212,7 @@ def test_no_json_object_is_refused(tmp_path, text):
 
 @torch.no_grad()
 def walked(base, heads, prompt, new):
-    """Paths of ranks at each position with a target, from full logits by the heads' formula; none beyond the end."""
+    """Paths of ranks at each position with a target, from full logits by the heads' formula; none after the end."""
     tokens = prompt + new
     states = base.model(torch.tensor([tokens])).last_hidden_state[0]
     paths = []
@@ -239,7 +239,7 @@ def greedy(base, prompt, new_tokens, eos):
     return out[0, len(prompt) :].tolist()
 
 
-def test_counts_are_those_of_a_walk_over_the_models_own_texts(make):
+def test_counts_equal_a_walk_over_the_models_own_texts(make):
     from chats import CHAT_TEMPLATE
 
     model, tokenizer = make(CHAT_TEMPLATE)
@@ -271,13 +271,13 @@ def test_counts_are_those_of_a_walk_over_the_models_own_texts(make):
     assert found.paths == Counter(path for of_prompt in ranks for text in of_prompt for path in text[: -(K - 1)])
     assert (found.num_heads, found.ranks) == (K, 10)
     assert (found.made["texts"], found.made["tokens"], found.made["left_out"]) == (texts, tokens, 0) == (5, tokens, 0)
-    # The case says something: named and unnamed tokens, several ranks, paths that are right from end to end.
+    # The case is not trivial: tokens inside and outside the ranks, several ranks, paths that are entirely right.
     assert any(NONE in path for path in found.paths)
     assert any(NONE not in path for path in found.paths)
     assert len({path[0] for path in found.paths}) > 3
 
 
-def test_turns_without_room_are_left_out(make):
+def test_turns_without_room_in_the_context_are_skipped(make):
     model, tokenizer = make(max_position_embeddings=24)
     asked = [Prompt(("abcdefgh", "i")), Prompt(("a" * 24, "b"))]
     found = calibrate(model, tokenizer, asked, max_new_tokens=200)
@@ -285,8 +285,8 @@ def test_turns_without_room_are_left_out(make):
     assert found.positions == 16 - K
 
 
-def test_few_candidates_bound_the_ranks():
-    """No tree may ask for ranks that a trimmed vocabulary does not have."""
+def test_a_trimmed_vocabulary_bounds_the_ranks():
+    """A tree must not ask for ranks that a trimmed vocabulary does not have."""
     from chats import chat_tokenizer
     from models import tiny
 
@@ -304,11 +304,11 @@ def test_few_candidates_bound_the_ranks():
     assert all(len(row) == len(kept) for row in found.accuracies)
 
 
-# --- drawn texts ---
+# --- sampled texts ---
 
 
-def test_ranks_are_those_of_the_drawn_texts(make):
-    """The texts of a calibration at a temperature, written again by `generate`, with one seed a text; ranks by hand."""
+def test_ranks_are_those_of_the_sampled_texts(make):
+    """The texts of a calibration at a temperature, generated again with one seed per text; ranks by hand."""
     model, tokenizer = make()
     found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=24, prompt_tokens=6, temperature=1.5, seed=3)
     written = []
@@ -336,7 +336,7 @@ def test_ranks_are_those_of_the_drawn_texts(make):
     assert [len(of_prompt) for of_prompt in found.texts] == [2, 1, 1, 1]
 
 
-def test_drawn_texts_depend_on_seed_and_temperature(make):
+def test_sampled_texts_depend_on_seed_and_temperature(make):
     model, tokenizer = make()
     cold, again, other = (
         calibrate(model, tokenizer, PROMPTS, max_new_tokens=16, prompt_tokens=6, temperature=1.5, seed=seed)
@@ -358,7 +358,7 @@ def test_drawn_texts_depend_on_seed_and_temperature(make):
     assert first[0] > first[1]
 
 
-def test_equal_prompts_draw_different_texts(make):
+def test_equal_prompts_give_different_sampled_texts(make):
     model, tokenizer = make()
     found = calibrate(model, tokenizer, [PROMPTS[3]] * 3, max_new_tokens=24, temperature=1.5)
     assert len(set(found.texts)) == 3
@@ -384,7 +384,7 @@ def finished(make, tmp_path_factory):
     return out.read_bytes(), out.with_name("whole.json.progress").read_bytes()
 
 
-def test_a_run_killed_at_any_point_ends_in_the_same_bytes(make, tmp_path, finished, monkeypatch):
+def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(make, tmp_path, finished, monkeypatch):
     whole, progress = finished
     lines = progress.splitlines(keepends=True)
     assert len(lines) == 1 + len(PROMPTS)
@@ -407,8 +407,8 @@ def test_a_run_killed_at_any_point_ends_in_the_same_bytes(make, tmp_path, finish
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch, torn):
-    """Stopped twice, the second time behind a line that the first one left half written, or not."""
+def test_an_interrupted_run_resumes(make, tmp_path, finished, monkeypatch, torn):
+    """Stopped twice; the first time in the middle of a line, or after a whole one."""
     out = tmp_path / "c.json"
     progress = out.with_name("c.json.progress")
     answer = module.rank_answers
@@ -438,7 +438,7 @@ def test_an_interrupted_run_goes_on(make, tmp_path, finished, monkeypatch, torn)
     assert out.read_bytes() == finished[0]
 
 
-def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, finished, monkeypatch):
+def test_a_finished_result_is_reused_only_for_the_same_run(make, tmp_path, finished, monkeypatch):
     out = tmp_path / "whole.json"
     out.write_bytes(finished[0])
     with monkeypatch.context() as patch:
@@ -449,13 +449,13 @@ def test_a_finished_result_is_taken_only_if_it_is_of_the_same(make, tmp_path, fi
     ):
         run(make, out, True, max_new_tokens=20)
     assert out.read_bytes() == finished[0]
-    other = run(make, out, False, max_new_tokens=20)  # anew, over the other one
+    other = run(make, out, False, max_new_tokens=20)  # runs again and replaces the other result
     assert other.made["settings"]["max_new_tokens"] == 20
     assert Calibration.load(out) == other
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_file_that_is_no_calibration_is_left(make, tmp_path, monkeypatch, resume):
+def test_a_file_that_is_not_a_calibration_is_not_overwritten(make, tmp_path, monkeypatch, resume):
     monkeypatch.setattr(module, "rank_answers", lambda *asked: pytest.fail("asked"))
     (tmp_path / "thesis.txt").write_text("Chapter 1")
     with pytest.raises(
@@ -487,7 +487,7 @@ def test_progress_of_something_else_is_refused(make, tmp_path, finished, changes
     ("name", "value"),
     [("repetition_penalty", 1.3), ("min_new_tokens", 5), ("no_repeat_ngram_size", 2), ("eos_token_id", 3)],
 )
-def test_another_generation_config_is_told_apart(make, tmp_path, finished, name, value):
+def test_another_generation_config_is_another_run(make, tmp_path, finished, name, value):
     (tmp_path / "c.json.progress").write_bytes(finished[1])
     model, tokenizer = make()
     setattr(model.base.generation_config, name, value)
@@ -497,8 +497,8 @@ def test_another_generation_config_is_told_apart(make, tmp_path, finished, name,
         )  # fmt: skip
 
 
-def test_backends_and_templates_are_told_apart(make):
-    """The other template says the same of a question, and of an answer something else."""
+def test_other_backends_and_templates_are_other_runs(make):
+    """The other template renders questions alike and answers differently."""
     from chats import CHAT_TEMPLATE
 
     header = "{{ '<|start|>' + message['role'] + '\\n' }}"
@@ -518,8 +518,8 @@ def test_backends_and_templates_are_told_apart(make):
         assert [name for name in own["settings"] if other["settings"][name] != own["settings"][name]] == [changed]
 
 
-def test_prompts_are_told_apart_one_by_one(make):
-    """By what is asked first: a text by its first tokens, and a question with its system message."""
+def test_prompts_are_identified_one_by_one(make):
+    """By their first question: a text by its first tokens, a question with its system message."""
     model, tokenizer = make()
 
     def described(*prompts, tokens=6):
@@ -533,7 +533,7 @@ def test_prompts_are_told_apart_one_by_one(make):
     assert shared_prompts(None, one) is None
 
 
-def test_progress_that_a_kill_left_behind_the_result_is_removed(make, tmp_path, finished):
+def test_progress_left_next_to_a_finished_result_is_removed(make, tmp_path, finished):
     out, progress = tmp_path / "c.json", tmp_path / "c.json.progress"
     out.write_bytes(finished[0])
     progress.write_bytes(finished[1])
@@ -545,7 +545,7 @@ def test_progress_that_a_kill_left_behind_the_result_is_removed(make, tmp_path, 
     assert out.read_bytes() == finished[0]
 
 
-def test_a_run_without_a_text_long_enough_leaves_nothing(make, tmp_path, monkeypatch):
+def test_a_run_without_any_text_long_enough_writes_no_file(make, tmp_path, monkeypatch):
     out = tmp_path / "c.json"
     model, tokenizer = make(max_position_embeddings=24)
     with pytest.raises(ValueError, match=r"prompts: expected a text of at least 4 new tokens .*, got 1 texts with 2"):
@@ -557,7 +557,7 @@ def test_a_run_without_a_text_long_enough_leaves_nothing(make, tmp_path, monkeyp
     assert [*tmp_path.iterdir()] == []
 
 
-def test_other_weights_are_told_apart(make, tmp_path, finished):
+def test_other_weights_are_another_run(make, tmp_path, finished):
     (tmp_path / "c.json.progress").write_bytes(finished[1])
     model, tokenizer = make()
     with torch.no_grad():

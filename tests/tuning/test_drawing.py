@@ -1,4 +1,4 @@
-"""Pictures of trees: small ones drawn by hand, large ones by what must hold of every picture."""
+"""Pictures of trees: small ones compared with drawings by hand, large ones by properties of every picture."""
 
 import math
 import re
@@ -70,7 +70,7 @@ def test_ranks_above_nine_and_plain_characters():
 
 
 def test_least_likely_nodes_are_left_out_and_counted():
-    # 20 columns hold 9 leaves: with 12 children, 8 and what stands for the other 4.
+    # 20 columns hold 9 leaves: with 12 children, 8 and a mark for the other 4.
     shares = [0.01 * (12 - rank) for rank in range(12)]
     shares[3], shares[11] = shares[11], shares[3]
     lines, words = picture(Tree([[rank] for rank in range(12)]), 20, shares)
@@ -81,10 +81,10 @@ def test_least_likely_nodes_are_left_out_and_counted():
     assert "…" not in "".join(lines) + words
 
 
-def test_without_shares_high_ranks_and_deep_nodes_go_first():
+def test_without_accuracies_high_ranks_and_deep_nodes_are_left_out_first():
     tree = Tree([*([rank] for rank in range(5)), *([0, rank] for rank in range(5)), [1, 0], [1, 1]])
     lines, words = picture(tree, 20)
-    # Of 10 leaves 9 have room: [0, 4] is gone first, and then, as a mark takes its place, [0, 3] before [4].
+    # Of 10 leaves 9 have room: [0, 4] is dropped first, and then, as a mark takes its column, [0, 3] before [4].
     assert [line.split() for line in lines[::2]] == [
         ["0", "●"],
         ["1", "0", "1", "2", "3", "4"],
@@ -93,7 +93,7 @@ def test_without_shares_high_ranks_and_deep_nodes_go_first():
     assert "… stands for 2 of 13 nodes" in words
 
 
-def test_a_single_node_left_out_is_drawn_after_all():
+def test_a_single_node_is_drawn_instead_of_a_mark():
     """A mark for one node takes as much room as the node."""
     children = {0: [0.3, 0.1, 0.05, 0.001], 1: [0.06, 0.003, 0.002], 2: [0.04, 0.04, 0.04]}
     tree = Tree([[0], [1], [2], *([first, rank] for first, row in children.items() for rank in range(len(row)))])
@@ -150,13 +150,13 @@ def test_refusals():
         path_shares(tree, [[0.5]])
 
 
-def test_figure_has_a_node_a_node_and_wide_lines_where_likely():
+def test_figure_has_one_point_per_node_and_wider_lines_for_likelier_ones():
     pytest.importorskip("matplotlib")
     tree = Tree([[0], [1], [0, 0], [0, 1]], lookup=1)
     shares = [0.64, 0.16, 0.36, 0.04]
     figure = as_figure(tree, shares)
-    lines, guessed, copied = figure.axes[0].collections
-    points = {tuple(point) for dots in (guessed, copied) for point in dots.get_offsets().tolist()}
+    lines, drafted, copied = figure.axes[0].collections
+    points = {tuple(point) for dots in (drafted, copied) for point in dots.get_offsets().tolist()}
     assert len(points) == tree.num_nodes == 6
     assert len(copied.get_offsets()) == 1
     assert sorted(-y for _, y in points) == [0, 1, 1, 1, 2, 2]
@@ -166,7 +166,7 @@ def test_figure_has_a_node_a_node_and_wide_lines_where_likely():
     # From left to right, depth first: [0], [0, 0], [0, 1], [1], the copied one (whose chances are not known).
     widths = lines.get_linewidths()
     assert widths == pytest.approx([0.4 + 3.6 * math.sqrt(share) for share in (0.64, 0.36, 0.04, 0.16, 0.25)])
-    assert guessed.get_array().tolist() == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.4])
+    assert drafted.get_array().tolist() == pytest.approx([1.0, 0.8, 0.6, 0.2, 0.4])
     assert sorted(text.get_text() for text in figure.axes[0].texts) == ["0", "0", "1", "1"]
     assert figure.axes[0].get_title() == (
         "6 nodes, 1 of them copied from the text, depth 2; 2.200 tokens per step expected."
@@ -193,8 +193,8 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
         Tree.chain(2).plot()
 
 
-def test_of_a_dynamic_tree_the_candidates_are_drawn():
-    """Which of them a step verifies differs from step to step, so that no expected tokens are stated."""
+def test_the_candidates_of_a_dynamic_tree_are_drawn():
+    """The nodes verified differ from step to step, so no expected tokens are shown."""
     tree = Tree([[0], [1], [0, 0]], keep=3)
     lines = as_text(tree, 40, [0.6, 0.2, 0.3]).splitlines()
     assert sum(line.count(mark) for line in lines[:5] for mark in "█▓▒░") == 3

@@ -1,4 +1,4 @@
-"""Trees of the published checkpoints, again from the published accuracies by sorting all paths there are."""
+"""Trees of the published checkpoints, recomputed from the published accuracies by sorting all paths."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import pytest
 
 from medusa_decoding.trees.published import SIZES, published_accuracies, published_tree
 
-# The training logs of the original project: thousandths of top-1 to top-5, cumulative, a row a head.
+# The training logs of the original project: thousandths of top-1 to top-5, cumulative, one row per head.
 TOP = {
     "lmsys/vicuna-7b-v1.3": """
         560 672 727 760 780
@@ -54,12 +54,12 @@ def test_trees_hold_the_paths_of_the_largest_products(name, nodes):
 
 
 @pytest.mark.parametrize("name", TOP)
-def test_accuracies(name):
+def test_accuracies_are_those_of_the_training_logs(name):
     for row, expected in zip(published_accuracies(name), alone(name), strict=True):
         assert row == [value / 1000 for value in expected]
 
 
-def test_names():
+def test_names_of_published_checkpoints():
     tree = published_tree("lmsys/vicuna-7b-v1.3")
     assert tree.num_nodes == 64
     for name in ("vicuna-7b-v1.3", "/models/Vicuna-7B-v1.3/", "C:\\models\\vicuna-7b-v1.3"):

@@ -1,4 +1,4 @@
-"""Searches of trees, against every tree there is and against all paths sorted."""
+"""Tree searches, compared with all possible trees and with a sort of all paths."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ def every_tree(heads, ranks, size):
 
 
 def steps_tokens(paths, choices):
-    """Mean tokens of a step, position by position: the root, then as deep as the tree goes along with the text."""
+    """Mean tokens per step, position by position: the root, then as deep as the tree contains the text."""
     tokens = 0
     for path, count in paths.items():
         depth = 0
@@ -114,7 +114,7 @@ def test_large_trees_hold_the_most_frequent_paths(nodes):
     assert tree.expected_tokens(accuracies) == pytest.approx(1 + sum(products[: nodes - 1]))
 
 
-def test_paths_never_seen_are_told_apart_by_their_product():
+def test_unseen_paths_are_ordered_by_their_product():
     # [0, 0] is seen; of the rest, all equal, the likeliest by product is [1, 0]: 0.25 * 0.5.
     calibration = Calibration(2, 2, {(0, 0): 2, (1, NONE): 1, (NONE, 1): 1})
     assert joint_tree(calibration, 4).choices == [[0], [1], [0, 0]]
@@ -123,7 +123,7 @@ def test_paths_never_seen_are_told_apart_by_their_product():
 
 
 def test_comparison_by_hand():
-    """Heads that are right together: behind rank 0 only rank 0, behind rank 1 only rank 1."""
+    """Heads that are right together: after rank 0 only rank 0, after rank 1 only rank 1."""
     calibration = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
     held_out = Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2})
     (plain, joint), (plain_5, joint_5) = search_trees(calibration, [3, 5], held_out)
@@ -145,7 +145,7 @@ def test_comparison_by_hand():
 
 
 def test_comparison_of_texts_has_a_third_tree():
-    """Where a guess is right at every second position alone, steps land on the others but for the first."""
+    """If the draft token is right at every second position only, all steps but the first start at the others."""
     right, wrong = (0, NONE), (1, NONE)
     text = (right, right, wrong) * 10
     found = Calibration.of(2, 2, [(text,)])
@@ -159,7 +159,7 @@ def test_comparison_of_texts_has_a_third_tree():
 
 
 def test_heads_that_are_independent_give_one_tree():
-    """Every pair of ranks as often as its product says: both searches are worth the same."""
+    """Every pair of ranks is as frequent as its product: both searches give equal trees."""
     first, second = {0: 6, 1: 3, NONE: 1}, {0: 5, 1: 2, NONE: 3}
     paths = {(a, b): n * m for a, n in first.items() for b, m in second.items()}
     for plain, joint in search_trees(Calibration(2, 2, paths), [2, 3, 4, 5, 6, 7]):
@@ -167,13 +167,13 @@ def test_heads_that_are_independent_give_one_tree():
         assert plain.expected.independent.value == pytest.approx(joint.expected.paths.value)
 
 
-def test_most_nodes():
+def test_the_number_of_nodes_is_limited():
     assert [most_nodes(0, 10), most_nodes(1, 10), most_nodes(2, 3), most_nodes(3, 6), most_nodes(5, 10)] == [
         1, 11, 13, 256, 256
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("nodes", "words"), [(0, "1 to 256"), (257, "1 to 256"), (8, "at most 7 with these heads")])
-def test_sizes_that_cannot_be_are_refused(nodes, words):
+def test_impossible_sizes_are_refused(nodes, words):
     with pytest.raises(ValueError, match=rf"num_nodes: expected {words}.*, got {nodes}"):
         joint_tree(Calibration(2, 2, {(0, 0): 1}), nodes)

@@ -1,4 +1,4 @@
-"""The choice of a tree: known optima, the accuracies' sources, and the pick in simulated generations of every tree."""
+"""Selection of a tree: known optima, sources of accuracies, and the selected tree in simulated generations."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_sizes_that_the_heads_cannot_fill_are_refused():
         fastest([])
 
 
-def test_texts_are_walked_where_there_are_any():
-    """Rank 0 is right at the first of two positions, rank 1 never; behind them, rank 0 at every second position."""
+def test_texts_are_walked_if_available():
+    """Rank 0 is right at the first of two positions, rank 1 never; after them, rank 0 at every second position."""
     right, wrong = (0, NONE), (NONE, 0)
     texts = Calibration.of(2, 2, [((right, wrong) * 9 + (right, (NONE, NONE)),)])
     accuracies = texts.accuracies
     plain, chain, fork = weighed(accuracies, {1: 1.0, 2: 1.5, 3: 2.5}, texts)
-    # Steps start at every second position only, where the guess is right: one accepted by each.
+    # Steps start at every second position only, where the draft token is right: each accepts one.
     assert (plain.tokens, chain.tokens) == pytest.approx((1.0, 2.0))
     assert chain.tree == Tree([[0]])
     assert fork.tokens == pytest.approx(2.0)
@@ -103,7 +103,7 @@ def counts(hits, total, **more):
     return json.dumps({"accuracy": {"hits": hits, "total": total}} | more)
 
 
-def test_a_calibration_comes_before_the_trainers_figures(tmp_path):
+def test_a_calibration_takes_precedence_over_the_trainers_accuracies(tmp_path):
     assert find_accuracies(tmp_path, heads_of(2, 9)) is None
     (tmp_path / MEASURED).write_text(counts([[50, 60], [10, 30]], [100, 50]))
     found = find_accuracies(tmp_path, heads_of(2, 9))
@@ -115,7 +115,7 @@ def test_a_calibration_comes_before_the_trainers_figures(tmp_path):
     assert found.most_nodes == 3
 
 
-def test_ranks_that_heads_cannot_be_asked_for_are_left_out(tmp_path):
+def test_ranks_beyond_the_vocabulary_are_left_out(tmp_path):
     (tmp_path / MEASURED).write_text(counts([[5, 6, 7]], [10]))
     assert find_accuracies(tmp_path, heads_of(1, 2)).by_rank == [pytest.approx([0.5, 0.1])]
     assert default_accuracies(heads_of(3, 2)).by_rank == [row[:2] for row in VICUNA_7B[:3]]
@@ -143,7 +143,7 @@ def texts_of(folder, heads):
     return load_texts(find_accuracies(folder, heads), folder, heads).texts
 
 
-def test_texts_are_read_where_they_were_kept(tmp_path):
+def test_texts_are_read_from_files_that_have_them(tmp_path):
     kept = Calibration.of(2, 3, [[((0, 1), (0, 0), (2, NONE))]])
     kept.save(tmp_path / CALIBRATION)
     assert texts_of(tmp_path, heads_of(2, 3)) == kept
@@ -167,7 +167,7 @@ def test_texts_of_another_base_model_are_refused(tmp_path):
     assert find_accuracies(tmp_path, heads, "own").source == CALIBRATION
     with pytest.raises(ValueError, match=r"calibration.json: expected texts of this base model, got those of another"):
         find_accuracies(tmp_path, heads, "other")
-    # In another dtype fingerprints tell nothing: taken, and said to be unchecked.
+    # In another dtype fingerprints cannot be compared: the file is used and reported as unchecked.
     half = find_accuracies(tmp_path, copy.deepcopy(heads).to(torch.bfloat16), "other")
     found = find_accuracies(tmp_path, heads, "own").calibration
     assert (half.source, half.calibration.checked, found.checked) == (CALIBRATION, False, True)
@@ -180,7 +180,7 @@ def test_texts_of_another_base_model_are_refused(tmp_path):
     assert other.hash != found.hash
 
 
-# Every tree in generations, with a clock that only counts
+# Every tree in generations, with a simulated clock
 
 
 def counted(heads, draws, positions=20_000):
@@ -200,7 +200,7 @@ def counted(heads, draws, positions=20_000):
 
 
 def disturbed(seconds, draws):
-    """A measured duration: some scatter, two speeds, and now and then something else entirely."""
+    """A measured duration: noise, two speeds, and occasional outliers."""
     speed = 1.25 if draws.random() < 0.3 else 1.0
     return seconds * speed * math.exp(0.03 * draws.gauss(0, 1)) * (20.0 if draws.random() < 0.03 else 1.0)
 
@@ -208,7 +208,7 @@ def disturbed(seconds, draws):
 @pytest.mark.parametrize("heads", [BETTER, USELESS, VICUNA_7B], ids=["better", "useless", "published"])
 @pytest.mark.parametrize("times", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_pick_is_within_three_percent_of_the_best_of_all(times, heads, seed):
+def test_the_selected_tree_is_within_three_percent_of_the_best(times, heads, seed):
     draws = random.Random(seed)
     accuracies = counted(heads, draws)
     measured = [
@@ -229,12 +229,12 @@ def test_the_pick_is_within_three_percent_of_the_best_of_all(times, heads, seed)
     verdict = judge([pick.tree] * 10, found)
     assert 0.0 <= verdict.behind <= 0.03
     slowest = min(found, key=lambda one: one.rate)
-    assert judge([slowest.tree] * 10, found).behind > 0.1  # to pick any of them would not do
+    assert judge([slowest.tree] * 10, found).behind > 0.1  # not every tree would pass
     if heads is USELESS:
         assert pick.tree == Tree([])
 
 
-def test_sweep_adds_up_and_shuffles():
+def test_sweep_takes_medians_over_rounds_and_shuffles_trees():
     trees, wrote = [Tree([]), Tree.chain(1), Tree.chain(2)], []
     times = {1: [1.0, 5.0, 1.0], 2: [2.0, 2.0, 9.0], 3: [3.0, 3.0, 3.0]}
     seen = {}
@@ -265,7 +265,7 @@ def test_sweep_adds_up_and_shuffles():
     assert (of_best.value, of_best.low, of_best.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
-def test_verdicts():
+def test_verdicts_by_hand():
     found = [Swept(Tree.chain(n), ((rate, 1.0),), rate, rate, 1.0) for n, rate in ((0, 8), (1, 10), (2, 9))]
     assert judge([Tree.chain(1)], found) == judge([Tree.chain(1)], found[::-1])
     verdict = judge([Tree.chain(0)], found)
@@ -278,8 +278,8 @@ def test_verdicts():
         sweep(lambda text, tree: Written(1, 1, 1.0), [Tree([])], 0)
 
 
-def test_a_choice_for_each_text():
-    """Each of two trees is the faster one for one of two texts: chosen so, they are faster than either."""
+def test_the_best_tree_may_differ_per_text():
+    """Each of two trees is faster for one of two texts: selected per text, they are faster than either alone."""
     one = Swept(Tree.chain(1), ((10, 1.0), (10, 4.0)), 4.0, 4.0, 1.0)
     two = Swept(Tree.chain(2), ((10, 2.0), (10, 2.0)), 5.0, 5.0, 1.0)
     verdict = judge([one.tree, two.tree], [one, two])

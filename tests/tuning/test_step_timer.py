@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture
 def steps(model, monkeypatch):
-    """Every step that runs: (nodes, committed tokens of each row before it, whether a row had ended, cache rows)."""
+    """Every step that runs: (nodes, tokens of each row before it, whether a row had ended, cache rows)."""
     seen = []
     own = model._steps.prepare
 
@@ -58,7 +58,7 @@ def test_blocks_of_real_steps_begin_at_the_prefix(model, steps, batch, prefix):
         assert lengths == [prefix] * batch
         assert rows == found[0].rows >= prefix + 256
         assert {size for size, *_ in steps[start : start + block]} == {nodes}
-        # They go on from one another: each commits at least its root in every row.
+        # Each step continues from the previous one: it adds at least the root in every row.
         before = lengths
         for _, now, ended, _ in steps[start + 1 : start + block]:
             assert not ended
@@ -66,7 +66,7 @@ def test_blocks_of_real_steps_begin_at_the_prefix(model, steps, batch, prefix):
             before = now
 
 
-def test_the_model_is_as_it_was(model):
+def test_timing_leaves_the_model_unchanged(model):
     time_steps(model, TREES, prefix=30, repeats=1)
     [row] = prompts(1, [9])
     got = model.generate(row[None], max_new_tokens=20).sequences[0, 9:].tolist()
@@ -116,13 +116,13 @@ def test_typical_duration_between_two_speeds_and_without_outliers():
         ([Tree.chain(5)], {}, "depth 5, expected at most 4"),
     ],
 )
-def test_refused_before_any_work(model, steps, trees, settings, words):
+def test_bad_arguments_are_refused_before_any_work(model, steps, trees, settings, words):
     with pytest.raises(ValueError, match=words):
         time_steps(model, trees, **settings)
     assert steps == []
 
 
-def test_the_longest_prefix_is_taken(model, steps):
+def test_the_longest_prefix_that_fits_is_used(model, steps):
     assert longest_prefix(model, TREES) == 115
     time_steps(model, TREES, prefix=115, repeats=1)
     assert max(max(lengths) for _, lengths, *_ in steps) + 3 <= 128

@@ -1,4 +1,4 @@
-"""tuning.json: written whole, read back, refused where something has changed, and used by from_pretrained."""
+"""tuning.json: written atomically, read back, refused if something has changed, and used by from_pretrained."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from medusa_decoding.tuning.select import best_trees, expected_tokens, new_case,
 from medusa_decoding.tuning.step_timer import Latency
 
 ACCURACIES = Accuracies("calibration.json", [[0.6, 0.2], [0.5, 0.1]])
-# Seconds by nodes: short prefixes are best served by 4 nodes, long ones plainly, a batch by 2 nodes.
+# Seconds by nodes: 4 nodes are best for short prefixes, plain decoding for long ones, 2 nodes for a batch.
 SHORT, LONG, BATCH = {1: 1.0, 2: 1.2, 4: 1.3}, {1: 1.0, 2: 2.0, 4: 3.0}, {1: 1.0, 2: 1.1, 4: 3.0}
 
 
 def made_up(model, cases=((1, 8, SHORT), (1, 64, LONG), (4, 8, BATCH))):
-    """A tuning of a model whose durations nobody has measured."""
+    """A tuning of a model with made-up durations."""
     measured, chosen = [], []
     for batch, prefix, times in cases:
         here = [Latency(batch, prefix, prefix + 300, nodes, (seconds,) * 5) for nodes, seconds in times.items()]
@@ -49,7 +49,7 @@ def conditions_of(model):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A checkpoint with a tuning beside it, for all tests of the module."""
+    """A checkpoint with a tuning file next to it, for all tests of the module."""
     folder = tmp_path_factory.mktemp("checkpoint")
     model = tiny(max_position_embeddings=512)
     model.save_pretrained(folder / "base")
@@ -93,7 +93,7 @@ def test_the_tuned_tree_is_the_default(tuned):
                 assert ids[length:].tolist() == transformers_greedy(model.base, row, 12)
 
 
-def test_another_tree_may_be_asked_for(tuned):
+def test_an_explicit_tree_overrides_the_tuned_one(tuned):
     [row] = prompts(1, [7])
     with MedusaModel.from_pretrained(tuned / "heads", tree=Tree.chain(3)) as model:
         assert model.tree == Tree.chain(3)
@@ -113,7 +113,7 @@ def test_auto_starts_from_the_stored_times(tuned):
             policy = model._policy("auto")
             assert isinstance(policy, Adaptive)
             policy.begin(0.0, batch=1, rows=len(row) + 300)
-            # Before it has seen anything: where trees pay, the first step has one.
+            # Without observations, the first step uses a tree if trees pay off.
             assert (policy.choose().num_nodes > 1) == pays
         model.free()
         assert model._policy("auto").times.profile(1, 308).known() == SHORT
@@ -125,7 +125,7 @@ def test_auto_starts_from_the_stored_times(tuned):
         assert policy.choose().num_nodes == 1
 
 
-def test_autos_ladder_knows_the_counts_beside_the_heads(folders, caplog):
+def test_the_tree_set_of_auto_uses_the_counts_next_to_the_heads(folders, caplog):
     def shares():
         with MedusaModel.from_pretrained(folders / "heads") as model:
             tree_set = model._policy("auto").acceptance.tree_set
@@ -149,7 +149,7 @@ def test_autos_ladder_knows_the_counts_beside_the_heads(folders, caplog):
 
 
 def refused(folders, caplog, **settings):
-    """What the warning says when the model is loaded; the checkpoint's own tree serves then."""
+    """Load the model and check the warning; the checkpoint's own tree is then used."""
     caplog.clear()
     with MedusaModel.from_pretrained(folders / "heads", **settings) as model:
         assert model.tree == Tree.chain(1)
@@ -202,7 +202,7 @@ def test_another_device_or_number_of_threads_is_refused(tuned, caplog, monkeypat
     assert refused(tuned, caplog).endswith(f"device: tuned with {gpu}, now {own}")
 
 
-def test_who_asks_for_a_tree_is_not_warned(tuned, caplog):
+def test_an_explicit_tree_gives_no_warning(tuned, caplog):
     with MedusaModel.from_pretrained(tuned / "heads", tree=Tree.chain(3), dtype="bfloat16") as model:
         assert model.tree == Tree.chain(3)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -211,12 +211,12 @@ def test_who_asks_for_a_tree_is_not_warned(tuned, caplog):
     assert "dtype: tuned with float32, now bfloat16" in caplog.text
 
 
-def test_a_model_that_moves_on_is_not_served_by_it(tuned):
+def test_a_model_converted_after_loading_does_not_use_the_tuning(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         model.base.to(torch.bfloat16)
         model.heads.to(torch.bfloat16)
         nodes, _ = used(model, prompts(1, [60]))
-        assert nodes == {4}  # the default tree as it was set, and no choice by length
+        assert nodes == {4}  # the default tree, and no tree by length
         assert model._policy("auto").times.device == ""
 
 
@@ -265,13 +265,13 @@ def test_a_damaged_file_does_not_make_the_model_unusable(tuned, caplog, change, 
     assert words in refused(tuned, caplog)
 
 
-def test_nothing_is_said_where_nothing_is_stored(folders, caplog):
+def test_without_a_tuning_file_there_is_no_warning(folders, caplog):
     with MedusaModel.from_pretrained(folders / "heads") as model:
         assert model.tree == Tree.chain(1)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-# Where it is
+# Location of the file
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ def test_tests_do_not_look_into_the_users_cache(tmp_path, tmp_path_factory):
     assert tuning_paths.cache_folder(tmp_path).is_relative_to(tmp_path_factory.getbasetemp())
 
 
-def test_it_stands_beside_heads_that_may_be_written_to(tmp_path, cache, monkeypatch):
+def test_the_file_is_next_to_heads_in_a_writable_folder(tmp_path, cache, monkeypatch):
     heads = tmp_path / "heads"
     heads.mkdir()
     own, cached = heads / "tuning.json", tuning_paths.cache_folder(heads) / tuning_paths.cache_name(RUNTIME)
@@ -303,13 +303,13 @@ def test_it_stands_beside_heads_that_may_be_written_to(tmp_path, cache, monkeypa
     assert cached.is_relative_to(cache / "medusa-kernels")
 
 
-def test_it_never_stands_in_the_package(cache):
+def test_the_file_is_never_in_the_package(cache):
     from medusa_decoding.demo import CHECKPOINT
 
     assert tuning_paths.output_folder(CHECKPOINT / "heads") == tuning_paths.cache_folder(CHECKPOINT / "heads")
 
 
-def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
+def test_each_heads_folder_has_its_own_path_in_the_cache(tmp_path, cache, monkeypatch):
     made = [tmp_path / name / "heads" for name in "ab"]
     for folder in made:
         folder.mkdir(parents=True)
@@ -327,18 +327,18 @@ def test_folders_have_places_of_their_own(tmp_path, cache, monkeypatch):
         assert tuning_paths.cache_folder(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
 
 
-def test_machines_that_share_a_home_have_files_of_their_own(folders, cache, monkeypatch):
+def test_machines_that_share_a_home_folder_have_separate_files(folders, cache, monkeypatch):
     with MedusaModel.from_pretrained(folders / "heads") as model:
         own = conditions_of(model)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
         others = [conditions_of(model), replace(own, dtype="bfloat16"), replace(own, backend="compiled")]
     assert len({tuning_paths.cache_name(place.runtime) for place in (own, *others)}) == 4
-    # What depends on weights is the same file, which says so.
+    # Changed weights have the same path, and the file records the difference.
     assert tuning_paths.cache_name(replace(own, heads="others").runtime) == tuning_paths.cache_name(own.runtime)
 
 
-def test_the_loader_looks_in_both_places(tuned, cache, caplog):
-    """What holds here serves, wherever it stands; what does not is told of only if nothing does."""
+def test_the_loader_looks_next_to_the_heads_and_in_the_cache(tuned, cache, caplog):
+    """A valid file is used from either location; an invalid one gives a warning only if there is no valid one."""
     heads = tuned / "heads"
     own, cached = heads / tuning_paths.FILE, cached_for(heads)
     cached.parent.mkdir(parents=True)
@@ -361,14 +361,14 @@ def test_the_loader_looks_in_both_places(tuned, cache, caplog):
 
 
 def cached_for(heads):
-    """Where the user's cache has what is tuned for a model as it is loaded here."""
+    """The path in the user's cache of the tuning file for a model as loaded here."""
     with MedusaModel.from_pretrained(heads, tree=Tree.chain(1)) as model:
         return tuning_paths.cache_folder(heads) / tuning_paths.cache_name(conditions_of(model).runtime)
 
 
 @pytest.fixture(params=["unreadable", "unknown"])
 def no_home(request, tmp_path, monkeypatch):
-    """A folder for caches that nobody may look into; or no home folder at all."""
+    """An unreadable cache folder, or no home folder at all."""
     if request.param == "unreadable":
         denied = tmp_path / "denied"
         monkeypatch.setenv("XDG_CACHE_HOME", str(denied))
@@ -386,7 +386,7 @@ def no_home(request, tmp_path, monkeypatch):
 
 
 def refusing(method, folder):
-    """A method of paths that a folder refuses."""
+    """A method of Path that raises for files in a folder."""
 
     def ask(path, *arguments, **settings):
         if path.is_relative_to(folder):
@@ -396,8 +396,8 @@ def refusing(method, folder):
     return ask
 
 
-def test_the_loader_goes_on_without_a_home_folder(tuned, no_home, caplog):
-    """As a service's user has none, say."""
+def test_the_loader_works_without_a_home_folder(tuned, no_home, caplog):
+    """A service's user may have none."""
     caplog.set_level(logging.INFO)
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         assert model.tree.num_nodes == 4
@@ -434,7 +434,7 @@ def test_round_trip(tuned):
     assert set(found.versions) >= {"python", "torch", "transformers"}
 
 
-def test_step_times_keep_the_median_of_many(folders):
+def test_step_times_store_the_median_of_many(folders):
     seconds = tuple(float(value) for value in range(1, 102))
     with MedusaModel.from_pretrained(folders / "heads") as model:
         one = Latency(1, 8, 300, 1, seconds)
@@ -442,7 +442,7 @@ def test_step_times_keep_the_median_of_many(folders):
     assert tuning.times().profile(1, 300).known() == {1: pytest.approx(51.0)}
 
 
-def test_fingerprints_see_every_weight_and_nothing_else():
+def test_fingerprints_depend_on_every_weight_and_nothing_else():
     base = tiny()
     own = fingerprint(base)
     with MedusaModel(base, heads_for(base)) as model:

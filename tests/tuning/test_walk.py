@@ -1,4 +1,4 @@
-"""Walked trees: by hand, against every tree there is, and against the steps that decoding really makes."""
+"""Walked trees: by hand, compared with all possible trees, and with the steps of real decoding."""
 
 import itertools
 import random
@@ -19,13 +19,13 @@ from medusa_decoding.trees.replay import walk
 from medusa_decoding.trees.search import joint_tree, walked_tree
 
 N = NONE
-# Eight tokens behind the prompt; a path a position.
+# Eight tokens after the prompt; one path per position.
 TEXT = ((0, 0), (0, 1), (N, 0), (0, 0), (1, N), (N, 0), (0, N))
 
 
 def test_by_hand():
     found = Calibration.of(2, 2, [[TEXT], [], [((1, N),)]])
-    # From 0, the first guess is right: to 2; none: to 3; right: to 5; none: to 6; right: the end, all seven committed.
+    # From 0, the first draft token is right: to 2; none: to 3; right: to 5; none: to 6; right: the end, all seven done.
     chain = walk(found, Tree([[0]]))
     assert (chain.tokens, chain.steps) == ((7, 0, 1), (5, 0, 1))
     assert chain.starts == Counter([(0, 0), (N, 0), (0, 0), (N, 0), (0, N), (1, N)])
@@ -42,7 +42,7 @@ def test_three_expectations_by_hand():
     found = Calibration.of(2, 2, [[TEXT], [TEXT]])
     tree = Tree([[0], [0, 0]])
     expected = expect(found, tree)
-    # Of the six positions with two targets: the first guess is right at 3, the second's best at 4, both at 2.
+    # Of the six positions with two targets: the first head is right at 3, the second at 4, both at 2.
     assert expected.independent.value == pytest.approx(1 + 3 / 6 + 3 / 6 * 4 / 6)
     assert expected.paths.value == pytest.approx(1 + 3 / 6 + 2 / 6)
     assert expected.walked.value == pytest.approx(7 / 3)
@@ -67,8 +67,8 @@ def test_intervals_are_over_prompts():
     assert (expected.walked.low, expected.walked.high) == pytest.approx(ends, abs=0.07)
 
 
-def test_ratios_count_the_chance_in_both_samples():
-    """Where one side is the same in every draw, the interval is the other side's alone; where neither is, wider."""
+def test_intervals_of_ratios_include_the_variance_of_both_samples():
+    """If one side is the same in every draw, the interval is that of the other side; if neither is, it is wider."""
     varied = [(30, 10)] * 8 + [(10, 10)] * 8
     same, rows = [(20, 10)] * 5, interval.ratio(varied)
     above, below, both = (
@@ -103,7 +103,7 @@ def test_trees_that_cannot_be_walked_are_refused(tree, words):
 
 
 def steps_by_hand(texts, choices):
-    """Tokens a step, with a loop of its own over the positions."""
+    """Tokens per step, with an independent loop over the positions."""
     tokens = steps = 0
     for text in (text for of_prompt in texts for text in of_prompt):
         here = 0
@@ -123,7 +123,7 @@ def every_tree(heads, ranks, size):
 
 
 def drawn_texts(seed, heads, ranks, prompts=3, length=30):
-    """Texts with easy and hard stretches, in which a head is right about what the one before was right about."""
+    """Texts with easy and hard parts, in which a head is right mostly when the previous head was right."""
     draws = random.Random(seed)
     found = []
     for _ in range(prompts):
@@ -138,7 +138,7 @@ def drawn_texts(seed, heads, ranks, prompts=3, length=30):
 
 @given(st.integers(0, 10_000), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_walked_tree_is_never_worse_than_the_others_and_never_better_than_the_best(seed, shape, size):
+def test_walked_tree_is_between_the_other_searches_and_the_best_tree(seed, shape, size):
     heads, ranks = shape
     texts = drawn_texts(seed, heads, ranks)
     found = Calibration.of(heads, ranks, texts)
@@ -155,8 +155,8 @@ def test_walked_tree_is_never_worse_than_the_others_and_never_better_than_the_be
     assert walk(found, tree).tokens_per_step == pytest.approx(worth(tree))
 
 
-def test_walking_finds_better_trees_and_mostly_the_best():
-    """How often each search finds the best of all trees: counts alone seldom know where steps start."""
+def test_walking_finds_the_best_tree_more_often_than_counts():
+    """How often each search finds the best tree: counts alone do not contain where steps start."""
     found_best, better, cases = Counter(), 0, 60
     for seed in range(cases):
         texts = drawn_texts(seed, 3, 2, length=60)
@@ -189,7 +189,7 @@ TREES = [Tree([]), Tree.chain(3), Tree.cartesian([8, 5, 3]), Tree([[1], [0], [1,
 
 
 def steps_of_decoding(model, tokenizer, tree, **sampled):
-    """Tokens and steps of each prompt's texts, from the model's own record of accepted lengths."""
+    """Tokens and steps of each prompt's texts, from the model's own acceptance lengths."""
     from medusa_decoding.calibration.texts import Settings, Writer
 
     writer = Writer(model, tokenizer, Settings(max_new_tokens=NEW, prompt_tokens=6, **sampled))
@@ -203,18 +203,18 @@ def steps_of_decoding(model, tokenizer, tree, **sampled):
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.6, "seed": 5}], ids=["greedy", "drawn"])
-def test_walked_steps_are_those_of_decoding(make, sampled):
+def test_walked_steps_equal_those_of_decoding(make, sampled):
     model, tokenizer = make()
     found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=NEW, prompt_tokens=6, **sampled)
     for tree in TREES:
         assert walk(found, tree).by_prompt == steps_of_decoding(model, tokenizer, tree, **sampled)
-    # The case tells walking from counting positions: steps accept a lot.
+    # Walking and counting positions differ here: steps accept many tokens.
     assert walk(found, TREES[2]).tokens_per_step > 1.15
     assert expect(found, TREES[2]).paths.value != pytest.approx(walk(found, TREES[2]).tokens_per_step, abs=1e-3)
 
 
 def test_greedy_steps_counted_from_generate_alone(make):
-    """The same, from `generate` itself: one prompt, its new tokens and its accepted lengths."""
+    """The same, from `generate` itself: one prompt, its new tokens and its acceptance lengths."""
     model, tokenizer = make()
     ids = tokenizer("to be continued as it stands")["input_ids"][:6]
     found = calibrate(model, tokenizer, [PROMPTS[2]], max_new_tokens=40, prompt_tokens=6)
@@ -247,7 +247,7 @@ def test_an_end_token_ends_the_walk(make):
 
 
 def test_a_stop_string_ends_the_walk(make, monkeypatch):
-    """A plain template's answers end behind the token that completes a string, also in the middle of a step."""
+    """A plain template's answers end after the token that completes a string, also in the middle of a step."""
 
     monkeypatch.setattr("medusa_decoding.chat.template.PLAIN_STOP", "e")
     model, tokenizer = make()
@@ -266,7 +266,7 @@ def test_a_stop_string_ends_the_walk(make, monkeypatch):
     assert inside
 
 
-def test_guesses_that_depend_on_their_parents_are_walked_as_decoded():
+def test_drafts_that_depend_on_their_parents_are_walked_as_decoded():
     from chats import chat_tokenizer
     from models import tiny
 
