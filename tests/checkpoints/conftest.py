@@ -17,7 +17,7 @@ HIDDEN, VOCAB = 6, 11
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any look at the hub that a test has not replaced fails."""
+    """Any access to the hub that a test has not replaced fails."""
 
     def refuse(*args: object, **kwargs: object) -> str:
         raise AssertionError(f"the hub was asked for {args}")

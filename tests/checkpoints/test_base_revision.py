@@ -1,4 +1,4 @@
-"""The base model's revision: written with heads, read, and asked for when the base model is fetched."""
+"""The base model's revision: written with heads, read, and requested when the base model is fetched."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ALWAYS = {"output_loading_info": True, "trust_remote_code": False}
 
 
 class AskedError(BaseException):
-    """No library turns it into another one."""
+    """An error that no library converts into another one."""
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """What is asked for when a base model is loaded."""
+    """The revisions requested when a base model is loaded."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def from_hub(name: str, file: str, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ def test_heads_that_share_lm_head_ask_for_the_vocabulary_at_that_revision(tmp_pa
     assert asked == [("someone/base", {"revision": "v2"})]
 
 
-def test_an_adapter_names_its_model_s_revision(tmp_path: Path, asked: list[Any]) -> None:
+def test_an_adapter_names_the_revision_of_its_model(tmp_path: Path, asked: list[Any]) -> None:
     (tmp_path / "adapter").mkdir()
     settings = {"base_model_name_or_path": "someone/base", "revision": "v3"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
@@ -77,7 +77,7 @@ def test_an_adapter_names_its_model_s_revision(tmp_path: Path, asked: list[Any])
 
 
 class TestTheWeights:
-    """They come from where the config comes from: transformers' own arguments reach both."""
+    """Weights come from the same revision as the config: transformers' own arguments reach both."""
 
     @pytest.fixture
     def loaded(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -111,14 +111,16 @@ class TestTheWeights:
             ),
         ],
     )
-    def test_of_the_recorded_revision(self, tmp_path: Path, loaded: list[Any], kwargs: Any, expected: Any) -> None:
+    def test_weights_are_those_of_the_recorded_revision(
+        self, tmp_path: Path, loaded: list[Any], kwargs: Any, expected: Any
+    ) -> None:
         base = str((tmp_path / "base").resolve())
         write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model=base, base_revision="v2")
         with pytest.raises(AskedError):
             load_base_model(read_heads(tmp_path / "heads"), dtype=torch.bfloat16, **kwargs)
         assert loaded == [(base, ALWAYS | {"dtype": torch.bfloat16} | expected)]
 
-    def test_of_the_adapter_s_revision(self, tmp_path: Path, loaded: list[Any]) -> None:
+    def test_weights_are_those_of_the_adapters_revision(self, tmp_path: Path, loaded: list[Any]) -> None:
         (tmp_path / "adapter").mkdir()
         settings = {"base_model_name_or_path": str(tmp_path / "base"), "revision": "v3"}
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
@@ -128,13 +130,13 @@ class TestTheWeights:
         assert loaded == [(str(tmp_path / "base"), ALWAYS | {"revision": "v3"})]
 
 
-def test_it_is_that_of_the_base_model_that_is_named(tmp_path: Path) -> None:
+def test_the_revision_belongs_to_the_named_base_model(tmp_path: Path) -> None:
     write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision="v2")
     assert find_base_revision(tmp_path / "heads", base_model="someone/base") == "v2"
     assert find_base_revision(tmp_path / "heads", base_model="other/base") is None
 
 
-def test_a_full_model_has_none(tmp_path: Path) -> None:
+def test_a_full_model_has_no_base_revision(tmp_path: Path) -> None:
     tensors = {"medusa_head.0.0.linear.weight": torch.ones(6, 6), "medusa_head.0.1.weight": torch.ones(11, 6)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"base_model_revision": "v2"}))
@@ -170,7 +172,7 @@ def test_a_revision_that_is_a_path_is_refused_before_the_hub_is_asked(
 
 
 @pytest.mark.parametrize("revision", ["refs/pr/1", "feature/x@y", "release#1", "v1.0", "_x", "é", "0123abcd" * 5])
-def test_what_git_allows_as_a_name_is_asked_for(tmp_path: Path, asked: list[Any], revision: str) -> None:
+def test_any_valid_git_name_is_requested(tmp_path: Path, asked: list[Any], revision: str) -> None:
     write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision=revision)
     with pytest.raises(AskedError):
         load_base_model(read_heads(tmp_path / "heads"))

@@ -1,4 +1,4 @@
-"""A config and weight files that are not the same model's are refused, wherever a model is loaded."""
+"""A config and weights of different models are refused by everything that loads a model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, tiny_llama: LlamaForCausalLM) -> Path:
 
 
 def say(folder: Path, **values: Any) -> None:
-    """Change what the base model's config says."""
+    """Change the base model's config."""
     file = folder / "base" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
@@ -65,7 +65,7 @@ def loaded(folder: Path) -> Any:
         ({"num_key_value_heads": 2}, r"self_attn\.\w_proj\.weight in .*: expected shape \[8, 8\] .*, got \[4, 8\]"),
     ],
 )
-def test_weights_of_another_model(folder: Path, load: Any, values: dict[str, Any], message: str) -> None:
+def test_weights_of_another_model_are_refused(folder: Path, load: Any, values: dict[str, Any], message: str) -> None:
     say(folder, **values)
     with pytest.raises(ValueError, match=message):
         load(folder)
@@ -81,13 +81,13 @@ def test_the_command_says_so_in_one_line(folder: Path, capfd: pytest.CaptureFixt
     assert said[0].startswith("medusa: ")
 
 
-def test_shapes_are_never_passed_over(folder: Path) -> None:
+def test_mismatched_shapes_are_never_ignored(folder: Path) -> None:
     say(folder, intermediate_size=16)
     with pytest.raises(ValueError, match=r"expected shape .*, got"):
         pretrained.load_model(folder / "base", ignore_mismatched_sizes=True)
 
 
-def test_what_old_checkpoints_hold_besides_is_fine(folder: Path, tiny_llama: LlamaForCausalLM) -> None:
+def test_extra_tensors_of_old_checkpoints_are_accepted(folder: Path, tiny_llama: LlamaForCausalLM) -> None:
     add(folder, {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(2) for layer in (0, 1)})
     add(folder, {"medusa_head.0.0.linear.weight": torch.ones(8, 8)})
     tokens = torch.tensor([[3, 4, 5]])
@@ -109,7 +109,7 @@ class TestAdapters:
         write_heads(MedusaHeads(8, 11, 2), folder / "adapted", base_model="../adapter")
         return folder / "adapter"
 
-    def test_of_more_layers(self, folder: Path, adapter: Path) -> None:
+    def test_an_adapter_of_more_layers_is_refused(self, folder: Path, adapter: Path) -> None:
         file = adapter / "adapter_model.safetensors"
         tensors = load_file(file)
         save_file(tensors | {key.replace(".1.", ".2."): tensors[key].clone() for key in tensors if ".1." in key}, file)
@@ -117,8 +117,8 @@ class TestAdapters:
             MedusaModel.from_pretrained(folder / "adapted")
 
     @pytest.mark.parametrize("beside", [False, True])
-    def test_of_fewer_layers(self, folder: Path, adapter: Path, beside: bool) -> None:
-        """Also of an adapter in the folder of its model, which transformers finds by itself."""
+    def test_an_adapter_of_fewer_layers_is_refused(self, folder: Path, adapter: Path, beside: bool) -> None:
+        """Also if the adapter is in the folder of its model, where transformers finds it by itself."""
         file = adapter / "adapter_model.safetensors"
         save_file({key: tensor for key, tensor in load_file(file).items() if ".1." not in key}, file)
         if beside:
@@ -139,7 +139,7 @@ class TestAdapters:
             ({"peft_type": "NONE"}, "expected an adapter that fits its model"),
         ],
     )
-    def test_whose_config_is_not_its_weights(
+    def test_an_adapter_whose_config_does_not_fit_its_weights_is_refused(
         self, folder: Path, adapter: Path, values: dict[str, Any], message: str
     ) -> None:
         file = adapter / "adapter_config.json"
@@ -148,8 +148,8 @@ class TestAdapters:
             MedusaModel.from_pretrained(folder / "adapted")
 
 
-def test_a_model_that_the_hubs_cache_holds_in_part_is_fetched(folder: Path) -> None:
-    """A download that was stopped leaves an index without its shards: the rest is asked for."""
+def test_a_model_partly_in_the_hubs_cache_is_fetched(folder: Path) -> None:
+    """A download that was stopped leaves an index without its shards: the rest is fetched."""
     cached = folder / "hub" / "models--someone--base"
     snapshot = cached / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

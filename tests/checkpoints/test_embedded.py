@@ -88,7 +88,7 @@ class TestReads:
                 assert torch.equal(read.heads.w1[head, layer], heads[f"{block}.weight"])
                 assert torch.equal(read.heads.b1[head, layer], heads[f"{block}.bias"])
 
-    def test_shards_without_heads_stay_closed(
+    def test_shards_without_heads_are_not_opened(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
     ) -> None:
         write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
@@ -120,32 +120,34 @@ class TestReads:
 
 class TestRefuses:
     @pytest.mark.parametrize("form", FORMS)
-    def test_a_missing_tensor(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors, form: str) -> None:
+    def test_a_missing_tensor_is_named(
+        self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors, form: str
+    ) -> None:
         del heads["medusa_head.1.1.linear.bias"]
         write_model(tmp_path, tiny_llama, heads, form)
         with pytest.raises(ValueError, match=r"missing medusa_head\.1\.1\.linear\.bias$"):
             read_heads(tmp_path)
 
-    def test_an_unexpected_tensor(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
+    def test_an_unexpected_tensor_is_named(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
         heads["medusa_head.scale"] = torch.ones(1)
         write_model(tmp_path, tiny_llama, heads, "model.safetensors")
         with pytest.raises(ValueError, match=r"unexpected medusa_head\.scale$"):
             read_heads(tmp_path)
 
-    def test_a_shard_that_is_not_there(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
+    def test_a_missing_shard_is_named(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
         write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
         (tmp_path / "model-00002-of-00003.safetensors").unlink()
         with pytest.raises(ValueError, match=r"index\.json: weight_map: expected the file model-00002"):
             read_heads(tmp_path)
 
-    def test_a_truncated_shard(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
+    def test_a_truncated_shard_is_named(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
         write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
         shard = tmp_path / "model-00001-of-00003.safetensors"
         shard.write_bytes(shard.read_bytes()[:-3])
         with pytest.raises(ValueError, match=r"model-00001-of-00003\.safetensors: .*truncated"):
             read_heads(tmp_path)
 
-    def test_a_shard_without_a_tensor_the_index_promises(
+    def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
     ) -> None:
         write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
@@ -155,7 +157,7 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"medusa_head\.2\.2\.weight: expected in model-00002.*no such tensor"):
             read_heads(tmp_path)
 
-    def test_a_shard_with_a_tensor_the_index_does_not_know(
+    def test_a_shard_with_a_tensor_outside_the_index_is_named(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
     ) -> None:
         write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
@@ -164,7 +166,7 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"medusa_head\.3\.2\.weight: expected in no file.*got it in model-00002"):
             read_heads(tmp_path)
 
-    def test_an_index_that_points_out_of_the_folder(
+    def test_an_index_that_points_out_of_the_folder_is_refused(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
     ) -> None:
         folder = tmp_path / "model"
@@ -176,7 +178,7 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"weight_map: expected names of files beside it, got '\.\./secret"):
             read_heads(folder)
 
-    def test_an_index_without_a_map(self, tmp_path: Path) -> None:
+    def test_an_index_without_a_weight_map_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "model.safetensors.index.json").write_text("{}")
         with pytest.raises(ValueError, match=r"index\.json: expected a weight_map"):
             read_heads(tmp_path)
@@ -184,7 +186,7 @@ class TestRefuses:
 
 class TestBaseModel:
     @pytest.mark.parametrize("form", FORMS)
-    def test_it_equals_the_plain_model_and_loads_in_silence(
+    def test_the_base_equals_the_plain_model_and_loads_without_warnings(
         self,
         tmp_path: Path,
         tiny_llama: LlamaForCausalLM,
@@ -203,10 +205,10 @@ class TestBaseModel:
         tokens = torch.tensor([[3, 0, 10, 7]])
         assert torch.equal(model(tokens).logits, tiny_llama(tokens).logits)
 
-    def test_plain_transformers_does_complain(
+    def test_plain_transformers_warns_about_the_heads(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors, transformers_log: pytest.LogCaptureFixture
     ) -> None:
-        """The control of the test above: its log would show the complaint."""
+        """The control of the test above: its log would show the warning."""
         write_model(tmp_path, tiny_llama, heads, "model.safetensors")
         LlamaForCausalLM.from_pretrained(tmp_path)
         assert "medusa_head" in transformers_log.text
@@ -219,7 +221,7 @@ class TestBaseModel:
         with pytest.raises(ValueError, match=r"\(2 layers\), got also model\.extra\.weight;"):
             load_base_model(checkpoint)
 
-    def test_a_weight_the_files_lack_is_an_error(
+    def test_a_weight_missing_from_the_files_is_an_error(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
     ) -> None:
         checkpoint = read_heads(write_model(tmp_path, tiny_llama, heads, "model.safetensors"))
@@ -229,7 +231,7 @@ class TestBaseModel:
         with pytest.raises(ValueError, match=r"expected every weight of LlamaForCausalLM, got none for model\.norm"):
             load_base_model(checkpoint)
 
-    def test_the_class_of_transformers_is_left_alone(
+    def test_the_class_of_transformers_is_not_patched(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
     ) -> None:
         before = LlamaForCausalLM._keys_to_ignore_on_load_unexpected
@@ -243,9 +245,7 @@ class TestBaseModel:
         assert model.config._attn_implementation == "eager"
         assert model.config.rms_norm_eps == 0.25
 
-    def test_saved_again_it_is_a_plain_model(
-        self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
-    ) -> None:
+    def test_a_saved_base_is_a_plain_model(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
         folder = tmp_path / "full"
         folder.mkdir()
         model = load_base_model(read_heads(write_model(folder, tiny_llama, heads, "model.safetensors")))
@@ -266,7 +266,7 @@ class TestBaseModel:
             load_base_model(checkpoint)
 
     @pytest.mark.parametrize("model_type", ["vit", "", None])
-    def test_what_is_no_language_model(
+    def test_a_folder_without_a_language_model_is_refused(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors, model_type: str | None
     ) -> None:
         folder = write_model(tmp_path, tiny_llama, heads, "model.safetensors", model_type=model_type)
@@ -274,7 +274,7 @@ class TestBaseModel:
             load_base_model(read_heads(folder))
 
     @pytest.mark.parametrize(("hidden", "vocab"), [(8, 12), (6, 11)])
-    def test_heads_of_another_model(
+    def test_heads_of_another_model_are_refused(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, hidden: int, vocab: int
     ) -> None:
         tiny_llama.save_pretrained(tmp_path / "base")
@@ -283,7 +283,9 @@ class TestBaseModel:
         with pytest.raises(ValueError, match=f"base_model: expected {name} {wanted} like the heads .*got {got} in"):
             load_base_model(read_heads(tmp_path / "heads"))
 
-    def test_heads_only_folder_and_override(self, tmp_path: Path, tiny_llama: LlamaForCausalLM) -> None:
+    def test_the_base_of_a_heads_only_folder_may_be_overridden(
+        self, tmp_path: Path, tiny_llama: LlamaForCausalLM
+    ) -> None:
         tiny_llama.save_pretrained(tmp_path / "base")
         write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model="../base")
         write_heads(MedusaHeads(8, 11, 2), tmp_path / "lost", base_model="../gone")
@@ -292,7 +294,7 @@ class TestBaseModel:
         assert torch.equal(load_base_model(read_heads(tmp_path / "heads"))(tokens).logits, expected)
         assert torch.equal(load_base_model(read_heads(tmp_path / "lost"), tmp_path / "base")(tokens).logits, expected)
 
-    def test_no_base_model_known(self, tmp_path: Path, paper_tensors: MakeTensors) -> None:
+    def test_an_unknown_base_model_is_an_error(self, tmp_path: Path, paper_tensors: MakeTensors) -> None:
         save_file(paper_tensors(), tmp_path / "medusa_lm_head.safetensors")
         with pytest.raises(ValueError, match="base_model: expected a folder or hub id"):
             load_base_model(read_heads(tmp_path))

@@ -1,4 +1,4 @@
-"""Heads of every kind in every format: what is written drafts the same, or is refused in one line."""
+"""Heads of every kind in every format: exported heads propose the same tokens, or are refused in one line."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ HIDDEN_STATES = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(8
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_in_every_format(
+def test_every_kind_of_heads_drafts_the_same_in_every_format(
     tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, kind: str, target: Any
 ) -> None:
     source, out = checkpoint(kind), tmp_path / "out"
@@ -144,7 +144,7 @@ def test_every_kind_in_every_format(
         target, target
     )
     assert read.base_model == str(out if target == "embedded" else tmp_path / "base") == done.base_model
-    trimmed = target == "vllm" and kind == "shared, trimmed"  # written with all of lm_head
+    trimmed = target == "vllm" and kind == "shared, trimmed"  # written with the whole lm_head
     heads, lm_head = made("shared" if trimmed else kind), tiny_llama.lm_head.weight.detach()
     if target in ("native", "embedded"):
         before, after = heads.state_dict(), read.heads.state_dict()
@@ -158,11 +158,11 @@ def test_every_kind_in_every_format(
     else:  # rows in another order may be added up in another one
         assert torch.allclose(found, expected, atol=1e-5)
     if heads.w1.dtype == torch.float32:
-        best, guessed = (
+        best, proposed = (
             found.propose(HIDDEN_STATES, 3, tiny_llama.lm_head if found.shared_projection else None)
             for found in (heads, read.heads)
         )
-        assert torch.equal(best[1], guessed[1])
+        assert torch.equal(best[1], proposed[1])
     says = "> The heads here have all 11 tokens. All figures below are of heads with 4 of the tokens.\n\n"
     assert (out / "README.md").read_text() == says * trimmed + "the card"
     assert (out / "medusa_tree.json").read_text() == "[[0]]"
@@ -171,10 +171,10 @@ def test_every_kind_in_every_format(
 
 class TestVllm:
     @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED["vllm"]])
-    def test_what_its_loader_makes_of_it(
+    def test_vllms_loader_finds_every_parameter(
         self, tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, kind: str
     ) -> None:
-        """Its rules as its source has them: which parameters the config asks for, and every one is there."""
+        """As in vLLM's source: every parameter that the config asks for is in the file."""
         export(checkpoint(kind), tmp_path / "out", "vllm")
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -182,7 +182,7 @@ class TestVllm:
         assert config["architectures"] == ["MedusaModel"]
         assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
         assert [key for key in config if "num" in key and "layers" in key] == ["num_hidden_layers"]
-        # A map is a parameter that its loader does not count as initialised: it raises for any.
+        # vLLM's loader does not count a token map as initialised, and raises for any map.
         assert "token_map" not in tensors
         assert config["truncated_vocab_size"] is None
         size = config["vocab_size"]
@@ -205,8 +205,10 @@ class TestVllm:
             weight = tensors["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{k}.weight"].float()
             assert torch.equal((state @ weight.T).argmax(-1), expected[k])
 
-    def test_a_map_of_all_tokens_is_put_in_order(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
-        """Its loader passes such a map over: rows must lie in the order of the vocabulary."""
+    def test_rows_with_a_map_of_all_tokens_are_put_in_order(
+        self, tmp_path: Path, checkpoint: Callable[..., Path]
+    ) -> None:
+        """vLLM's loader ignores such a map: rows must be in the order of the vocabulary."""
         done = export(checkpoint("all tokens"), tmp_path / "out", "vllm")
         assert done.notes == []
         heads, tensors = made("all tokens"), load_file(tmp_path / "out" / "model.safetensors")
@@ -250,7 +252,7 @@ class TestVllm:
         assert '"num_speculative_tokens": 1}' in (done.launch or "")
         assert export(tmp_path / "from", tmp_path / "other", "native").launch is None
 
-    def test_what_it_would_not_serve_has_no_launch_line(
+    def test_there_is_no_launch_line_for_models_that_vllm_does_not_serve(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
     ) -> None:
         source = checkpoint("own")
@@ -271,7 +273,7 @@ class TestVllm:
 
     @pytest.fixture
     def published(self, tmp_path: Path) -> Callable[..., Path]:
-        """A folder as others write it, tensor by tensor."""
+        """A folder as other projects write it, tensor by tensor."""
 
         def write(tensors: dict[str, torch.Tensor], **config: Any) -> Path:
             (tmp_path / "v").mkdir()
@@ -285,7 +287,7 @@ class TestVllm:
     BLOCKS = {f"blocks.{k}.layers.0.weight": torch.full((HIDDEN, HIDDEN), k + 1.0) for k in range(2)}  # noqa: RUF012
     OWN = {f"lm_heads.{k}.weight": torch.arange(88.0).view(VOCAB, HIDDEN) * (k + 1) for k in range(2)}  # noqa: RUF012
 
-    def test_a_published_folder(self, published: Callable[..., Path]) -> None:
+    def test_a_published_folder_is_read(self, published: Callable[..., Path]) -> None:
         tensors = {f"medusa_heads.{name}": tensor for name, tensor in (self.BLOCKS | self.OWN).items()}
         read = read_heads(published(tensors, truncated_vocab_size=None, architectures=["MedusaModel"]))
         assert (read.format, read.base_model, read.notes) == ("vllm", None, [])
@@ -300,13 +302,13 @@ class TestVllm:
         assert torch.equal(read.heads.w2[0], self.OWN["lm_heads.0.weight"][MAP])  # type: ignore[index]
         assert read.heads.vocab_size == VOCAB
 
-    def test_a_token_map_that_it_passes_over(self, published: Callable[..., Path]) -> None:
+    def test_a_token_map_that_vllm_ignores_is_ignored(self, published: Callable[..., Path]) -> None:
         read = read_heads(published(self.BLOCKS | self.OWN | {"token_map": MAP}, truncated_vocab_size=None))
         assert read.heads.token_map is None
         assert read.heads.w2.shape == (2, VOCAB, HIDDEN)  # type: ignore[union-attr]
         assert "token_map: not read" in read.notes[0]
 
-    def test_one_projection_for_all(self, published: Callable[..., Path]) -> None:
+    def test_one_projection_shared_by_all_heads(self, published: Callable[..., Path]) -> None:
         tensors = self.BLOCKS | {"lm_heads.0.weight": self.OWN["lm_heads.1.weight"]}
         read = read_heads(published(tensors, original_lm_head=True))
         for k in range(2):
@@ -329,11 +331,13 @@ class TestVllm:
             (BLOCKS | {"lm_heads.0.weight": OWN["lm_heads.0.weight"]}, r"missing 1\.1\.weight"),
         ],
     )
-    def test_damage(self, published: Callable[..., Path], tensors: dict[str, torch.Tensor], message: str) -> None:
+    def test_damaged_files_are_named(
+        self, published: Callable[..., Path], tensors: dict[str, torch.Tensor], message: str
+    ) -> None:
         with pytest.raises(ValueError, match=message):
             read_heads(published(tensors))
 
-    def test_a_trimmed_vocabulary_without_a_map(self, published: Callable[..., Path]) -> None:
+    def test_a_trimmed_vocabulary_without_a_map_is_refused(self, published: Callable[..., Path]) -> None:
         trimmed = {name: tensor[:4] for name, tensor in self.OWN.items()}
         folder = published(self.BLOCKS | trimmed, truncated_vocab_size=4)
         with pytest.raises(ValueError, match=r"^token_map: expected one .* truncated_vocab_size 4 of 11, got none"):
@@ -343,7 +347,7 @@ class TestVllm:
 class TestOriginal:
     @pytest.mark.parametrize("file", ["pt", "safetensors"])
     @pytest.mark.parametrize("kind", ["own", "no bias", "shared", "shared, no bias"])
-    def test_the_modules_of_the_project_load_all_of_version_1(
+    def test_the_original_projects_modules_load_all_of_version_1(
         self, tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, kind: str, file: Any
     ) -> None:
         class Block(nn.Module):
@@ -365,14 +369,14 @@ class TestOriginal:
         assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (3, 1)
         assert not {"version", "architectures", "medusa_storage"} & config.keys()
 
-    def test_version_2_is_blocks_alone_and_biases(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    def test_version_2_has_only_blocks_and_biases(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         export(checkpoint("shared, no bias"), tmp_path / "out", "original-v2")
         tensors = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
         assert set(tensors) == {f"{k}.0.linear.{name}" for k in range(3) for name in ("weight", "bias")}
         assert not any(tensors[f"{k}.0.linear.bias"].any() for k in range(3))
         assert json.loads((tmp_path / "out" / "config.json").read_text())["version"] == "2"
 
-    def test_a_lm_head_that_is_shared_is_written_once(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    def test_a_shared_lm_head_is_written_once(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         export(checkpoint("shared"), tmp_path / "out", "original-v1")
         tensors = torch.load(tmp_path / "out" / "medusa_lm_head.pt", weights_only=True)
         assert len({tensors[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
@@ -380,14 +384,16 @@ class TestOriginal:
     def test_several_blocks_are_noted(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         assert "misreads" in export(checkpoint("two blocks"), tmp_path / "out", "original-v1").notes[1]
 
-    def test_it_is_not_for_vllm(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    def test_the_original_format_is_reported_as_unsuitable_for_vllm(
+        self, tmp_path: Path, checkpoint: Callable[..., Path]
+    ) -> None:
         first = export(checkpoint("own"), tmp_path / "first", "original-v1").notes[0]
         assert re.search(r"^not for vLLM, .* passes over their biases: --format vllm is for it$", first)
         second = export(checkpoint("shared"), tmp_path / "second", "original-v2", file="safetensors").notes[0]
         assert re.search(r"^not for vLLM, .* accepts none of their drafts: --format vllm is for it$", second)
 
     @pytest.mark.parametrize(("count", "words"), [(3, "head 4 on: random numbers"), (5, None), (6, "left out")])
-    def test_the_project_s_five_heads_are_noted(
+    def test_the_fixed_five_heads_of_the_original_project_are_noted(
         self, tmp_path: Path, base: Path, count: int, words: str | None
     ) -> None:
         for shared, target in ((False, "original-v1"), (True, "original-v2")):
@@ -418,7 +424,7 @@ class TestOriginal:
 
 class TestEmbedded:
     @pytest.mark.parametrize("shards", ["1GB", "2KB"])
-    def test_the_base_model_is_in_it(
+    def test_the_base_model_is_included(
         self, tmp_path: Path, checkpoint: Callable[..., Path], tiny_llama: LlamaForCausalLM, shards: str
     ) -> None:
         source = checkpoint("own")
@@ -437,7 +443,7 @@ class TestEmbedded:
         assert (tmp_path / "out" / "tokenizer.json").is_file()
         assert not (tmp_path / "out" / "own.py").exists()
 
-    def test_heads_already_in_it_are_replaced(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    def test_heads_already_in_the_model_are_replaced(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         export(checkpoint("shared, two blocks"), tmp_path / "first", "embedded")
         # All in one file, as the paper's trainer writes it.
         tensors = {k: t for file in (tmp_path / "first").glob("*.safetensors") for k, t in load_file(file).items()}
@@ -452,7 +458,7 @@ class TestEmbedded:
         config = json.loads((tmp_path / "second" / "config.json").read_text())
         assert (config["medusa_num_layers"], config["version"], config["model_type"]) == (2, "2", "llama")
 
-    def test_a_base_model_without_weights_of_that_kind(
+    def test_a_base_model_without_safetensors_is_refused(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
     ) -> None:
         (base / "model.safetensors").rename(base / "weights.safetensors")
@@ -464,7 +470,7 @@ class TestEmbedded:
                 export(checkpoint("shared"), tmp_path / "out", target)  # type: ignore[arg-type]
         assert not (tmp_path / "out").exists()
 
-    def test_what_was_measured_with_the_base_model_s_own_heads_stays_there(
+    def test_measurements_of_the_base_models_own_heads_are_not_copied(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
     ) -> None:
         for name in ("medusa_tree.json", "measured.json", "calibration.json", "tuning.json"):
@@ -482,7 +488,7 @@ class TestEmbedded:
         assert not (tmp_path / "out" / "tuning.json").exists()
         assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.5}'
 
-    def test_an_adapter_beside_the_model_is_not_left_out_unsaid(
+    def test_an_adapter_next_to_the_model_is_refused_by_name(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
     ) -> None:
         (base / "adapter_config.json").write_text("{}")
@@ -503,7 +509,7 @@ class TestEmbedded:
             ({"weight_map": {"a": "../secret.safetensors"}}, r"expected names of files beside it"),
         ],
     )
-    def test_a_damaged_index(
+    def test_a_damaged_index_is_named(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, index: Any, message: str
     ) -> None:
         (base / "model.safetensors").rename(tmp_path / "secret.safetensors")
@@ -513,7 +519,7 @@ class TestEmbedded:
             export(source, tmp_path / "out", "embedded")
         assert not (tmp_path / "out").exists()
 
-    def test_from_the_hub_all_of_the_model_goes_along(
+    def test_the_whole_model_is_fetched_from_the_hub(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for name in ("chat_template.jinja", "merges.txt", "LICENSE.md"):
@@ -521,7 +527,7 @@ class TestEmbedded:
         export(checkpoint("own"), tmp_path / "first", "embedded")
 
         def fetch(name: str, **arguments: Any) -> str:
-            """Fetch what is asked for, as the hub does."""
+            """Fetch the requested files, as the hub does."""
             snapshot = tmp_path / "snapshot"
             snapshot.mkdir()
             for pattern in arguments["allow_patterns"]:
@@ -540,7 +546,9 @@ class TestEmbedded:
 
 
 class TestSharedLmHead:
-    def test_of_tied_embeddings(self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path) -> None:
+    def test_a_shared_lm_head_is_taken_from_tied_embeddings(
+        self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
+    ) -> None:
         tensors = load_file(base / "model.safetensors")
         embeddings = tensors["model.embed_tokens.weight"]
         del tensors["lm_head.weight"]
@@ -560,7 +568,7 @@ class TestSharedLmHead:
             ({"lm_head.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, "an lm_head of floats, got torch.int8"),
         ],
     )
-    def test_of_another_kind(
+    def test_a_lm_head_of_another_kind_is_refused(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, change: Any, message: str
     ) -> None:
         save_file(load_file(base / "model.safetensors") | change, base / "model.safetensors")
@@ -569,7 +577,7 @@ class TestSharedLmHead:
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("target", ["vllm", "original-v1"])
-    def test_numbers_too_large_for_the_dtype(
+    def test_values_too_large_for_the_dtype_are_refused(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, target: Any
     ) -> None:
         tensors = load_file(base / "model.safetensors")
@@ -583,7 +591,9 @@ class TestSharedLmHead:
             export(checkpoint("shared"), tmp_path / "out", target)
         assert not (tmp_path / "out").exists()
 
-    def test_neither_is_rounded_unless_asked(self, tmp_path: Path, base: Path, tiny_llama: LlamaForCausalLM) -> None:
+    def test_neither_heads_nor_lm_head_are_rounded_unless_asked(
+        self, tmp_path: Path, base: Path, tiny_llama: LlamaForCausalLM
+    ) -> None:
         heads = MedusaHeads(HIDDEN, VOCAB, 1, shared_projection=True, dtype=torch.bfloat16)
         write_heads(heads, tmp_path / "heads", base_model=base)
         for dtype, expected in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
@@ -595,7 +605,7 @@ class TestSharedLmHead:
 
 class TestConversion:
     @pytest.mark.parametrize("storage", ["int8", "fp8"])
-    def test_into_8_bits_and_back(self, tmp_path: Path, checkpoint: Callable[..., Path], storage: Any) -> None:
+    def test_conversion_to_8_bits_and_back(self, tmp_path: Path, checkpoint: Callable[..., Path], storage: Any) -> None:
         stored = made("own").quantized(storage)
         export(checkpoint("own"), tmp_path / "small", "native", storage=storage)
         assert torch.equal(read_heads(tmp_path / "small").heads.w2.float(), stored.w2.float())  # type: ignore[union-attr]
@@ -604,7 +614,7 @@ class TestConversion:
         assert torch.equal(found.w2, stored.w2.float() * stored.w2_scale[..., None])  # type: ignore[arg-type, index, union-attr]
         assert torch.equal(found.w1, made("own").w1)
 
-    def test_with_parents_and_a_trimmed_vocabulary(self, tmp_path: Path, base: Path) -> None:
+    def test_conversion_with_a_parent_term_and_a_trimmed_vocabulary(self, tmp_path: Path, base: Path) -> None:
         heads = MedusaHeads(HIDDEN, VOCAB, 2, parent_rank=2, token_map=MAP).quantized("int8")
         write_heads(heads, tmp_path / "heads", base_model=base)
         export(tmp_path / "heads", tmp_path / "out", "native", storage="float")
@@ -624,14 +634,14 @@ class TestConversion:
             ("own", {"file": "bin"}, "file: expected pt or safetensors, got 'bin'"),
         ],
     )
-    def test_refusals(
+    def test_impossible_conversions_are_refused(
         self, tmp_path: Path, checkpoint: Callable[..., Path], kind: str, arguments: Any, message: str
     ) -> None:
         with pytest.raises(ValueError, match=f"^{message}"):
             export(checkpoint(kind), tmp_path / "out", **{"format": "native"} | arguments)
         assert not (tmp_path / "out").exists()
 
-    def test_numbers_too_large_for_the_dtype(self, tmp_path: Path) -> None:
+    def test_values_too_large_for_the_dtype_are_refused(self, tmp_path: Path) -> None:
         heads = MedusaHeads(HIDDEN, VOCAB, 2)
         with torch.no_grad():
             heads.w1[1, 0, 0, 0] = 1e5
@@ -642,7 +652,7 @@ class TestConversion:
     FRONT = "---\nlibrary_name: medusa-kernels\n---\n\n"
 
     @pytest.mark.parametrize("front", [FRONT, ""])
-    def test_figures_of_other_numbers_are_not_carried_as_theirs(
+    def test_figures_of_float_heads_are_not_claimed_for_8_bit_heads(
         self, tmp_path: Path, checkpoint: Callable[..., Path], front: str
     ) -> None:
         source = checkpoint("own")
@@ -665,7 +675,9 @@ class TestConversion:
 
 
 class TestFolder:
-    def test_an_existing_one_is_left_unless_told(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    def test_an_existing_folder_is_not_overwritten_unless_asked(
+        self, tmp_path: Path, checkpoint: Callable[..., Path]
+    ) -> None:
         source = checkpoint("own")
         export(source, tmp_path / "out", "vllm")
         with pytest.raises(ValueError, match=r"^folder: expected a new one \(or overwrite, --overwrite\), got"):
@@ -675,7 +687,7 @@ class TestFolder:
         assert not (tmp_path / "out" / "model.safetensors").exists()
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "heads", "out"]
 
-    def test_what_is_read_or_no_checkpoint_is_never_overwritten(
+    def test_the_source_and_folders_without_checkpoints_are_never_overwritten(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
     ) -> None:
         source = checkpoint("shared")
@@ -690,7 +702,7 @@ class TestFolder:
 
     @pytest.mark.parametrize("entry", [".git/", "notes/", "thesis.txt", "model.safetensors", "training.pt", "a.json"])
     @pytest.mark.parametrize("target", ["native", "original-v1"])
-    def test_what_lies_beside_heads_is_not_deleted(
+    def test_other_files_next_to_heads_are_not_deleted(
         self, tmp_path: Path, checkpoint: Callable[..., Path], target: Any, entry: str
     ) -> None:
         source = checkpoint("own")
@@ -702,7 +714,7 @@ class TestFolder:
         assert other.exists()
 
     @pytest.mark.parametrize("before", ["embedded", "native", "original-v1", "vllm"])
-    def test_all_that_belongs_to_heads_is_replaced(
+    def test_all_files_of_a_heads_checkpoint_are_replaced(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, before: Any
     ) -> None:
         source = checkpoint("own")
@@ -717,7 +729,7 @@ class TestFolder:
         assert found == ["README.md", "config.json", "measured.json", "medusa_tree.json", "model.safetensors"]
 
     @pytest.mark.parametrize("target", ["native", "embedded", "original-v1", "vllm"])
-    def test_a_full_disk_leaves_what_was_there(
+    def test_a_full_disk_leaves_the_old_files(
         self, tmp_path: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, target: Any
     ) -> None:
         source = checkpoint("own")
@@ -741,7 +753,7 @@ class TestFolder:
 
 
 class TestBaseModel:
-    def test_names_and_revisions_go_along(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_names_and_revisions_are_copied(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("medusa_decoding.checkpoints.exporting.stated_sizes", lambda *asked: {})
         write_heads(made("own"), tmp_path / "heads", base_model="someone/base", base_revision="v2")
         cases: list[tuple[dict[str, Any], str, str | None]] = [
@@ -758,14 +770,14 @@ class TestBaseModel:
                 read = read_heads(out, vocab_size=VOCAB)
                 assert (read.base_model, read.base_revision) == (base, revision)
 
-    def test_one_is_needed(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
+    def test_a_base_model_is_required(self, tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
         (checkpoint("own") / "config.json").unlink()
         with pytest.raises(ValueError, match=r"^base_model: expected a folder or hub id, because .* names none"):
             export(tmp_path / "heads", tmp_path / "out", "vllm")
 
     @pytest.mark.parametrize("target", ["native", "embedded", "vllm"])
     @pytest.mark.parametrize("given", [False, True])
-    def test_of_other_sizes(self, tmp_path: Path, base: Path, target: Any, given: bool) -> None:
+    def test_a_base_model_of_other_sizes_is_refused(self, tmp_path: Path, base: Path, target: Any, given: bool) -> None:
         for sizes, message in (
             ((HIDDEN + 2, VOCAB), "hidden size 8 .the base model's., got 10"),
             ((HIDDEN, VOCAB + 1), r"(vocab_size 12 like the heads .* got 11|11 rows .the base model's vocabulary.)"),
@@ -776,7 +788,7 @@ class TestBaseModel:
             assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("name", ["../gone", "./gone", "~/gone", "runs/a/model"])
-    def test_a_path_that_leads_nowhere_is_no_hub_id(self, tmp_path: Path, base: Path, name: str) -> None:
+    def test_a_missing_path_is_not_taken_for_a_hub_id(self, tmp_path: Path, base: Path, name: str) -> None:
         write_heads(made("own"), tmp_path / "heads", base_model=name)
         write_heads(made("own"), tmp_path / "sound", base_model=base)
         for heads, arguments in (("heads", {}), ("sound", {"base_model": name})):
@@ -788,7 +800,7 @@ class TestBaseModel:
         write_heads(made("own"), tmp_path / "heads", base_model="/models/of/another/machine")
         assert export(tmp_path / "heads", tmp_path / "out", "vllm").base_model == "/models/of/another/machine"
 
-    def test_older_weights_are_fetched_where_there_are_no_others(
+    def test_pytorch_weights_are_fetched_if_there_are_no_safetensors(
         self, tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[list[str]] = []
@@ -809,7 +821,7 @@ class TestBaseModel:
         assert torch.equal(found, tensors["lm_head.weight"])
         assert len(asked) == 2
 
-    def test_its_weights_are_fetched_at_its_revision(
+    def test_base_weights_are_fetched_at_their_revision(
         self, tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked = []

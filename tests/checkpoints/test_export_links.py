@@ -1,4 +1,4 @@
-"""Export copies what belongs to a checkpoint: no file that a link in its folder leads to elsewhere, and no pipe."""
+"""Export copies the files of a checkpoint: no file outside the folder that a link points to, and no pipe."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def heads(tmp_path: Path, base: Path) -> Path:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A folder beside the others, with files of their names."""
+    """A folder next to the others, with files of the same names."""
     folder = tmp_path / "private"
     folder.mkdir()
     (folder / "id_rsa").write_text(SECRET)
@@ -59,7 +59,7 @@ def test_links_out_of_a_base_model_are_refused_by_name(heads: Path, base: Path, 
     assert sorted(entry.name for entry in heads.parent.iterdir()) == ["base", "heads", "private"]
 
 
-def test_links_of_shards_are_refused_too(heads: Path, base: Path, secret: Path, tiny_llama: LlamaForCausalLM) -> None:
+def test_links_of_shards_are_refused(heads: Path, base: Path, secret: Path, tiny_llama: LlamaForCausalLM) -> None:
     shutil.rmtree(base)
     tiny_llama.save_pretrained(base, max_shard_size="2KB")
     shard = sorted(base.glob("model-*.safetensors"))[1]
@@ -78,19 +78,19 @@ def test_links_out_of_a_folder_of_heads_are_refused(heads: Path, secret: Path, n
     assert sorted(entry.name for entry in heads.parent.iterdir()) == ["base", "heads", "private"]
 
 
-def test_a_card_that_is_changed_on_the_way_is_no_way_around(heads: Path, secret: Path) -> None:
+def test_a_linked_model_card_is_refused(heads: Path, secret: Path) -> None:
     linked(heads / "README.md", secret / "id_rsa")
     with pytest.raises(ValueError, match=r"README\.md: expected a file in .*heads, got a link"):
         export(heads, heads.parent / "out", "native", storage="int8")
 
 
-def test_a_tokenizer_for_text_generation_inference(heads: Path, base: Path, secret: Path) -> None:
+def test_a_linked_tokenizer_for_text_generation_inference_is_refused(heads: Path, base: Path, secret: Path) -> None:
     linked(base / "tokenizer.json", secret / "id_rsa")
     with pytest.raises(ValueError, match=r"tokenizer\.json: expected a file in .*base, got a link to .*private/id_rsa"):
         export(heads, heads.parent / "out", "original-v1", file="safetensors")
 
 
-def test_a_folder_that_looks_like_the_hub_s_cache(heads: Path, base: Path, secret: Path) -> None:
+def test_a_folder_that_imitates_the_hubs_cache_is_refused(heads: Path, base: Path, secret: Path) -> None:
     """Its blobs are a link themselves."""
     snapshot = heads.parent / "cache" / "snapshots" / "1a2b"
     snapshot.parent.mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_links_of_the_hub_s_cache_and_within_a_folder_are_followed(heads: Path, 
         shutil.move(file, blobs / f"{number}")
         (snapshot / file.name).symlink_to(Path("../../blobs") / f"{number}")
     (snapshot / "NOTICE").symlink_to("LICENSE")
-    # All of the cache may be elsewhere.
+    # The whole cache may be elsewhere.
     (heads.parent / "link").symlink_to(heads.parent / "cache")
     out = export(
         heads, heads.parent / "out", "embedded", base_model=heads.parent / "link" / "snapshots" / "1a2b"
@@ -119,7 +119,7 @@ def test_links_of_the_hub_s_cache_and_within_a_folder_are_followed(heads: Path, 
     assert torch.equal(read_heads(out).heads.w1, read_heads(heads).heads.w1)
 
 
-def test_pipes_and_folders_are_not_waited_for_nor_copied(heads: Path, base: Path) -> None:
+def test_pipes_and_folders_are_neither_read_nor_copied(heads: Path, base: Path) -> None:
     for name in ("tokenizer.model", "NOTICE"):
         os.mkfifo(base / name)
     (base / "chat_template.json").mkdir()
@@ -136,7 +136,7 @@ def test_pipes_and_folders_are_not_waited_for_nor_copied(heads: Path, base: Path
         export(heads, heads.parent / "again", "embedded")
 
 
-def test_a_link_for_a_result_is_written_to_where_it_leads(heads: Path, make_link: Callable[[Path], Path]) -> None:
+def test_a_result_that_is_a_link_is_written_to_its_target(heads: Path, make_link: Callable[[Path], Path]) -> None:
     link = make_link(heads.parent / "real")
     export(heads, link, "native")
     assert link.is_symlink()

@@ -1,4 +1,4 @@
-"""What the paper's layout does not have: 8-bit projections with scales, and the parents' term."""
+"""What the paper's layout does not have: 8-bit projections with scales, and the parent term."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def rewrite(folder: Path, change: Callable[[Tensors], Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_dtype_asked_for_is_not_that_of_8_bits(folder: Path, dtype: torch.dtype) -> None:
+def test_a_requested_dtype_does_not_change_8_bit_weights(folder: Path, dtype: torch.dtype) -> None:
     heads, stored = read_heads(folder, dtype=dtype).heads, made("int8, trimmed, parents")
     assert {parameter.dtype for parameter in heads.parameters()} == {dtype}
     assert torch.equal(heads.w2, stored.w2)  # type: ignore[arg-type]
@@ -104,7 +104,7 @@ def test_a_dtype_asked_for_is_not_that_of_8_bits(folder: Path, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_pytorch_files(tmp_path: Path, kind: str) -> None:
+def test_pytorch_files_hold_the_variants(tmp_path: Path, kind: str) -> None:
     heads = made(kind)
     write_heads(heads, tmp_path / "heads", base_model="someone/base")
     file = tmp_path / "heads" / "medusa_lm_head.safetensors"
@@ -117,7 +117,7 @@ def test_pytorch_files(tmp_path: Path, kind: str) -> None:
     assert torch.equal(read.w2.float(), heads.w2.float())
 
 
-def test_a_full_model_with_such_heads_in_it(tmp_path: Path, folder: Path, tiny_llama: LlamaForCausalLM) -> None:
+def test_a_full_model_with_variant_heads_is_read(tmp_path: Path, folder: Path, tiny_llama: LlamaForCausalLM) -> None:
     heads = load_file(folder / "medusa_lm_head.safetensors")
     tensors = {name: tensor.clone() for name, tensor in tiny_llama.state_dict().items()}
     tiny_llama.config.save_pretrained(tmp_path / "model")
@@ -131,7 +131,7 @@ def test_a_full_model_with_such_heads_in_it(tmp_path: Path, folder: Path, tiny_l
         assert torch.equal(read.heads.state_dict()[name], tensor)
 
 
-def test_the_parents_say_the_vocabulary(tmp_path: Path) -> None:
+def test_the_parent_term_gives_the_vocabulary(tmp_path: Path) -> None:
     write_heads(made("shared, trimmed, parents"), tmp_path / "heads", base_model=str(tmp_path / "gone"))
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
@@ -260,7 +260,7 @@ class TestRefusesToWrite:
             ({"medusa_parent_rank": 0}, "config: expected medusa_parent_rank 2 like the heads, got 0"),
         ],
     )
-    def test_a_config_that_contradicts(self, tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    def test_a_contradicting_config_is_not_written(self, tmp_path: Path, config: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             write_heads(made("int8, trimmed, parents"), tmp_path / "heads", base_model="b", config=config)
         with pytest.raises(ValueError, match="config: expected medusa_storage 'float' like the heads, got 'int8'"):
@@ -271,7 +271,7 @@ class TestRefusesToWrite:
         ("name", "message"),
         [("w2_scale", r"2\.2\.weight_scale .*expected finite"), ("parent_tokens", "parent_tokens .*expected finite")],
     )
-    def test_weights_a_reader_would_refuse(self, tmp_path: Path, name: str, message: str) -> None:
+    def test_weights_that_a_reader_would_refuse_are_not_written(self, tmp_path: Path, name: str, message: str) -> None:
         heads = made("int8, trimmed, parents")
         getattr(heads, name).view(-1)[-1] = float("nan")
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Checkpoints made to do harm: refused by name, at no cost, before anything of the size they claim is allocated."""
+"""Malicious checkpoints: refused by name and cheaply, before memory of the claimed size is allocated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def safe(tensors: Tensors) -> Callable[[Path], None]:
 
 
 def header(content: bytes | dict[str, Any], length: int | None = None, size: int = 0) -> Callable[[Path], None]:
-    """Write a safetensors file by hand: a header, of a stated length, and `size` bytes that take no room on disk."""
+    """Write a safetensors file by hand: a header of a stated length, and `size` sparse bytes."""
 
     def write(folder: Path) -> None:
         text = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -75,7 +75,7 @@ def rezipped(tensors: Any, compression: int = zipfile.ZIP_DEFLATED) -> Callable[
 
 
 def pairs_of_pairs(depth: int) -> Callable[[Path], None]:
-    """Write a name that is a pair of one pair, that one of another: its hash takes 2 to the power of `depth` steps."""
+    """Write a name of nested pairs, whose hash takes 2 to the power of `depth` steps."""
     pairs = b"".join(b"q%ch%c\x86" % (k, k) for k in range(1, depth + 1))
 
     def write(folder: Path) -> None:
@@ -87,7 +87,7 @@ def pairs_of_pairs(depth: int) -> Callable[[Path], None]:
 
 
 def older(value: Any) -> Callable[[Path], None]:
-    """Write the format of torch before 1.6, a row of pickles."""
+    """Write the format of torch before 1.6, a sequence of pickles."""
     return lambda folder: torch.save(value, folder / PT, _use_new_zipfile_serialization=False)
 
 
@@ -350,8 +350,8 @@ def test_hostile_heads_are_refused_at_no_cost(folder: Path, base: Path, case: st
         assert len(said[0]) < 1000
 
 
-def test_sizes_are_compared_with_the_base_model_before_memory_is_taken(folder: Path) -> None:
-    """The file holds what it says: 1 GiB of zeros, which take no room on this disk."""
+def test_sizes_are_compared_with_the_base_model_before_allocation(folder: Path) -> None:
+    """The file really holds 1 GiB of zeros, but is sparse on disk."""
     side = 8192
     names = {f"{k}.0.linear.weight": float32([side, side], 4 * k * side**2, 4 * (k + 1) * side**2) for k in range(4)}
     header(names, size=16 * side**2)(folder)
@@ -362,7 +362,7 @@ def test_sizes_are_compared_with_the_base_model_before_memory_is_taken(folder: P
 
 
 @pytest.mark.parametrize("number", [10**9, -1, 0.5, float("nan"), True, "3", None, [[]] * 1000, {"a": 1}])
-def test_numbers_of_a_config_that_lies_are_reported_and_not_believed(folder: Path, number: Any) -> None:
+def test_wrong_numbers_in_a_config_are_reported_and_ignored(folder: Path, number: Any) -> None:
     save_file(WHOLE, folder / SAFE)
     lies = (
         "medusa_num_heads",
@@ -383,8 +383,8 @@ def test_numbers_of_a_config_that_lies_are_reported_and_not_believed(folder: Pat
 
 
 @pytest.mark.parametrize("size", [10**30, -1, 0, 0.5, True, "11", None])
-def test_a_vocabulary_that_only_the_config_says(folder: Path, base: Path, size: Any) -> None:
-    """Heads that share lm_head: a wrong number is not V, and costs nothing."""
+def test_a_wrong_vocabulary_size_in_the_config_is_ignored(folder: Path, base: Path, size: Any) -> None:
+    """Heads that share lm_head: a wrong number does not become V, and allocates nothing."""
     save_file(BLOCK, folder / SAFE)
     (folder / "config.json").write_text(json.dumps({"vocab_size": size, "base_model_name_or_path": str(base)}))
     with bounded(seconds=1, memory=64 * MIB):
@@ -397,7 +397,7 @@ def test_a_vocabulary_that_only_the_config_says(folder: Path, base: Path, size: 
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "/" + "b" * 5000, "a\0b", "\ud800", "/dev/zero", "../" * 2000, "~" * 300])
-def test_a_base_model_whose_name_is_none(folder: Path, name: str) -> None:
+def test_an_invalid_base_model_name_is_refused(folder: Path, name: str) -> None:
     save_file(BLOCK, folder / SAFE)
     (folder / "config.json").write_text(json.dumps({"base_model_name_or_path": name}))
     with bounded(ValueError, seconds=2) as said:
@@ -414,8 +414,8 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_hostile_files_beside_heads(folder: Path, name: str) -> None:
-    """What was measured is passed over with a warning; a tree is refused."""
+def test_hostile_files_next_to_heads(folder: Path, name: str) -> None:
+    """Measurements are ignored with a warning; a tree is refused."""
     save_file(WHOLE, folder / SAFE)
     for content in BESIDE[name]:
         (folder / name).write_text(content)

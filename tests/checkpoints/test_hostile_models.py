@@ -69,7 +69,7 @@ WAYS: list[Callable[[Path], Any]] = [
 
 
 def within_bounds(base: Path, ways: list[Callable[[Path], Any]] = WAYS) -> list[str]:
-    """Load a folder in several ways, each within bounds; return what was said."""
+    """Load a folder in several ways, each within bounds; return the messages."""
     said = []
     for way in ways:
         with bounded(*DOCUMENTED, seconds=3, memory=64 * MIB) as words:
@@ -137,7 +137,7 @@ def test_odd_values_of_a_generation_config(base: Path, field: str) -> None:
     ],
     ids=["folder", "empty", "list", "text", "null", "deep", "deeper", "truncated", "zeros", "utf-16", "digits", "huge"],
 )  # fmt: skip
-def test_settings_that_are_none(base: Path, name: str, content: bytes | int | None) -> None:
+def test_unreadable_settings_files_are_named(base: Path, name: str, content: bytes | int | None) -> None:
     file = base / name
     file.unlink()
     if content is None:
@@ -148,11 +148,11 @@ def test_settings_that_are_none(base: Path, name: str, content: bytes | int | No
     else:
         file.write_bytes(content)
     said = within_bounds(base)
-    missing = name == "generation_config.json" and content is None  # as a folder is no file
+    missing = name == "generation_config.json" and content is None  # a folder is not a file
     assert bool(said) != missing
 
 
-def test_truncated_weights(base: Path) -> None:
+def test_truncated_weights_are_refused(base: Path) -> None:
     file = base / "model.safetensors"
     whole = file.read_bytes()
     for length in (0, 1, 8, 9, 50, len(whole) // 2, len(whole) - 1):
@@ -170,7 +170,7 @@ def test_truncated_weights(base: Path) -> None:
         {"data_offsets": [-5, 0]}, {"shape": "many"},
     ],
 )  # fmt: skip
-def test_headers_that_state_something_else(base: Path, stated: dict[str, Any]) -> None:
+def test_headers_that_contradict_the_file_are_refused(base: Path, stated: dict[str, Any]) -> None:
     file = base / "model.safetensors"
     whole = file.read_bytes()
     end = 8 + struct.unpack("<Q", whole[:8])[0]
@@ -189,7 +189,7 @@ def test_headers_that_state_something_else(base: Path, stated: dict[str, Any]) -
         {"weight_map": {"lm_head.weight": 5}}, {"weight_map": [1]}, {"weight_map": {}}, {}, [],
     ],
 )  # fmt: skip
-def test_indices_that_point_elsewhere(base: Path, index: Any) -> None:
+def test_indices_that_point_out_of_the_folder_are_refused(base: Path, index: Any) -> None:
     other = base.parent / "other"
     other.mkdir()
     (base / "model.safetensors").rename(other / "model.safetensors")
@@ -197,8 +197,8 @@ def test_indices_that_point_elsewhere(base: Path, index: Any) -> None:
     refused(base)
 
 
-def test_pickled_weights(base: Path, tmp_path: Path) -> None:
-    """Tensors are read, objects never made; damaged files are told from both."""
+def test_pickled_weights_are_read_without_making_objects(base: Path, tmp_path: Path) -> None:
+    """Tensors are read, objects are never made; damaged files give another message."""
 
     class Opens:
         def __reduce__(self) -> Any:
@@ -221,7 +221,7 @@ def test_pickled_weights(base: Path, tmp_path: Path) -> None:
 
 
 def test_shards_of_a_distributed_run(base: Path) -> None:
-    """transformers would read these in place of the model's file, and pass over tensors that it has no place for."""
+    """transformers would read these instead of the model's file, and ignore tensors that it does not know."""
     tensors = load_file(base / "model.safetensors")
     save_file(tensors | {"stray": torch.ones(2)}, base / "shard-00001-model-00001-of-00001.safetensors")
     refused(base)
@@ -235,12 +235,12 @@ def test_shards_of_a_distributed_run(base: Path) -> None:
         {"num_attention_heads": 2, "num_key_value_heads": 3}, {"num_labels": 10**9}, {"tie_word_embeddings": "x"},
     ],
 )  # fmt: skip
-def test_sizes_are_compared_before_memory_is_taken(base: Path, values: dict[str, Any]) -> None:
+def test_sizes_are_compared_before_memory_is_allocated(base: Path, values: dict[str, Any]) -> None:
     change(base / "config.json", **values)
     refused(base)
 
 
-def test_a_wrong_vocabulary(base: Path) -> None:
+def test_a_wrong_vocabulary_is_refused(base: Path) -> None:
     tensors = load_file(base / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         wrong = tensors | {name: torch.zeros(13, 8)}
@@ -260,20 +260,20 @@ class TestTokenizers:
 
     @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
     @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"[" * 200_000, b"\xff" * 9, b'{"model": {"type": "BPE"}}'])
-    def test_damaged(self, folder: Path, name: str, content: bytes) -> None:
+    def test_a_damaged_tokenizer_is_named(self, folder: Path, name: str, content: bytes) -> None:
         (folder / name).write_bytes(content)
         with bounded(ValueError, seconds=5, memory=64 * MIB):
             pretrained.load_tokenizer(folder)
 
     @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-    def test_of_an_odd_class(self, folder: Path, file: str) -> None:
+    def test_an_unknown_tokenizer_class_is_named(self, folder: Path, file: str) -> None:
         for value in (*ODD, "AutoTokenizer", "AutoModelForCausalLM", "RagRetriever", "pipeline", "logging"):
             change(folder / file, tokenizer_class=value)
-            with bounded(ValueError, seconds=3, memory=256 * MIB):  # a class is imported to be looked at
+            with bounded(ValueError, seconds=3, memory=256 * MIB):  # the class is imported to inspect it
                 assert hasattr(pretrained.load_tokenizer(folder), "encode")
 
     @pytest.mark.parametrize("field", ["auto_map", "added_tokens_decoder", "chat_template", "eos_token"])
-    def test_odd_values(self, folder: Path, field: str) -> None:
+    def test_odd_values_in_a_tokenizer_config(self, folder: Path, field: str) -> None:
         for value in ODD:
             change(folder / "tokenizer_config.json", **{field: value})
             with bounded(ValueError, seconds=5, memory=64 * MIB):

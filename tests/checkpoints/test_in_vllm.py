@@ -1,4 +1,4 @@
-"""Heads exported for vLLM, run by vLLM itself: it writes the same text as without them, and accepts their drafts.
+"""Heads exported for vLLM, run by vLLM itself: it writes the same text as without them, and accepts their draft tokens.
 
 Skipped where vLLM is not installed; CI does not install it. To run it on a CPU, in an environment of its own:
 
@@ -68,7 +68,7 @@ def plain() -> list[list[int]]:
 
 
 def own(heads: MedusaHeads) -> MedusaHeads:
-    """Return the same heads with lm_head as a projection of each head's own."""
+    """Return the same heads, each with its own copy of lm_head as projection."""
     found = heads.remade(shared_projection=False)
     found.get_parameter("w2")[:] = lm_head_weight(BASE)
     return found
@@ -83,7 +83,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_the_model_s_own_and_guesses_are_accepted(
+def test_vllm_writes_the_models_own_text_and_accepts_draft_tokens(
     tmp_path: Path, plain: list[list[int]], kind: str
 ) -> None:
     write_heads(KINDS[kind](read_heads(CHECKPOINT / "heads").heads), tmp_path / "heads", base_model=BASE)
@@ -97,5 +97,5 @@ def test_the_text_is_the_model_s_own_and_guesses_are_accepted(
     print(
         f"{kind}: {1 + accepted / steps:.2f} tokens per step ({accepted} of {counts['draft_tokens']} drafts accepted)"
     )
-    # A head whose weights did not arrive is right by chance, once in 2,048 tokens.
+    # A head whose weights were not loaded is right only by chance, once in 2,048 tokens.
     assert accepted > 0.5 * steps

@@ -1,4 +1,4 @@
-"""Only one module calls the loaders of transformers and peft, and it never lets code of a checkpoint run."""
+"""Only one module calls the loaders of transformers and peft, and it never runs code of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOOR = Path("python/medusa_decoding/checkpoints/pretrained.py")
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
-    """Yield what is called on what in a module, by name."""
+    """Yield the calls in a module: object and method, by name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Attribute):
@@ -42,7 +42,7 @@ def modules(root: Path) -> dict[Path, ast.AST]:
     return found
 
 
-def test_no_other_module_loads(root: Path) -> None:
+def test_no_other_module_calls_a_loader(root: Path) -> None:
     found = []
     for file, tree in modules(root).items():
         if file == DOOR:
@@ -54,7 +54,7 @@ def test_no_other_module_loads(root: Path) -> None:
     assert found == []
 
 
-def test_every_call_there_says_that_code_is_not_trusted(root: Path) -> None:
+def test_every_call_disables_remote_code(root: Path) -> None:
     checked = []
     for owner, name, node in calls(ast.parse((root / DOOR).read_text(encoding="utf-8"))):
         if name in ("from_pretrained", "from_config"):

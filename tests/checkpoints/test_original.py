@@ -83,7 +83,7 @@ class TestReads:
         assert not heads.training
         assert not any(parameter.requires_grad for parameter in heads.parameters())
 
-    def test_version_2_is_known_by_its_tensors(
+    def test_version_2_is_recognised_by_its_tensors(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
     ) -> None:
         tensors = paper_tensors(2, rows=None)
@@ -101,14 +101,14 @@ class TestReads:
         heads = read_heads(write_paper_folder(tensors, file=file)).heads
         assert torch.equal(heads.w1[1, 0], tensors["medusa_head.1.0.linear.weight"])
 
-    def test_old_pytorch_format(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+    def test_the_old_pytorch_format_is_read(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
         tensors = paper_tensors(2)
         folder = write_paper_folder(tensors, file="medusa_lm_head.pt")
         torch.save(tensors, folder / "medusa_lm_head.pt", _use_new_zipfile_serialization=False)
         assert torch.equal(read_heads(folder).heads.w1[1, 0], tensors["1.0.linear.weight"])
 
     @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
-    def test_dtype_is_the_files_unless_given(
+    def test_the_dtype_is_that_of_the_file_unless_given(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, stored: torch.dtype
     ) -> None:
         tensors = paper_tensors(2, dtype=stored)
@@ -120,7 +120,9 @@ class TestReads:
         assert torch.equal(converted.w1[1, 0], tensors["1.0.linear.weight"].to(torch.bfloat16))
 
     @pytest.mark.parametrize("shared", [False, True])
-    def test_token_map(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, shared: bool) -> None:
+    def test_a_token_map_is_read(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, shared: bool
+    ) -> None:
         tensors = paper_tensors(2, rows=None if shared else 4)
         tensors["token_map"] = torch.tensor([9, 0, 3, 10])
         heads = read_heads(write_paper_folder(tensors), vocab_size=11).heads
@@ -129,7 +131,7 @@ class TestReads:
         assert heads.vocab_size == 11
         assert heads.shared_projection == shared
 
-    def test_safetensors_wins_over_pt_and_says_so(
+    def test_safetensors_is_preferred_over_pt_and_reported(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
     ) -> None:
         write_paper_folder(paper_tensors(4), file="medusa_lm_head.pt")
@@ -146,7 +148,7 @@ class TestReads:
 
 
 class TestBaseModel:
-    def test_a_relative_folder_counts_from_the_heads(
+    def test_a_relative_base_folder_is_relative_to_the_heads(
         self, tmp_path: Path, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
     ) -> None:
         (tmp_path / "base").mkdir()
@@ -154,7 +156,7 @@ class TestBaseModel:
         assert read_heads(folder).base_model == str(tmp_path / "base")
         assert find_base_model(folder) == str(tmp_path / "base")
 
-    def test_what_is_no_folder_beside_the_heads_stays_as_it_is(
+    def test_a_base_name_that_is_not_a_folder_next_to_the_heads_is_unchanged(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
     ) -> None:
         folder = write_paper_folder(paper_tensors(), {"base_model_name_or_path": "../base"})
@@ -182,7 +184,7 @@ class TestConfigDisagrees:
         ("field", "wrong", "held"),
         [("medusa_num_heads", 2, 5), ("medusa_num_layers", 3, 1), ("hidden_size", 7, 6), ("vocab_size", 12, 11)],
     )
-    def test_tensors_win_and_it_is_reported(
+    def test_tensors_override_the_config_and_this_is_reported(
         self,
         paper_tensors: MakeTensors,
         write_paper_folder: WriteFolder,
@@ -201,7 +203,7 @@ class TestConfigDisagrees:
         assert read.notes[0] in caplog.text
 
     @pytest.mark.parametrize(("version", "rows", "notes"), [("2", 11, 1), ("2", None, 0), ("1", None, 1), ("1", 11, 0)])
-    def test_version(
+    def test_versions_of_the_layout(
         self,
         paper_tensors: MakeTensors,
         write_paper_folder: WriteFolder,
@@ -225,12 +227,14 @@ class TestRecognition:
         ):
             read_heads(tmp_path)
 
-    def test_a_file_in_place_of_a_folder(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+    def test_a_file_instead_of_a_folder_is_an_error(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
         file = write_paper_folder(paper_tensors()) / "medusa_lm_head.safetensors"
         with pytest.raises(ValueError, match=r"path_or_hub_id: expected a checkpoint's folder.*medusa_lm_head"):
             read_heads(file)
 
-    def test_a_path_that_is_not_there_never_reaches_the_hub(self, tmp_path: Path) -> None:
+    def test_a_missing_path_never_reaches_the_hub(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="path_or_hub_id: expected an existing folder"):
             read_heads(tmp_path / "gone")
 

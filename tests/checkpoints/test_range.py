@@ -44,7 +44,7 @@ def test_heads_that_become_infinite_are_refused(tmp_path: Path, base: Path, name
             assert model.heads.get_parameter(name).abs().max() == torch.tensor(LARGE, dtype=torch.bfloat16)
 
 
-def test_also_by_generate_of_transformers_which_stays_unpatched(tmp_path: Path, base: Path) -> None:
+def test_generate_of_transformers_refuses_infinite_heads_and_stays_unpatched(tmp_path: Path, base: Path) -> None:
     heads = heads_with(tmp_path, "w2")
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float16)
     own = [type(layer.self_attn) for layer in model.model.layers]
@@ -53,7 +53,7 @@ def test_also_by_generate_of_transformers_which_stays_unpatched(tmp_path: Path, 
     assert [type(layer.self_attn) for layer in model.model.layers] == own
 
 
-def test_also_by_distillation(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distillation_refuses_infinite_heads(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = heads_with(tmp_path, "w1")
     monkeypatch.setattr("medusa_decoding.training.loop.backbone.DTYPES", {"float32": torch.float16})
     config = Config.of(
@@ -82,8 +82,8 @@ def test_a_base_model_that_becomes_infinite_is_refused(tmp_path: Path, base: Pat
         assert model.base.dtype == torch.bfloat16
 
 
-def test_weights_of_other_dtypes_are_passed_over(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some quantisations leave weights in 8-bit floats, whose extremes PyTorch does not tell, or without entries."""
+def test_weights_of_other_dtypes_are_not_checked(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some quantisations store weights as 8-bit floats, which PyTorch has no minimum or maximum for, or empty ones."""
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float16)
     model.eight = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
     model.none = torch.nn.Parameter(torch.empty(0, 3, dtype=torch.float16), requires_grad=False)

@@ -1,4 +1,4 @@
-"""What the paper's heads-only files are refused for, by name."""
+"""Reasons to refuse the paper's heads-only files, by name."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class TestRefuses:
             ({"vocab_size": 10}, r"0\.1\.weight in .*expected 10 rows .*got 11 and no token_map"),
         ],
     )
-    def test_another_base_model(
+    def test_heads_of_another_base_model_are_refused(
         self,
         paper_tensors: MakeTensors,
         write_paper_folder: WriteFolder,
@@ -133,11 +133,13 @@ class TestRefuses:
             read_heads(write_paper_folder(paper_tensors()), **sizes)
 
     @pytest.mark.parametrize("tensors", [{}, {"weight": torch.ones(2)}])
-    def test_a_file_without_heads(self, write_paper_folder: WriteFolder, tensors: Tensors) -> None:
+    def test_a_file_without_heads_is_refused(self, write_paper_folder: WriteFolder, tensors: Tensors) -> None:
         with pytest.raises(ValueError, match=r"missing 0\.0\.linear\.weight"):
             read_heads(write_paper_folder(tensors))
 
-    def test_a_prefix_on_some_names_only(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+    def test_a_prefix_on_only_some_names_is_refused(
+        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
+    ) -> None:
         tensors = paper_tensors(2, prefix="medusa_head.") | {"1.0.linear.bias": torch.ones(6)}
         with pytest.raises(ValueError, match=r"1\.0\.linear\.bias in .*expected the prefix medusa_head\."):
             read_heads(write_paper_folder(tensors))
@@ -150,7 +152,7 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"missing medusa_head\.1\.0\.linear\.weight$"):
             read_heads(write_paper_folder(tensors))
 
-    def test_values_that_overflow_in_the_dtype_asked_for(
+    def test_values_that_overflow_in_the_requested_dtype_are_refused(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
     ) -> None:
         tensors = paper_tensors(2)
@@ -158,13 +160,13 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"1\.0\.linear\.bias.*after conversion from float32 to float16"):
             read_heads(write_paper_folder(tensors), dtype=torch.float16)
 
-    def test_a_dtype_no_kernel_takes(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
+    def test_an_unsupported_dtype_is_refused(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
         with pytest.raises(ValueError, match=r"dtype: expected float16, .*got torch\.int8"):
             read_heads(write_paper_folder(paper_tensors()), dtype=torch.int8)
 
     @pytest.mark.parametrize("file", FILES)
     @pytest.mark.parametrize("kept", [0, 5, 0.5, 0.98, 0.999])
-    def test_a_truncated_file(
+    def test_a_truncated_file_is_refused(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str, kept: float
     ) -> None:
         folder = write_paper_folder(paper_tensors(), file=file)
@@ -174,7 +176,7 @@ class TestRefuses:
             read_heads(folder)
 
     @pytest.mark.parametrize("file", FILES)
-    def test_a_file_of_something_else(
+    def test_a_file_of_another_format_is_refused(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str
     ) -> None:
         folder = write_paper_folder(paper_tensors(), file=file)
@@ -203,7 +205,7 @@ class TestRefuses:
             {0: torch.ones(2)},
         ],
     )
-    def test_a_pt_file_that_is_no_dict_of_tensors(
+    def test_a_pt_file_without_a_dict_of_tensors_is_refused(
         self, write_paper_folder: WriteFolder, paper_tensors: MakeTensors, content: object
     ) -> None:
         folder = write_paper_folder(paper_tensors(), file="medusa_lm_head.pt")
@@ -212,7 +214,7 @@ class TestRefuses:
             read_heads(folder)
 
     @pytest.mark.parametrize("text", ["{", "[1]", ""])
-    def test_a_config_that_is_no_json_object(
+    def test_a_config_that_is_not_a_json_object_is_refused(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, text: str
     ) -> None:
         folder = write_paper_folder(paper_tensors())

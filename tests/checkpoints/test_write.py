@@ -1,4 +1,4 @@
-"""Writing the paper's layout: what lands on disk, and that a failed write leaves no trace."""
+"""Writing the paper's layout: the files written, and that a failed write leaves no trace."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class TestFailedWrite:
             write_heads(random_heads(4), tmp_path / "heads", base_model="new/base")
         assert list(tmp_path.iterdir()) == []
 
-    def test_the_operating_systems_own_refusal(self, tmp_path: Path, old: dict[str, bytes]) -> None:
+    def test_an_error_of_the_operating_system_is_raised(self, tmp_path: Path, old: dict[str, bytes]) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
@@ -165,12 +165,12 @@ class TestRefuses:
             ({"config": {"medusa_num_heads": 5}}, "config: expected medusa_num_heads 3 like the heads, got 5"),
         ],
     )
-    def test_bad_arguments(self, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    def test_bad_arguments_are_refused(self, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             write_heads(random_heads(), tmp_path / "heads", **{"base_model": "someone/base", **arguments})
         assert list(tmp_path.iterdir()) == []
 
-    def test_weights_a_reader_would_refuse(self, tmp_path: Path) -> None:
+    def test_weights_that_a_reader_would_refuse_are_not_written(self, tmp_path: Path) -> None:
         heads = random_heads()
         with torch.no_grad():
             heads.w1[1, 1, 0, 0] = float("nan")
@@ -181,7 +181,7 @@ class TestRefuses:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"medusa_num_heads": 3, "architectures": ["X"]}])
-    def test_a_models_own_folder(self, tmp_path: Path, config: dict[str, Any]) -> None:
+    def test_the_folder_of_a_model_is_refused(self, tmp_path: Path, config: dict[str, Any]) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match="folder: expected a new one or one of heads alone"):
             write_heads(random_heads(), tmp_path, base_model="someone/base")
