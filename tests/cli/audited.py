@@ -1,4 +1,4 @@
-"""Run calls in this process under an audit hook, and write what each of them ran, asked and read.
+"""Run calls in this process under an audit hook, and record what each of them executed, asked and read.
 
     python audited.py CALLS.json RESULTS.json FOLDER..
 
@@ -31,7 +31,7 @@ def hook(event, args):
 
 
 class Watched(io.StringIO):
-    """Standard input that tells who reads it."""
+    """Standard input that records its readers."""
 
     def isatty(self):
         return False

@@ -1,4 +1,4 @@
-"""medusa calibrate: where the result goes, going on after a stop, and refusals."""
+"""medusa calibrate: where the result is written, resuming, and refusals."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def heads(checkpoint, tmp_path):
     return tmp_path / "checkpoint" / "heads"
 
 
-def test_the_result_lies_beside_the_heads_and_is_read_by_the_other_commands(capsys, file, heads):
+def test_the_result_is_next_to_the_heads_and_other_commands_read_it(capsys, file, heads):
     assert main(["calibrate", "--model", str(heads), "--prompts", file, *LIMITS]) == 0
     printed = capsys.readouterr().out
     values = json.loads((heads / "calibration.json").read_text())
@@ -42,7 +42,7 @@ def test_the_result_lies_beside_the_heads_and_is_read_by_the_other_commands(caps
     assert sum(values["paths"].values()) == 36
     assert (values["made"]["texts"], values["made"]["tokens"]) == (4, 48)
     assert values["made"]["prompts"]["count"] == 3
-    # Two turns, then a turn, then a text: 11 positions with a target each, three ranks a position.
+    # Two turns, then a turn, then a text: 11 positions with a target each, three ranks per position.
     assert [[len(text) for text in texts] for texts in values["texts"]] == [[33, 33], [33], [33]]
     hits = values["accuracy"]["hits"]
     head, first, *_ = printed.splitlines()
@@ -80,7 +80,7 @@ def test_limit_json_and_resume(capsys, file, heads, tmp_path):
     assert main(argv) == 0
     whole = out.read_bytes()
     out.unlink()
-    # A run that was stopped behind its first line: the header of the one that is on the way to the same result.
+    # A run that was stopped after its first line, the header, on the way to the same result.
     made = json.loads(whole)["made"]
     header = json.dumps({"format": 2} | {name: made[name] for name in _made(whole)}) + "\n"
     progress = out.with_name("c.json.progress")
@@ -97,7 +97,7 @@ def _made(whole):
     return [name for name in json.loads(whole)["made"] if name not in ("texts", "tokens", "left_out")]
 
 
-def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
+def test_questions_are_wrapped_in_the_chat_template(capsys, chat, tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text(json.dumps({"prompt": "hello"}) + "\n")
     answer = chat.write(chat.ids([{"role": "user", "content": "hello"}]), 40)
@@ -120,7 +120,7 @@ def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
     assert made["settings"]["template"] == "chat"
 
 
-def test_texts_may_be_drawn(capsys, file, heads):
+def test_texts_may_be_sampled(capsys, file, heads):
     argv = ["calibrate", "--model", str(heads), "--prompts", file, *LIMITS, "--temperature", "0.8", "--seed", "7"]
     assert main(argv) == 0
     assert "tokens, drawn at temperature 0.8)" in capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_texts_may_be_drawn(capsys, file, heads):
     assert json.loads((heads / "calibration.json").read_text())["texts"] != first["texts"]
 
 
-def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
+def test_an_interrupted_run_says_how_to_resume(capsys, file, heads, monkeypatch):
     from medusa_decoding.calibration import collect as module
 
     def interrupt(*args):
@@ -161,7 +161,7 @@ def test_an_interrupted_run_says_how_to_go_on(capsys, file, heads, monkeypatch):
         (["--model", "HEADS", "--max-new-tokens", "3"], "max_new_tokens: expected at least 4, .* got 3"),
     ],
 )
-def test_refusals(capsys, file, heads, tmp_path, argv, words):
+def test_bad_input_is_refused(capsys, file, heads, tmp_path, argv, words):
     places = {"HEADS": str(heads), "HERE": str(tmp_path), "OUT": str(tmp_path / "c.json")}
     given = [places.get(word, word) for word in argv]
     assert main(["calibrate", "--prompts", file, *LIMITS, *given]) == 2
@@ -173,7 +173,7 @@ def test_refusals(capsys, file, heads, tmp_path, argv, words):
     assert not (tmp_path / "c.json").exists()
 
 
-def test_places_that_may_not_be_written_to_are_told_of_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
+def test_unwritable_outputs_are_refused_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
     for name in ("load_tokenizer", "load_model"):
         monkeypatch.setattr(f"medusa_decoding.cli._arguments.{name}", lambda args: pytest.fail("loaded"))
     monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
@@ -181,7 +181,7 @@ def test_places_that_may_not_be_written_to_are_told_of_before_anything_is_loaded
     assert "--out: expected a file in a folder that exists and may be written to" in capsys.readouterr().err
 
 
-def test_a_home_folder_may_be_written_as_in_the_shell(capsys, file, heads, monkeypatch):
+def test_a_tilde_is_expanded_to_the_home_folder(capsys, file, heads, monkeypatch):
     monkeypatch.setenv("HOME", str(heads.parent))
     argv = ["calibrate", "--prompts", file, *LIMITS, "--limit", "1", "--model=~/heads"]
     assert main([*argv, "--out=~/mine.json"]) == 0

@@ -57,7 +57,7 @@ def test_only_the_new_turn_is_prefilled(chat, talk):
         held = len(prompt) + len(new) - 1  # what the last token predicts was not asked for
 
 
-def test_what_the_model_wrote_is_reused_though_its_text_is_divided_otherwise(make_chat, talk):
+def test_the_models_tokens_are_reused_though_the_tokenizer_would_encode_them_differently(make_chat, talk):
     chat = make_chat(39, pairs=True)
     prompt = chat.ids([user("hello")])
     written = chat.write(prompt, 60)
@@ -65,8 +65,8 @@ def test_what_the_model_wrote_is_reused_though_its_text_is_divided_otherwise(mak
     history = [user("hello"), {"role": "assistant", "content": chat.text(written)}, user("tell me more, please!")]
     fresh = chat.ids(history)
     assert fresh[: len(prompt) + len(written)] != prompt + written  # or this would test nothing
-    behind = chat.tokenizer("\n<|start|>user\ntell me more, please!<|end|>\n<|start|>assistant\n")["input_ids"]
-    spliced = prompt + written + behind
+    following = chat.tokenizer("\n<|start|>user\ntell me more, please!<|end|>\n<|start|>assistant\n")["input_ids"]
+    spliced = prompt + written + following
     assert chat.tokenizer.decode(spliced) == chat.tokenizer.decode(fresh)
     expected = chat.write(spliced, 60)
 
@@ -106,7 +106,7 @@ def test_the_generation_configs_eos_tokens_end_an_answer_too(chat, talk, monkeyp
     assert answer["metrics"]["new_tokens"] == place + 1
 
 
-def test_a_system_message_stands_in_front(chat, talk):
+def test_a_system_message_comes_first(chat, talk):
     system = [{"role": "system", "content": "be brief."}]
     expected = answers(chat.conversation(QUESTIONS, 12, system))
     assert expected != answers(chat.conversation(QUESTIONS, 12))
@@ -114,19 +114,19 @@ def test_a_system_message_stands_in_front(chat, talk):
     assert (code, out.splitlines()) == (0, "\n".join(expected).splitlines())
 
 
-def test_a_line_that_ends_in_a_backslash_goes_on(chat, talk):
+def test_a_line_that_ends_in_a_backslash_is_continued(chat, talk):
     expected = chat.answer([user("one\ntwo\n three")], 12)
     code, out, err = talk(chat, ["one\\", "two\\", " three", "", "   "], "--json", "--max-new-tokens", 12)
     assert [answer["text"] for answer in lines_of(out)] == [expected]
 
 
 @pytest.mark.parametrize("text", ["one", "one\\", "one\\\n"])
-def test_the_last_line_needs_no_end(chat, talk, text):
+def test_the_last_line_needs_no_newline(chat, talk, text):
     code, out, err = talk(chat, text, "--json", "--max-new-tokens", 12)
     assert [answer["text"] for answer in lines_of(out)] == [chat.answer([user("one")], 12)]
 
 
-def test_two_slashes_send_one(chat, talk):
+def test_a_message_that_starts_with_two_slashes_sends_one(chat, talk):
     code, out, err = talk(chat, ["//a"], "--json", "--max-new-tokens", 12)
     assert [answer["text"] for answer in lines_of(out)] == [chat.answer([user("/a")], 12)]
 
@@ -134,7 +134,7 @@ def test_two_slashes_send_one(chat, talk):
 # --- commands
 
 
-def test_undo_clear_and_system_change_what_the_model_is_told(chat, talk):
+def test_undo_clear_and_system_change_the_prompt(chat, talk):
     hello = chat.conversation(["hello"], 12)
     system = [{"role": "system", "content": "no, really."}]
     expected = [
@@ -160,7 +160,7 @@ def test_history_prints_what_was_said(chat, talk):
     assert out == history[2]["content"] + "\n" + said
 
 
-def test_exit_leaves(chat, talk):
+def test_exit_ends_the_chat(chat, talk):
     code, out, err = talk(chat, ["/exit", "hello"])
     assert (code, out) == (0, "")
 
@@ -172,7 +172,7 @@ def test_help_names_every_command(chat, talk):
         assert re.search(rf"^/{word}\b", out, re.MULTILINE)
 
 
-def test_stats_tell_the_last_answer_and_all(chat, talk):
+def test_stats_cover_the_last_answer_and_the_whole_chat(chat, talk):
     prompts = [chat.ids(chat.conversation(QUESTIONS[:2], 10)[:length]) for length in (1, 3)]
     new = [len(chat.write(prompt, 10)) for prompt in prompts]
     code, out, err = talk(chat, [*QUESTIONS[:2], "/stats"], "--tree", "root", "--max-new-tokens", 10)
@@ -186,13 +186,13 @@ def test_stats_tell_the_last_answer_and_all(chat, talk):
     assert f"0: {sum(new) - 2} (100%)" in everything
 
 
-def test_stats_go_elsewhere_when_answers_are_json(chat, talk):
+def test_stats_go_to_standard_error_when_answers_are_json(chat, talk):
     code, out, err = talk(chat, ["hello", "/stats"], "--json", "--max-new-tokens", 10)
     assert len(lines_of(out)) == 1
     assert "last answer:" in err
 
 
-def test_json_has_null_where_there_is_no_step(chat, talk):
+def test_json_has_null_for_rates_without_a_step(chat, talk):
     code, out, err = talk(chat, ["hello"], "--json", "--max-new-tokens", 1)
     (answer,) = lines_of(out.replace("NaN", "not JSON"))
     assert (answer["metrics"]["steps"], answer["metrics"]["tokens_per_step"]) == (0, None)
@@ -219,7 +219,7 @@ def test_json_has_null_where_there_is_no_step(chat, talk):
         ("/set seed 1.5", "/set seed: .*1.5"),
     ],
 )
-def test_what_cannot_be_followed_is_one_line_and_the_chat_goes_on(chat, talk, line, words):
+def test_a_bad_command_is_one_line_and_the_chat_continues(chat, talk, line, words):
     expected = chat.answer([user("hello")], 512)
     code, out, err = talk(chat, [line, "hello"])
     assert (code, out) == (2, expected + "\n")
@@ -230,8 +230,8 @@ def test_what_cannot_be_followed_is_one_line_and_the_chat_goes_on(chat, talk, li
 # --- settings
 
 
-def test_settings_change_what_comes(chat, talk):
-    """The likeliest token alone is left to draw, whatever the temperature."""
+def test_settings_change_the_next_answer(chat, talk):
+    """Only the likeliest token is left to sample, at any temperature."""
     short, long = (chat.answer([user("hello")], length) for length in (5, 12))
     lines = ["/set max_new_tokens 5", "/set temperature 3", "/set top_k 1", "hello", "/undo"]
     lines += [
@@ -248,7 +248,7 @@ def test_settings_change_what_comes(chat, talk):
     assert [answer["text"] for answer in lines_of(out)] == [short, long, long]
 
 
-def test_drawn_answers_repeat_with_their_seed(chat, talk):
+def test_sampled_answers_repeat_with_their_seed(chat, talk):
     lines = ["/set temperature 2", "/set seed 7", "hello", "/undo", "hello", "/undo", "/set seed 8", "hello"]
     code, out, err = talk(chat, [*lines, "/undo", "/set seed 7", "hello", "hello"], "--json", "--max-new-tokens", 30)
     first, again, other, once_more, next_turn = (answer["text"] for answer in lines_of(out))
@@ -258,7 +258,7 @@ def test_drawn_answers_repeat_with_their_seed(chat, talk):
     assert lines_of(out)[0]["text"] == first
 
 
-def test_each_answer_is_drawn_with_a_seed_of_its_own(chat, talk, monkeypatch):
+def test_each_answer_is_sampled_with_a_different_seed(chat, talk, monkeypatch):
     seeds = []
     generate = MedusaModel.generate
 
@@ -274,7 +274,7 @@ def test_each_answer_is_drawn_with_a_seed_of_its_own(chat, talk, monkeypatch):
 # --- the history and the context
 
 
-def test_a_saved_talk_goes_on_where_it_was(chat, talk, tmp_path):
+def test_a_saved_chat_continues_where_it_ended(chat, talk, tmp_path):
     history = chat.conversation(QUESTIONS, 12, [{"role": "system", "content": "be brief."}])
     where = tmp_path / "talk.json"
     code, out, err = talk(chat, QUESTIONS[:2], "--system", "be brief.", "--save", where, "--max-new-tokens", 12)
@@ -286,7 +286,7 @@ def test_a_saved_talk_goes_on_where_it_was(chat, talk, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
-def test_save_keeps_up_with_undo_and_writes_copies(chat, talk, tmp_path):
+def test_save_follows_undo_and_writes_copies(chat, talk, tmp_path):
     kept, copied = tmp_path / "kept.json", tmp_path / "copied.json"
     history = chat.conversation(["hello", "more"], 12)
     lines = ["hello", "more", f"/save {copied}", "/undo"]
@@ -295,7 +295,7 @@ def test_save_keeps_up_with_undo_and_writes_copies(chat, talk, tmp_path):
     assert json.loads(kept.read_text())["messages"] == history[:2]
 
 
-def test_a_system_message_takes_the_place_of_a_loaded_one(chat, talk, tmp_path):
+def test_a_system_message_replaces_a_loaded_one(chat, talk, tmp_path):
     said = [{"role": "system", "content": "be loud."}, user("hello"), {"role": "assistant", "content": "hey"}]
     (tmp_path / "talk.json").write_text(json.dumps(said))
     expected = chat.answer([{"role": "system", "content": "be brief."}, *said[1:], user("more")], 12)
@@ -315,7 +315,7 @@ def test_a_system_message_takes_the_place_of_a_loaded_one(chat, talk, tmp_path):
         ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "user and assistant in turn"),
     ],
 )
-def test_what_is_no_history_is_refused(chat, talk, tmp_path, text, words):
+def test_a_file_that_is_not_a_history_is_refused(chat, talk, tmp_path, text, words):
     (tmp_path / "talk.json").write_text(text)
     code, out, err = talk(chat, ["hello"], "--load", tmp_path / "talk.json")
     assert (code, out) == (2, "")
@@ -362,13 +362,13 @@ def test_a_tokenizer_without_a_template_is_named(make_chat, talk):
     )
 
 
-def test_a_template_file_takes_the_tokenizers_place(make_chat, talk, tmp_path):
+def test_a_template_file_replaces_the_tokenizers_template(make_chat, talk, tmp_path):
     template = "{% for message in messages %}{{ message['content'] }}!\n{% endfor %}"
     (tmp_path / "template.jinja").write_text(template)
     for chat in (make_chat(), make_chat(template=None)):
         ids = chat.ids([user("hello")], chat_template=template)
         assert chat.tokenizer.decode(ids) == "hello!\n"
-        # Nothing special stands behind an answer here: it ends with its budget alone.
+        # Nothing special follows an answer here: it ends only with its budget.
         expected = chat.text(chat.write(ids, 20, eos_token_id=None))
         code, out, err = talk(
             chat, ["hello"], "--template", tmp_path / "template.jinja", "--json", "--max-new-tokens", 20
@@ -388,7 +388,7 @@ def test_the_plain_template(make_chat, talk):
 
 
 def test_a_plain_answer_ends_before_the_next_turn(make_chat, talk, monkeypatch):
-    """What stands for the next turn here is something that the model does write."""
+    """The text that begins the next turn here is something that the model does write."""
     chat = make_chat(template=None)
     ids = chat.tokenizer("User: hello\n\nAssistant:")["input_ids"]
     text = chat.text(chat.write(ids, 40, eos_token_id=None))
@@ -415,7 +415,7 @@ def test_a_template_that_cannot_be_used_is_named(chat, talk, tmp_path, text, wor
     assert words in notes(err)[-1]
 
 
-def test_a_template_that_takes_no_system_message_leaves_the_history(make_chat, talk):
+def test_a_template_without_system_messages_leaves_the_history_unchanged(make_chat, talk):
     template = (
         "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}"
         "{% endif %}{{ message['content'] }}<|end|>{% endfor %}"
@@ -428,7 +428,7 @@ def test_a_template_that_takes_no_system_message_leaves_the_history(make_chat, t
     assert code == 2
 
 
-def test_the_demo_model_says_that_it_does_not_chat(capsys):
+def test_the_demo_model_reports_that_it_has_no_chat_template(capsys):
     assert main(["chat"]) == 2
     (note,) = notes(capsys.readouterr().err)
     assert "the embedded demo model continues code" in note
@@ -440,7 +440,7 @@ def test_the_demo_model_says_that_it_does_not_chat(capsys):
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError, FloatingPointError])
-def test_an_error_leaves_the_history_as_it_was(chat, talk, monkeypatch, error):
+def test_an_error_leaves_the_history_unchanged(chat, talk, monkeypatch, error):
     expected = chat.conversation(["hello", "more"], 12)
     generate, calls = MedusaModel.generate, []
 
@@ -461,7 +461,7 @@ def test_an_error_leaves_the_history_as_it_was(chat, talk, monkeypatch, error):
     assert code == 2
 
 
-def test_the_chat_ends_where_nobody_reads_it(chat, talk, monkeypatch):
+def test_the_chat_ends_when_its_output_is_closed(chat, talk, monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError(32, "Broken pipe")
@@ -481,7 +481,7 @@ def test_the_chat_ends_where_nobody_reads_it(chat, talk, monkeypatch):
 
 @pytest.fixture
 def ctrl_c(monkeypatch):
-    """Have Ctrl-C pressed when a token has been streamed: `ctrl_c(3)` behind the third, `ctrl_c(3, times=2)` twice."""
+    """Press Ctrl-C when a token has been streamed: `ctrl_c(3)` after the third, `ctrl_c(3, times=2)` twice."""
     before = signal.getsignal(signal.SIGINT)
 
     def arrange(count, times=1):
@@ -501,7 +501,7 @@ def ctrl_c(monkeypatch):
 
 
 def test_ctrl_c_keeps_the_partial_answer(chat, talk, ctrl_c, tmp_path):
-    """One token more than had been streamed; a step of plain decoding is one token."""
+    """One more token than was streamed; a step of plain decoding is one token."""
     ctrl_c(3)
     partial = chat.answer([user("hello")], 4)
     assert partial != chat.answer([user("hello")], 5)
@@ -544,10 +544,10 @@ def test_a_second_ctrl_c_interrupts_at_once(chat, talk, ctrl_c):
     assert out.strip() == chat.answer([user("hello")], 3)
 
 
-# --- what the fixtures promise
+# --- the fixtures
 
 
-def test_the_checkpoint_is_what_these_tests_need(chat):
+def test_the_chat_checkpoint_has_two_eos_tokens_and_round_trips(chat):
     """Two EOS tokens, one the template's; and transformers reads back what was written."""
     tokenizer = AutoTokenizer.from_pretrained(chat.folder / "base")
     assert tokenizer.eos_token_id != chat.end

@@ -1,4 +1,4 @@
-"""medusa chat at a real terminal: a process behind a pseudoterminal, with keys pressed as a person would.
+"""medusa chat at a real terminal: a process in a pseudoterminal, with keys pressed as by a person.
 
 Nothing waits for ever: reading gives up after a minute, and the process is ended in any case.
 """
@@ -40,11 +40,11 @@ class Terminal:
         os.write(self.ours, keys.encode())
 
     def shown(self, start=0):
-        """Return what the process has shown, from a number of bytes on."""
+        """Return the output of the process, from a byte offset on."""
         return self.bytes[start:].decode(errors="replace").replace("\r\n", "\n")
 
     def wait_for(self, pattern):
-        """Return what is shown from now on, up to what the pattern finds and perhaps more."""
+        """Return the output from now on, at least up to a match of the pattern."""
         start, until = len(self.bytes), time.monotonic() + PATIENCE
         while re.search(pattern, self.shown(start)) is None:
             left = until - time.monotonic()
@@ -56,7 +56,7 @@ class Terminal:
     def interrupt_prompt(self, pattern):
         """Press Ctrl-C and wait; once again if nothing happens.
 
-        Python's readline takes notice of a Ctrl-C of the very moment in which it begins to wait only with the next key.
+        Python's readline notices a Ctrl-C in the moment when it begins to wait only at the next key.
         """
         self.press("\x03")
         if not select.select([self.ours], [], [], 5.0)[0]:
@@ -78,7 +78,7 @@ class Terminal:
 
 
 def take_terminal(descriptor):
-    """In the new process: make the terminal its own, so that Ctrl-C reaches it; it may have been started deaf to it."""
+    """In the new process: take the terminal, so that Ctrl-C reaches it, and stop ignoring the signal."""
     import fcntl
     import termios
 
@@ -97,7 +97,7 @@ def terminal(make_chat, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal):
+def test_ctrl_c_ends_the_answer_but_not_the_chat(terminal):
     terminal.wait_for("> $")
     terminal.press("hello\n")
     terminal.wait_for(r"hello\n\s*\S+\s")  # words of the answer are there

@@ -1,4 +1,4 @@
-"""The command `medusa distill`: what it generates, what it hands to training, how it is stopped and how it refuses."""
+"""The command `medusa distill`: what it generates and passes to training, how it is stopped, and what it refuses."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def place(chat, tmp_path):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Stand in for training: what it was asked to do."""
+    """Replace training, and record its arguments."""
     asked = []
 
     def train(config, **options):
@@ -86,7 +86,7 @@ def test_the_model_s_own_answers_are_written(capsys, place, heads):
     assert figures["tokens_per_step"] == 1.0 if not heads else figures["tokens_per_step"] > 1.0
 
 
-def test_training_is_handed_the_generated_records(capsys, place, trained):
+def test_training_gets_the_generated_records(capsys, place, trained):
     assert place.run("--json", method="medusa-1", data={"system": None, "limit": 4}) == 0
     ((config, options),) = trained
     assert [source.path for source in config.data.train] == [str(place.file)]
@@ -97,7 +97,7 @@ def test_training_is_handed_the_generated_records(capsys, place, trained):
     assert out["generation"]["records"] == len(lines(place.file)) == 4
 
 
-def test_the_limit_over_the_configuration_s(place, trained, capsys):
+def test_the_limit_option_overrides_the_configuration(place, trained, capsys):
     assert place.run("--limit", "3", "--only-data", data={"limit": 5}) == 0
     check_answers(place.chat, place.file, QUESTIONS[:3])
     assert trained == []
@@ -106,7 +106,7 @@ def test_the_limit_over_the_configuration_s(place, trained, capsys):
     assert str(place.file) in err
 
 
-def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(capsys, place, trained, monkeypatch):
+def test_ctrl_c_keeps_the_records_and_resume_continues(capsys, place, trained, monkeypatch):
     answers = distill._answers
     calls = []
 
@@ -133,7 +133,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_goes_on(capsys, place, trained, m
     assert trained[0][1]["resume"] is True
 
 
-def test_what_is_finished_is_not_generated_again(capsys, place, trained, monkeypatch):
+def test_finished_records_are_not_generated_again(capsys, place, trained, monkeypatch):
     assert place.run("--only-data") == 0
     monkeypatch.setattr(distill, "generate_records", lambda *args, **options: pytest.fail("generates"))
     monkeypatch.setenv("WORLD_SIZE", "2")  # nor do several processes generate
@@ -166,7 +166,7 @@ def test_bad_input_is_one_line_and_code_2(capsys, place, trained, changes, words
 
 
 @pytest.mark.parametrize("quantization", ["none", "4bit"])
-def test_answers_of_a_quantised_model_are_warned_of_before_it_is_loaded(capsys, place, monkeypatch, quantization):
+def test_a_quantised_model_gives_a_warning_before_it_is_loaded(capsys, place, monkeypatch, quantization):
     def loads(config):
         raise ValueError("loads now")
 
@@ -178,7 +178,7 @@ def test_answers_of_a_quantised_model_are_warned_of_before_it_is_loaded(capsys, 
     assert warned == (quantization != "none")
 
 
-def test_heads_that_are_there_are_not_trained_over(capsys, place, trained):
+def test_existing_heads_are_not_overwritten(capsys, place, trained):
     (place.file.parent.parent / "heads").mkdir(parents=True)
     assert place.run() == 2
     assert "output.folder: expected one without trained heads" in capsys.readouterr().err
@@ -187,7 +187,7 @@ def test_heads_that_are_there_are_not_trained_over(capsys, place, trained):
 
 
 @pytest.mark.parametrize("method", ["self-distillation", "medusa-1"])
-def test_heads_come_of_it(capsys, place, method):
+def test_distillation_and_training_write_heads(capsys, place, method):
     pytest.importorskip("accelerate", reason="the extra 'train' is not installed")
     pytest.importorskip("peft", reason="the extra 'train' is not installed")
     rates = {"optimizer": "adamw", "batch_size": 2, "warmup_steps": 1, "max_steps": 4, "epochs": 9.0}

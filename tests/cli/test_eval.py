@@ -31,15 +31,15 @@ def test_the_embedded_model_with_json_and_file(capsys, file, tmp_path):
     overall = figures["overall"]
     assert (overall["prompts"], overall["texts"]) == (2, 3)
     assert overall["identical"] == {"plain": 3, "transformers": 3}
-    committed = sum((int(length) + 1) * count for length, count in overall["accepted_histogram"].items())
-    assert committed == overall["new_tokens"] - 3  # each text's first token is the prefill's
-    assert overall["tokens_per_step"]["value"] == pytest.approx(committed / overall["steps"])
+    new_tokens = sum((int(length) + 1) * count for length, count in overall["accepted_histogram"].items())
+    assert new_tokens == overall["new_tokens"] - 3  # each text's first token is the prefill's
+    assert overall["tokens_per_step"]["value"] == pytest.approx(new_tokens / overall["steps"])
     assert set(overall["speedup"]) == {"plain", "transformers"}
     assert figures["settings"]["tree"] == "3 nodes"
     assert figures["prompts"] == [file]
 
 
-def test_tables_and_choices(capsys, file, checkpoint):
+def test_tables_and_options(capsys, file, checkpoint):
     argv = ["eval", "--model", str(checkpoint / "heads"), "--prompts", file, *ARGV]
     assert main([*argv, "--categories", "code", "--turns", "1", "--no-transformers", "--rounds", "2"]) == 0
     captured = capsys.readouterr()
@@ -55,7 +55,7 @@ def test_tables_and_choices(capsys, file, checkpoint):
     assert "medusa:" not in captured.err
 
 
-def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
+def test_questions_are_wrapped_in_the_chat_template(capsys, chat, tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text(json.dumps({"prompt": "hello"}) + "\n")
     answer = chat.write(chat.ids([{"role": "user", "content": "hello"}]), 40)
@@ -67,7 +67,7 @@ def test_a_template_is_put_around_questions(capsys, chat, tmp_path):
     assert figures["settings"]["template"] == "chat"
 
 
-def test_texts_that_differ_are_said_on_standard_error(capsys, file, monkeypatch):
+def test_texts_that_differ_are_reported_on_standard_error(capsys, file, monkeypatch):
     from medusa_decoding.evaluation import run
 
     monkeypatch.setattr(run, "departure", lambda text, other: 4)
@@ -88,7 +88,7 @@ def test_texts_that_differ_are_said_on_standard_error(capsys, file, monkeypatch)
         (["--prompts", "ODD"], r"prompts: expected one of the keys .* in .*odd.jsonl:1, got query"),
     ],
 )
-def test_refusals(capsys, file, tmp_path, argv, words):
+def test_bad_input_is_refused(capsys, file, tmp_path, argv, words):
     (tmp_path / "odd.jsonl").write_text('{"query": "?"}\n')
     places = {"FILE": file, "ODD": str(tmp_path / "odd.jsonl")}
     assert main(["eval", *(places.get(word, word) for word in argv), *ARGV]) == 2
@@ -98,14 +98,14 @@ def test_refusals(capsys, file, tmp_path, argv, words):
     assert re.search(words, line)
 
 
-def test_a_place_that_may_not_be_written_to_is_told_of_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
+def test_an_unwritable_output_is_refused_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
     monkeypatch.setattr("medusa_decoding.cli._arguments.load_tokenizer", lambda args: pytest.fail("loaded"))
     monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
     assert main(["eval", "--prompts", file, *ARGV, "--out", str(tmp_path / "x.json")]) == 2
     assert "--out: expected a file in a folder that exists and may be written to" in capsys.readouterr().err
 
 
-def test_figures_are_shown_also_where_the_disk_is_full(capsys, file, tmp_path, monkeypatch):
+def test_results_are_printed_also_if_the_disk_is_full(capsys, file, tmp_path, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""medusa export: what it writes and says, and how it refuses."""
+"""medusa export: what it writes, prints and refuses."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.cli import main
 
 
-def test_for_vllm_with_json(capsys, checkpoint, tmp_path):
+def test_export_for_vllm_with_json(capsys, checkpoint, tmp_path):
     argv = ["export", "--model", str(checkpoint / "heads"), "--out", str(tmp_path / "out"), "--format", "vllm"]
     assert main([*argv, "--dtype", "bfloat16", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -65,7 +65,7 @@ def test_notes_are_printed(capsys, tmp_path):
         (["--format", "vllm", "--base-model", "../gone"], "base_model: expected a hub id or a folder that exists, got"),
     ],
 )
-def test_refusals(capsys, checkpoint, tmp_path, argv, words):
+def test_bad_input_is_refused(capsys, checkpoint, tmp_path, argv, words):
     heads = str(checkpoint / "heads")
     given = ["--model", heads, "--out", str(tmp_path / "out"), *(heads if word == "HEADS" else word for word in argv)]
     assert main(["export", *given]) == 2

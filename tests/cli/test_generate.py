@@ -1,4 +1,4 @@
-"""medusa generate: what its options stand for; the texts are transformers' own."""
+"""medusa generate: the meaning of its options; texts are compared with transformers' own."""
 
 import argparse
 import json
@@ -63,7 +63,7 @@ def test_temperature_0_is_greedy(run_json, greedy):
         ["--temperature", 1e-4],
     ],
 )
-def test_drawing_where_one_token_is_left_is_greedy(run_json, greedy, options):
+def test_sampling_from_one_token_is_greedy(run_json, greedy, options):
     assert run_json(*options)["text"] == greedy
 
 
@@ -75,8 +75,8 @@ def test_drawing_where_one_token_is_left_is_greedy(run_json, greedy, options):
         (["--do-sample", "--min-p", 0.05], {"min_p": 0.05}),
     ],
 )
-def test_a_seed_fixes_what_is_drawn_whatever_the_tree(run_json, checkpoint, greedy, argv, settings):
-    """The same numbers drawn by plain decoding, called from Python."""
+def test_a_seed_gives_the_same_text_with_every_tree(run_json, checkpoint, greedy, argv, settings):
+    """The same text as sampled by plain decoding, called from Python."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint / "base")
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
     with MedusaModel.from_pretrained(checkpoint / "heads", dtype="float32", tree=Tree([])) as model:
@@ -93,45 +93,45 @@ def test_a_seed_fixes_what_is_drawn_whatever_the_tree(run_json, checkpoint, gree
         assert [run_json(*argv, "--seed", seed, "--tree", tree)["text"] for seed in (3, 4)] == drawn
 
 
-def test_repetition_penalty(run_json, transformers_text, greedy):
+def test_repetition_penalty_changes_the_text(run_json, transformers_text, greedy):
     expected = transformers_text(repetition_penalty=1.7)
     assert expected != greedy
     assert run_json("--repetition-penalty", 1.7)["text"] == expected
 
 
-def test_texts_end_behind_a_stop_string(run_json, transformers_text, greedy):
+def test_texts_end_after_a_stop_string(run_json, transformers_text, greedy):
     stops = [greedy[20:23], greedy[9:12]]
     expected = transformers_text(stop_strings=stops)
     assert len(expected) < len(greedy)
     assert run_json("--stop", stops[0], "--stop", stops[1])["text"] == expected
 
 
-def test_typical_acceptance_keeps_what_its_settings_allow(run_json):
-    """A threshold that everything passes keeps every guess of a chain; greedy decoding does not."""
+def test_typical_acceptance_follows_its_settings(run_json):
+    """A threshold that every draft token passes accepts whole chains; greedy decoding does not."""
     lossless = run_json("--tree", "chain:3")
     loose = run_json("--tree", "chain:3", "--acceptance", "typical", "--posterior-threshold", 1e-9)
     assert lossless["tokens_per_step"] < 2 < loose["tokens_per_step"]
     assert loose["steps"] == -(-(NEW - 1) // 4)
     strict = ["--acceptance", "typical", "--posterior-threshold", 1, "--posterior-alpha", 0.999]
     assert run_json("--tree", "chain:3", *strict)["steps"] > loose["steps"]
-    # Nearly a point mass: whatever is kept is the likeliest.
+    # Nearly a point mass: every accepted token is the likeliest.
     cold = run_json("--tree", "chain:3", "--acceptance", "typical", "--temperature", 1e-4)
     assert cold["text"] == lossless["text"]
 
 
 @pytest.mark.parametrize("tree", ["root+lookup:8", "chain:2+lookup:4", "auto"])
-def test_copied_branches_and_chosen_trees_write_the_same(run_json, greedy, tree):
+def test_copied_branches_and_auto_trees_write_the_same_text(run_json, greedy, tree):
     assert run_json("--tree", tree)["text"] == greedy
 
 
-def test_metrics(run_json, capsys, checkpoint):
+def test_metrics_are_printed(run_json, capsys, checkpoint):
     out = run_json("--tree", "chain:3", "--metrics")
     metrics = out["metrics"]
     assert (metrics["prompt_tokens"], metrics["new_tokens"]) == (len(PROMPT), NEW)
     assert metrics["steps"] == out["steps"] == sum(metrics["accepted_histogram"].values())
-    committed = sum((int(length) + 1) * count for length, count in metrics["accepted_histogram"].items())
-    assert committed == NEW - 1
-    assert metrics["tokens_per_step"] == out["tokens_per_step"] == pytest.approx(committed / out["steps"])
+    new_tokens = sum((int(length) + 1) * count for length, count in metrics["accepted_histogram"].items())
+    assert new_tokens == NEW - 1
+    assert metrics["tokens_per_step"] == out["tokens_per_step"] == pytest.approx(new_tokens / out["steps"])
     assert metrics["tree_nodes"] == {"4": out["steps"]}
     assert "metrics" not in run_json()
 
@@ -144,7 +144,7 @@ def test_metrics(run_json, capsys, checkpoint):
     assert f"({len(PROMPT)} prompt tokens)" in err
 
 
-def test_json_has_null_where_there_is_no_step(run_json):
+def test_json_has_null_for_rates_without_a_step(run_json):
     assert run_json("--max-new-tokens", 1)["tokens_per_step"] is None
 
 
@@ -194,7 +194,7 @@ def test_chat_takes_another_template(make_chat, run_json, tmp_path):
         (["--chat", "--template", "no-such-file"], "no-such-file"),
     ],
 )
-def test_what_does_not_go_together_is_one_line_and_code_2(capsys, checkpoint, argv, words):
+def test_conflicting_options_are_one_line_and_code_2(capsys, checkpoint, argv, words):
     assert main(["generate", "--model", str(checkpoint / "heads"), "--prompt", "a", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -263,11 +263,11 @@ def test_a_model_whose_output_is_not_finite_is_one_line_and_code_2(capsys, check
         ("auto", "auto"),
     ],
 )
-def test_trees_are_read(text, tree):
+def test_tree_arguments_are_parsed(text, tree):
     assert _arguments.tree(text) == tree
 
 
-def test_tree_files_are_read_as_they_are_named(tmp_path):
+def test_tree_files_may_have_any_name(tmp_path):
     (tmp_path / "a.json").write_text("[[0]]")
     (tmp_path / "b.json+lookup:2").write_text("[[0], [1]]")
     assert _arguments.tree(f"{tmp_path}/a.json") == Tree([[0]])
@@ -277,7 +277,7 @@ def test_tree_files_are_read_as_they_are_named(tmp_path):
         _arguments.tree(f"{tmp_path}/c.json+lookup:2")
 
 
-def test_the_demo_model_is_what_runs_without_a_model(capsys):
+def test_without_a_model_the_demo_model_runs(capsys):
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids

@@ -1,4 +1,4 @@
-"""Nothing beside a checkpoint runs and nothing asks on standard input, whichever command or function reads it."""
+"""No code next to a checkpoint runs and nothing asks on standard input, with any command or function."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def change(file, **values):
 
 
 def poison(folder, kind):
-    """Put code beside a checkpoint, and have every file that can name it do so."""
+    """Put code next to a checkpoint, and reference it from every file that can do so."""
     ran = f"open({str(folder / 'ran')!r}, 'w')\n"
     imported = (
         "from transformers import LlamaConfig as Config, LlamaForCausalLM as Model, PreTrainedTokenizerFast as Tok"
@@ -151,7 +151,7 @@ def results(make_chat, tmp_path_factory):
         place / "modules",
     ]
     environment = os.environ | {"HF_MODULES_CACHE": str(place / "modules"), "OMP_NUM_THREADS": "1"}
-    # A question that did not look at sys.stdin would be answered here.
+    # Questions that bypass sys.stdin are answered here.
     done = subprocess.run(
         list(map(str, command)), input="y\n" * 1000, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -161,7 +161,7 @@ def results(make_chat, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_nothing_beside_a_checkpoint_ran(results):
+def test_no_code_next_to_a_checkpoint_ran(results):
     place, reports = results
     chats = {f"{kind}: chat" for kind in (*REAL, "kernels")}
     for name, report in reports.items():
@@ -176,7 +176,7 @@ def test_models_of_transformers_own_work(results):
     _, reports = results
     own = {name: report["ended"] for name, report in reports.items() if name.startswith(("llama:", "demo", "doctor"))}
     assert {name: ended for name, ended in own.items() if ended not in (0, None)} == {}
-    # Which attention runs is not a checkpoint's choice, so that kernels named there are no error.
+    # A checkpoint does not choose the attention, so kernels named there are not an error.
     assert {reports[f"kernels: {name}"]["ended"] for name in ("generate", "load", "train on", "chat")} == {0}
 
 
@@ -188,14 +188,14 @@ def test_the_first_line_of_standard_input_is_a_message(results):
     assert len(answers) == 5  # every line was answered, the first among them
 
 
-def test_the_output_is_json_alone(results):
+def test_the_output_is_only_json(results):
     _, reports = results
     for line in reports["llama: generate --json"]["out"].splitlines():
         json.loads(line)
 
 
 @pytest.mark.parametrize("kind", ["unknown", "pickled", "adapter"])
-def test_what_would_need_code_is_refused_in_one_line(results, kind):
+def test_checkpoints_that_need_code_are_refused_in_one_line(results, kind):
     _, reports = results
     refused = {name: report for name, report in reports.items() if name.startswith(f"{kind}: ")}
     # These read heads, or a config and a tokenizer, which have none.

@@ -1,4 +1,4 @@
-"""Commands that write an output folder or a file to go on from: the second one is told who is writing."""
+"""Commands that write an output folder or a resumable file: a second one is refused and told the writer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_two_trainings_into_one_folder_one_wins_and_a_killed_one_lets_go(
+def test_only_one_training_writes_a_folder_and_a_killed_one_releases_it(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["train", "--config", str(recipe), "--json"]
@@ -66,7 +66,7 @@ def test_two_trainings_into_one_folder_one_wins_and_a_killed_one_lets_go(
         while not list((tmp_path / "out").glob("checkpoints/step-*")):
             assert winner.poll() is None, winner.communicate()
             time.sleep(0.1)
-        # What would only be checked is refused alike, and another folder is free.
+        # A --check is refused in the same way, and another folder is free.
         assert main([*command, "--check", "--resume"]) == 2
         assert re.search(f"process {winner.pid} on", capsys.readouterr().err)
         assert main([*command, "--check", "--set", f"output.folder={tmp_path / 'out' / 'inner'}"]) == 0
@@ -96,7 +96,7 @@ def test_distil_holds_the_folder_that_it_will_train_into(recipe: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_results_that_take_long_to_measure_have_one_writer(tmp_path: Path) -> None:
+def test_results_that_take_long_have_one_writer(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"text": "def f(x):"}) + "\n")
     text = ["--prompts", str(prompts), "--max-new-tokens", "8"]

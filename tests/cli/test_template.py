@@ -1,4 +1,4 @@
-"""A chat's prompt: which tokens are taken over from the turn before, what ends an answer, and how it is printed."""
+"""A chat's prompt: which tokens are reused from the previous turn, what ends an answer, and how it is printed."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ MERGING = chat_tokenizer(PAIRS)
 
 
 def bytes_tokenizer(metaspace):
-    """A tokenizer whose characters may be several tokens: bytes as they are, or behind words as sentencepiece does."""
+    """A tokenizer whose characters may be several tokens: plain bytes, or byte fallback as in sentencepiece."""
     if metaspace:
         words = ["\u2581", "a", "b", "c", "ab", "\u2581a", "bc", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
         merges = [("a", "b"), ("\u2581", "a"), ("b", "c")]
@@ -44,12 +44,12 @@ TOKENIZERS = {
 
 
 def common(one, other):
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     return max(n for n in range(min(len(one), len(other)) + 1) if one[:n] == other[:n])
 
 
 def best(tokenizer, known, fresh):
-    """What `splice` looks for, by trying everything: the longest way to begin as before with the same text."""
+    """The expected result of `splice`, by brute force: the longest reusable prefix that gives the same text."""
 
     def text(tokens):
         return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
@@ -68,7 +68,7 @@ def turns(draw):
     name = draw(st.sampled_from(sorted(TOKENIZERS)))
     tokenizer, letters = TOKENIZERS[name]
     text = st.text(letters, max_size=8)
-    question, answer, behind = draw(text), draw(text), draw(text)
+    question, answer, following = draw(text), draw(text), draw(text)
     bos = tokenizer.bos_token or "<|start|>"
     prompt = tokenizer(bos + question, add_special_tokens=False)["input_ids"]
     pieces = {token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens}
@@ -76,12 +76,12 @@ def turns(draw):
     known = prompt + written
     said = tokenizer.decode(known, clean_up_tokenization_spaces=False).removeprefix(bos)
     kept = said[: draw(st.integers(0, len(said)))] if draw(st.booleans()) else said
-    fresh = tokenizer(bos + kept + behind, add_special_tokens=False)["input_ids"]
+    fresh = tokenizer(bos + kept + following, add_special_tokens=False)["input_ids"]
     return tokenizer, known, fresh
 
 
 def divided(draw, tokenizer, text, pieces):
-    """Divide a text into tokens of the vocabulary in any way; bytes stand for what has no token."""
+    """Encode a text in any possible way; bytes are used for what has no token."""
     inner = tokenizer.backend_tokenizer
     if isinstance(inner.model, models.BPE) and inner.model.byte_fallback:
         chars = text.replace(" ", "\u2581")
@@ -101,7 +101,7 @@ def divided(draw, tokenizer, text, pieces):
 
 @given(turns())
 @settings(max_examples=200, deadline=None)
-def test_as_much_as_possible_is_taken_over_and_the_text_stays(turn):
+def test_as_many_tokens_as_possible_are_reused_and_the_text_is_unchanged(turn):
     tokenizer, known, fresh = turn
     prompt = splice(tokenizer, known, fresh)
     assert tokenizer.decode(prompt) == tokenizer.decode(fresh)
@@ -114,23 +114,23 @@ def ids(*tokens):
     return MERGING.convert_tokens_to_ids(list(tokens))
 
 
-def test_an_answer_in_other_tokens_is_taken_over_whole():
+def test_an_answer_in_other_tokens_is_reused_entirely():
     known = ids("<|start|>", "a", "i", "n", "t", "<|end|>")
     fresh = MERGING("<|start|>aint<|end|><|start|>s")["input_ids"]
     assert fresh[: len(known)] != known
     assert splice(MERGING, known, fresh) == known + ids("<|start|>", "s")
 
 
-def test_after_an_answer_in_other_tokens_the_next_question_is_divided_as_ever():
-    """It begins like the one before, and is taken over no further than it reads the same."""
+def test_after_an_answer_in_other_tokens_the_next_question_is_encoded_as_usual():
+    """It begins like the previous one, and is reused only as far as its text is the same."""
     known = ids("<|start|>", "a", "i", "n", "<|end|>") + MERGING("rin<|start|>s")["input_ids"]
     fresh = MERGING("<|start|>ain<|end|>rail")["input_ids"]
-    behind = MERGING("<|end|>rail")["input_ids"]
-    assert splice(MERGING, known, fresh) == ids("<|start|>", "a", "i", "n") + behind
+    following = MERGING("<|end|>rail")["input_ids"]
+    assert splice(MERGING, known, fresh) == ids("<|start|>", "a", "i", "n") + following
 
 
-def test_an_answer_that_reads_otherwise_is_taken_over_as_far_as_it_reads_the_same():
-    """A template may cut off what it likes: here the spaces at an answer's end."""
+def test_an_answer_with_another_text_is_reused_up_to_the_difference():
+    """A template may cut off text: here the spaces at an answer's end."""
     known = ids("<|start|>", "i", "n", "\u0120", "<|end|>")
     fresh = MERGING("<|start|>in<|end|>s")["input_ids"]
     assert fresh == ids("<|start|>", "in", "<|end|>", "s")
@@ -138,7 +138,7 @@ def test_an_answer_that_reads_otherwise_is_taken_over_as_far_as_it_reads_the_sam
 
 
 def test_characters_of_several_tokens_are_found():
-    """Bytes that have no end yet are shown by a mark each: a text with fewer tokens may have more characters."""
+    """Incomplete bytes are decoded to one mark each: a text with fewer tokens may have more characters."""
     tokenizer = TOKENIZERS["sentencepiece"][0]
     euros = tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>"]) * 10
     known = tokenizer.convert_tokens_to_ids(["<s>", "a", "b"]) + euros
@@ -158,15 +158,15 @@ class Spelling:
 
 
 def test_parts_of_characters_are_not_confused():
-    """Two bytes of a character and its first alone are both shown by one mark, but are not the same."""
+    """Two bytes of a character and its first byte alone are both decoded to one mark, but are not the same."""
     tokenizer = Spelling(b"?", b"a", b"b", b"ab", b"\xe2\x82", b"\xac", b"\xe2", b"\x82\xacc")
     known, fresh = [0, 1, 2, 4, 5], [0, 3, 6, 7]
     assert tokenizer.decode(known[:4]) == tokenizer.decode(fresh[:3]) == "?ab\ufffd"
     assert splice(tokenizer, known, fresh) == [0, 1, 2, 6, 7]
 
 
-def test_texts_that_differ_early_are_told_apart_early():
-    """A decoder that drops a space in front of a text would make these look the same without what stands before."""
+def test_texts_that_differ_early_are_distinguished_early():
+    """A decoder that drops a leading space would make these look the same without the preceding text."""
     tokenizer = TOKENIZERS["sentencepiece"][0]
     decoded = []
 
@@ -189,7 +189,7 @@ def test_texts_that_differ_early_are_told_apart_early():
         ("{% for m in messages %}{{ m['content'] }}<|text|>{% endfor %}", "<|text|>"),
         ("{% for m in messages %}{{ m['content'] | trim }}<|end|>\n{% endfor %}", "<|end|>"),
         ("{% for m in messages %}{{ m['content'] }}<|end|><|text|>{% endfor %}", "<|end|>"),
-        # Behind a space: is the space a part of the end, or of the answer?
+        # After a space: does the space belong to the end marker or to the answer?
         ("{% for m in messages %}{{ m['content'] }} <|end|>{% endfor %}", None),
         ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", None),
         ("{% for m in messages %}<|start|>{{ m['content'] }}{% endfor %}", None),
@@ -198,7 +198,7 @@ def test_texts_that_differ_early_are_told_apart_early():
         ("{{ messages[0]['content'] }}{% if messages | length > 1 %}{{ raise_exception('one!') }}{% endif %}", None),
     ],
 )
-def test_the_end_of_a_turn_is_known_or_not(template, end):
+def test_the_end_of_a_turn_is_found_in_the_template_or_unknown(template, end):
     tokenizer = chat_tokenizer([], template)
     found = ChatTemplate(tokenizer)
     assert found.end_of_turn == (end and tokenizer.convert_tokens_to_ids(end))
@@ -229,7 +229,7 @@ def test_a_plain_template_leaves_special_tokens_to_the_tokenizer():
 )
 @example(["a\n", "b", "a"], "\nba")
 @settings(max_examples=200, deadline=None)
-def test_what_is_printed_ends_before_what_ends_the_answer(chunks, stop):
+def test_printed_text_ends_before_the_end_marker(chunks, stop):
     tokenizer = chat_tokenizer([])
     printed = io.StringIO()
     streamer = AnswerStreamer(tokenizer, stop)
@@ -241,7 +241,7 @@ def test_what_is_printed_ends_before_what_ends_the_answer(chunks, stop):
     assert printed.getvalue() == (text if stop is None else text.partition(stop)[0]) + "\n"
 
 
-def test_nothing_is_held_back_longer_than_needed(capsys):
+def test_text_is_not_held_back_longer_than_needed(capsys):
     streamer = AnswerStreamer(chat_tokenizer([]), "\nUser:")
     for chunk, shown in (("a b\n", "a b"), ("Us", ""), ("ed to", "\nUsed to"), ("\nUser", ""), (": c", "")):
         streamer.on_finalized_text(chunk)

@@ -20,7 +20,7 @@ def recipe(tmp_path):
     return file
 
 
-def test_a_file_and_changes_to_it_are_trained(recipe, tmp_path, capsys):
+def test_a_settings_file_with_overrides_is_trained(recipe, tmp_path, capsys):
     arguments = ["train", "--config", str(recipe), "--set", "optimisation.epochs=1", "--set", "heads.num_heads=2"]
     assert main([*arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -52,7 +52,7 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_process_checks_a_run_whose_weights_are_to_be_divided(recipe, capsys):
+def test_one_process_can_check_a_run_with_sharded_weights(recipe, capsys):
     divided = ["train", "--config", str(recipe), "--check", "--set", "optimisation.sharding=full"]
     assert main(divided) == 0
     assert "steps of 4 rows: heads" in capsys.readouterr().out
@@ -120,11 +120,11 @@ def test_recipes_can_be_read(file):
     config = Config.read(file)
     assert config.output.folder.startswith("runs/")
     distills = "medusa distill --config" in file.read_text()
-    # Learning from states in 4 bits is the paper's setting.
+    # Training from hidden states in 4 bits is the paper's setting.
     paper = file.stem in ("vicuna-7b", "vicuna-7b-medusa-2", "mistral-7b")
     assert len(config.warnings(distills)) == paper
 
 
-def test_there_are_recipes_for_the_models_people_ask_for():
+def test_there_are_recipes_for_popular_models():
     names = {file.stem for file in RECIPES}
     assert {"vicuna-7b", "llama-3-8b", "mistral-7b", "qwen3-8b", "demo-cpu", "chat-cpu"} <= names

@@ -12,7 +12,7 @@ from medusa_decoding.cli import main
 from medusa_decoding.trees.calibration import NONE, Calibration
 from medusa_decoding.trees.replay import walk
 
-# Heads that are right together: behind rank 0 only rank 0, behind rank 1 only rank 1.
+# Heads that are right together: after rank 0 only rank 0, after rank 1 only rank 1.
 TOGETHER = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
 
 
@@ -26,7 +26,7 @@ def file(tmp_path):
 WALKED = Calibration.of(2, 2, [[((0, 0), (0, 0), (1, 1)) * 2 + ((0, 0), (0, NONE))], [((1, 1), (NONE, NONE))]])
 
 
-def test_search_compares_the_ways(capsys, file, tmp_path):
+def test_search_compares_its_methods(capsys, file, tmp_path):
     Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2}).save(tmp_path / "other.json")
     argv = ["tree", "search", "--calibration", file, "--nodes", "3,5"]
     assert main(argv) == 0
@@ -71,7 +71,7 @@ MADE = {"heads": "a1", "base_model": "b1", "prompts": {"count": 2, "hash": "c1",
         ({}, "--held-out: expected others than the prompts of .*c.json, got 1 of them"),
         ({"prompts": MADE["prompts"]}, "--held-out: expected others than the prompts of .*c.json, got 2 of them"),
         ({"prompts": {"count": 2, "hash": "c2", "each": ["d3", "d4"]}}, None),
-        # From before prompts were told apart one by one.
+        # A file from before prompts were identified one by one.
         ({"prompts": {"count": 2, "hash": "c2"}}, "Not checked, .*: that prompts are others.$"),
         ({"prompts": None, "heads": None}, "Not checked, .*: that heads are the same and that prompts are others.$"),
     ],
@@ -122,7 +122,7 @@ def prompts(tmp_path):
     return tmp_path
 
 
-def test_measured_beside_expected(capsys, checkpoint, prompts):
+def test_measured_next_to_expected_tokens_per_step(capsys, checkpoint, prompts):
     heads = str(checkpoint / "heads")
     made = {}
     for name in "ab":
@@ -135,7 +135,7 @@ def test_measured_beside_expected(capsys, checkpoint, prompts):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["nodes"] for line in lines] == [2, 9]
     for line in lines:
-        # The other texts are walked to the very steps that were made.
+        # Walking the other texts gives exactly the measured steps.
         steps = walk(Calibration.load(made["b"]), Tree(line["tree"]))
         assert (line["steps"], line["measured"]["value"]) == (sum(steps.steps), steps.tokens_per_step)
         expected = walk(Calibration.load(made["a"]), Tree(line["tree"])).tokens_per_step
@@ -195,7 +195,7 @@ def test_show_draws_an_image(capsys, tmp_path):
     assert "10 nodes, depth 2" in capsys.readouterr().out
 
 
-def test_a_terminal_that_knows_ascii_only_gets_ascii(monkeypatch):
+def test_an_ascii_terminal_gets_ascii(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
     assert main(["tree", "show", "cartesian:3", "--width", "40"]) == 0
@@ -218,7 +218,7 @@ def test_a_terminal_that_knows_ascii_only_gets_ascii(monkeypatch):
         (["show", "chain:1", "--image", "no/such/t.png"], "--image: expected a file in a folder that exists"),
     ],
 )
-def test_refusals(capsys, file, tmp_path, argv, words):
+def test_bad_input_is_refused(capsys, file, tmp_path, argv, words):
     (tmp_path / "a.json").write_text("[[0.5, 0.4]]")
     places = {"FILE": file, "PLAIN": str(tmp_path / "a.json")}
     assert main(["tree", *(places.get(word, word) for word in argv)]) == 2
@@ -236,7 +236,7 @@ def test_refusals(capsys, file, tmp_path, argv, words):
         ([], "ACTION"),
     ],
 )
-def test_arguments_that_cannot_be(capsys, argv, words):
+def test_bad_arguments_end_with_code_2(capsys, argv, words):
     with pytest.raises(SystemExit) as end:
         main(["tree", *argv])
     assert end.value.code == 2
@@ -251,7 +251,7 @@ def test_without_matplotlib_an_image_is_refused_before_any_work(capsys, monkeypa
     assert "medusa-kernels[train]" in captured.err
 
 
-def test_places_that_may_not_be_written_to_are_told_of_before_any_work(capsys, monkeypatch, file, tmp_path):
+def test_unwritable_outputs_are_refused_before_any_work(capsys, monkeypatch, file, tmp_path):
     monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
     monkeypatch.setattr("medusa_decoding.cli.tree.search_trees", lambda *args: pytest.fail("searched"))
     argv = ["tree", "search", "--calibration", file, "--nodes", "3", "--save", str(tmp_path / "t.json")]

@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def choice(tmp_path_factory):
-    """What `QUICK` stores, measured once for all tests that only read it."""
+    """The tuning file that `QUICK` writes, measured once for all tests that only read it."""
     folder = tmp_path_factory.mktemp("choice")
     shutil.copytree(CHECKPOINT, folder / "demo", ignore=shutil.ignore_patterns("tuning.json", "calibration.json"))
     assert main(["tune", "--model", str(folder / "demo" / "heads"), *QUICK]) == 0
@@ -39,7 +39,7 @@ def choice(tmp_path_factory):
 
 @pytest.fixture
 def stored(folder, choice):
-    """The file of a stored choice beside the copy of the heads."""
+    """Write a tuning file next to the copy of the heads."""
     (folder / "tuning.json").write_text(choice)
     return folder / "tuning.json"
 
@@ -56,7 +56,7 @@ def tune(folder, capsys):
     return run
 
 
-def test_measured_stored_and_used(tune, folder):
+def test_a_tuning_is_measured_stored_and_used(tune, folder):
     code, out, _ = tune(*QUICK, "--batch", "2,1", "--json")
     assert code == 0
     figures = json.loads(out)
@@ -119,7 +119,7 @@ def calibration(counts, tmp_path):
 
 
 def steps_by_hand(texts, choices):
-    """Tokens a step along the texts of a calibration's file, read with other means."""
+    """Tokens per step along the texts of a calibration file, computed independently."""
     tokens = steps = 0
     for text in (text for of_prompt in texts for text in of_prompt):
         ranks = [[None if rank == "-" else int(rank) for rank in text[i : i + 4]] for i in range(0, len(text), 4)]
@@ -145,7 +145,7 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
     for size in figures["cases"][0]["sizes"]:
         assert len(size["choices"]) == size["nodes"] - 1
         assert size["tokens"] == pytest.approx(steps_by_hand(texts, size["choices"]))
-    # Beside the heads it is found by itself.
+    # Next to the heads it is found automatically.
     shutil.copy(calibration, folder / "calibration.json")
     code, out, _ = tune("--nodes", "3,9", "--prefix", "20", "--repeats", "1")
     assert code == 0
@@ -155,7 +155,7 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
     assert json.loads((folder / "tuning.json").read_text())["weighed"] == "walked"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
         assert model.tree.num_nodes in (1, 3, 9)
-    # Without the texts there is nothing to walk along, and --check says that this has changed.
+    # Without texts there is nothing to walk, and --check reports the change.
     values = json.loads(calibration.read_text())
     (folder / "calibration.json").write_text(json.dumps({k: values[k] for k in values if k not in ("texts", "format")}))
     code, out, _ = tune("--check", "--json")
@@ -168,7 +168,7 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
     assert "config.json: expected" in line
 
 
-def test_a_calibration_of_others_is_refused_or_said_to_be_unchecked(tune, calibration):
+def test_a_calibration_of_other_heads_is_refused_or_reported_as_unchecked(tune, calibration):
     values = json.loads(calibration.read_text())
     for name, words in (("heads", "a calibration of these heads"), ("base_model", "texts of this base model")):
         calibration.write_text(json.dumps(values | {"made": values["made"] | {name: "0" * 16}}))
@@ -213,7 +213,7 @@ def test_check_compares_with_the_calibration_that_was_used(tune, folder, calibra
     assert (code, json.loads(out)["notes"]) == (0, [f"the calibration {calibration} is gone"])
 
 
-def test_few_texts_are_warned_of(capsys):
+def test_few_texts_give_a_warning(capsys):
     few = Calibration.of(1, 1, [[((0,), (0,)), ()]] * 19)
     command.warn_of_few(few)
     assert "the calibration has 19 texts" in capsys.readouterr().err
@@ -223,7 +223,7 @@ def test_few_texts_are_warned_of(capsys):
 
 
 def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, stored, tmp_path):
-    """Beside the heads stands one of another dtype, in the cache one that holds."""
+    """The file next to the heads is for another dtype, the one in the cache is valid."""
     own = folder / "tuning.json"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
         conditions = Conditions.current(model.backbone, model.heads, model.backend)
@@ -242,7 +242,7 @@ def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, store
     assert (code, out, line) == (2, "", f"medusa: {own}: dtype: tuned with float16, now float32")
 
 
-def test_without_a_home_folder_a_file_is_asked_for(capsys, monkeypatch):
+def test_without_a_home_folder_an_output_file_is_required(capsys, monkeypatch):
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -267,7 +267,7 @@ def test_without_a_home_folder_a_file_is_asked_for(capsys, monkeypatch):
         (["--check", "--calibration", "HERE/c.json"], "--calibration: expected a file that `medusa calibrate` wrote"),
     ],
 )
-def test_bad_places_are_told_of_before_the_model_is_loaded(tune, tmp_path, monkeypatch, argv, words):
+def test_unwritable_outputs_are_refused_before_the_model_is_loaded(tune, tmp_path, monkeypatch, argv, words):
     monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
     monkeypatch.setattr(tuning_paths.os, "access", lambda path, mode: False)
     code, out, [line] = tune(*(word.replace("HERE", str(tmp_path)) for word in argv))
@@ -276,7 +276,7 @@ def test_bad_places_are_told_of_before_the_model_is_loaded(tune, tmp_path, monke
 
 
 def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
-    """The embedded model's choice stands in the user's folder for caches, where it is found again."""
+    """The embedded model's tuning file is in the user's cache folder, where it is found again."""
     own = CHECKPOINT / "heads" / "tuning.json"
     before = own.read_bytes() if own.exists() else None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -294,7 +294,7 @@ def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
     assert f"{file}: dtype: tuned with float32, now bfloat16" in capsys.readouterr().err
 
 
-def test_a_cache_that_cannot_be_made_is_told_before_any_work(capsys, tmp_path, monkeypatch):
+def test_an_unwritable_cache_is_reported_before_any_work(capsys, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
@@ -302,7 +302,7 @@ def test_a_cache_that_cannot_be_made_is_told_before_any_work(capsys, tmp_path, m
     assert str(tmp_path / "file") in capsys.readouterr().err
 
 
-def test_another_file(tune, folder, tmp_path):
+def test_out_names_another_file(tune, folder, tmp_path):
     out = tmp_path / "mine.json"
     assert tune(*QUICK, "--out", out)[0] == 0
     assert not (folder / "tuning.json").exists()
@@ -310,7 +310,7 @@ def test_another_file(tune, folder, tmp_path):
     assert tune("--check", "--out", out)[0] == 0
 
 
-def test_check(tune, folder):
+def test_check_reports_what_has_changed(tune, folder):
     file = folder / "tuning.json"
     code, out, [line] = tune("--check")
     assert (code, out) == (2, "")
@@ -336,7 +336,7 @@ def test_check(tune, folder):
     assert "model: tuned with" not in line
 
 
-def test_sweep(tune, folder, stored, tmp_path):
+def test_sweep_compares_all_sizes(tune, folder, stored, tmp_path):
     file = write_prompts(tmp_path / "texts.jsonl")
     argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1"]
     code, out, _ = tune(*argv, "--json")
@@ -363,7 +363,7 @@ def test_sweep(tune, folder, stored, tmp_path):
 
 
 def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_path):
-    """As decoding does: 2 nodes for short ones, 4 for long ones here; and says what has no room."""
+    """As in decoding: 2 nodes for short prompts and 4 for long ones here; prompts without room are reported."""
     values = json.loads((folder / "tuning.json").read_text())
     for case, place in zip(values["cases"], (1, 2), strict=True):
         case |= {name: case["sizes"][place][name] for name in ("nodes", "choices")}
@@ -390,7 +390,7 @@ def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_
     assert re.search(r"the trees chosen by length are number \d of 3, [\d.]+ % (behind|ahead of) the fastest", out)
 
 
-def test_a_sweep_may_be_kept(tune, folder, stored, tmp_path, monkeypatch):
+def test_a_sweep_may_be_recorded(tune, folder, stored, tmp_path, monkeypatch):
     file, kept = write_prompts(tmp_path / "texts.jsonl"), tmp_path / "records.jsonl"
     argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1", "--sweep-out", kept, "--json"]
     monkeypatch.setenv("MEDUSA_COMMIT", "abc123")
@@ -440,7 +440,7 @@ def test_a_sweep_may_be_kept(tune, folder, stored, tmp_path, monkeypatch):
         (["--backend", "graph"], "backend: expected 'auto', 'eager' or 'compiled' on cpu, got 'graph'"),
     ],
 )
-def test_refusals(tune, folder, argv, words):
+def test_bad_input_is_refused(tune, folder, argv, words):
     if "--device" in argv and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     code, out, [line] = tune(*argv)
