@@ -1,4 +1,4 @@
-"""Tiny chat models with templates, and what transformers alone answers with them."""
+"""Tiny chat models with templates, and transformers' own answers with them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}"
 )
-# Pairs of letters with a token of their own: "ri" may be written as one token or as two.
+# Pairs of letters that have their own token: "ri" may be written as one token or as two.
 PAIRS = [first + second for first in "aeiostn" for second in "aeiostnrl" if first != second]
 
 
 def chat_tokenizer(pairs, template=CHAT_TEMPLATE):
-    """A tokenizer with special tokens around messages; its EOS token is another one than the template's."""
+    """A tokenizer with special tokens around messages; its EOS token differs from the template's."""
     tokens = [*"abcdefghijklmnopqrstuvwxyzAUS.,:?!", "\u0120", "\u010a", *pairs, "<|text|>", "<|start|>", "<|end|>"]
     merges = [(pair[0], pair[1]) for pair in pairs]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -55,7 +55,7 @@ class ChatCheckpoint:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kwargs)["input_ids"]
 
     def write(self, ids, new_tokens, **kwargs):
-        """The new tokens that transformers writes behind a prompt."""
+        """The new tokens that transformers writes after a prompt."""
         settings = {"do_sample": False, "eos_token_id": [self.end], "pad_token_id": 0} | kwargs
         prompt = torch.tensor([ids])
         out = self.model.generate(
@@ -75,7 +75,7 @@ class ChatCheckpoint:
         return self.text(self.write(self.ids(messages), new_tokens, **kwargs))
 
     def conversation(self, questions, new_tokens, history=(), **kwargs):
-        """The history of a talk: each question answered by transformers with all that was said before."""
+        """The history of a chat: transformers answers each question given all earlier turns."""
         history = list(history)
         for question in questions:
             history.append({"role": "user", "content": question})
@@ -83,9 +83,8 @@ class ChatCheckpoint:
         return history
 
 
-def chat_checkpoint(folder, seed, pairs, context, template):
-    """Write a checkpoint: random but fixed by a seed, with tokens for pairs of letters or without."""
-    tokenizer = chat_tokenizer(PAIRS if pairs else [], template)
+def write_checkpoint(folder, tokenizer, seed=0, context=128):
+    """Write a random base model with its tokenizer, and heads that share its projection; return the model."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -106,4 +105,10 @@ def chat_checkpoint(folder, seed, pairs, context, template):
     with torch.no_grad():
         heads.w2.copy_(model.lm_head.weight.expand_as(heads.w2))
     write_heads(heads, folder / "heads", base_model="../base")
-    return ChatCheckpoint(folder, tokenizer, model)
+    return model
+
+
+def chat_checkpoint(folder, seed, pairs, context, template):
+    """Write a random checkpoint from a seed, with or without tokens for pairs of letters."""
+    tokenizer = chat_tokenizer(PAIRS if pairs else [], template)
+    return ChatCheckpoint(folder, tokenizer, write_checkpoint(folder, tokenizer, seed, context))

@@ -4,12 +4,10 @@ import io
 
 import pytest
 import torch
-from chats import CHAT_TEMPLATE, chat_checkpoint
+from chats import CHAT_TEMPLATE, chat_checkpoint, write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from medusa_decoding import MedusaHeads
-from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.cli import main
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -18,35 +16,16 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(ALPHABET),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder / "base")
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(ALPHABET)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "base")
-    heads = MedusaHeads(32, len(ALPHABET), 3)
-    with torch.no_grad():
-        heads.w2.copy_(model.lm_head.weight.expand_as(heads.w2))
-    write_heads(heads, folder / "heads", base_model="../base")
+    write_checkpoint(folder, PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     return folder
 
 
 @pytest.fixture
 def model_text(checkpoint):
-    """What transformers alone writes behind a prompt."""
+    """The text that transformers alone writes after a prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def write(prompt, new_tokens):
@@ -75,7 +54,7 @@ def make_chat(tmp_path_factory):
 
 @pytest.fixture
 def chat(make_chat):
-    """A chat checkpoint whose tokenizer divides every text in one way only."""
+    """A chat checkpoint whose tokenizer has only one way to encode a text."""
     return make_chat()
 
 
