@@ -58,6 +58,15 @@ def text(medusa, row, **settings):
     return new_tokens(medusa.generate(row[None], **{"max_new_tokens": NEW} | settings), len(row))[0]
 
 
+def calling(function, place):
+    """Settings of `generate` with which a streamer, a criterion or a processor calls a function for each token."""
+    return {
+        "streamer": {"streamer": Streamer(function)},
+        "criterion": {"stopping_criteria": [function]},
+        "processor": {"logits_processor": [function]},
+    }[place]
+
+
 @pytest.mark.parametrize("objects", [1, 2])
 def test_threads_share_a_model(model, in_one_call_at_a_time, objects):
     """Each text, with its own prompt, tree, processors and seed, equals the text generated alone, in any order."""
@@ -173,12 +182,7 @@ def test_a_callback_may_wait_for_another_thread(model, place, monkeypatch):
                 thread.join(timeout=60)
             return args[-1] if place == "processor" else False
 
-        settings = {
-            "streamer": {"streamer": Streamer(ask)},
-            "criterion": {"stopping_criteria": [ask]},
-            "processor": {"logits_processor": [ask]},
-        }[place]
-        assert text(medusa, rows[0], **settings) == expected[0]
+        assert text(medusa, rows[0], **calling(ask, place)) == expected[0]
         assert text(medusa, rows[0]) == expected[0]
     assert got == [expected[1]] * 3
 
@@ -238,12 +242,7 @@ def test_undo_within_a_generation_is_refused(model, what, place, monkeypatch):
                 getattr(medusa, what)()
             return args[-1] if place == "processor" else False
 
-        settings = {
-            "streamer": {"streamer": Streamer(call)},
-            "criterion": {"stopping_criteria": [call]},
-            "processor": {"logits_processor": [call]},
-        }[place]
-        assert text(medusa, row, **settings) == expected
+        assert text(medusa, row, **calling(call, place)) == expected
         # Not even a thread that a callback waits for.
         errors = []
 
