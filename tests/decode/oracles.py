@@ -25,6 +25,11 @@ def new_tokens(output, width):
     return [row[width : width + n].tolist() for row, n in zip(output.sequences, output.new_tokens, strict=True)]
 
 
+def assert_some_accepted(output):
+    """Fail if no draft token was accepted: equal texts would then say nothing about the tree."""
+    assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was accepted: the test shows nothing"
+
+
 def next_logits(model, prefixes):
     """Logits after prefixes of one length from transformers' own forward, fp64 [R, V]."""
     with torch.no_grad():

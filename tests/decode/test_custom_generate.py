@@ -7,6 +7,7 @@ import pytest
 import torch
 from calls import NEW, TREE, plain, with_heads
 from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+from oracles import assert_some_accepted
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -65,7 +66,7 @@ def test_a_padded_batch_gets_the_text_of_plain_generate(family, settings):
     assert isinstance(output, MedusaOutput)
     assert output.sequences.tolist() == expected.tolist()
     if output.steps > 10:
-        assert sum(map(sum, output.accept_lengths)) > 0, "no draft token was ever right"
+        assert_some_accepted(output)
     assert output.metrics.steps == output.steps
 
 
