@@ -1,4 +1,4 @@
-"""Records of tests go to a scratch folder."""
+"""Write records of tests to a scratch folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks import gpu, harness
 
 
 class Results:
-    """Where the records of a test went."""
+    """The folder of a test's records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

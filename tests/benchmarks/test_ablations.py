@@ -1,4 +1,4 @@
-"""The paper's ablations again: what each measures and writes, lossless ways held to the plain text, bad input."""
+"""The paper's ablations: what each measures and writes, lossless methods compared with plain text, bad input."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def write(folder: Path, name: str, described: dict[str, Any], figures: dict[str,
 
 
 def as_drawn(name: str, bench: setup.Bench, figures: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
-    """Write a record, read it, draw it, put it in words: what the command does with figures."""
+    """Write a record, read it, plot it and describe it, as the command does."""
     pytest.importorskip("matplotlib")
     path = write(tmp_path, name, bench.described, figures)
     record = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_texts_and_steps(bench: setup.Bench) -> None:
     for one in found.values():
         assert [written.text for written in one.written] == expected
         assert all(written.seconds > 0 for written in one.written)
-    # The prefill's token is no step of ours; transformers calls the model once a token, the prefill included.
+    # The prefill's token is not a step of ours; transformers calls the model once per token, including the prefill.
     assert [(w.committed, w.steps) for w in found["plain"].written] == [(NEW - 1, NEW - 1)] * 3
     assert [(w.committed, w.steps) for w in found["transformers"].written] == [(NEW, NEW)] * 3
     assert all(w.committed == NEW - 1 for w in found["tree"].written)
@@ -109,7 +109,7 @@ def test_texts_and_steps(bench: setup.Bench) -> None:
     assert "same_text" not in found["plain"].figures()
 
 
-def test_the_first_other_text_ends_the_run(bench: setup.Bench) -> None:
+def test_the_first_different_text_ends_the_run(bench: setup.Bench) -> None:
     plain = measuring.ours(bench, Tree([]))
 
     def wrong(asked: setup.Asked) -> measuring.Written:
@@ -123,7 +123,7 @@ def test_the_first_other_text_ends_the_run(bench: setup.Bench) -> None:
         measuring.compare(bench, {"plain": plain, "wrong": wrong}, {"wrong": "plain"})
 
 
-def test_in_lower_precision_other_texts_are_counted(bench: setup.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_lower_precision_different_texts_are_counted(bench: setup.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup.Bench, "exact", False)
 
     def written(text: list[int]) -> measuring.Way:
@@ -233,12 +233,12 @@ def test_figure_5(bench: setup.Bench, tmp_path: Path) -> None:
     assert ways["greedy"]["perplexity"] == ways["plain"]["perplexity"] != ways["sampling"]["perplexity"]
     assert ways["sampling"]["perplexity"] == ways["sampling, plain"]["perplexity"]
     assert [point["epsilon"] for point in record["typical"]] == [0.01, 0.25]
-    # A smaller epsilon keeps whatever a larger one keeps, step by step; nearly all drafts at 0.01.
+    # A smaller epsilon accepts whatever a larger one accepts, step by step; nearly all drafts at 0.01.
     assert record["typical"][0]["tokens_per_step"]["value"] > ways["greedy"]["tokens_per_step"]["value"]
     assert "same_text" not in record["typical"][0]
 
 
-def test_a_drawn_text_may_part_only_where_two_shares_touch(bench: setup.Bench) -> None:
+def test_a_sampled_text_may_differ_only_at_a_boundary_of_two_probabilities(bench: setup.Bench) -> None:
     asked = bench.asked[0]
     logits = bench.model.backbone.causal_lm(torch.cat([asked.ids, torch.tensor([[4, 2]])], 1)).logits[0, -1]
     shares = (logits / 0.5).softmax(-1).tolist()
@@ -339,7 +339,7 @@ def test_figure_3b(bench: setup.Bench, tmp_path: Path) -> None:
     assert "/folder" not in json.dumps(record)
 
 
-def test_a_tree_by_the_accuracies_beside_the_heads(bench: setup.Bench, tmp_path: Path) -> None:
+def test_a_tree_from_the_accuracies_next_to_the_heads(bench: setup.Bench, tmp_path: Path) -> None:
     args = argparse.Namespace(model=str(tmp_path), nodes=4)
     with pytest.raises(ValueError, match=r"--nodes: expected calibration\.json or measured\.json in .*, got neither"):
         figure_3b.best_tree(args, bench.model)
@@ -352,7 +352,7 @@ def test_a_tree_by_the_accuracies_beside_the_heads(bench: setup.Bench, tmp_path:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_set_aside_are_spread() -> None:
+def test_prompts_set_aside_are_spread_evenly() -> None:
     assert set_aside_of(10, 2) == ([0, 1, 3, 4, 5, 6, 8, 9], [2, 7])
     assert set_aside_of(3, 1) == ([0, 2], [1])
     with pytest.raises(ValueError, match=r"--tuning: expected below 4 .*, got 4"):

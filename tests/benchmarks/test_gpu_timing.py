@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Device:
-    """Stands in for torch.cuda: calls advance a clock, and within a capture they are recorded instead."""
+    """Replaces torch.cuda: calls advance a clock, and within a capture they are recorded instead."""
 
     def __init__(self) -> None:
         self.clock_ms = 0.0

@@ -154,7 +154,7 @@ def test_selection_peers_agree() -> None:
     found = measured(bench_tree_select, case)
     assert set(found) == {"medusa_kernels", "torch operations"}
     assert "wrong" not in found["torch operations"]
-    # Ten candidates of 12 bytes and seven nodes of 48 a row; for each candidate a depth and three places.
+    # Ten candidates of 12 bytes and seven nodes of 48 per row; for each candidate a depth and a path of three.
     assert case.candidates == 10
     assert found["medusa_kernels"]["bytes"] == 2 * (10 * 12 + 7 * 48) + 10 * (4 + 24)
 

@@ -236,9 +236,9 @@ def test_one_command(tmp_path: Path, root: Path, capsys: pytest.CaptureFixture[s
     pytest.importorskip("matplotlib")
     assert command.main([str(tmp_path)]) == 0
     assert "table 6, TFLOP/s on a100-80-attained: median error" in capsys.readouterr().out
-    committed = {path.name for path in (root / "docs" / "figures").glob("roofline-*")}
-    assert {path.name for path in tmp_path.iterdir()} == committed
-    for name in committed:
+    expected = {path.name for path in (root / "docs" / "figures").glob("roofline-*")}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    for name in expected:
         if name.endswith(".csv"):
             # What the repository shows is what the command writes.
             assert (tmp_path / name).read_text() == (root / "docs" / "figures" / name).read_text(), name

@@ -1,4 +1,4 @@
-"""Measuring prompts: what is asked, what is counted, and what is compared; texts are transformers' own."""
+"""Evaluation of prompts: what is generated, counted and compared; texts are transformers' own."""
 
 import copy
 import json
@@ -27,7 +27,7 @@ def ids_of(tokenizer, text):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The prompts that Medusa's own generate is given, with its tree, in order."""
+    """The prompts passed to Medusa's generate, with the tree, in order."""
     seen = []
     generate = MedusaModel.generate
 
@@ -40,7 +40,7 @@ def asked(monkeypatch):
 
 
 def walk(base, heads, prompt, text, length):
-    """Accepted drafts of each step of a chain of `length` over a text, walked by hand from full logits."""
+    """Accepted draft tokens of each step of a chain of `length` over a text, computed from full logits."""
     whole = torch.cat([prompt, torch.tensor(text)])
     with torch.no_grad():
         states = base.model(whole[None]).last_hidden_state[0]
@@ -56,7 +56,7 @@ def walk(base, heads, prompt, text, length):
     return accepted
 
 
-def test_steps_and_histograms_are_those_of_a_walk(make):
+def test_steps_and_histograms_equal_a_walk_over_the_text(make):
     model, tokenizer = make(tree=Tree.chain(2))
     own = copy.deepcopy(model.backbone.causal_lm)
     MedusaModel(own).undo()
@@ -92,7 +92,7 @@ def test_steps_and_histograms_are_those_of_a_walk(make):
     assert min(per_prompt) <= low <= found.overall.tokens_per_step.value <= high <= max(per_prompt)
 
 
-def test_the_base_model_is_left_swapped_as_it_was(make):
+def test_the_base_model_stays_swapped(make):
     model, tokenizer = make()
     stand_ins = [layer.self_attn for layer in model.backbone.decoder.layers]
     evaluate(model, tokenizer, PROMPTS[:1], max_new_tokens=3)
@@ -115,7 +115,7 @@ def test_transformers_runs_the_models_own_attention(make, monkeypatch):
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, None])
-def test_a_second_turn_is_asked_behind_the_models_own_answer(make, asked, template):
+def test_a_second_turn_follows_the_models_own_answer(make, asked, template):
     model, tokenizer = make(template)
     first, second = "name a tree.", "name another."
     found = evaluate(model, tokenizer, [Prompt((first, second), "both", "q:1")], max_new_tokens=NEW, transformers=False)
@@ -157,8 +157,8 @@ def test_a_text_is_continued_from_its_first_tokens(make, asked):
     assert found.overall.new_tokens == 4
 
 
-def test_a_text_that_is_another_is_told(make, monkeypatch):
-    """Transformers' second text is bent in its sixth new token."""
+def test_a_text_that_differs_is_reported(make, monkeypatch):
+    """Transformers' second text is changed at its sixth new token."""
     model, tokenizer = make()
     base = model.backbone.causal_lm
     generate, wrong = base.generate, ids_of(tokenizer, PROMPTS[1].turns[0])
@@ -193,7 +193,7 @@ def test_lossy_texts_are_compared_with_the_greedy_ones(make):
     assert found.settings["acceptance"] == "typical"
 
 
-def test_drawn_texts_are_compared_with_the_plain_loop_alone(make):
+def test_sampled_texts_are_compared_only_with_the_plain_loop(make):
     model, tokenizer = make()
     drawn = {"do_sample": True, "temperature": 0.8, "seed": 3}
     found = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, **drawn)
@@ -205,7 +205,7 @@ def test_drawn_texts_are_compared_with_the_plain_loop_alone(make):
     assert other.overall.head_accuracy.hits.tolist() != found.overall.head_accuracy.hits.tolist()
 
 
-def test_rounds_change_no_counts(make, asked):
+def test_more_rounds_do_not_change_counts(make, asked):
     model, tokenizer = make()
     once = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, transformers=False)
     calls = len(asked)
@@ -220,7 +220,7 @@ def test_rounds_change_no_counts(make, asked):
         assert figures.head_accuracy.to_json() == others.head_accuracy.to_json()
 
 
-def test_what_is_compiled_or_captured_at_first_use_is_not_timed(make, asked, monkeypatch):
+def test_the_first_use_of_compiled_or_captured_steps_is_not_timed(make, asked, monkeypatch):
     model, tokenizer = make()
     monkeypatch.setattr(run, "resolve_backend", lambda *_: "compiled")  # steps stay eager; only what is asked counts
     found = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW)
@@ -231,7 +231,7 @@ def test_what_is_compiled_or_captured_at_first_use_is_not_timed(make, asked, mon
     assert found.overall.new_tokens == NEW * len(PROMPTS)
 
 
-def test_turns_without_room_are_left_out_and_named(make):
+def test_turns_without_room_in_the_context_are_skipped_and_named(make):
     model, tokenizer = make(max_position_embeddings=32)
     found = evaluate(
         model,
@@ -300,7 +300,7 @@ def test_json_and_tables_hold_every_figure(make):
         ({"top_p": 0.5}, "top_p: expected 1.0 without do_sample"),
     ],
 )
-def test_bad_arguments(make, arguments, words):
+def test_bad_arguments_are_refused(make, arguments, words):
     model, tokenizer = make()
     settings = {"prompts": PROMPTS} | arguments
     with pytest.raises((ValueError, OSError), match=words):

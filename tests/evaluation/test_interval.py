@@ -9,13 +9,13 @@ from medusa_decoding.evaluation.interval import ratio, ratio_of_rates
 
 
 def test_two_prompts():
-    """Drawn are both, the first twice or the second twice; the latter two have a chance of 1/4 each."""
+    """A resample has both, the first twice or the second twice; the latter two have probability 1/4 each."""
     found = ratio([(2, 1), (9, 3)])
     assert (found.value, found.low, found.high) == (11 / 4, 2.0, 3.0)
     assert asdict(found) == {"value": 2.75, "low": 2.0, "high": 3.0}
 
 
-def test_equal_prompts_leave_no_doubt():
+def test_equal_prompts_give_an_interval_of_no_width():
     found = ratio([(6, 4)] * 5)
     assert (found.value, found.low, found.high) == (1.5, 1.5, 1.5)
 
@@ -39,7 +39,7 @@ def test_the_interval_of_a_mean_is_the_normal_one():
     assert ratio([(v, 1) for v in values]) == found
 
 
-def test_nothing_to_divide_by():
+def test_prompts_without_steps_give_no_interval():
     assert ratio([(0, 0), (0, 0)]) is None
     single = ratio([(3, 2)])
     assert (single.value, single.low, single.high) == (1.5, None, None)

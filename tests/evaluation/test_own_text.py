@@ -43,7 +43,7 @@ CASES = {
 
 
 def ranked(heads, lm_head, state, k, parent, named):
-    """Head k's tokens at one position, best first; `named`: the tokens of the head before, or None for the root."""
+    """Head k's tokens at one position, best first; `named`: the tokens of the previous head, or None for the root."""
     hidden = state
     for layer in range(heads.num_layers):
         inner = heads.w1[k, layer] @ hidden + heads.b1[k, layer]
@@ -83,7 +83,7 @@ def walked(base, heads, tokens, prompt):
 
 @pytest.mark.parametrize("rows", [256, 7])
 @pytest.mark.parametrize("name", CASES)
-def test_counts_are_those_of_a_walk(name, rows, monkeypatch):
+def test_counts_equal_a_walk_over_positions(name, rows, monkeypatch):
     monkeypatch.setattr(own_text, "ROWS", rows)
     vocab, build = CASES[name]
     base = tiny(vocab_size=vocab)
@@ -116,7 +116,7 @@ def test_the_prompts_own_tokens_are_no_targets():
     assert one == [1, 0, 0]
 
 
-def test_refusals():
+def test_bad_input_is_refused():
     base = tiny()
     with MedusaModel(base, heads_for(base)) as model:
         for count in (0, 4):

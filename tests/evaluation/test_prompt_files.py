@@ -116,13 +116,13 @@ def test_categories_and_limits(tmp_path):
         ),
     ],
 )
-def test_what_is_not_understood_is_named(tmp_path, record, words):
+def test_unknown_records_are_named(tmp_path, record, words):
     path = lines(tmp_path / "q.jsonl", question(1, "a", "fine"), record)
     with pytest.raises(ValueError, match="^prompts: expected " + words.replace("FILE", str(path))):
         read_prompts([path])
 
 
-def test_no_prompts_and_no_file(tmp_path):
+def test_empty_and_missing_files_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"prompts: expected at least one in .*empty.jsonl, got none"):
         read_prompts([tmp_path / "empty.jsonl"])
