@@ -556,13 +556,13 @@ def large_vocabulary():
         text = transformers_greedy(model, row, 30)
         unknown = [place for place, token in enumerate(text) if token >= 256]
         # A character that follows a token unknown to the tokenizer, and did not occur before.
-        behind = [
+        following = [
             place
             for place in range(unknown[0] + 1 if unknown else 30, 30)
             if text.index(text[place]) == place and text[place] < 256 and tokenizer.decode(text[place]).isascii()
         ]
-        if len(unknown) > 3 and behind and (row >= 256).any():
-            return model, tokenizer, row, text, behind[0]
+        if len(unknown) > 3 and following and (row >= 256).any():
+            return model, tokenizer, row, text, following[0]
     raise AssertionError("no prompt serves")
 
 

@@ -74,7 +74,7 @@ def test_the_default_tree_is_the_shipped_one():
 
 
 @pytest.mark.slow
-def test_in_bfloat16_texts_part_only_at_ties(measured, prompts):
+def test_in_bfloat16_texts_differ_only_at_ties(measured, prompts):
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.bfloat16)
     texts = own_texts(base, prompts, 64)
     tree = Tree.optimal(measured["calibration"], 64)

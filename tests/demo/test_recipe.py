@@ -29,7 +29,7 @@ def test_a_module_and_its_tests_are_one_group(name, group):
     assert corpus.module_group(name).strip("_") == group
 
 
-def test_no_group_stands_on_both_sides():
+def test_no_group_is_in_both_training_and_held_out_data():
     files = corpus.split()
     groups = [{corpus.module_group(name) for name in side} for side in (files.train, files.held_out)]
     assert groups[0]
@@ -73,7 +73,7 @@ def small(tmp_path_factory):
         yield folder, few
 
 
-def test_whole_files_are_the_training_side(small):
+def test_the_training_side_consists_of_whole_files(small):
     folder, few = small
     texts = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]
     assert texts == [few.read(name) for name in few.train]

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that are written atomically."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestFiles:
         assert listing(tmp_path) == {"a.txt": "new"}
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-    def test_nothing_is_left_of_a_file_that_is_not(self, tmp_path: Path, error: BaseException) -> None:
+    def test_an_incomplete_file_leaves_nothing(self, tmp_path: Path, error: BaseException) -> None:
         (tmp_path / "a.txt").write_text("old")
 
         def stopped(scratch: Path) -> None:
@@ -39,7 +39,9 @@ class TestFiles:
             stopped(scratch)
         assert listing(tmp_path) == {"a.txt": "old"}
 
-    def test_nor_of_one_that_does_not_reach_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_cannot_be_flushed_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def full(number: int) -> None:
             raise OSError(28, "No space left on device")
 
@@ -49,7 +51,7 @@ class TestFiles:
             write_text(tmp_path / "a.txt", "new")
         assert listing(tmp_path) == {"a.txt": "old"}
 
-    def test_two_that_write_one_file_do_not_meet(self, tmp_path: Path) -> None:
+    def test_two_writers_of_one_file_do_not_collide(self, tmp_path: Path) -> None:
         with whole_file(tmp_path / "a.txt") as one:
             one.write_text("fir")
             with whole_file(tmp_path / "a.txt") as other:
@@ -72,7 +74,7 @@ class TestFiles:
         assert len(folders) == 1
         assert (tmp_path / "a.txt").read_bytes() == "é".encode()
 
-    def test_values_that_json_does_not_have_leave_the_file(self, tmp_path: Path) -> None:
+    def test_values_outside_json_leave_the_old_file(self, tmp_path: Path) -> None:
         write_json(tmp_path / "a.json", {"b": [1, 2]}, indent=None)
         assert listing(tmp_path) == {"a.json": '{"b": [1, 2]}\n'}
         with pytest.raises(TypeError):
@@ -81,7 +83,7 @@ class TestFiles:
 
 
 class TestFolders:
-    def test_one_that_is_there_is_replaced_only_when_asked(self, tmp_path: Path) -> None:
+    def test_an_existing_folder_is_replaced_only_when_asked(self, tmp_path: Path) -> None:
         with whole_folder(tmp_path / "parent" / "out") as staging:
             (staging / "old").touch()
             assert not (tmp_path / "parent" / "out").exists()
@@ -95,7 +97,7 @@ class TestFolders:
         assert [entry.name for entry in (tmp_path / "parent").iterdir()] == ["out"]
         assert listing(tmp_path / "parent" / "out") == {"new": ""}
 
-    def test_an_error_leaves_what_was_there(self, tmp_path: Path) -> None:
+    def test_an_error_leaves_the_old_folder(self, tmp_path: Path) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "file").write_text("old")
 

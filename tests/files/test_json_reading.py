@@ -66,13 +66,13 @@ def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
         read_json(small, limit=5)
 
 
-def test_a_device_without_an_end_is_read_up_to_the_limit() -> None:
+def test_an_endless_device_is_read_up_to_the_limit() -> None:
     with bounded(ValueError, seconds=2, memory=128 * MIB) as said:
         read_json("/dev/urandom", limit=32 * MIB)
     assert said == ["/dev/urandom: expected JSON of at most 33,554,432 bytes, got a larger file"]
 
 
-def test_what_is_json_is_read(tmp_path: Path) -> None:
+def test_valid_json_is_read(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(b'\xef\xbb\xbf{"a": [1, 2.5, null, "\xc3\xa9"]}')
     assert read_json(file) == read_json_object(file) == {"a": [1, 2.5, None, "é"]}

@@ -1,4 +1,4 @@
-"""One writer per output place: who comes second is told who holds it, and a killed holder lets go."""
+"""One writer per output path: a second one is told the holder, and a killed holder releases it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=60)
 
 
-def test_the_second_is_told_who_holds_the_folder_until_the_first_ends(tmp_path: Path) -> None:
+def test_a_second_writer_is_told_the_holder_until_the_first_ends(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     first = holder(folder)
     expected = r"^out: expected a place that nobody else writes to, got "
@@ -63,7 +63,7 @@ def test_the_second_is_told_who_holds_the_folder_until_the_first_ends(tmp_path: 
     assert [file.name for file in folder.iterdir()] == ["kept"]
 
 
-def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
+def test_a_killed_holder_releases_the_folder(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     first = holder(file, "beside")
     first.send_signal(signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert precious.read_text() == "mine"
 
 
-def test_a_file_system_without_locks_is_said_and_no_error(
+def test_a_file_system_without_locks_gives_a_warning_and_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unsupported(number: int, operation: int) -> None:
@@ -155,7 +155,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_an_error() -> None:
         files.append_line("/dev/full", [1])
 
 
-def test_a_lock_file_that_a_killed_writer_left_is_no_reason_to_keep_a_folder_of_heads(tmp_path: Path) -> None:
+def test_a_stale_lock_file_does_not_prevent_replacing_a_folder_of_heads(tmp_path: Path) -> None:
     (tmp_path / "medusa_lm_head.pt").touch()
     with only_writer("out", tmp_path / "calibration.json"):
         assert unrelated_entry(tmp_path) is None

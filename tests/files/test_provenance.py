@@ -65,7 +65,7 @@ def test_without_git_there_is_no_commit(checkout, monkeypatch):
     assert provenance.commit(checkout / "code.py") == "unknown"
 
 
-def test_a_commit_that_is_told_goes_first(checkout, monkeypatch):
+def test_a_commit_from_the_environment_takes_precedence(checkout, monkeypatch):
     monkeypatch.setenv("MEDUSA_COMMIT", "abc")
     assert provenance.commit(checkout / "code.py") == "abc"
 

@@ -98,7 +98,7 @@ def test_nothing_imports_from_a_higher_layer():
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_folders_import_in_no_circle(depth):
-    """Each folder taken as one; a module that lies loose in a folder stands for itself."""
+    """Each folder counts as one; a module directly in the package counts by itself."""
 
     def folder(name: str) -> str:
         parts = name.split(".")

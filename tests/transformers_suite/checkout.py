@@ -100,7 +100,7 @@ class Comparison:
 
 
 def without_right_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn masks round that pad on the right, after which transformers goes on behind the padding."""
+    """Reverse masks that pad on the right, with which transformers would continue after the padding."""
     kwargs = {name: copy.copy(value) for name, value in kwargs.items()}
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):

@@ -3,7 +3,7 @@
 transformers' tests of generation are not on PyPI: a source distribution has only the modules at the top of `tests/`,
 and none of them that calls `generate` can be imported without folders that it has not (`checkout.py` is for the tests
 of a checkout). But each processor, criterion, streamer and watermark is documented with examples, which are installed
-with transformers. They are run here as they stand, with tiny models and tokenizers in the place of those from the hub:
+with transformers. They are run here unchanged, with tiny models and tokenizers in the place of those from the hub:
 each call of `generate` is made without heads and with several, and greedy texts, scores and what streamers get must be
 the same.
 """
@@ -85,7 +85,7 @@ def word_tokenizer(examples, size):
         size: tokens to have at least.
     """
     pieces = r" ?\w{1,4}|\W"
-    # `StopStringCriteria` looks at tokens behind these letters.
+    # `StopStringCriteria` looks at tokens after these letters.
     found = re.findall(pieces, "abcdef") + [piece for one in examples for piece in re.findall(pieces, one.source)]
     listed = ["<s>", "</s>", "<pad>", "<unk>", *sorted(set(found))]
     listed += [f" filler-{place}" for place in range(len(listed), size)]
@@ -194,4 +194,4 @@ def test_an_example_of_transformers(name, calls, capsys):
     assert all(re.search(REFUSED[name], refusal) for refusal in refusals), refusals
     greedy = [call for call in calls if not call.sampled and not call.refusal]
     if sum(call.tokens for call in greedy) > 60:
-        assert sum(call.accepted for call in greedy) > 0, "no guess was ever right"
+        assert sum(call.accepted for call in greedy) > 0, "no draft token was ever right"
