@@ -200,6 +200,7 @@ def test_dense_trees_are_drawn_from_every_range() -> None:
     assert figure_4.sample_dense(4, 10, [2], 3, seed=0) == [(1,)]
 
 
+@pytest.mark.slow
 def test_figure_4(bench: setup.Bench, tmp_path: Path) -> None:
     record = as_drawn("figure-4", bench, figure_4.measure(bench, [4, 8, 64], 2), tmp_path)
     kinds = [tree["kind"] for tree in record["trees"]]
@@ -225,6 +226,7 @@ def test_surprise_is_transformers_own_loss(bench: setup.Bench) -> None:
     assert figure_5.surprise(base, ids, text) == pytest.approx(base(whole, labels=labels).loss.item() * 5, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_figure_5(bench: setup.Bench, tmp_path: Path) -> None:
     record = as_drawn("figure-5", bench, figure_5.measure(bench, [0.01, 0.25], 8, 0.7), tmp_path)
     ways = record["ways"]
@@ -262,6 +264,7 @@ def test_a_sampled_text_may_differ_only_at_a_boundary_of_two_probabilities(bench
 # -- figure 7 ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_figure_7(bench: setup.Bench, tmp_path: Path) -> None:
     small = tiny(seed=5, num_hidden_layers=1)
     record = as_drawn("figure-7", bench, figure_7.measure(bench, small, [1, 3]), tmp_path)
@@ -297,6 +300,7 @@ def test_a_draft_of_another_vocabulary_is_refused(bench: setup.Bench, tmp_path: 
 # -- table 3 and dynamic trees -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_table_3(bench: setup.Bench, tmp_path: Path) -> None:
     base = tiny(seed=3)
     with MedusaModel(base, heads_for(base, 3)) as other:
@@ -440,6 +444,7 @@ def test_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert record["prompts_from"] == ["questions.jsonl"]
 
 
+@pytest.mark.slow
 @needs_demo
 def test_a_draft_learns(tmp_path: Path) -> None:
     settings = draft.DraftSettings(steps=4, own_texts=2, new_tokens=32, every=200, rows=4, length=64)

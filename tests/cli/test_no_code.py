@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+pytestmark = pytest.mark.slow  # they share one run of every command on six poisoned checkpoints
 HERE = Path(__file__).parent
 QUESTION = [{"messages": [{"role": "user", "content": text}]} for text in ("how are you", "hello", "why")]
 REAL = ["llama", "processor"]
@@ -160,7 +161,6 @@ def results(make_chat, tmp_path_factory):
     return place, {report["name"]: report for report in found}
 
 
-@pytest.mark.slow
 def test_no_code_next_to_a_checkpoint_ran(results):
     place, reports = results
     chats = {f"{kind}: chat" for kind in (*REAL, "kernels")}

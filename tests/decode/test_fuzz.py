@@ -103,6 +103,7 @@ def generation_settings(draw):
     return {name: chosen[name] for name in sorted(kept)}
 
 
+@pytest.mark.slow
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     seed=st.integers(0, 1000),
@@ -139,6 +140,7 @@ def test_any_settings_equal_transformers_row_by_row(
     assert output.metrics.steps == output.steps
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 1000),
     paths=prefix_closed(max_choices=25),
