@@ -26,12 +26,22 @@ from typing import Any
 
 from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.launch import Device
 
 OPS = tuple(op for op in _registry.OPS if op != "kv_compact")
 """Ops with Triton kernels, each in the module of that name in `medusa_kernels._triton`."""
 
-ARCHS = ("80", "86", "89", "90", "100", "120")
-"""Compilation targets, the keys of `kernel_forms.TARGETS`."""
+TARGETS = {
+    "80": Device((8, 0), 108, 163 * 1024, 164 * 1024),  # A100
+    "86": Device((8, 6), 84, 99 * 1024, 100 * 1024),  # A6000
+    "89": Device((8, 9), 142, 99 * 1024, 100 * 1024),  # L40S
+    "90": Device((9, 0), 132, 227 * 1024, 228 * 1024),  # H100 SXM, H200
+    "100": Device((10, 0), 148, 227 * 1024, 228 * 1024),  # B200
+    "120": Device((12, 0), 170, 99 * 1024, 100 * 1024),  # RTX 5090
+}
+"""One GPU per compilation target for which kernels are checked; shared memory from the CUDA C++ programming guide,
+table of technical specifications."""
+ARCHS = tuple(TARGETS)
 
 RULES = """\
 Each of these is a breach, printed below the table, and makes the exit status 1:
@@ -150,7 +160,7 @@ def streams(ttir: str, warps: int) -> bool:
 
 def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
     """Compile one `kernel_forms.Specialisation` for one target, with these compiler options, and read the result."""
-    row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), _device(arch).shared_memory)
+    row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), TARGETS[arch].shared_memory)
     try:
         kernel = compiled(spec, arch, options)
     except Exception as error:  # a compiler pass may raise anything
@@ -175,7 +185,7 @@ def fitting(counts: Counts, warps: int, arch: str) -> int:
     Registers are allocated in units of 8 per thread.
     """
     by_registers = 2**16 // (-(-max(counts.registers, 1) // 8) * 8 * 32 * warps)
-    return min(by_registers, _device(arch).blocks(counts.shared))
+    return min(by_registers, TARGETS[arch].blocks(counts.shared))
 
 
 def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
@@ -211,12 +221,6 @@ def disassembly(file: Path, *options: str) -> str:
     ).stdout
 
 
-def _device(arch: str) -> Any:
-    from benchmarks.kernel_forms import TARGETS
-
-    return TARGETS[arch]
-
-
 def native_rows(library: Path, arch: str) -> list[Row]:
     """Return one row per kernel of the CUDA library, named by the unit that it moves.
 
@@ -227,7 +231,7 @@ def native_rows(library: Path, arch: str) -> list[Row]:
         match = _NATIVE_UNIT.search(mangled)
         unit = _UNIT_BYTES.get(match[1], 16) if match else 0
         name = f"kv_compact csrc {unit}-byte units" if match else mangled
-        rows.append(Row(name, arch, 0, 0, counts, _device(arch).shared_memory, streams=unit == 16))
+        rows.append(Row(name, arch, 0, 0, counts, TARGETS[arch].shared_memory, streams=unit == 16))
     return rows
 
 
@@ -244,7 +248,7 @@ class Task:
 def _specialisations(op: str, arch: str) -> list[Any]:
     from benchmarks.kernel_forms import FORMS
 
-    return list(FORMS[op](_device(arch)))
+    return list(FORMS[op](TARGETS[arch]))
 
 
 def work(task: Task) -> Row:

@@ -31,17 +31,6 @@ from medusa_kernels._triton.programmatic import has_programmatic
 from medusa_kernels._triton.streaming import Config, wide
 from medusa_kernels._triton.tree_attention_configs import LONG
 
-TARGETS = {
-    "80": Device((8, 0), 108, 163 * 1024, 164 * 1024),  # A100
-    "86": Device((8, 6), 84, 99 * 1024, 100 * 1024),  # A6000
-    "89": Device((8, 9), 142, 99 * 1024, 100 * 1024),  # L40S
-    "90": Device((9, 0), 132, 227 * 1024, 228 * 1024),  # H100 SXM, H200
-    "100": Device((10, 0), 148, 227 * 1024, 228 * 1024),  # B200
-    "120": Device((12, 0), 170, 99 * 1024, 100 * 1024),  # RTX 5090
-}
-"""One GPU per compilation target for which kernels are checked; shared memory from the CUDA C++ programming guide,
-table of technical specifications."""
-
 TRITON_TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

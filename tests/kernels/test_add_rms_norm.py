@@ -13,6 +13,7 @@ from modes import DTYPES
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from benchmarks.inspection import TARGETS
 from medusa_kernels import add_rms_norm, reference
 from medusa_kernels._registry import interpreted
 
@@ -115,7 +116,7 @@ def test_fp32_divides_and_takes_roots_correctly_rounded() -> None:
     module = pytest.importorskip("medusa_kernels._triton.add_rms_norm")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    spec = next(s for s in forms.FORMS["add_rms_norm"](forms.TARGETS["90"]) if "fp32" in s.name)
+    spec = next(s for s in forms.FORMS["add_rms_norm"](TARGETS["90"]) if "fp32" in s.name)
     ptx = inspection.compiled(spec, "90", module.launch.OPTIONS).asm["ptx"]
     assert "sqrt.rn.f32" in ptx
     assert "div.rn.f32" in ptx

@@ -13,7 +13,8 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks import inspection
-from benchmarks.kernel_forms import FORMS, TARGETS
+from benchmarks.inspection import TARGETS
+from benchmarks.kernel_forms import FORMS
 from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
 from medusa_kernels._triton import decode_linear, heads_topk, launch, tree_attention, tree_verify

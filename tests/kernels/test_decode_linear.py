@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from modes import DTYPES
 from torch import Tensor
 
+from benchmarks.inspection import TARGETS
 from medusa_kernels import add_rms_norm, decode_linear, reference
 from medusa_kernels._registry import interpreted, served_by
 
@@ -245,7 +246,7 @@ def test_programmatic_launches_are_bit_equal(monkeypatch: pytest.MonkeyPatch, ro
 @pytest.mark.parametrize("gate", [False, True])
 def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gate: bool) -> None:
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
-    device = pytest.importorskip("benchmarks.kernel_forms").TARGETS[arch]
+    device = TARGETS[arch]
     room = {"80": 163, "90": 227, "100": 227}.get(arch, 99) * 1024
     for rows in (1, 16, 17, 32, 33, 64):
         for features in (64, 4096, 6144, 12288, 22016, 128256):
@@ -264,7 +265,7 @@ def test_fp32_sums_stay_compensated(arch: str) -> None:
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    specs = forms.FORMS["decode_linear"](forms.TARGETS[arch])
+    specs = forms.FORMS["decode_linear"](TARGETS[arch])
     spec = next(s for s in specs if "fp32" in s.name and "gated" not in s.name)
     kernel = inspection.compiled(spec, arch, module.launch.OPTIONS)
     (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+) ", kernel.asm["ttir"])

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from benchmarks import inspection
-from benchmarks.inspection import Counts, Row, breaches, parse
-from benchmarks.kernel_forms import FORMS, TARGETS, Specialisation
+from benchmarks.inspection import TARGETS, Counts, Row, breaches, parse
+from benchmarks.kernel_forms import FORMS, Specialisation
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import rope_append
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from modes import DTYPES, NOT_FINITE, not_finite
 from torch import Tensor
 
+from benchmarks.inspection import TARGETS
 from medusa_kernels import reference, tree_accept
 from medusa_kernels._registry import interpreted
 
@@ -330,7 +331,7 @@ def test_all_threads_of_a_program_read_before_any_writes() -> None:
     module = pytest.importorskip("medusa_kernels._triton.tree_accept")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    spec = next(iter(forms.FORMS["tree_accept"](forms.TARGETS["90"])))
+    spec = next(iter(forms.FORMS["tree_accept"](TARGETS["90"])))
     kernel = inspection.compiled(spec, "90", module.launch.OPTIONS)
     barrier = re.search(r"bar\.sync|barrier\.sync", kernel.asm["ptx"])
     assert barrier
