@@ -276,9 +276,8 @@ class MedusaModel:
         # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
-            tree_set = TreeSet(
-                (self._accuracies or default_accuracies(self.heads)).by_rank if self.heads is not None else []
-            )
+            accuracies = [] if self.heads is None else (self._accuracies or default_accuracies(self.heads)).by_rank
+            tree_set = TreeSet(accuracies)
             tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
             adaptive = Adaptive(tree_set, times, AcceptanceModel(tree_set))

@@ -125,8 +125,7 @@ def commit(file: str | Path = __file__) -> str:
     file = Path(file).resolve()
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True)
-        return done.stdout
+        return subprocess.run(["git", *arguments], cwd=file.parent, capture_output=True, text=True, check=True).stdout
 
     try:
         # A package may be installed into a folder of another project's repository.

@@ -142,6 +142,11 @@ def test_more_of_anything_makes_a_block_slower(more: tuple[int, int, int]) -> No
     assert seconds[1] > seconds[0]
 
 
+def test_a_block_with_one_node_is_plain_decoding() -> None:
+    point = reproduction.simulation_of(A100).point(4, 100, 1)
+    assert (point.overhead, point.speedup, point.acceleration) == (1, 1, 1)
+
+
 def test_one_block_by_hand() -> None:
     # Appendix G.3: one block of Llama-7B: 3 h h + 3 h i weights of 2 bytes at 1,935 GB/s, and attention.
     weights = 2 * (3 * 4096**2 + 3 * 4096 * 11008) / 1935e9

@@ -23,7 +23,7 @@ class AskedError(BaseException):
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """The revisions requested when a base model is loaded."""
+    """The files requested when a base model is loaded: name and keyword arguments."""
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def from_hub(name: str, file: str, **kwargs: Any) -> None:

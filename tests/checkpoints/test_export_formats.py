@@ -488,7 +488,7 @@ class TestEmbedded:
         assert not (tmp_path / "out" / "tuning.json").exists()
         assert (tmp_path / "out" / "generation_config.json").read_text() == '{"temperature": 0.5}'
 
-    def test_an_adapter_next_to_the_model_is_refused_by_name(
+    def test_an_adapter_next_to_the_model_is_refused(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
     ) -> None:
         (base / "adapter_config.json").write_text("{}")
@@ -568,7 +568,7 @@ class TestSharedLmHead:
             ({"lm_head.weight": torch.ones(VOCAB, HIDDEN, dtype=torch.int8)}, "an lm_head of floats, got torch.int8"),
         ],
     )
-    def test_a_lm_head_of_another_kind_is_refused(
+    def test_an_lm_head_of_another_kind_is_refused(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path, change: Any, message: str
     ) -> None:
         save_file(load_file(base / "model.safetensors") | change, base / "model.safetensors")

@@ -257,7 +257,7 @@ def test_a_layer_within_a_wrapper_is_refused(model):
     assert not isinstance(model.model.layers[0].self_attn, TreeAttention)
 
 
-def test_a_suspended_medusa_model_names_its_state_and_outlives_its_base(model, heads):
+def test_a_suspended_model_says_so_and_outlives_its_base(model, heads):
     medusa = MedusaModel(model, heads, TREE)
     [row] = prompts(1, [6])
     medusa.suspend()

@@ -44,7 +44,7 @@ def either_way(request, monkeypatch):
 @pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 0.999])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
-def test_keeps_the_tokens_of_an_exact_walk(top_p, spread):
+def test_the_tokens_of_an_exact_walk_are_kept(top_p, spread):
     """Rows of ties throughout, of few and of many likely tokens; ties at the edge go by their ids."""
     generator = torch.Generator().manual_seed(int(100 * spread))
     scores = torch.randn(3, 700, generator=generator) * spread

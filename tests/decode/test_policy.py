@@ -212,7 +212,7 @@ def test_plain_steps_that_were_slow_at_first_are_timed_again():
     assert over_plain(clock, 1024) <= 0.03
 
 
-def test_steps_that_were_captured_are_not_timed():
+def test_no_tree_is_tried_before_a_plain_step_was_timed():
     simulation = Simulation(GPU, disturbed=lambda step, nodes, seconds: None if step < 6 else seconds)
     policy = adaptive()
     simulation.generate(policy, [always(GOOD)], 128)

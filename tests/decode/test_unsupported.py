@@ -289,7 +289,7 @@ def test_dropout_in_training_mode_is_refused():
         medusa.generate(ROW[None], max_new_tokens=NEW)
 
 
-def test_training_mode_without_dropout_changes_nothing_but_gradient_checkpointing():
+def test_training_mode_without_dropout_is_allowed_but_gradient_checkpointing_is_refused():
     model = tiny()
     heads = heads_for(model)
     expected = transformers_greedy(model, ROW, NEW)

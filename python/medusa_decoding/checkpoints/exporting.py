@@ -53,7 +53,7 @@ _KNOWN_FILES = (
     "config.json", "generation_config.json", ".gitattributes", ".*.lock", ".*.partial",
     *_CARRIED, *embedded.MEASURED_FILES, *_TOKENIZER, *_TERMS,
 )  # fmt: skip
-_PART = "-{0}-of-{0}".format("[0-9]" * 5)
+_PART = "-{0}-of-{0}".format("[0-9]" * 5)  # of a sharded model
 _MODEL_WEIGHTS = (*MODEL_WEIGHTS, embedded.SHARD, f"model{_PART}.safetensors", f"pytorch_model{_PART}.bin")
 
 # What the original project's loader makes of every checkpoint.
@@ -248,22 +248,22 @@ def _check_holds(heads: MedusaHeads, target: str) -> None:
     """Raise `ValueError` if a format cannot hold such heads; the message says what can be done."""
     if target in ("native", "embedded"):
         return
-    where = f"for {target} (native and embedded hold it; "
+    anywhere = "native and embedded hold it"
     if heads.parent_rank:
-        wanted = (
-            f"none whose drafts depend on their parent token {where}heads trained with heads.parent_rank 0 have none)"
-        )
+        others = "heads trained with heads.parent_rank 0 have none"
+        wanted = f"none whose drafts depend on their parent token for {target} ({anywhere}; {others})"
         got = f"parent_rank {heads.parent_rank}"
     elif heads.storage != "float":
-        wanted = f"projections in floats {where}storage float, --storage float, turns them back)"
+        wanted = f"projections in floats for {target} ({anywhere}; storage float, --storage float, turns them back)"
         got = heads.storage
     elif heads.token_map is not None and not (target == "vllm" and heads.shared_projection):
-        wanted = f"the whole vocabulary {where}what a trimmed one never proposes has no projection)"
+        wanted = f"the whole vocabulary for {target} ({anywhere}; what a trimmed one never proposes has no projection)"
         got = f"{heads.num_candidates} of {heads.vocab_size} tokens"
     elif target == "original-v2" and not heads.shared_projection:
         wanted, got = f"a projection shared with lm_head for {target} (original-v1 holds own ones)", "own"
     elif target == "original-v2" and heads.num_layers > 1:
-        wanted = f"one residual block per head {where}the original project's code makes one block of several)"
+        blocks = "the original project's code makes one block of several"
+        wanted = f"one residual block per head for {target} ({anywhere}; {blocks})"
         got = str(heads.num_layers)
     else:
         return

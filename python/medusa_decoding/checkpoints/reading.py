@@ -152,7 +152,7 @@ def fetch_folder(
 ) -> Path:
     """Return the folder of a checkpoint; of one on the hub, the files that match the patterns are fetched.
 
-    Neither a folder nor a repository within reach is a `ValueError`.
+    A name that is neither a folder nor a repository within reach is a `ValueError`.
     """
     if not isinstance(path_or_hub_id, (str, Path)):
         got = type(path_or_hub_id).__name__

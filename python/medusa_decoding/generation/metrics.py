@@ -57,7 +57,7 @@ class GenerationMetrics:
         trees: Sequence[Tree],
         seconds: list[float],
     ) -> GenerationMetrics:
-        """Add up one generation, from the numbers of its prompts' and rows' tokens, and the tree of each step.
+        """Add up one generation: the tokens of each prompt, the new tokens of each row, and the tree of each step.
 
         `accepted` has a list per row: tokens below the root of each step. `seconds` begin with the prefill's.
         """

@@ -58,7 +58,8 @@ def collect_output(
 ) -> MedusaOutput:
     """Make the output of a finished generation, on the device of its prompts.
 
-    The selector may have kept scores and logits. `trees` are those of each step, `seconds` begin with the prefill's.
+    The selector may have kept scores and logits. `trees` are those of each step; `seconds`, if measured, begin with
+    the prefill's.
     """
     ids, counts = request.input_ids, state.count.tolist()
     new = state.output[:, : max(counts)].to(ids.device)

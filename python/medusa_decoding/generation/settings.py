@@ -145,7 +145,7 @@ def check_callables(name: str, given: Sequence[Any] | None) -> list[Any]:
 
 
 def limits_from_config(config: GenerationConfig, lengths: Sequence[int], width: int, context: int) -> Limits:
-    """Return the limits that a generation config sets for prompts of some lengths.
+    """Return the limits that a generation config sets for prompts of `lengths` tokens.
 
     `width` is that of the padded batch, which `max_length` counts, `context` the positions that the model declares.
 
@@ -203,7 +203,7 @@ def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer:
 
 
 def rows_per_prompt(config: GenerationConfig, prompts: int = 1) -> int:
-    """Return how many rows each of some prompts is expanded to.
+    """Return how many rows each of `prompts` prompts is expanded to.
 
     Raises:
         ValueError: a count below 1, several rows without sampling (all equal), or too many rows in all.

@@ -137,7 +137,7 @@ def medusa_generate(
 
 
 def _generate_arguments(model: Any) -> dict[str, Any]:
-    """Return the arguments that the caller gave to transformers' `generate`, by name.
+    """Return the arguments of the call of transformers' `generate`, by name, as they are now.
 
     transformers (5.17 to 5.23) silently drops `streamer`, `assistant_model` and `synced_gpus`, which are read from the
     frame of its `generate`, and removes `tokenizer`, which is read from the frame that called it: transformers' own
