@@ -1,7 +1,7 @@
 """All settings of a training run, with their defaults and sources; `medusa train --config FILE.yaml`.
 
-The defaults are those of the paper's appendix B ("B.2", "B.3", "B.4"). Settings without a source are ours: the paper
-does not mention them. The method decides some of the defaults (`PRESETS`). This module knows no training libraries.
+The defaults are those of the paper's appendix B ("B.2", "B.3", "B.4"). Settings that the paper does not mention are
+marked. The method decides some of the defaults (`PRESETS`). This module knows no training libraries.
 """
 
 # ruff: noqa: RUF009  (`setting` returns a dataclass field)
@@ -28,6 +28,7 @@ from medusa_decoding.training.config_schema import (
 )
 
 Method = Literal["medusa-1", "medusa-2", "self-distillation"]
+OURS = "ours; the papers do not say"
 DEFAULT_HELD_OUT_SHARE = 0.02
 
 
@@ -36,15 +37,17 @@ class ModelConfig:
     """The backbone."""
 
     name: str = setting(REQUIRED, "folder or hub id of the base model", "", WORDS)
-    revision: str | None = setting(None, "branch, tag or commit on the hub")
-    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "dtype of weights that are not quantised")
+    revision: str | None = setting(None, "branch, tag or commit on the hub", OURS)
+    dtype: Literal["bfloat16", "float16", "float32"] = setting(
+        "bfloat16", "dtype of weights that are not quantised", OURS
+    )
     quantization: Literal["none", "8bit", "4bit"] = setting(
         "4bit",
         "of the frozen weights, with bitsandbytes; none with self-distillation, as it would quantise the teacher too",
         "B.3; 2.3.2",
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = setting("sdpa", "implementation in transformers")
-    gradient_checkpointing: bool = setting(False, "recompute activations instead of storing them")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = setting("sdpa", "implementation in transformers", OURS)
+    gradient_checkpointing: bool = setting(False, "recompute activations instead of storing them", OURS)
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,11 @@ class HeadsConfig:
     bias: bool = setting(True, "of the residual blocks", "the authors' checkpoints")
     shared_projection: bool = setting(False, "project with the model's lm_head instead of own matrices", "2.1.1: own")
     token_map_size: int | None = setting(
-        None, "size of a trimmed vocabulary: the tokens most frequent in the data; null for all", within=at_least(1)
+        None, "size of a trimmed vocabulary: the tokens most frequent in the data; null for all", OURS, at_least(1)
     )
-    storage: Literal["float", "int8", "fp8"] = setting("float", "of own matrices in the checkpoint")
+    storage: Literal["float", "int8", "fp8"] = setting("float", "of own matrices in the checkpoint", OURS)
     parent_rank: int = setting(
-        0, "rank of the term that adds the parent token to a head's prediction; 0 for none", within=at_least(0)
+        0, "rank of the term that adds the parent token to a head's prediction; 0 for none", OURS, at_least(0)
     )
     initial: str | None = setting(None, "folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", WORDS)
 
@@ -70,10 +73,12 @@ class SourceConfig:
     """One place that data comes from."""
 
     path: str = setting(REQUIRED, "file, folder or hub id", "", WORDS)
-    format: Literal["auto", "sharegpt", "messages", "text"] = setting("auto", "of its records; auto: by their keys")
-    split: str = setting("train", "of a hub dataset", within=WORDS)
-    subset: str | None = setting(None, "configuration of a hub dataset")
-    revision: str | None = setting(None, "branch, tag or commit of a hub dataset")
+    format: Literal["auto", "sharegpt", "messages", "text"] = setting(
+        "auto", "of its records; auto: by their keys", OURS
+    )
+    split: str = setting("train", "of a hub dataset", OURS, WORDS)
+    subset: str | None = setting(None, "configuration of a hub dataset", OURS)
+    revision: str | None = setting(None, "branch, tag or commit of a hub dataset", OURS)
 
 
 @dataclass(frozen=True)
@@ -81,27 +86,28 @@ class DataConfig:
     """What the heads learn from, and how it is put in rows."""
 
     train: tuple[SourceConfig, ...] = setting(REQUIRED, "training data (the papers: ShareGPT)", "B.3", ENTRIES)
-    held_out: tuple[SourceConfig, ...] = setting((), "data to measure on; empty: a share of the training data")
+    held_out: tuple[SourceConfig, ...] = setting((), "data to measure on; empty: a share of the training data", OURS)
     held_out_share: float | None = setting(
         None,
         f"share of prompts held out, by hash; null: {DEFAULT_HELD_OUT_SHARE} unless held_out is given",
-        within=SHARE,
+        OURS,
+        SHARE,
     )
-    split_seed: int = setting(0, "seed of that hash")
-    limit: int | None = setting(None, "how many conversations to read; null for all", within=at_least(1))
-    template: str = setting("auto", "auto: the tokenizer's; vicuna; plain; or a Jinja file", within=WORDS)
-    template_arguments: dict[str, Any] = setting(dict, "further variables of the template (enable_thinking)")
-    system: str | None = setting(None, "system message of conversations without one", within=WORDS)
+    split_seed: int = setting(0, "seed of that hash", OURS)
+    limit: int | None = setting(None, "how many conversations to read; null for all", OURS, at_least(1))
+    template: str = setting("auto", "auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, WORDS)
+    template_arguments: dict[str, Any] = setting(dict, "further variables of the template (enable_thinking)", OURS)
+    system: str | None = setting(None, "system message of conversations without one", OURS, WORDS)
     turns: Literal["joint", "each"] = setting(
-        "joint", "joint: learn all assistant turns of a conversation at once; each: one copy per turn"
+        "joint", "joint: learn all assistant turns of a conversation at once; each: one copy per turn", OURS
     )
     length: int = setting(4096, "tokens per row", "3.1: Vicuna 1.5's own; B.4: 2048", at_least(8))
     overlong: Literal["truncate", "drop", "split"] = setting(
-        "truncate", "what becomes of conversations longer than a row"
+        "truncate", "what becomes of conversations longer than a row", OURS
     )
-    pack: bool = setting(True, "several conversations per row; none sees another")
-    max_bad_share: float = setting(0.01, "largest share of unreadable records that is not an error", within=SHARE)
-    cache_hidden: str | None = setting(None, "folder that stores hidden states for later epochs", within=WORDS)
+    pack: bool = setting(True, "several conversations per row; none sees another", OURS)
+    max_bad_share: float = setting(0.01, "largest share of unreadable records that is not an error", OURS, SHARE)
+    cache_hidden: str | None = setting(None, "folder that stores hidden states for later epochs", OURS, WORDS)
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ class LossConfig:
         "constant", "sine: a quarter wave up to lambda_0 at the end of training", "2.2.2; B.4: sine"
     )
     chunk: int | None = setting(
-        None, "positions whose logits are in memory at a time; null: 128 MiB of logits", within=at_least(1)
+        None, "positions whose logits are in memory at a time; null: 128 MiB of logits", OURS, at_least(1)
     )
 
 
@@ -152,19 +158,19 @@ class OptimisationConfig:
     heads_first_epochs: float = setting(
         0.0, "first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", at_least(0)
     )
-    max_steps: int | None = setting(None, "most steps per stage; null: by epochs", within=at_least(1))
+    max_steps: int | None = setting(None, "most steps per stage; null: by epochs", OURS, at_least(1))
     batch_size: int = setting(64, "rows per step, over all processes; self-distillation: 128", "B.3; 3.2", at_least(1))
-    micro_batch_size: int = setting(1, "rows that a process computes at a time", within=at_least(1))
-    weight_decay: float = setting(0.0, "of matrices", within=at_least(0))
+    micro_batch_size: int = setting(1, "rows that a process computes at a time", OURS, at_least(1))
+    weight_decay: float = setting(0.0, "of matrices", OURS, at_least(0))
     beta_1: float = setting(0.9, "of AdamW", "its usual value", SHARE)
     beta_2: float = setting(0.999, "of AdamW", "its usual value", SHARE)
     epsilon: float = setting(1e-8, "of AdamW", "its usual value", POSITIVE)
     max_gradient_norm: float | None = setting(
-        1.0, "gradients are clipped to this norm; null: no clipping", within=POSITIVE
+        1.0, "gradients are clipped to this norm; null: no clipping", OURS, POSITIVE
     )
-    seed: int = setting(0, "of initial weights, data order and dropout", within=SEED)
+    seed: int = setting(0, "of initial weights, data order and dropout", OURS, SEED)
     sharding: Literal["auto", "none", "full"] = setting(
-        "auto", "full: weights sharded over the processes (FSDP); auto: as accelerate launch --use_fsdp says"
+        "auto", "full: weights sharded over the processes (FSDP); auto: as accelerate launch --use_fsdp says", OURS
     )
 
 
@@ -173,15 +179,17 @@ class OutputConfig:
     """What is written."""
 
     folder: str = setting(REQUIRED, "checkpoints, logs and the trained heads", "", WORDS)
-    checkpoint_steps: int = setting(200, "steps between checkpoints", within=at_least(1))
-    keep_checkpoints: int = setting(2, "how many of the last checkpoints to keep", within=at_least(1))
-    log_steps: int = setting(10, "steps between log lines", within=at_least(1))
+    checkpoint_steps: int = setting(200, "steps between checkpoints", OURS, at_least(1))
+    keep_checkpoints: int = setting(2, "how many of the last checkpoints to keep", OURS, at_least(1))
+    log_steps: int = setting(10, "steps between log lines", OURS, at_least(1))
     evaluate_steps: int | None = setting(
-        None, "steps between evaluations; null: at the end of each epoch", within=at_least(1)
+        None, "steps between evaluations; null: at the end of each epoch", OURS, at_least(1)
     )
-    tensorboard: bool = setting(True, "write TensorBoard event files")
+    tensorboard: bool = setting(True, "write TensorBoard event files", OURS)
     merge: bool = setting(
-        True, "write the model with the adapter merged in, not the adapter; never if weights are quantised or sharded"
+        True,
+        "write the model with the adapter merged in, not the adapter; never if weights are quantised or sharded",
+        OURS,
     )
 
 
@@ -190,15 +198,15 @@ class GenerationConfig:
     """How the model writes its own training data in `medusa distill` (2.3.2). The seeds are in data.train."""
 
     heads: str | None = setting(
-        None, "folder or hub id of heads to generate with; null: heads.initial, or plain decoding", within=WORDS
+        None, "folder or hub id of heads to generate with; null: heads.initial, or plain decoding", OURS, WORDS
     )
-    max_new_tokens: int = setting(512, "most tokens per answer", within=at_least(1))
+    max_new_tokens: int = setting(512, "most tokens per answer", OURS, at_least(1))
     temperature: float = setting(0.3, "of sampling; 0: greedy", "3.2", at_least(0))
-    top_p: float = setting(1.0, "nucleus of sampling; 1: all tokens", within=POSITIVE)
-    turns: int = setting(4, "most user turns of a seed that are answered", within=at_least(1))
-    prompt_tokens: int = setting(128, "tokens at the start of a text that are its prompt", within=at_least(1))
-    batch_size: int = setting(8, "answers generated at once", within=at_least(1))
-    seed: int = setting(0, "of sampling", within=SEED)
+    top_p: float = setting(1.0, "nucleus of sampling; 1: all tokens", OURS, POSITIVE)
+    turns: int = setting(4, "most user turns of a seed that are answered", OURS, at_least(1))
+    prompt_tokens: int = setting(128, "tokens at the start of a text that are its prompt", OURS, at_least(1))
+    batch_size: int = setting(8, "answers generated at once", OURS, at_least(1))
+    seed: int = setting(0, "of sampling", OURS, SEED)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

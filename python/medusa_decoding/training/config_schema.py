@@ -46,11 +46,11 @@ WORDS = Range("at least one character", lambda value: bool(value.strip()))
 SEED = Range("from 0 to below 2^32", lambda value: 0 <= value < 2**32)
 ENTRIES = Range("at least one entry", lambda value: len(value) > 0)
 
+
 REQUIRED: Any = dataclasses.MISSING
-OURS = "ours; the papers do not say"
 
 
-def setting(default: Any, meaning: str, source: str = OURS, within: Range | None = None) -> Any:
+def setting(default: Any, meaning: str, source: str = "", within: Range | None = None) -> Any:
     """Declare a field of a settings dataclass: its default, meaning and source, and the values that it takes.
 
     The default is REQUIRED if there is none; a type stands for a new object of it each time. The source is a section of
