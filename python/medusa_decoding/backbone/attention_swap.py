@@ -248,12 +248,13 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
         self._held: list[Any] = []
         self._restore = weakref.finalize(self, _restore, self._held)
         self._restore.atexit = False
+        self._suspended = True
         self.resume()
 
     @property
     def active(self) -> bool:
         """Whether the swap is in force: neither undone nor suspended."""
-        return bool(self._held)
+        return self._restore.alive and not self._suspended
 
     def check(self, layers: nn.ModuleList) -> None:
         """Raise `ValueError` for other layers than the swapped ones, or one whose attention was replaced (by peft)."""
@@ -274,6 +275,7 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
 
     def suspend(self) -> None:
         """Put the original modules back until `resume`; a second call does nothing."""
+        self._suspended = True
         _restore(self._held)
 
     def resume(self) -> None:
@@ -284,7 +286,7 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
         """
         if not self._restore.alive:
             raise ValueError("AttentionSwap: expected a swap that was not undone, got one after undo()")
-        if self.active:
+        if not self._suspended:
             return
         check_layers(self.layers)
         try:
@@ -295,6 +297,7 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
             _restore(self._held)
             raise
         self._swapped = [layer.self_attn for layer in self.layers]
+        self._suspended = False
 
     def undo(self) -> None:
         """Put the original modules back; a second call does nothing."""
