@@ -86,7 +86,7 @@ class ChatEncoder:
         if turns not in ("joint", "each"):
             raise ValueError(f"turns: expected 'joint' or 'each', got {turns!r}")
         self.tokenizer, self.turns = tokenizer, turns
-        self._vocab_size = max(tokenizer.get_vocab().values()) + 1 if vocab_size is None else vocab_size
+        self._vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
         name = None if template == "auto" else template
         self.template = ChatTemplate(tokenizer, name, built_in=BUILT_IN_TRAINING, variables=arguments, check=False)
         self._marked = _MARKED.search(self.template.text) is not None

@@ -89,7 +89,7 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
 
 def _check_folder(folder: Path) -> None:
     place = folder.absolute()
-    there = next(path for path in (place, *place.parents) if path.exists())
+    there = next((path for path in (place, *place.parents) if path.exists()), place)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(f"output.folder: expected one that is there or can be made, got {folder}")
 

@@ -191,7 +191,9 @@ class Processes:
         """Leave gradients in this process while `keep` is set: more micro-batches of the step follow."""
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(not keep)
-        return module.no_sync() if isinstance(module, DistributedDataParallel) and keep else contextlib.nullcontext()
+        if isinstance(module, DistributedDataParallel) and keep:
+            return module.no_sync()
+        return contextlib.nullcontext()
 
 
 def fill(weight: torch.Tensor, values: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ class Result:
     """The output folder of a run, the folder of its heads for `MedusaModel.from_pretrained`, and its figures.
 
     `base_model` is the model as named, or the folder of the trained one or of its adapter. `measured` is None without
-    held-out data. `seconds` were spent in steps.
+    held-out data. `steps` are those of the whole run, `seconds` were spent in them.
     """
 
     folder: Path
@@ -217,7 +217,7 @@ def _write_heads(trainer: Trainer, weights: Weights, base: str, rows: Rows, meas
     config, folder, trained = trainer.config, trainer.folder / "heads", trainer.heads
     dtype = DTYPES[config.model.dtype]
     heads = new_heads(config.heads, trained.hidden_size, trained.vocab_size, trained.token_map, dtype)
-    heads.load_state_dict(weights, strict=False)  # the token_map is no weight
+    heads.load_state_dict({**heads.state_dict(), **weights})  # with a token_map, which is no weight
     if config.heads.storage != "float":
         heads = heads.quantized(config.heads.storage)
     # A trained backbone is a folder of this run and has no revision.

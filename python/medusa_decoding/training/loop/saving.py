@@ -39,7 +39,9 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """Return the complete ones, oldest first."""
-        found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
     def newest(self) -> Path | None:
