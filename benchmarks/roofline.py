@@ -19,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.cli.simulate import find_device
 from medusa_decoding.files import MAX_JSON, parse_json, read_text
-from medusa_decoding.roofline.devices import DEVICES, Attained, Device
+from medusa_decoding.roofline.devices import Attained, Device
 from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape
 
@@ -155,11 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison for a file of records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, help="file of records, such as benchmarks/results/nvidia-h200.jsonl")
-    parser.add_argument("--device", choices=DEVICES, default="h200", help="that they were measured on (default: h200)")
+    words = "that they were measured on, as in medusa simulate (default: h200)"
+    parser.add_argument("--device", type=find_device, default="h200", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     args = parser.parse_args(arguments)
     try:
-        rows = compare(read_steps(args.records), DEVICES[args.device])
+        rows = compare(read_steps(args.records), args.device)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.json:

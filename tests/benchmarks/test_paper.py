@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import reproduction
 from benchmarks.paper import values as paper
 from benchmarks.paper.block import attention_product, block_operators
 from benchmarks.roofline import compare, fit_steps, main, read_steps
-from medusa_decoding.roofline.devices import A100, DEVICES, H200
-from medusa_decoding.roofline.operators import total_bytes, total_seconds
+from medusa_decoding.roofline.devices import A100, DEVICES, H200, Attained, Device
+from medusa_decoding.roofline.operators import linear, total_seconds
 from medusa_decoding.roofline.shapes import ModelShape
 from medusa_decoding.roofline.simulate import Simulation
 
@@ -30,7 +32,7 @@ def test_every_intensity_is_the_printed_one(table: int) -> None:
     assert len(of) == 56
     for cell in of:
         # Two printed decimals, cut off or rounded.
-        assert cell.operator.intensity() == pytest.approx(cell.intensity, abs=0.0051), cell
+        assert reproduction.intensity(cell.operator) == pytest.approx(cell.intensity, abs=0.0051), cell
 
 
 def test_one_cell_of_each_table_by_hand() -> None:
@@ -65,7 +67,9 @@ def test_gains_that_the_text_prints() -> None:
         for candidates in (1, 64)
     )
     flops, intensity = paper.GAINS
-    assert tree.operator.intensity() / plain.operator.intensity() == pytest.approx(intensity, rel=0.01)
+    assert reproduction.intensity(tree.operator) / reproduction.intensity(plain.operator) == pytest.approx(
+        intensity, rel=0.01
+    )
     attained = DEVICES["a100-80-attained"]
     assert tree.tflops_on(attained) / plain.tflops_on(attained) == pytest.approx(flops, rel=0.05)
 
@@ -133,13 +137,29 @@ def test_the_papers_block() -> None:
     assert [(o.name, o.times, o.weights) for o in operators] == [
         ("qkv", 3, 1024), ("qk", 1, 0), ("pv", 1, 0), ("up/gate", 2, 1536), ("down", 1, 1536)
     ]  # fmt: skip
-    assert total_bytes(operators) == 2 * (3 * (1024 + 6 * 64) + 2 * 632 + 3 * (1536 + 6 * 80))
+    assert sum(operator.times * operator.bytes() for operator in operators) == 2 * (
+        3 * (1024 + 6 * 64) + 2 * 632 + 3 * (1536 + 6 * 80)
+    )
 
 
-@pytest.mark.parametrize("more", [(3, 16, 100), (2, 17, 100), (2, 16, 101)])
-def test_more_of_anything_makes_a_block_slower(more: tuple[int, int, int]) -> None:
-    seconds = [total_seconds(block_operators(SMALL, *sizes), A100) for sizes in ((2, 16, 100), more)]
-    assert seconds[1] > seconds[0]
+@given(
+    sizes=st.tuples(st.integers(1, 64), st.integers(1, 256), st.integers(1, 8192)), which=st.integers(0, 2),
+    ridge=st.floats(1, 1000), tile=st.sampled_from([1, 64]),
+)  # fmt: skip
+def test_more_of_anything_makes_no_block_quicker(
+    sizes: tuple[int, int, int], which: int, ridge: float, tile: int
+) -> None:
+    device = Device("d", flops=ridge * 1e12, bandwidth=1e12, linear=Attained(tile=tile))
+    more = [size + (place == which) for place, size in enumerate(sizes)]
+    less, most = (total_seconds(block_operators(SMALL, *of), device) for of in (sizes, more))
+    assert most >= less
+
+
+def test_operations_by_byte_and_by_second() -> None:
+    # 18,432 operations on 4,032 bytes; see `test_operators`.
+    up = linear("up", 6, 32, 48)
+    assert reproduction.intensity(up) == pytest.approx(18432 / 4032)
+    assert reproduction.tflops(up, Device("b", flops=1e9, bandwidth=4032)) == pytest.approx(18432e-12)
 
 
 def test_a_block_with_one_node_is_plain_decoding() -> None:

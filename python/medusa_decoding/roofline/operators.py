@@ -44,10 +44,6 @@ class Operator:
         """Return the bytes that one moves: `element` per activation, `weight` per weight (default: the same)."""
         return self.activations * element + self.weights * (element if weight is None else weight)
 
-    def intensity(self, element: float = 2, weight: float | None = None) -> float:
-        """Return operations per byte."""
-        return self.flops / self.bytes(element, weight)
-
     def seconds(self, device: Device, weight: float | None = None) -> float:
         """Return the roofline time of all `times` of them.
 
@@ -60,10 +56,6 @@ class Operator:
         arithmetic = computed / (device.flops * attained.compute)
         memory = self.bytes(device.element_bytes, weight) / (device.bandwidth * attained.bandwidth)
         return self.times * (attained.fixed_us * 1e-6 + max(arithmetic, memory))
-
-    def attained_flops(self, device: Device, weight: float | None = None) -> float:
-        """Return operations per second at the roofline time."""
-        return self.times * self.flops / self.seconds(device, weight)
 
 
 def linear(name: str, rows: int, inputs: int, outputs: int, times: int = 1, stored: bool = True) -> Operator:
@@ -131,8 +123,3 @@ def step_operators(shape: ModelShape, heads: HeadShape | None, batch: int, nodes
 def total_seconds(operators: Iterable[Operator], device: Device, weight: float | None = None) -> float:
     """Return the time of operators that run in sequence; see `Operator.seconds`."""
     return sum(operator.seconds(device, weight) for operator in operators)
-
-
-def total_bytes(operators: Iterable[Operator], element: float = 2, weight: float | None = None) -> float:
-    """Return the bytes that operators move in all."""
-    return sum(operator.times * operator.bytes(element, weight) for operator in operators)
