@@ -22,7 +22,7 @@ from medusa_decoding.trees.tree import Tree
 
 @dataclass(frozen=True)
 class Validation:
-    """Tokens per step of one tree as expected by a calibration, and as measured by decoding in so many steps.
+    """Tokens per step of one tree as expected by a calibration, and as measured by decoding, in `steps` steps.
 
     `ratio` is the walked expectation over the measurement; its interval accounts for the chance in both.
     """

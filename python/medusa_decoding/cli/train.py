@@ -49,7 +49,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(args: argparse.Namespace) -> Config:
-    """Return the configuration that `add_config`'s arguments name; raise `ValueError` for bad settings, by name."""
+    """Return the configuration that `add_config`'s arguments name; a `ValueError` names what is wrong."""
     if args.config is None:
         raise ValueError("--config: expected a YAML file, got none")
     values: Any = config_schema.read_yaml(args.config)

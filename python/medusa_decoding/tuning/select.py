@@ -27,8 +27,8 @@ def best_trees(
 ) -> list[Tree]:
     """Return the best tree of each size (nodes, root included), `Tree([])` for size 1.
 
-    Trees are walked along the texts of a calibration. Without one, heads are taken as independent, with accuracies per
-    head and rank.
+    They are searched by walking along `texts`, or, without texts, by `accuracies` (a list per head, one per rank) as if
+    heads were independent.
 
     Raises:
         ValueError: a size that the heads cannot fill.

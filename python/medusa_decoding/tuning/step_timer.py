@@ -151,9 +151,9 @@ def time_steps(
 
 
 def interleaved(block: Callable[[Tree], Sequence[float]], trees: Sequence[Tree], repeats: int) -> list[list[float]]:
-    """Run one block of steps per tree and round, in shuffled order; return the durations of each tree.
+    """Run one block of steps per tree and round, in shuffled order; return each tree's durations, in order of `trees`.
 
-    Before the counted rounds, `repeats` of them, one that is not counted compiles and captures.
+    `block` returns the durations to count. A first round, which compiles and captures, is not counted.
     """
     for tree in trees:
         block(tree)

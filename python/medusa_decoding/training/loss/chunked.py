@@ -64,8 +64,9 @@ def chunked_loss(
 ) -> Loss:
     """Return the sum over heads of weights[k] / normaliser[k] times the summed loss of head k.
 
-    The states are [K, T, H]. By default the weights [K] are ones, and the normaliser [K] is `counts`. For `counts` and
-    `outside` (zeros by default) see `Loss`, for `chunk` and `repeatable` `medusa_loss`.
+    `projection` makes logits of states [K, T, H], `criterion` losses of logits. By default the weights [K] are ones and
+    the normaliser [K] is `counts`. For `counts` and `outside` (zeros by default) see `Loss`, for `chunk` and
+    `repeatable` `medusa_loss`.
 
     Raises:
         ValueError: a wrong shape, or a chunk below 1.

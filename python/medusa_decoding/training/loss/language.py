@@ -74,7 +74,7 @@ def distillation_loss(
 
     KL(p || q) = sum over tokens x of p(x) * (log p(x) - log q(x)).
 
-    The student's arguments are those of `language_loss`; of the labels only their positions matter. `teacher_hidden`
+    The student's arguments are those of `language_loss`; `labels` only say where the loss is taken. `teacher_hidden`
     [T, H] are states of the same model with its adapter off, and `teacher_lm_head` is its lm_head without the adapter
     (see `without_adapter`). The teacher gets no gradient.
 
