@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from medusa_decoding.trees.published import SIZES, published_accuracies, published_tree
+from medusa_decoding.trees import published
+from medusa_decoding.trees.published import SIZES, published_tree
 
 # The training logs of the original project: thousandths of top-1 to top-5, cumulative, one row per head.
 TOP = {
@@ -55,8 +56,9 @@ def test_trees_hold_the_paths_of_the_largest_products(name, nodes):
 
 @pytest.mark.parametrize("name", TOP)
 def test_accuracies_are_those_of_the_training_logs(name):
-    for row, expected in zip(published_accuracies(name), alone(name), strict=True):
-        assert row == [value / 1000 for value in expected]
+    stored = published._published()[name.removeprefix("lmsys/")]["top"]
+    for row, expected in zip(stored, alone(name), strict=True):
+        assert row == [value / 1000 for value in itertools.accumulate(expected)]
 
 
 def test_names_of_published_checkpoints():
@@ -66,7 +68,6 @@ def test_names_of_published_checkpoints():
         assert published_tree(name) == tree
     for name in (None, "", "lmsys/vicuna-7b-v1.5", "vicuna-7b-v1.3/heads", "lmsys"):
         assert published_tree(name) is None
-        assert published_accuracies(name) is None
     assert published_tree("lmsys/vicuna-33b-v1.3") != tree
 
 

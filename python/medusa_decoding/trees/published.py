@@ -27,22 +27,9 @@ def published_tree(base_model: str | None, num_nodes: int = 64) -> Tree | None:
     """
     if num_nodes not in SIZES:
         raise ValueError(f"num_nodes: expected one of {', '.join(map(str, SIZES))}, got {num_nodes}")
-    entry = _entry(base_model)
-    return None if entry is None else Tree(entry["trees"][str(num_nodes)])
-
-
-def published_accuracies(base_model: str | None) -> list[list[float]] | None:
-    """Return the accuracy of each rank of each head, as `Tree.optimal` takes it, or None for other models."""
-    entry = _entry(base_model)
-    if entry is None:
-        return None
-    # Three decimals were published; a difference of two has no more.
-    return [[round(more - less, 3) for less, more in zip([0.0, *row], row, strict=False)] for row in entry["top"]]
-
-
-def _entry(base_model: str | None) -> dict[str, Any] | None:
     name = (base_model or "").rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
-    return _published().get(name)
+    entry = _published().get(name)
+    return None if entry is None else Tree(entry["trees"][str(num_nodes)])
 
 
 @functools.cache
