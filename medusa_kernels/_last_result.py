@@ -19,9 +19,10 @@ class LastResult(Generic[T]):
 
     def get(self, tensors: tuple[Tensor, ...], values: object) -> T | None:
         """Return the result kept for these very tensors, unchanged since, and equal values; None if there is none."""
-        if self._last is None:
+        last = self._last  # read once: another thread may forget it
+        if last is None:
             return None
-        kept, versions, kept_values, result = self._last
+        kept, versions, kept_values, result = last
         # An inference tensor has no version that would tell of a change in place: it is never among those kept.
         if kept_values != values or any(a is not b for a, b in zip(kept, tensors, strict=True)):
             return None
