@@ -88,7 +88,7 @@ def _streamed(
 
 
 def _rope_append(device: Device, dtype: torch.dtype, head_dim: int) -> list[Any]:
-    return [rope_append.configuration(device, dtype, head_dim, num_warps) for num_warps in (2, 1, 4, 8)]
+    return [rope_append.configuration(dtype, head_dim, num_warps) for num_warps in (2, 1, 4, 8)]
 
 
 CANDIDATES: dict[str, Callable[..., list[Any]]] = {

@@ -158,7 +158,7 @@ def _rope_append(device: Device) -> Iterator[Specialisation]:
     cases = [(dtype, dim, 1) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims]
     names = rope_append._rope_append_kernel.arg_names
     for dtype, dim, last in [*cases, (torch.bfloat16, 128, 2)]:
-        config, kind = rope_append.configuration(device, dtype, dim), TRITON_TYPES[dtype]
+        config, kind = rope_append.configuration(dtype, dim), TRITON_TYPES[dtype]
         yield specialise(
             f"rope_append {kind} D{dim}" + (" strided" if last != 1 else ""),
             rope_append._rope_append_kernel,

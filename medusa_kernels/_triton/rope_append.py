@@ -131,7 +131,7 @@ def rope_append(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.numel() and not k.numel():
         return out
-    config = configuration(launch.describe(q.device), q.dtype, head_dim)
+    config = configuration(q.dtype, head_dim)
     tiles = triton.cdiv(nodes * heads, config.rows) + 2 * triton.cdiv(nodes * kv_heads, config.rows)
     # A table or depths that all batch rows share have a batch stride of 0.
     table_strides = [stride for t in (cos, sin) for stride in (t.stride() if t.dim() == 3 else (0, *t.stride()))[:2]]

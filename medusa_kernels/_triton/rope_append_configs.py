@@ -8,7 +8,6 @@ import torch
 import triton
 
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton import launch
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Config:
     num_stages: int = 1
 
 
-def configuration(device: launch.Device, dtype: torch.dtype, head_dim: int, num_warps: int = 2) -> Config:
+def configuration(dtype: torch.dtype, head_dim: int, num_warps: int = 2) -> Config:
     """Return a tile of which every thread holds 16 bytes of either half of a head.
 
     Two warps divide the work of one decoded token into enough programs (12 for 32 heads of 128 with as many keys and
