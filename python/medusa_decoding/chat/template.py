@@ -19,6 +19,7 @@ from transformers import TextStreamer
 from medusa_decoding.chat import rendering
 from medusa_decoding.checks import check_text
 from medusa_decoding.files import read_text
+from medusa_decoding.generation.session import common_length
 
 Message = dict[str, Any]
 
@@ -169,7 +170,7 @@ class ChatTemplate(PromptEncoder):
             raise ValueError(f"chat template: expected one that takes these messages, got {reason}") from error
 
     def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
-        """Return the tokens of a prompt, known ones as long as they spell the same text; errors as of `render`."""
+        """Return the tokens of a prompt, known ones as long as they spell the same text; errors as in `render`."""
         return splice(self.tokenizer, list(known), self.prompt_tokens(self.render(messages)))
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
@@ -207,7 +208,7 @@ def prompt_encoder(tokenizer: Any, template: str | None, eos: Collection[int]) -
     """Return what encodes a model's prompts; `eos` are the model's tokens that end a text.
 
     The template is a file in Jinja, "vicuna", "plain", or None for the tokenizer's own; a tokenizer without one encodes
-    plain text. Errors are as of `ChatTemplate`.
+    plain text. Errors are the same as in `ChatTemplate`.
     """
     if template is None and not tokenizer.chat_template:
         return PromptEncoder(tokenizer, eos)
@@ -301,11 +302,3 @@ def _size(text: str) -> int:
     The number of characters may shrink: each byte of an incomplete character is decoded as one mark.
     """
     return len(text.encode()) - 2 * text.count("\ufffd")
-
-
-def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many first entries two lists, or two texts, have in common."""
-    if one == other[: len(one)]:
-        return len(one)
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), len(other))

@@ -18,12 +18,13 @@ from typing import Any, Literal
 import torch
 from tqdm.auto import tqdm
 
-from medusa_decoding.chat.template import ChatTemplate, common_length
+from medusa_decoding.chat.template import ChatTemplate
 from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.own_text import own_text_accuracy
 from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, Conversations, Prompt
 from medusa_decoding.evaluation.report import MEDUSA, PLAIN, TRANSFORMERS, Evaluation, Measured
+from medusa_decoding.generation.session import common_length
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.provenance import versions
 from medusa_decoding.trees.tree import Tree

@@ -6,10 +6,9 @@ and the new prompt are prefilled.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
-from itertools import takewhile
+from typing import Any
 
 import torch
 
@@ -66,7 +65,7 @@ class Session:
             return None, 0
         # The last token of a prompt always runs: its prediction is needed.
         pairs = zip(texts, prompts, strict=True)
-        common = min(min(_common(text, prompt.tolist()), len(prompt) - 1) for text, prompt in pairs)
+        common = min(min(common_length(text, prompt.tolist()), len(prompt) - 1) for text, prompt in pairs)
         return (state, common) if common else (None, 0)
 
     def keep(
@@ -77,6 +76,9 @@ class Session:
         self.reused = reused
 
 
-def _common(text: list[int], prompt: list[int]) -> int:
-    """Return the length of the common prefix."""
-    return sum(takewhile(bool, map(operator.eq, text, prompt)))
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many first entries two lists, or two texts, have in common."""
+    if one == other[: len(one)]:
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), len(other))

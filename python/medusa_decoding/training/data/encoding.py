@@ -23,7 +23,8 @@ import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from medusa_decoding.chat.template import BUILT_IN_TRAINING, ChatTemplate, common_length
+from medusa_decoding.chat.template import BUILT_IN_TRAINING, ChatTemplate
+from medusa_decoding.generation.session import common_length
 from medusa_decoding.training.data.records import BadRecordError, Record, Report, Tokens
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
