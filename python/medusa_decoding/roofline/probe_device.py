@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.utils.benchmark import Timer
 
 from medusa_decoding.roofline.devices import ELEMENT_BYTES, Device
 
@@ -56,5 +55,7 @@ def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:
 
 
 def _median_seconds(work: Callable[[], object]) -> float:
+    from torch.utils.benchmark import Timer  # not at the top: it imports setuptools
+
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=0.2).median)
