@@ -157,11 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, help="file of records, such as benchmarks/results/nvidia-h200.jsonl")
     words = "that they were measured on, as in medusa simulate (default: h200)"
-    parser.add_argument("--device", type=find_device, default="h200", help=words)
+    parser.add_argument("--device", default="h200", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     args = parser.parse_args(arguments)
     try:
-        rows = compare(read_steps(args.records), args.device)
+        rows = compare(read_steps(args.records), find_device(args.device))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.json:
