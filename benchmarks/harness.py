@@ -65,11 +65,11 @@ def interleaved(
 
         return run
 
-    shuffler = random.Random(0)
+    shuffler, clocked = random.Random(0), {name: timed(way) for name, way in ways.items()}
     found = {name: [(0, 0.0)] * len(inputs) for name in ways}
     for _ in range(rounds):
         for i, item in enumerate(inputs):
-            for name, (units, seconds) in in_turn({n: timed(way) for n, way in ways.items()}, item, shuffler).items():
+            for name, (units, seconds) in in_turn(clocked, item, shuffler).items():
                 before = found[name][i]
                 found[name][i] = (before[0] + units, before[1] + seconds)
     return found

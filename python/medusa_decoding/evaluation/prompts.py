@@ -8,6 +8,7 @@ and hub names are those of `training.data`. A record of another kind is an error
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ class Conversations:
                 messages = [*messages, {"role": "assistant", "content": encoder.answer(new)}]
 
     def ending(self, prompt: Prompt | None = None, stop_strings: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the arguments of `MedusaModel.generate` that end an answer to a prompt, or to any that is no text."""
+        """Return the arguments of `MedusaModel.generate` that end an answer to a prompt; without one, to a chat."""
         encoder = self.chat if prompt is None else self._encoder(prompt)
         ends, stops = encoder.ends(self.eos), encoder.stop_strings(stop_strings)
         found: dict[str, Any] = {"eos_token_id": ends} if ends else {}
@@ -130,9 +131,14 @@ def read_prompts(
     for category in categories or ():
         if category not in known:
             raise ValueError(f"categories: expected some of {', '.join(known)}, got {category}")
-    groups = {name: [prompt for prompt in found if prompt.category == name][:limit] for name in known}
-    wanted = {id(prompt) for name in (known if categories is None else categories) for prompt in groups[name]}
-    return [prompt for prompt in found if id(prompt) in wanted]
+    chosen = known if categories is None else categories
+    taken: Counter[str] = Counter()
+    wanted = []
+    for prompt in found:
+        taken[prompt.category] += 1
+        if prompt.category in chosen and (limit is None or taken[prompt.category] <= limit):
+            wanted.append(prompt)
+    return wanted
 
 
 def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -49,17 +50,16 @@ class StateCache:
     ) -> None:
         self._file = folder / STATES
         facts = {"fingerprint": key, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
-        size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+        count = math.prod(shape)
 
         def prepare() -> None:
             if processes.main:
                 # Two processes that make the files at once would truncate what the other has mapped.
                 with only_writer("data.cache_hidden", folder, inside=True):
-                    (_check if (folder / ABOUT).is_file() else _make)(folder, facts, size)
+                    (_check if (folder / ABOUT).is_file() else _make)(folder, facts, count * dtype.itemsize)
 
         processes.each(prepare)
-        count = shape[0] * shape[1] * shape[2]
-        self._states = torch.from_file(str(folder / STATES), shared=True, size=count, dtype=dtype).view(shape)
+        self._states = torch.from_file(str(self._file), shared=True, size=count, dtype=dtype).view(shape)
         self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)
 
     def get(self, rows: Sequence[int], pinned: bool = False) -> Tensor | None:
