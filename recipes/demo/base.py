@@ -18,6 +18,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from medusa_decoding.files import whole_folder
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.records import Report, read_records
 
@@ -106,8 +107,9 @@ def make_base(
             pad_token_id=end,
         )
     )
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    with whole_folder(out) as staging:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ Trees and accuracies are calibrated on training files and measured on held-out f
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,9 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from medusa_decoding.checkpoints import pretrained, read_heads, write_heads
 from medusa_decoding.evaluation.own_text import RANKS, accuracy_of_texts, own_text_ranks
-from medusa_decoding.files import only_writer, write_json
+from medusa_decoding.files import only_writer, write_json, write_text
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.provenance import versions
 from medusa_decoding.trees import replay
 from medusa_decoding.trees.calibration import NONE, Calibration
 from medusa_decoding.trees.tree import Tree
@@ -111,8 +111,7 @@ def measure(
                 "expected": tree.expected_tokens(accuracies),
                 "text": replay.walk(walked, tree).tokens_per_step,
             }
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return result | versions | {"train_files": len(files.train), "held_out": files.held_out}
+    return result | versions("torch") | {"train_files": len(files.train), "held_out": files.held_out}
 
 
 def card(result: dict[str, Any], config: Any, heads: MedusaHeads) -> str:
@@ -149,7 +148,7 @@ def card(result: dict[str, Any], config: Any, heads: MedusaHeads) -> str:
         f"{result['loss_on_text']:.3f} nats per token.",
         f"- Distinct 4-grams: {result['distinct_4_grams_greedy']:.2f} in greedy text, "
         f"{result['distinct_4_grams_text']:.2f} in the files' own. Greedy text of a model this small repeats itself, "
-        "and repetition is easy to guess: read the greedy figures with that in mind.",
+        "and repetition is easy to predict: read the greedy figures with that in mind.",
         "",
         "| top-1 accuracy | " + " | ".join(f"head {k}" for k in range(1, heads.num_heads + 1)) + " |",
         "|---|" + "---|" * heads.num_heads,
@@ -193,7 +192,7 @@ def write(model: Path, heads_folder: Path, out: Path, **amounts: int) -> None:
     for name, size in (("medusa_tree.json", 8), ("medusa_tree_64.json", 64)):
         Tree.optimal(result["calibration"], size).save(out / "heads" / name)
     write_json(out / "measured.json", result)
-    (out / "README.md").write_text(card(result, base.config, heads), encoding="utf-8")
+    write_text(out / "README.md", card(result, base.config, heads))
 
 
 def main() -> int:
