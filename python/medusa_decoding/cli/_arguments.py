@@ -36,11 +36,15 @@ def text(value: str) -> str:
 
 def at_least_one(text: str) -> int:
     """Parse a count of at least 1."""
-    return at_least_zero(text, 1)
+    return _count(text, 1)
 
 
-def at_least_zero(text: str, least: int = 0) -> int:
-    """Parse a count of at least 0, or of at least `least`."""
+def at_least_zero(text: str) -> int:
+    """Parse a count of at least 0."""
+    return _count(text, 0)
+
+
+def _count(text: str, least: int) -> int:
     try:
         value = int(text)
     except ValueError as error:
