@@ -68,9 +68,9 @@ train-demo: $(EDITABLE)
 	$(BIN)/medusa distill --config recipes/demo-cpu.yaml $(TRAIN_ARGS)
 	$(BIN)/medusa generate --model runs/demo/out/heads --prompt "def read_lines(path):" --max-new-tokens 64
 
-# The recipe of the embedded checkpoint: backbone and heads learn the standard library together, then the heads learn the
-# model's own text, and the checkpoint is written with its card. Takes hours on a CPU. Stopped, it goes on where it was; for
-# other SEEDS or other settings remove runs/demo-model first.
+# A recipe with the stages of the embedded checkpoint: backbone and heads learn the standard library together, then the heads
+# learn the model's own text, and the checkpoint is written with its card. Takes hours on a CPU. If it is stopped, it continues
+# from there; for other SEEDS or other settings remove runs/demo-model first.
 MODEL_ARGS ?=
 JOINT := runs/demo-model/joint
 demo-model: $(EDITABLE)

@@ -4,13 +4,12 @@
     python -m benchmarks.bench_lookup --replay dev.jsonl.gz --tokenizer-text train.jsonl.gz
 
 Generation: the demo model continues held-out code ("ordinary"), and the beginning of a second version of a held-out
-    piece
-of code with one name changed ("editing"); every tree with and without copied branches, in turn within this process.
+piece of code with one name changed ("editing"); every tree with and without copied branches, in turn within this
+process.
 
 Replay: the answers of chat models (ShareGPT form) are taken as the text to be written, and only lookup drafts:
-    tokens a
-step with a copied branch alone, where plain decoding has 1. Tokens are those of a byte-pair encoding trained on the
-second file. Prompts that ask for a summary, for an edit and for code are told apart by words.
+tokens per step with a copied branch alone, where plain decoding has 1. Tokens are those of a byte-pair encoding trained
+on the second file. Prompts that ask for a summary, for an edit and for code are told apart by words.
 """
 
 from __future__ import annotations

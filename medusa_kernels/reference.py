@@ -212,13 +212,13 @@ def tree_accept(
     column = torch.where(is_new, count[:, None] + place, output.shape[1] - 1)
     output.scatter_(1, column.long(), torch.where(is_new, emitted, output[:, -1:]))
     log.scatter_(1, step.expand(batch, 1), found[:, None])
-    kept, old_lengths = accepted.masked_fill(finished, -1), lengths.clone()
-    lengths += kept + 1
+    accept_lens, old_lengths = accepted.masked_fill(finished, -1), lengths.clone()
+    lengths += accept_lens + 1
     count += found
     finished |= ended
     state_hidden.copy_(hidden[row, last])
     root.copy_(next_tokens[row, last])
-    return path.to(torch.int32), kept, old_lengths
+    return path.to(torch.int32), accept_lens, old_lengths
 
 
 def tree_select(tokens, logprobs, depths, paths, nodes):

@@ -143,7 +143,8 @@ def _tree_bias(ancestors: Tensor, nodes: int, groups: int, seen: int, window: in
     if mask is None or mask.shape[-1] - nodes < seen:
         prefix = -(-seen // _PREFIX_STEP) * _PREFIX_STEP
         if ancestors.dim() == 3 or ancestors.is_inference():
-            # These trees are others at the next step: do not look ahead, and free the last mask first.
+            # Per-row trees change at every step, and masks of inference tensors are not kept: do not look ahead, and
+            # free the last mask first.
             _last_bias.forget()
             prefix = seen
         mask = _last_bias.keep((ancestors,), form, _build_bias(ancestors, nodes, groups, prefix, window, dtype))

@@ -134,7 +134,7 @@ def surprise(base: Any, ids: torch.Tensor, text: Sequence[int]) -> float:
 
 
 def quality(bench: setup.Bench, texts: Sequence[list[int]]) -> dict[str, Any]:
-    """Return perplexity under the base model and distinct 4-grams of texts, one a prompt."""
+    """Return perplexity under the base model and distinct 4-grams of texts, one per prompt."""
     base = bench.model.backbone.causal_lm
     sums = [
         (surprise(base, asked.ids, text), len(text)) for asked, text in zip(bench.asked, texts, strict=True) if text

@@ -81,7 +81,7 @@ def load_draft(name: str, bench: setup.Bench) -> Any:
 
 
 def assisted(bench: setup.Bench, draft: Any, gamma: int) -> measuring.Way:
-    """Return transformers' assisted generation that drafts `gamma` tokens a round."""
+    """Return transformers' assisted generation that drafts `gamma` tokens per round."""
     plain = measuring.transformers(bench, draft)
 
     def way(asked: setup.Asked) -> measuring.Written:

@@ -1,4 +1,4 @@
-"""Records and pictures of ablations: a JSON and an SVG file an ablation and machine. This module measures nothing."""
+"""Records and pictures of ablations: one JSON and one SVG file per ablation and machine. It measures nothing."""
 
 from __future__ import annotations
 

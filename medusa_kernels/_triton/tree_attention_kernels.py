@@ -153,7 +153,7 @@ def attend_kernel(
     q [B, N, Hkv * G, D], k_cache and v_cache [B, Hkv, S, D], cache_lens [B], ancestors [B or 1, N, W]. A single share
     gives out [B, N, Hkv * G, D], rounded once; otherwise parts [B, Hkv, splits, N * G, D] get the sums of values and
     stats [B, Hkv, splits, N * G, 2] the largest score and the sum of exponentials, all fp32. Scores are fp32;
-    probabilities are rounded to the dtype of v. NEGATIVE: the sign of scale, which is passed as its size. DEEP: a path
+    probabilities are rounded to the dtype of v. NEGATIVE: scale is negative, its absolute value is passed. DEEP: a path
     of the tree can be longer than the window.
     """
     if PDL:

@@ -66,7 +66,7 @@ def shown(value: Any) -> str:
 
 
 def index(name: str, value: Any) -> int:
-    """Return a whole number, also of numpy or torch, as an int; raise `ValueError` for others, also True and False."""
+    """Return a whole number, also one of numpy or torch, as an int; raise `ValueError` for all else, even booleans."""
     try:
         if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
             raise TypeError("a truth value")

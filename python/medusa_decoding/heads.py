@@ -182,7 +182,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def parent_term(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-        """A, M and C, see the class; `ValueError` if the heads have none."""
+        """A, M and C, see the class; raises `ValueError` if the heads have none."""
         if self.parent_tokens is None or self.parent_mix is None or self.candidate_tokens is None:
             raise ValueError("heads: expected some whose drafts depend on their parent, got parent_rank 0")
         return self.parent_tokens, self.parent_mix, self.candidate_tokens

@@ -1,7 +1,6 @@
 """MedusaModel: a base model with its heads, the public face of the package.
 
-It does not know checkpoint formats (see `checkpoints`), how a call is checked and run (see `generation`) or how a step
-works (see `decode`).
+Checkpoint formats are in `checkpoints`, checking and running a call in `generation`, and the steps in `decode`.
 """
 
 from __future__ import annotations

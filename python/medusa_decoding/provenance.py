@@ -55,7 +55,8 @@ def _digest(weight: torch.Tensor, digest: hashlib.blake2b) -> None:
 def provenance(command: str, device: torch.device | None = None, file: str | Path = __file__) -> dict[str, Any]:
     """Return machine, versions, commit, command and date, as records of measurements store them.
 
-    `command` is the one that measures, `device` where it does (see `machine`), `file` one of the checkout.
+    `command` is the command that measures, `device` the device that it measures on (see `machine`), and `file` any file
+    of the checkout.
     """
     return {
         "machine": machine(device),

@@ -2,8 +2,8 @@
 
 A generation holds the lock while it runs the model, and releases it while the caller's own code runs (a streamer,
 criteria, processors), so that this code may wait for any other thread. The next generation begins when the one
-before has ended, with two exceptions: one that this code itself calls, and if the code has not returned for `PATIENCE`
-seconds, since it may be waiting for the next generation.
+before has ended. It begins earlier in two cases: if this code itself calls it, or if this code has not returned for
+`PATIENCE` seconds, since it may be waiting for the next generation.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class TreeCache:
         """Allocate an empty cache of shape (L, 2, B, Hkv, S, D), in the dtype and on the device of the rotary tables.
 
         Raises:
-            MemoryError: the block does not fit on the device; the message tells its size.
+            MemoryError: the block does not fit on the device; the message gives its size.
         """
         dtype, device = rope[0].dtype, rope[0].device
         try:

@@ -40,7 +40,7 @@ _REVISION = re.compile(r"(?![/-])[^\x00-\x20\x7f\\~^:?*\[]{1,256}")
 
 
 read_settings = functools.partial(read_json_object, limit=2**24)
-"""Read a JSON object of settings from a file of at most 16 MiB; errors as of `read_json_object`."""
+"""Read a JSON object of settings from a file of at most 16 MiB; errors as in `read_json_object`."""
 
 
 def check_config(raw: Mapping[str, Any], file: Path) -> None:

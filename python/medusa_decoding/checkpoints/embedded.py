@@ -76,7 +76,7 @@ def base_files(base: Path) -> list[Path]:
 def write(staging: Path, base: Path, tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> None:
     """Write a base model, without its own heads and what was measured with them, with these heads into a folder.
 
-    `tensors` are the heads' under the paper's names, `fields` theirs in the config. Errors are as of `base_files`.
+    `tensors` are the heads' under the paper's names, `fields` theirs in the config. Errors as in `base_files`.
     """
     files = base_files(base)
     for pattern in _OTHER_FILES:

@@ -105,7 +105,7 @@ def write_heads(
 def fields(
     heads: MedusaHeads, base: str, revision: str | None = None, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the config of heads; errors as of `write_heads`."""
+    """Return the config of heads; errors as in `write_heads`."""
     extra = extra or {}
     if not base:
         raise ValueError("base_model: expected a hub id or a folder, got an empty string")

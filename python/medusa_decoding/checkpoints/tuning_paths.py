@@ -44,7 +44,7 @@ def cache_name(runtime: str) -> str:
 def output_folder(folder: Path) -> Path:
     """Return the folder that `medusa tune` writes to: the folder of the heads if it is writable, else the cache folder.
 
-    If there is no cache folder either, it is a `ValueError`.
+    Raise `ValueError` if there is no cache folder either.
     """
     found = folder if is_writable(folder) else cache_folder(folder)
     if found is None:

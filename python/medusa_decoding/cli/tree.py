@@ -227,7 +227,7 @@ def run_measure(args: argparse.Namespace) -> int:
 
 
 def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
-    """Return the settings of a calibration's texts, to write other texts like them; `ValueError` if it has none."""
+    """Return the settings of a calibration's texts, to write texts like them; raise `ValueError` if there are none."""
     try:
         made = calibration.made["settings"]
         found = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)

@@ -52,7 +52,7 @@ class Figures:
         texts: their turns that were answered.
         new_tokens: of Medusa, in one round.
         steps: of Medusa, in one round (the prefill is not a step).
-        tokens_per_step: committed tokens per step; None without a step.
+        tokens_per_step: accepted tokens per step; None without a step.
         accepted_histogram: for each number of accepted draft tokens, how many steps accepted that many.
         tokens_per_second: by way, prefill included.
         speedup: Medusa's tokens per second over each baseline's.

@@ -67,7 +67,7 @@ def _check_tensor(name: str, value: Any, expected: str) -> None:
 
 
 def plain(name: str, value: Any) -> Any:
-    """Return entries of a tensor or array as plain Python, all else unchanged; unreadable ones are a `ValueError`."""
+    """Return a tensor or array as plain Python, all else unchanged; raise `ValueError` for unreadable entries."""
     if isinstance(value, torch.Tensor):
         _check_tensor(name, value, "numbers")
     return value.tolist() if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else value

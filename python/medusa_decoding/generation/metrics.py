@@ -38,7 +38,7 @@ class GenerationMetrics:
 
     @property
     def tokens_per_step(self) -> float:
-        """Committed tokens per step; NaN without a step."""
+        """Accepted tokens per step, the root included; NaN without a step."""
         committed = sum((accepted + 1) * count for accepted, count in self.accepted_histogram.items())
         return committed / self.steps if self.steps else float("nan")
 

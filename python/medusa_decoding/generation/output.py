@@ -48,7 +48,7 @@ class MedusaOutput(GenerateDecoderOnlyOutput):
 
     @property
     def tokens_per_step(self) -> float:
-        """Committed tokens per step, the acceleration rate; the prefill's token is not counted. NaN without a step."""
+        """Accepted tokens per step, the acceleration rate; the prefill's token is not counted. NaN without a step."""
         committed = sum(sum(row) + len(row) for row in self.accept_lengths)
         return committed / self.steps if self.steps else float("nan")
 

@@ -134,7 +134,7 @@ def _check_forced(config: GenerationConfig) -> None:
 
 
 def check_callables(name: str, given: Sequence[Any] | None) -> list[Any]:
-    """Return an optional list of callables; no list, or anything else in it, is a `ValueError`."""
+    """Return an optional list of callables; raise `ValueError` for anything else."""
     if given is not None and (not isinstance(given, Iterable) or isinstance(given, torch.Tensor)):
         raise ValueError(f"{name}: expected a list of callables, got {shown(given)}")
     listed = [] if given is None else list(given)

@@ -102,7 +102,7 @@ class Calibration:
     def of(
         cls, num_heads: int, ranks: int, texts: Iterable[Iterable[Text]], made: Mapping[str, Any] | None = None
     ) -> Calibration:
-        """Count the paths of the texts of each prompt; arguments and errors as of the class."""
+        """Count the paths of the texts of each prompt; arguments and errors as in the class."""
         kept = tuple(tuple(of_prompt) for of_prompt in texts)
         return cls(num_heads, ranks, dict(counted(kept, num_heads)), made or {}, kept)
 

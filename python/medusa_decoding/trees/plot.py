@@ -35,7 +35,7 @@ class Drawable(Protocol):
     depth: int
 
     def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
-        """Check accuracies, among other things."""
+        """Return the expected tokens per step; raise `ValueError` for accuracies that do not fit the tree."""
         ...
 
 

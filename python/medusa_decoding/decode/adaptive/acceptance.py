@@ -11,7 +11,7 @@ from medusa_decoding.trees.tree import Tree
 SIZES = (4, 8, 16, 32, 64)
 """Nodes of the trees: small devices profit from 4 to 16, large ones from 64.
 
-None has 2: it would tell nothing about the deeper heads, so that choosing it by mistake would last.
+2 is left out: such a tree says nothing about the deeper heads, so choosing it by mistake would last.
 """
 
 # Accuracy of each rank alone, from the cumulative figures of the original project's training logs for vicuna-7b-v1.3.

@@ -34,7 +34,7 @@ CHECK_RATE = 0.7
 
 
 class Adaptive(Policy):
-    """Choose the tree that gives most tokens per second at each step; plain decoding is one of the choices.
+    """Choose the tree that gives the most tokens per second at each step; plain decoding is one of the choices.
 
     One object serves one model's generations, one after the other: `begin` before each. `AcceptanceModel` predicts the
     tokens of a step, `StepTimes` its duration (a hopeful estimate); the highest quotient wins.

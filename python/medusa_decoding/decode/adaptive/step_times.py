@@ -17,13 +17,13 @@ from medusa_decoding.files import parse_json
 KEPT = 15
 """Latest samples kept per tree size."""
 TRUSTED = 3
-"""With fewer samples than this, what the next smaller size lets expect counts as one more."""
+"""With fewer samples than this, a seed, or else the estimate from the next smaller size, counts as one more sample."""
 RECENT = 3
 """Latest steps that tell how much slower than usual the machine is."""
 HEADS_COST, DOUBLING_COST = 0.1, 0.05
-"""Hoped cost of a tree that was never timed: of the heads, and of each doubling of the nodes, in parts of a step."""
+"""Optimistic cost of a tree that was never timed, in steps: of the heads, and of each doubling of the nodes."""
 FEARED_GROWTH = 1.5
-"""Feared duration of such a tree, relative to the next smaller one."""
+"""Pessimistic duration of such a tree, relative to the next smaller one."""
 
 
 class Profile:
@@ -73,17 +73,18 @@ class Profile:
         return {nodes: list(samples) for nodes, samples in self._samples.items()}
 
     def estimates(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
-        """Return a hopeful and a careful estimate of a step's seconds for each size; nothing before one is known.
+        """Return a hopeful and a careful estimate of a step's seconds for each size.
 
-        Hopeful is the lower third of the samples (what slows a step down only adds time), never more than for a larger
-        tree: what looks good is tried and thereby timed. Careful is the median; the careful estimate of a tree that was
-        never timed grows by `FEARED_GROWTH` from the next smaller tree's.
+        The list is empty until the first size has two samples or a seed. Hopeful is the lower third of the samples
+        (what slows a step down only adds time), never more than for a larger tree: what looks good is tried and thereby
+        timed. Careful is the median. A tree that was never timed gets the careful estimate of the next larger timed
+        one; if there is none, it grows by `FEARED_GROWTH` from the next smaller tree's.
 
         Args:
             sizes: numbers of nodes in ascending order.
         """
         found: list[tuple[float, float]] = []
-        timed = self.known()
+        timed = self.seeds.keys() | self._samples.keys()
         for place, nodes in enumerate(sizes):
             pool = list(self._samples.get(nodes, ()))
             if len(pool) < TRUSTED:

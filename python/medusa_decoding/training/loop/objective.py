@@ -59,8 +59,8 @@ class Objective(nn.Module):
 
         Args:
             batch: as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run.
-            normalisers: `count_targets` of the whole step; None to measure: then the model's own loss is counted too,
-                and nothing gets a gradient.
+            normalisers: `count_targets` of the whole step; None to measure, under `torch.no_grad()`: then the model's
+                own loss is counted too.
             lambda_0: weight of the heads' loss next to the model's own.
             top: accuracies are counted for the 1 to `top` likeliest candidates.
 

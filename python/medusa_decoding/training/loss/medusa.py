@@ -51,7 +51,7 @@ def medusa_loss(
 ) -> Loss:
     """Medusa-1's loss: the sum over heads of lambda_k times the mean cross-entropy of head k (equation 1).
 
-    Computes only positions that are a target's for some head, whose number it reads back from the device.
+    Computes only the positions that have a target for some head, and reads their number back from the device.
 
     Args:
         hidden: [T, H] states after the model's final norm; any floating type (cast to that of the heads).
