@@ -17,8 +17,8 @@ from medusa_decoding.checkpoints.accuracies import find_accuracies
 from medusa_decoding.checkpoints.reading import fetch_folder
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation import evaluate, read_prompts
-from medusa_decoding.evaluation.prompts import TURNS
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.options import TURNS
 from medusa_decoding.trees.tree import Tree
 
 NAME = "figure-3b"
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load and measure."""
-    _arguments.check_device(args)
+    _arguments.resolve_device(args)
     prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
     tokenizer = _arguments.load_tokenizer(args)
     with _arguments.load_model(args) as model:

@@ -156,7 +156,7 @@ def load(args: argparse.Namespace) -> Bench:
     Raises:
         ValueError: bad arguments, too few prompts; it names which.
     """
-    _arguments.check_device(args)
+    _arguments.resolve_device(args)
     if args.prompts is None:
         if args.model is not None or args.base_model is not None:
             raise ValueError("--prompts: expected files of prompts for a model of your own, got none")

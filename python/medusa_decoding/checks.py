@@ -7,8 +7,6 @@ import operator
 import reprlib
 from typing import Any
 
-import torch
-
 
 def check_text(name: str, text: str) -> None:
     """Raise `ValueError` unless a text can be encoded in UTF-8; command lines and JSON may hold invalid characters."""
@@ -68,7 +66,7 @@ def shown(value: Any) -> str:
 def index(name: str, value: Any) -> int:
     """Return a whole number, also one of numpy or torch, as an int; raise `ValueError` for all else, even booleans."""
     try:
-        if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        if isinstance(value, bool) or str(getattr(value, "dtype", None)) in ("torch.bool", "bool"):
             raise TypeError("a truth value")
         return operator.index(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -79,6 +77,8 @@ def token_list(value: Any, name: str = "eos_token_id") -> list[int]:
     """Return token ids given as None, an int, a list or an integer tensor as a list; else raise `ValueError`."""
     if value is None or (isinstance(value, (list, tuple)) and not value):
         return []
+    import torch  # the command line imports this module before torch
+
     try:
         tokens = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

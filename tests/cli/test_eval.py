@@ -71,7 +71,24 @@ def test_texts_that_differ_are_reported_on_standard_error(capsys, file, monkeypa
     from medusa_decoding.evaluation import run
 
     monkeypatch.setattr(run, "departure", lambda text, other: 4)
-    assert main(["eval", "--prompts", file, *ARGV, "--no-transformers", "--limit", "1", "--turns", "1"]) == 0
+    assert (
+        main(
+            [
+                "eval",
+                "--prompts",
+                file,
+                *ARGV,
+                "--dtype",
+                "float32",
+                "--no-transformers",
+                "--limit",
+                "1",
+                "--turns",
+                "1",
+            ]
+        )
+        == 0
+    )
     captured = capsys.readouterr()
     assert re.search(r"medusa: 2 texts differ .* the first is .*questions.jsonl:1, turn 1, .* token 4", captured.err)
     assert "0/2" in captured.out

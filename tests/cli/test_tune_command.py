@@ -19,6 +19,7 @@ from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.tuning import select
 
 QUICK = ["--nodes", "2,4", "--prefix", "16,64", "--repeats", "1"]
+FLOAT32 = ["--dtype", "float32"]
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def choice(tmp_path_factory):
     """The tuning file that `QUICK` writes, measured once for all tests that only read it."""
     folder = tmp_path_factory.mktemp("choice")
     shutil.copytree(CHECKPOINT, folder / "demo", ignore=shutil.ignore_patterns("tuning.json", "calibration.json"))
-    assert main(["tune", "--model", str(folder / "demo" / "heads"), *QUICK]) == 0
+    assert main(["tune", "--model", str(folder / "demo" / "heads"), *FLOAT32, *QUICK]) == 0
     return (folder / "demo" / "heads" / "tuning.json").read_text()
 
 
@@ -49,7 +50,7 @@ def tune(folder, capsys):
     """Run the command on the copy: (exit code, standard output, lines of medusa on standard error)."""
 
     def run(*argv):
-        code = main(["tune", "--model", str(folder), *map(str, argv)])
+        code = main(["tune", "--model", str(folder), *FLOAT32, *map(str, argv)])
         captured = capsys.readouterr()
         return code, captured.out, [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
 
@@ -107,7 +108,7 @@ def counts(tmp_path_factory):
     """The content of a calibration of the demo model's heads."""
     folder = tmp_path_factory.mktemp("counts")
     argv = ["--prompts", str(write_prompts(folder / "asked.jsonl")), "--max-new-tokens", "20", "--out"]
-    assert main(["calibrate", *argv, str(folder / "c.json")]) == 0
+    assert main(["calibrate", *FLOAT32, *argv, str(folder / "c.json")]) == 0
     return (folder / "c.json").read_text()
 
 
@@ -285,13 +286,13 @@ def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
     [file] = (tmp_path / "cache").rglob("tuning*.json")
     assert figures["file"] == str(file)
     assert (own.read_bytes() if own.exists() else None) == before
-    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype="float32") as model:
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads") as model:
         assert model._tuning is not None
         assert model.tree == Tree(figures["cases"][0]["choices"])
     assert main(["tune", "--check"]) == 0
     assert capsys.readouterr().out.startswith(f"{file} holds: ")
-    assert main(["tune", "--check", "--dtype", "bfloat16"]) == 2
-    assert f"{file}: dtype: tuned with float32, now bfloat16" in capsys.readouterr().err
+    assert main(["tune", "--check", "--dtype", "float32"]) == 2
+    assert f"{file}: dtype: tuned with bfloat16, now float32" in capsys.readouterr().err
 
 
 def test_an_unwritable_cache_is_reported_before_any_work(capsys, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "medusa_decoding"
 # Lowest first; rooms on one line do not import each other. A module or folder that is not named here belongs to the
 # longest prefix that is.
 LAYERS = """
+options progress
 files
 checks provenance
 trees

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
-from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, Prompt
+from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.files import only_writer, parse_json, write_text
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.options import PROMPT_TOKENS
+from medusa_decoding.progress import Progress
 from medusa_decoding.trees.calibration import FORMAT, NONE, Calibration, Text, text_name_of, text_of
 from medusa_decoding.trees.tree import Tree
 
@@ -92,7 +92,7 @@ def calibrate(
                 return existing
         found = _Progress(None if file is None else progress_file(file), made, heads)
         done = len(found.texts)
-        with tqdm(total=len(prompts), initial=done, unit="prompt", disable=None if progress else True) as bar:
+        with Progress(len(prompts), "prompt", initial=done, shown=progress) as bar:
             for number in range(done, len(prompts)):
                 found.add(*rank_answers(writer, prompts[number], number))
                 bar.update()

@@ -19,8 +19,9 @@ import torch
 from medusa_decoding.chat.template import ChatTemplate, Message
 from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
-from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, Conversations, Prompt
+from medusa_decoding.evaluation.prompts import Conversations, Prompt
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.options import PROMPT_TOKENS
 from medusa_decoding.provenance import fingerprint, versions
 from medusa_decoding.trees.tree import Tree
 

@@ -1,7 +1,7 @@
 """Checkpoints of Medusa heads, read and written in several formats, and the models that they belong to."""
 
 from medusa_decoding.checkpoints.base_model import load_base_model
-from medusa_decoding.checkpoints.exporting import TARGETS, Exported, export
+from medusa_decoding.checkpoints.exporting import Exported, export
 from medusa_decoding.checkpoints.original import write_heads
 from medusa_decoding.checkpoints.reading import (
     FORMATS,
@@ -10,6 +10,7 @@ from medusa_decoding.checkpoints.reading import (
     find_base_revision,
     read_heads,
 )
+from medusa_decoding.options import TARGETS
 
 __all__ = [
     "FORMATS",

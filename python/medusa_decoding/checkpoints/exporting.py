@@ -23,17 +23,9 @@ from medusa_decoding.checkpoints.reading import FORMATS, HUB_FILES, fetch_folder
 from medusa_decoding.checkpoints.tensor_files import MODEL_WEIGHTS, own_file, save_tensors
 from medusa_decoding.files import whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads, Storage
+from medusa_decoding.options import TARGETS, VLLM_VERSIONS
 
 Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]
-
-TARGETS: dict[Target, str] = {
-    "native": "what this package writes itself; holds every kind of heads; not for vLLM",
-    "embedded": "the base model with the heads in it, one folder; holds every kind of heads; not for vLLM",
-    "original-v1": "the original project's: one projection per head (a shared lm_head is copied); not for vLLM",
-    "original-v2": "the original project's: residual blocks alone, lm_head shared; not for vLLM",
-    "vllm": f"for vLLM {vllm.VERSIONS} (0.33 has no Medusa any more)",
-}
-"""Formats by name, with a description."""
 
 _CARD, _MEASURED = "README.md", "measured.json"
 # Files that go along with heads. Calibrations and tuned trees hold only for the heads that they were made with.
@@ -164,7 +156,7 @@ def export(
         was, now = f"{heads.num_candidates} of the tokens", f"all {heads.vocab_size} tokens"
         heads = heads.remade(token_map=None)
         notes.append(
-            f"vLLM {vllm.VERSIONS} cannot read a token_map: the heads are written with the whole lm_head, so they may "
+            f"vLLM {VLLM_VERSIONS} cannot read a token_map: the heads are written with the whole lm_head, so they may "
             f"propose any of {heads.vocab_size} tokens. The text is the same; the acceptance may differ"
         )
     lm_head = None

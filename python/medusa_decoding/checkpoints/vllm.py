@@ -27,11 +27,9 @@ from medusa_decoding.checkpoints.tensor_files import StoredTensor, open_tensors
 from medusa_decoding.files import read_json_object
 from medusa_decoding.heads import MedusaHeads
 
-__all__ = ["FILES", "NAME", "VERSIONS", "base_model", "fields", "gather", "launch", "obstacles", "recognise", "tensors"]
+__all__ = ["FILES", "NAME", "base_model", "fields", "gather", "launch", "obstacles", "recognise", "tensors"]
 
 NAME = "vllm"
-VERSIONS = "0.28 to 0.32"
-"""The versions of vLLM that read what this module writes."""
 FILES = "model.safetensors beside a config.json with model_type medusa"
 WEIGHTS = "model.safetensors"
 

@@ -1,7 +1,8 @@
-"""The `medusa` command: one file per subcommand.
+"""The `medusa` command: `parsers` has the arguments of each subcommand, and a module of its own runs it.
 
-Exit codes: 2 after bad input (with one clear line), 130 after Ctrl-C, 141 when nobody reads the output any more. This
-module imports only the standard library, so that Ctrl-C also works during the seconds that importing torch takes.
+Exit codes: 2 after bad input (with one clear line), 130 after Ctrl-C, 141 when nobody reads the output any more. torch
+is imported when a command runs: --help, --version and typing errors answer at once, and Ctrl-C also works during the
+seconds that the import takes.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 import contextlib
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 COMMANDS = {
     "demo": "demo", "generate": "generate", "chat": "chat", "eval": "evaluate", "train": "train",
@@ -32,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _prepare_streams()
         try:
+            args = argument_parser().parse_args(argv)
+            _quieten_libraries()
             with _ended_by_interrupts() if argv is None else contextlib.nullcontext():
-                parser = argument_parser()
-            args = parser.parse_args(argv)
-            return args.run(args)
+                command = importlib.import_module(f"{__name__}.{COMMANDS[args.command]}")
+            return command.run(args)
         finally:  # also after --help: report output that cannot be written now, not when Python ends
             sys.stdout.flush()
     except BrokenPipeError:
@@ -74,9 +78,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="medusa", description="Medusa decoding for Llama-family models of Hugging Face Transformers."
     )
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for name, module in COMMANDS.items():
-        command = importlib.import_module(f"{__name__}.{module}")
+        command = importlib.import_module(f"{__name__}.parsers.{module}")
         subparser = subparsers.add_parser(
             name,
             help=(command.__doc__ or "").splitlines()[0],
@@ -84,8 +89,31 @@ def argument_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version; it is looked up only when asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print and exit."""
+        from importlib.metadata import version
+
+        print(f"medusa-kernels {version('medusa-kernels')}")
+        parser.exit()
+
+
+def _quieten_libraries() -> None:
+    """Silence what other libraries print while they are imported and while they load weights.
+
+    torchao warns about its own compiled extensions and PyTorch about torchao's enums; neither concerns our users.
+    """
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
 
 
 def _prepare_streams() -> None:

@@ -1,4 +1,7 @@
-"""Arguments shared by several commands: model, decoding, sampling and chat template."""
+"""Arguments shared by several commands: model, decoding, sampling and chat template.
+
+Only the functions that load something import torch, so that --help and typing errors answer at once.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,16 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from medusa_decoding.checkpoints import find_base_model, find_base_revision, pretrained
-from medusa_decoding.decode.runtime.steps import BACKENDS
-from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, TURNS
-from medusa_decoding.generation.selectors import ACCEPTANCES
-from medusa_decoding.model import MedusaModel
+from medusa_decoding.options import ACCEPTANCES, BACKENDS, DTYPES, PROMPT_TOKENS, TURNS
 from medusa_decoding.trees.tree import Tree
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    import torch
+
+    from medusa_decoding.model import MedusaModel
+
 LOOKUP = "+lookup:"
 
 
@@ -32,6 +32,11 @@ def text(value: str) -> str:
         return value if value.isascii() else os.fsencode(value).decode("utf-8")
     except UnicodeError as error:
         raise argparse.ArgumentTypeError(f"expected UTF-8 text, got {ascii(value)[:60]}") from error
+
+
+def path(value: str) -> Path:
+    """Parse a path, with the home folder for `~`, which the shell does not replace after `=`."""
+    return Path(os.path.expanduser(value))
 
 
 def at_least_one(text: str) -> int:
@@ -145,10 +150,12 @@ def add_model(parser: argparse.ArgumentParser, default: str = "the embedded demo
     """Add the arguments that name the model, its dtype and its device."""
     add_option(parser, "--model HEADS", str, f"folder or hub id of the heads (default: {default})")
     add_option(parser, "--base-model BASE", str, "folder or hub id of the base model (default: the one the heads name)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of the weights (default: the checkpoint's; float32 on a CPU)"
+    words = (
+        "dtype of the weights (default: the checkpoint's, as in Python); in float32 greedy text is exactly the model's"
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, help=words)
+    words = "cpu, cuda or cuda:1; auto: cuda if there is a GPU that torch can use, else cpu (default)"
+    parser.add_argument("--device", default="auto", help=words)
 
 
 def add_prompts(parser: argparse.ArgumentParser, prompt_tokens: bool = True) -> None:
@@ -263,14 +270,28 @@ def add_template(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_device(args: argparse.Namespace) -> None:
-    """Raise `ValueError` if CUDA is requested but not available."""
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name of `options.DTYPES`."""
+    import torch
+
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def resolve_device(args: argparse.Namespace) -> None:
+    """Replace `--device auto` by cuda or cpu; raise `ValueError` if CUDA is requested but not available."""
+    import torch
+
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected cpu, because torch sees no CUDA device, got {args.device}")
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
     """Load the tokenizer, at the same revision as the base model; raise `ValueError` if there is none."""
+    from medusa_decoding.checkpoints import find_base_revision, pretrained
+
     base, revision = _base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
     return pretrained.load_tokenizer(base, revision, argument="base model (--base-model names another)")
 
@@ -283,18 +304,23 @@ def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:
     Raises:
         ValueError: see `MedusaModel.from_pretrained`; also if the base model is unknown.
     """
+    from medusa_decoding.model import MedusaModel
+
     placed = placed or {"device_map": None if args.device == "cpu" else args.device}
-    dtype = DTYPES[args.dtype] if args.dtype else "auto" if args.device != "cpu" else DTYPES["float32"]
     return MedusaModel.from_pretrained(
-        _heads(args), _base_model(args), dtype=dtype, tree=args.tree, backend=args.backend, **placed
+        _heads(args), _base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend, **placed
     )
 
 
 def _heads(args: argparse.Namespace) -> str:
+    from medusa_decoding.demo import CHECKPOINT
+
     return args.model or str(CHECKPOINT / "heads")
 
 
 def _base_model(args: argparse.Namespace) -> str:
+    from medusa_decoding.checkpoints import find_base_model
+
     base = args.base_model or find_base_model(_heads(args))
     if base is None:
         raise ValueError(f"--base-model: expected a folder or hub id, because {_heads(args)} names none, got none")

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.checkpoints.tuning_file import Case, Tuning
 from medusa_decoding.cli import _arguments
@@ -19,6 +17,7 @@ from medusa_decoding.evaluation.interval import WORDS
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.files import append_line
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import medusa_command, provenance
 from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
@@ -46,7 +45,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
         return Written(output.new_tokens[0] - 1, output.metrics.steps, output.metrics.decode_seconds)
 
     eager = resolve_backend(model.backend, model.backbone.device) == "eager"
-    with tqdm(total=rounds * len(asked) * len(expected), unit="text", disable=None) as bar:
+    with Progress(rounds * len(asked) * len(expected), "text") as bar:
         found = sweep(write, [*expected], len(asked), rounds=rounds, warm_all=not eager, on_text=bar.update)
     verdict = judge([case.tree for case in cases], found)
     figures = {

@@ -1,13 +1,4 @@
-"""Calibrate heads on your own prompts: how often each rank, and each whole path of ranks, is right.
-
-The base model answers the prompts without its heads, greedily or sampled with --temperature, and the heads are measured
-on its answers. Prompts are read as by `medusa eval`. The result is a JSON file for `medusa tree search`, `medusa tree
-show`, `medusa tune` and `medusa simulate --accuracies`. --resume continues a stopped run after its last prompt.
-
-    medusa calibrate --model HEADS --prompts mine.jsonl --dtype bfloat16 --device cuda
-    medusa calibrate --model HEADS --prompts mt_bench.jsonl --limit 5 --out calibration.json --resume
-    medusa calibrate --model HEADS --prompts mine.jsonl --temperature 0.7 --seed 1
-"""
+"""Run `medusa calibrate`: see `cli.parsers.calibrate` for its arguments."""
 
 from __future__ import annotations
 
@@ -21,46 +12,20 @@ from medusa_decoding.calibration.expected import expect
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import CALIBRATION
 from medusa_decoding.cli import _arguments
-from medusa_decoding.cli.tree import DRAWN, NODES
+from medusa_decoding.cli.parsers.tree import NODES
+from medusa_decoding.cli.tree import DRAWN
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import only_writer
 from medusa_decoding.trees.calibration import Calibration, wilson
 from medusa_decoding.trees.search import most_nodes, walked_tree
-from medusa_decoding.trees.tree import Tree
 
-NEW_TOKENS = 256
 RANKS = (1, 2, 3, 5, 10)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    _arguments.add_model(parser)
-    # The base model writes the texts alone.
-    parser.set_defaults(tree=Tree([]))
-    _arguments.add_template(parser)
-    _arguments.add_prompts(parser)
-    _arguments.add_option(parser, "--max-new-tokens N", _arguments.at_least_one, "per text", NEW_TOKENS)
-    parser.add_argument(
-        "--temperature",
-        type=_arguments.temperature,
-        default=0.0,
-        metavar="T",
-        help="above 0: sample the texts, for heads that are to serve sampling (default: 0, greedy); top-k, top-p, "
-        "repetition penalty and so on are those of the base model's own generation config",
-    )
-    words = "of sampling: the same seed, the same texts"
-    _arguments.add_option(parser, "--seed N", _arguments.at_least_zero, words)
-    _arguments.add_backend(parser)
-    words = f"default: {CALIBRATION} in the folder of the heads"
-    _arguments.add_option(parser, "--out FILE", tuning_paths.expand_user, words)
-    parser.add_argument("--resume", action="store_true", help="continue a stopped run")
-    parser.add_argument("--json", action="store_true", help="print the file's content instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Read prompts, load the model, calibrate and print."""
-    _arguments.check_device(args)
+    _arguments.resolve_device(args)
     if args.seed is not None and not args.temperature:
         raise ValueError("--seed: expected --temperature above 0 with it, got none")
     out = output_file(args)
@@ -96,7 +61,7 @@ def output_file(args: argparse.Namespace) -> Path:
     if args.out is not None:
         tuning_paths.check_writable("--out", args.out)
         return args.out
-    folder = None if args.model is None else tuning_paths.expand_user(args.model)
+    folder = None if args.model is None else _arguments.path(args.model)
     if folder is None or not tuning_paths.is_writable(folder):
         named = "the embedded demo checkpoint" if args.model is None else args.model
         raise ValueError(f"--out: expected a file, because {named} is no folder of yours to write into, got none")

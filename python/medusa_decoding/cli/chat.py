@@ -1,17 +1,4 @@
-"""Chat with a model: answers are streamed, and the conversation stays in the KV cache.
-
-Each line is a message; a backslash at its end continues it on the next line. Lines that begin with a slash are
-commands, /help lists them. Ctrl-C stops an answer and keeps it as far as it got; Ctrl-D leaves. Messages may also come
-from a pipe: standard output then has the answers (with --json, one JSON line each) and the output of commands, and the
-exit code is 2 if a line failed.
-
-An answer ends with an EOS token of the model's generation config, or with the special token that the chat template
-puts directly after an answer.
-
-    medusa chat --model HEADS --dtype bfloat16 --device cuda
-    medusa chat --model HEADS --system "Answer briefly." --temperature 0.7 --save talk.json
-    echo "What is a tree?" | medusa chat --model HEADS --json
-"""
+"""Run `medusa chat`: see `cli.parsers.chat` for its arguments."""
 
 from __future__ import annotations
 
@@ -34,8 +21,6 @@ from medusa_decoding.generation.metrics import GenerationMetrics
 from medusa_decoding.generation.session import Session
 from medusa_decoding.model import MedusaModel, MedusaOutput
 
-NEW_TOKENS = 512
-
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "temperature": _arguments.temperature,
     "top_p": _arguments.share,
@@ -45,20 +30,9 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    _arguments.add_model(parser, default="none: the embedded demo model continues code and cannot chat")
-    _arguments.add_option(parser, "--system TEXT", _arguments.text, "system message; replaces a loaded one")
-    _arguments.add_option(parser, "--load FILE", Path, "start with the history in a JSON file")
-    _arguments.add_option(parser, "--save FILE", Path, "write the history to a JSON file after each answer")
-    _arguments.add_template(parser)
-    _arguments.add_decoding(parser, new_tokens=NEW_TOKENS)
-    _arguments.add_sampling(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Load the model, then chat until the input ends."""
-    _arguments.check_device(args)
+    _arguments.resolve_device(args)
     _arguments.sampling(args)
     if args.model is None and args.template is None:
         raise ValueError(

@@ -1,11 +1,4 @@
-"""Show Medusa decoding on the embedded model: a streamed answer, then plain and Medusa decoding side by side.
-
-Three methods continue the same prompts in one process, in turn, for several rounds: transformers' generate, this
-package's plain loop, and Medusa. The texts are compared token by token.
-
-    medusa demo
-    medusa demo --prompt "def read_lines(path):" --tree chain:3 --max-new-tokens 64 --backend compiled
-"""
+"""Run `medusa demo`: see `cli.parsers.demo` for its arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +17,7 @@ from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.cli._arguments import DTYPES, add_decoding, at_least_one, text
+from medusa_decoding.cli._arguments import torch_dtype
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
@@ -37,14 +30,6 @@ PROMPTS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("--prompt", type=text, help="what to continue (default: three short pieces of code)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
-    parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds (default: 3)")
-    add_decoding(parser, new_tokens=128)
-
-
 def run(args: argparse.Namespace) -> int:
     """Stream an answer, then measure and print; return 1 if the texts differ in float32."""
     disable_progress_bar()  # loading takes 9 MB
@@ -53,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if prompts[0].numel() == 0:
         raise ValueError("--prompt: expected some text, got none")
     with MedusaModel.from_pretrained(
-        CHECKPOINT / "heads", dtype=DTYPES[args.dtype], tree=args.tree, backend=args.backend
+        CHECKPOINT / "heads", dtype=torch_dtype(args.dtype), tree=args.tree, backend=args.backend
     ) as model:
         if not args.json:
             parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]
@@ -61,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"A {size / 1e6:.1f}M-parameter model of Python code continues:\n")
             model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
             print()
-        base = pretrained.load_model(CHECKPOINT / "base", dtype=DTYPES[args.dtype])
+        base = pretrained.load_model(CHECKPOINT / "base", dtype=torch_dtype(args.dtype))
         result = compare(model, base, prompts, args.max_new_tokens, args.rounds)
         backend = resolve_backend(args.backend, model.backbone.device)
     result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}

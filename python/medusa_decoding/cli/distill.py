@@ -1,14 +1,4 @@
-"""Have a model write its own training data from seed prompts, then train heads on it (Medusa paper, section 2.3.2).
-
-    medusa distill --config recipes/llama-3-8b.yaml
-    medusa distill --config recipes/llama-3-8b.yaml --only-data --limit 100
-    medusa distill --config recipes/llama-3-8b.yaml --resume
-
-The configuration is that of `medusa train`. Its data are the seeds, and its section `generation` says how the model
-answers them. If generation.heads or heads.initial names heads, the model generates with them: the same text, faster
-with small batches. Records are in OUTPUT/generated. --resume continues a stopped run, during generation or training.
-Method self-distillation trains the model's adapter towards the model itself; medusa-1 trains only the heads.
-"""
+"""Run `medusa distill`: see `cli.parsers.distill` for its arguments."""
 
 from __future__ import annotations
 
@@ -22,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from medusa_decoding.checkpoints import read_heads
 from medusa_decoding.checkpoints.pretrained import stated_sizes
-from medusa_decoding.cli._arguments import at_least_one
-from medusa_decoding.cli.train import add_config, read_config, train
+from medusa_decoding.cli.train import read_config, train
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
+from medusa_decoding.progress import Progress
 from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
 from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.distill import distill
@@ -37,15 +26,6 @@ from medusa_decoding.training.distill.record_file import finished
 from medusa_decoding.trees.tree import Tree
 
 FILE = Path("generated") / "records.jsonl"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="continue a stopped run of the same settings")
-    parser.add_argument("--only-data", action="store_true", help="generate the records and do not train")
-    parser.add_argument("--limit", type=at_least_one, metavar="N", help="use the first N seeds (overrides data.limit)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,7 +116,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
     tokenizer = load_tokenizer(config.model)
     model = load(config)
     try:
-        with tqdm(total=len(seeds), unit="seed", disable=args.json) as bar:
+        with Progress(len(seeds), "seed", shown=not args.json) as bar:
             report = distill.generate_records(
                 model,
                 tokenizer,
@@ -200,7 +180,7 @@ def load(config: Config) -> MedusaModel:
     return MedusaModel(base, checkpoint.heads.place(norm.device, norm.dtype), tree)
 
 
-def _show(bar: tqdm[Any], report: distill.GenerationReport) -> None:
+def _show(bar: Progress, report: distill.GenerationReport) -> None:
     """Show a report on a progress bar over seeds."""
     bar.update(max(0, report.answered + report.left_out.total() - bar.n))
     per_step = "" if report.tokens_per_step is None else f", {report.tokens_per_step:.2f} per step"

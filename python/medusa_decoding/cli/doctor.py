@@ -1,10 +1,4 @@
-"""Show what is installed and which implementation serves each op and why, and check each op against its reference.
-
-Exit code 1 if an op fails its check.
-
-    medusa doctor
-    medusa doctor --json
-"""
+"""Run `medusa doctor`: see `cli.parsers.doctor` for its arguments."""
 
 from __future__ import annotations
 
@@ -22,11 +16,6 @@ from medusa_decoding.provenance import versions
 from medusa_kernels import _native, selftest
 
 PACKAGES = ("medusa-kernels", "torch", "triton", "transformers", "safetensors", "flash-attn")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,65 +1,13 @@
-"""Write heads in another format: for vLLM, the original project, text-generation-inference, or as one full model.
-
-    medusa export --model runs/vicuna-7b/heads --out for-vllm --format vllm
-    medusa export --model HEADS --out small --format native --storage int8
-    medusa export --model HEADS --out model --format embedded --dtype bfloat16
-    medusa export --model HEADS --out v1 --format original-v1 --file safetensors
-
-The exported heads draft the same tokens. The model card, its figures and the tree are copied too (not the calibration,
-if the storage changes). Heads that a format cannot represent are refused with a line that says what to do.
-
-For vLLM, the command that serves the result is printed. vLLM also loads native and original folders, but silently
-ignores the biases of the heads, so that few or none of their draft tokens are accepted. The formats:
-
-"""
+"""Run `medusa export`: see `cli.parsers.export` for its arguments."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from medusa_decoding.checkpoints import TARGETS, export
-from medusa_decoding.checkpoints.vllm import VERSIONS
-from medusa_decoding.cli._arguments import DTYPES, add_option
-
-__doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words in TARGETS.items())
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, metavar="HEADS", help="folder or hub id of the heads")
-    add_option(parser, "--revision REV", str, "branch, tag or commit of the heads on the hub")
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to write")
-    parser.add_argument("--format", required=True, choices=TARGETS, help="see above")
-    parser.add_argument(
-        "--storage",
-        choices=("float", "int8", "fp8"),
-        help="storage of the projections: 8 bits with one scale per row, or floats (default: unchanged)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of all head weights that are not in 8 bits (default: the checkpoint's); the embedded format "
-        "converts only the heads and copies the base model's files unchanged",
-    )
-    add_option(
-        parser,
-        "--base-model BASE",
-        str,
-        "folder or hub id of the base model (default: the one the heads name); its weights are read if the format "
-        "needs them",
-    )
-    add_option(parser, "--base-revision REV", str, "branch, tag or commit of the base model (default: the heads')")
-    parser.add_argument(
-        "--file",
-        choices=("pt", "safetensors"),
-        default="pt",
-        help="file type of the original formats: pt, which the project's own code reads (default), or safetensors, "
-        "which text-generation-inference reads (with the base model's tokenizer, if that is a folder)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing folder that contains only heads")
-    parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+from medusa_decoding.checkpoints import export
+from medusa_decoding.cli._arguments import torch_dtype
+from medusa_decoding.options import VLLM_VERSIONS
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
         args.out,
         args.format,
         storage=args.storage,
-        dtype=DTYPES[args.dtype] if args.dtype else None,
+        dtype=torch_dtype(args.dtype) if args.dtype else None,
         base_model=args.base_model,
         base_revision=args.base_revision,
         file=args.file,
@@ -86,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
             "notes": done.notes,
         }
         if done.format == "vllm":
-            figures |= {"vllm": VERSIONS, "launch": done.launch}
+            figures |= {"vllm": VLLM_VERSIONS, "launch": done.launch}
         print(json.dumps(figures))
         return 0
     print(f"{done.heads.extra_repr()}\nas {done.format} in {done.folder} ({size / 1e6:.1f} MB)")
     for note in done.notes:
         print(f"note: {note}")
     if done.launch is not None:
-        print(f"vLLM {VERSIONS} (0.33 has no Medusa any more) serves it with:\n    {done.launch}")
+        print(f"vLLM {VLLM_VERSIONS} (0.33 has no Medusa any more) serves it with:\n    {done.launch}")
     return 0

@@ -1,13 +1,4 @@
-"""Continue a prompt with a model and its Medusa heads.
-
-The prompt comes from --prompt, --file or standard input, heads and base model from --model and --base-model (default:
-the embedded demo checkpoint). The text is the base model's own greedy text, unless --temperature asks for sampling.
-
-    medusa generate --prompt "def main(" --max-new-tokens 64
-    medusa generate --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 7 --tree chain:4+lookup:8 --metrics
-    medusa generate --model FasterDecoding/medusa-vicuna-7b-v1.3 --dtype float16 --device cuda --file prompt.txt
-    torchrun --nproc-per-node 2 -m medusa_decoding generate --tensor-parallel --prompt "def main("
-"""
+"""Run `medusa generate`: see `cli.parsers.generate` for its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +8,6 @@ import json
 import logging
 import sys
 import time
-from pathlib import Path
 
 import torch
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -31,34 +21,15 @@ from medusa_decoding.files import MAX_TEXT, read_text
 from medusa_decoding.model import MedusaOutput
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", type=_arguments.text, help="the prompt itself")
-    source.add_argument("--file", type=Path, help="a UTF-8 file with the prompt; - for standard input")
-    _arguments.add_model(parser)
-    parser.add_argument(
-        "--tensor-parallel",
-        action="store_true",
-        help="shard the base model over the processes that torchrun started (with --device cuda: one GPU each); every "
-        "process keeps whole heads, the first one prints",
-    )
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user message: apply the chat template")
-    _arguments.add_template(parser)
-    _arguments.add_decoding(parser, new_tokens=256)
-    _arguments.add_sampling(parser)
-    parser.add_argument("--metrics", action="store_true", help="also print acceptance and times of the steps")
-
-
 def run(args: argparse.Namespace) -> int:
     """Load, generate, print the text as it is written, then the figures."""
-    if args.tensor_parallel:
-        check_tensor_parallel(args)
     if args.template is not None and not args.chat:
         raise ValueError(f"--template: expected --chat with it, got {args.template} alone")
     _arguments.sampling(args)
+    _arguments.resolve_device(args)
+    if args.tensor_parallel:
+        check_tensor_parallel(args)
     text = read_prompt(args)
-    _arguments.check_device(args)
     with joined(args.device) if args.tensor_parallel else contextlib.nullcontext(0) as rank:
         if rank > 0:  # it would repeat what the first process says
             logging.disable(logging.WARNING)

@@ -1,13 +1,4 @@
-"""Train heads, and with Medusa-2 also the model, from a YAML file; `--settings` lists all settings.
-
-    medusa train --config recipes/vicuna-7b.yaml
-    medusa train --config recipes/demo-cpu.yaml --set optimisation.epochs=1 --set output.folder=trial
-    medusa train --config recipes/vicuna-7b.yaml --resume
-    accelerate launch --multi_gpu --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
-
-With --resume a stopped run continues from its last checkpoint. At the end the output folder holds `heads` with a model
-card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter if there is one.
-"""
+"""Run `medusa train`: see `cli.parsers.train` for its arguments."""
 
 from __future__ import annotations
 
@@ -19,33 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tqdm import tqdm
-
-from medusa_decoding.cli._arguments import text
+from medusa_decoding.progress import Progress
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config, table
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    add_config(parser)
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
-    parser.add_argument("--check", action="store_true", help="read settings and data, print what would run, and stop")
-    parser.add_argument("--settings", action="store_true", help="print every setting with its default, and stop")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that name a configuration."""
-    parser.add_argument("--config", metavar="FILE", help="settings, in YAML")
-    parser.add_argument(
-        "--set",
-        type=text,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a setting of the file; VALUE is YAML, for example optimisation.epochs=1; may be repeated",
-    )
 
 
 def read_config(args: argparse.Namespace) -> Config:
@@ -143,7 +110,7 @@ class ProgressBar:
     """Shows a run's log as a progress bar."""
 
     def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
+        self._bar: Progress | None = None
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Show a line of the log."""
@@ -154,7 +121,7 @@ class ProgressBar:
             )
             return
         if self._bar is None:
-            self._bar = tqdm(total=line["of"], initial=line["step"] - 1, unit="step", file=sys.stderr)
+            self._bar = Progress(line["of"], "step", initial=line["step"] - 1)
         self._bar.update(line["step"] - self._bar.n)
         self._bar.set_postfix_str(f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}")
 

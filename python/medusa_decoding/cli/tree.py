@@ -1,16 +1,4 @@
-"""Search trees for your heads, draw them, and validate them: a tree says which draft tokens a step verifies.
-
-`show` draws a tree. `search` reads the file of `medusa calibrate` and compares the best trees by three measures: the
-products of accuracies, as if heads were right independently; how often whole paths were right at a random position; and
-steps walked along the texts, which skip easy positions as decoding does. `measure` answers other prompts with the best
-walked trees and compares the tokens per step with the expectation.
-
-    medusa tree show medusa_tree.json
-    medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png
-    medusa tree search --calibration calibration.json --nodes 4,8,16,32,64
-    medusa tree search --calibration calibration.json --nodes 32 --save medusa_tree.json
-    medusa tree measure --model HEADS --calibration calibration.json --prompts others.jsonl --nodes 4,16,64
-"""
+"""Run `medusa tree`: see `cli.parsers.tree` for its arguments."""
 
 from __future__ import annotations
 
@@ -22,25 +10,22 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
-from medusa_decoding.calibration.expected import PATHS, PRODUCTS, WALK, SearchedTree, search_trees
+from medusa_decoding.calibration.expected import WALK, SearchedTree, search_trees
 from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
 from medusa_decoding.calibration.validate import Validation, validate
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli import _arguments
-from medusa_decoding.cli._arguments import add_option
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import read_json
+from medusa_decoding.progress import Progress
 from medusa_decoding.trees import plot
 from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.replay import texts_of
 from medusa_decoding.trees.search import walked_tree
-from medusa_decoding.trees.tree import MAX_CHOICES, Tree
+from medusa_decoding.trees.tree import Tree
 
-NODES = [4, 8, 16, 32, 64]
 NO_TEXTS = (
     "Not walked: the calibration was made before texts were kept. Make a new one with `medusa calibrate` for walked "
     "trees and intervals."
@@ -48,70 +33,10 @@ NO_TEXTS = (
 DRAWN = f"In brackets: {interval.WORDS}."
 
 
-def sizes(text: str) -> list[int]:
-    """Parse tree sizes, separated by commas."""
-    found = _arguments.counts(text)
-    for size in found:
-        if size > MAX_CHOICES + 1:
-            raise argparse.ArgumentTypeError(f"expected at most {MAX_CHOICES + 1} nodes, got {size}")
-    return found
-
-
-def shape(text: str) -> Tree:
-    """Parse a tree with a fixed shape."""
-    found = _arguments.tree(text)
-    if not isinstance(found, Tree):
-        raise argparse.ArgumentTypeError(f"expected a tree, got {text!r}, which picks one for each step")
-    return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    summary = "Draw a tree in the terminal, and as an image."
-    show = actions.add_parser("show", help=summary, description=summary)
-    words = "JSON file, chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8"
-    show.add_argument("tree", type=shape, metavar="TREE", help=words)
-    add_option(
-        show,
-        "--accuracies FILE",
-        Path,
-        "draw likelier nodes darker: a file of `medusa calibrate` (how often whole paths are right), or accuracies as "
-        "in `medusa simulate` (as if heads were right independently)",
-    )
-    add_option(show, "--width N", _arguments.at_least_one, "columns (default: the terminal's)")
-    add_option(show, "--image FILE", Path, "also draw it into a PNG, SVG or PDF")
-    show.set_defaults(act=run_show)
-    summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
-    search = actions.add_parser("search", help=summary, description=summary)
-    _add_calibration(search)
-    add_option(search, "--held-out FILE", Path, "a calibration on other prompts, to judge the trees by")
-    add_option(search, "--save FILE", Path, "write the tree (of one size) as JSON")
-    search.add_argument(
-        "--by",
-        choices=(PRODUCTS, PATHS, WALK),
-        help="with --save: which tree (default: walk; paths for a calibration without texts)",
-    )
-    search.set_defaults(act=run_search)
-    summary = "Measure the tokens per step on other prompts and compare them with what a calibration expects."
-    measure = actions.add_parser("measure", help=summary, description=summary)
-    _arguments.add_model(measure)
-    _arguments.add_template(measure)
-    _arguments.add_prompts(measure, prompt_tokens=False)
-    _add_calibration(measure)
-    _arguments.add_backend(measure)
-    measure.set_defaults(act=run_measure, tree=Tree([]))
-
-
-def _add_calibration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
-    add_option(parser, "--nodes N,N", sizes, "tree sizes, root included", NODES)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per size, with its trees")
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the action."""
-    return args.act(args)
+    actions = {"show": run_show, "search": run_search, "measure": run_measure}
+    return actions[args.action](args)
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -205,7 +130,7 @@ def are_others(name: str, prompts: Any, calibration: Calibration, file: Path) ->
 
 def run_measure(args: argparse.Namespace) -> int:
     """Generate with trees and compare the steps with what was expected."""
-    _arguments.check_device(args)
+    _arguments.resolve_device(args)
     calibration = Calibration.load(args.calibration)
     texts_of(calibration)
     trees = [walked_tree(calibration, size) for size in args.nodes]
@@ -214,7 +139,7 @@ def run_measure(args: argparse.Namespace) -> int:
     with _arguments.load_model(args) as model:
         writer = Writer(model, tokenizer, settings_of(calibration, args))
         checked = check_same(calibration, writer.describe(prompts), args.calibration)
-        with tqdm(total=len(prompts) * len(trees), unit="prompt", disable=None) as bar:
+        with Progress(len(prompts) * len(trees), "prompt") as bar:
             found = [validate(calibration, writer, prompts, tree, bar.update) for tree in trees]
     if args.json:
         for one in found:

@@ -1,18 +1,4 @@
-"""Time trees on this device and make the one with the most tokens per second the default for these heads.
-
-Steps of the decode loop are timed for each tree size, batch size and prefix length, on the backend in use (captured on
-a GPU). For each size the best tree is taken: searched along the texts of `medusa calibrate` if the checkpoint has them,
-else by the heads' accuracies (the trainer's, or published ones of other heads). A tree looks a little better on the
-texts it was searched on than on others, mostly a large tree on few texts; --sweep with other prompts shows by how much.
-
-The choice is stored in tuning.json next to the heads, or in the user's cache folder (XDG_CACHE_HOME) if the heads are
-part of the package or read-only. It is used only on the same device, with the same model, heads, dtype and backend;
-otherwise a warning says what has changed and the checkpoint's own tree is used.
-
-    medusa tune --model HEADS --dtype bfloat16 --device cuda --batch 1,4 --prefix 128,1024
-    medusa tune --model HEADS --check
-    medusa tune --model HEADS --sweep --prompts mt_bench.jsonl --limit 3 --sweep-out records.jsonl
-"""
+"""Run `medusa tune`: see `cli.parsers.tune` for its arguments."""
 
 from __future__ import annotations
 
@@ -20,8 +6,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-
-from tqdm.auto import tqdm
 
 from medusa_decoding.checkpoints import tuning_file, tuning_paths
 from medusa_decoding.checkpoints.accuracies import (
@@ -35,16 +19,14 @@ from medusa_decoding.checkpoints.accuracies import (
 )
 from medusa_decoding.checkpoints.reading import fetch_folder
 from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
-from medusa_decoding.checkpoints.tuning_paths import expand_user
 from medusa_decoding.cli import _arguments
-from medusa_decoding.cli._arguments import add_option, at_least_one
 from medusa_decoding.cli._sweep import compare
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.calibration import Calibration
-from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.select import best_trees, expected_tokens, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
 
@@ -53,57 +35,9 @@ FEW_TEXTS = 20
 """With fewer texts than this, a tree searched on them may do worse on others."""
 
 
-def counts(text: str) -> list[int]:
-    """Parse different counts of at least 1, separated by commas, into ascending order."""
-    return sorted({*_arguments.counts(text)})
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    _arguments.add_model(parser)
-    add_option(parser, "--batch B,B", counts, "batch sizes", [1])
-    words = "tokens of each row before the step (default: 128,1024, or those that fit the model's context)"
-    add_option(parser, "--prefix T,T", counts, words)
-    add_option(
-        parser,
-        "--nodes N,N",
-        counts,
-        "tree sizes, root included; 1 (plain decoding) is always added (default: 1,2,4,8,16,32,64, or those that the "
-        "heads can fill)",
-    )
-    add_option(parser, "--repeats N", at_least_one, "rounds over all sizes, three timed steps each", 7)
-    words = "how steps run, as in medusa generate; the choice holds for this backend only (default: auto)"
-    _arguments.add_backend(parser, words)
-    add_option(
-        parser, "--calibration FILE", expand_user, "of medusa calibrate (default: calibration.json of the heads)"
-    )
-    add_option(
-        parser,
-        "--out FILE",
-        expand_user,
-        "file to write, or to read with --check and --sweep, instead of the heads' tuning.json; loading a model does "
-        "not look there",
-    )
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--check", action="store_true", help="only check whether the stored choice holds; exit 2 if not")
-    words = "only generate with every stored tree on --prompts, and rank the chosen one among them"
-    other.add_argument("--sweep", action="store_true", help=words)
-    swept = parser.add_argument_group("with --sweep")
-    words = "as for medusa eval; the first turn of each is used"
-    swept.add_argument("--prompts", nargs="+", metavar="FILE", help=words)
-    add_option(swept, "--limit N", at_least_one, "first N prompts per category")
-    add_option(swept, "--max-new-tokens N", at_least_one, "per text (default: 128)")
-    add_option(swept, "--rounds R", at_least_one, "generations per text (default: 3)")
-    words = "append the figures to this file as a JSON line, with machine, versions, commit and command"
-    add_option(swept, "--sweep-out FILE", expand_user, words)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    # What is stored already must not be loaded with the model.
-    parser.set_defaults(tree=Tree([]))
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and store, or check, or sweep."""
-    _arguments.check_device(args)
+    _arguments.resolve_device(args)
     for name in ("prompts", "limit", "max_new_tokens", "rounds", "sweep_out"):
         if getattr(args, name) is not None and not args.sweep:
             raise ValueError(f"--{name.replace('_', '-')}: expected --sweep with it, got none")
@@ -180,7 +114,7 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
         raise ValueError(f"--prefix: expected one that fits the context of {model.backbone.context_limit}, got none")
     cases, measured = [], []
     blocks = len(args.batch) * len(prefixes) * (args.repeats + 1) * len(trees)
-    with tqdm(total=blocks, unit="block", disable=None) as bar:
+    with Progress(blocks, "block") as bar:
         # The longest first, so that what does not fit fails before anything is measured.
         for batch in reversed(args.batch):
             for prefix in reversed(prefixes):

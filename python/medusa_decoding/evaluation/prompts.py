@@ -18,10 +18,10 @@ from medusa_decoding.chat.template import Message, PromptEncoder, prompt_encoder
 from medusa_decoding.checks import check_text, shown, token_list
 from medusa_decoding.files import MAX_TEXT
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.options import PROMPT_TOKENS, TURNS
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.records import BadRecordError, parse_turn, raw_records
 
-TURNS, PROMPT_TOKENS = 2, 128
 KEYS = ("turns", "conversations", "messages", "prompt", "question", "text")
 """A record is of the kind of the first key that has a value."""
 _ROLES = {"conversations": ("from", "value"), "messages": ("role", "content")}

@@ -16,16 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from tqdm.auto import tqdm
 
 from medusa_decoding.chat.template import ChatTemplate
 from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.own_text import own_text_accuracy
-from medusa_decoding.evaluation.prompts import PROMPT_TOKENS, Conversations, Prompt
+from medusa_decoding.evaluation.prompts import Conversations, Prompt
 from medusa_decoding.evaluation.report import MEDUSA, PLAIN, TRANSFORMERS, Evaluation, Measured
 from medusa_decoding.generation.session import common_length
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.options import PROMPT_TOKENS
+from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import versions
 from medusa_decoding.trees.tree import Tree
 
@@ -79,7 +80,7 @@ def evaluate(
     conversations = Conversations(model, tokenizer, template, prompt_tokens)
     run = _Run(model, conversations, max_new_tokens, tree, rounds, transformers, stop_strings, generation)
     turns = sum(len(prompt.turns) for prompt in prompts)
-    with tqdm(total=turns, unit="text", disable=None if progress else True) as bar:
+    with Progress(turns, "text", shown=progress) as bar:
         for number, prompt in enumerate(prompts):
             for _ in run.answer(number, prompt):
                 bar.update()

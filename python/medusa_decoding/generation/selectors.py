@@ -16,8 +16,8 @@ from medusa_decoding.decode.selection.sampling import CONTEXT_FREE, Sampling
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.generation.request import Request
+from medusa_decoding.options import ACCEPTANCES
 
-ACCEPTANCES = ("lossless", "typical")
 _MINIMUM = (lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_decoding.checkpoints.pretrained import load_config
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -96,6 +94,8 @@ def find_shape(name: str) -> ModelShape:
     """
     if name in SHAPES:
         return SHAPES[name]
+    from medusa_decoding.checkpoints.pretrained import load_config  # imports transformers
+
     try:
         config: Any = load_config(name, argument="model", causal=False)
     except ValueError as error:

@@ -15,15 +15,13 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.checks import shown
 from medusa_decoding.files import read_json, write_json
-from medusa_kernels import ancestor_words
-from medusa_kernels.heads_topk import MAX_K
-from medusa_kernels.tree_select import MAX_CANDIDATES
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_CHOICES = 255
 """Most nodes per step without the root; also the longest path."""
@@ -64,7 +62,7 @@ class Tree:
     """
 
     def __init__(self, choices: Iterable[Sequence[int]], lookup: int = 0, keep: int | None = None) -> None:
-        limit = MAX_CHOICES if keep is None else MAX_CANDIDATES - 1
+        limit = MAX_CHOICES if keep is None else _kernel_limits()[1] - 1
         self.choices = _ordered(choices, limit)
         if keep is not None:
             most = min(MAX_CHOICES + 1, 1 + len(self.choices))
@@ -80,16 +78,38 @@ class Tree:
         index |= {(-1,) * (i + 1): len(self.choices) + 1 + i for i in range(lookup)}
         self.num_nodes = len(index) if keep is None else keep + lookup
         self.depth = max((len(path) for path in index), default=0)
-        lineage = [[index[path[:d]] for d in range(len(path) + 1)] for path in index]
-        self.parents = torch.tensor([line[-2] if len(line) > 1 else -1 for line in lineage], dtype=torch.int32)
-        self.depths = torch.tensor([len(line) - 1 for line in lineage], dtype=torch.int32)
-        self.ranks = torch.tensor([path[-1] if path else -1 for path in index], dtype=torch.int32)
-        padded = [line + [line[-1]] * (self.depth + 1 - len(line)) for line in lineage]
-        self.paths = torch.tensor(padded, dtype=torch.int32).view(len(index), self.depth + 1)
+        self._lineage = [[index[path[:d]] for d in range(len(path) + 1)] for path in index]
+        self._ranks = [path[-1] if path else -1 for path in index]
+
+    # Tensors are made at first use: the command line reads trees before it imports torch.
+
+    @functools.cached_property
+    def parents(self) -> torch.Tensor:
+        """See the class."""
+        return _int32([line[-2] if len(line) > 1 else -1 for line in self._lineage])
+
+    @functools.cached_property
+    def depths(self) -> torch.Tensor:
+        """See the class."""
+        return _int32([len(line) - 1 for line in self._lineage])
+
+    @functools.cached_property
+    def ranks(self) -> torch.Tensor:
+        """See the class."""
+        return _int32(self._ranks)
+
+    @functools.cached_property
+    def paths(self) -> torch.Tensor:
+        """See the class."""
+        return _int32([line + [line[-1]] * (self.depth + 1 - len(line)) for line in self._lineage])
 
     @functools.cached_property
     def ancestors(self) -> torch.Tensor:
-        """See the class. Made at first use, because dynamic trees never need it."""
+        """See the class."""
+        import torch
+
+        from medusa_kernels import ancestor_words
+
         visible = torch.zeros(len(self.paths), len(self.paths), dtype=torch.bool)
         return ancestor_words(visible.scatter_(1, self.paths.long(), torch.ones_like(self.paths, dtype=torch.bool)))
 
@@ -170,10 +190,11 @@ class Tree:
         Raises:
             ValueError: a value is out of range, there are fewer paths than nodes, or more than 8,191 candidates.
         """
+        most_ranks, most_candidates = _kernel_limits()
         for name, value, least, most in (
             ("num_nodes", num_nodes, 1, MAX_CHOICES + 1),
             ("depth", depth, 0 if _is_whole(num_nodes) and num_nodes == 1 else 1, MAX_CHOICES),
-            ("top_k", top_k, 1, MAX_K),
+            ("top_k", top_k, 1, most_ranks),
         ):
             if not _is_whole(value) or not least <= value <= most:
                 raise ValueError(f"{name}: expected {least} to {most}, got {shown(value)}")
@@ -185,9 +206,9 @@ class Tree:
             for rank in range(min(top_k, (num_nodes - 1 - above) // alike)):
                 found = [*path, rank]
                 choices.append(found)
-                if len(choices) >= MAX_CANDIDATES:
+                if len(choices) >= most_candidates:
                     raise ValueError(
-                        f"num_nodes, depth, top_k: expected at most {MAX_CANDIDATES - 1} candidates, got more with "
+                        f"num_nodes, depth, top_k: expected at most {most_candidates - 1} candidates, got more with "
                         f"{num_nodes}, {depth} and {top_k}"
                     )
                 if len(found) < depth:
@@ -294,13 +315,27 @@ class Tree:
         return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup}{candidates})"
 
 
+def _kernel_limits() -> tuple[int, int]:
+    """Return the most ranks of a head, and the most candidates of a dynamic tree with its root."""
+    from medusa_kernels.heads_topk import MAX_K
+    from medusa_kernels.tree_select import MAX_CANDIDATES
+
+    return MAX_K, MAX_CANDIDATES
+
+
+def _int32(values: list[Any]) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _ordered(choices: Iterable[Sequence[int]], most: int) -> list[list[int]]:
     paths: list[tuple[int, ...]] = []
-    if not isinstance(choices, Iterable) or isinstance(choices, torch.Tensor):
+    if not isinstance(choices, Iterable) or hasattr(choices, "dtype"):
         raise ValueError(f"choices: expected a list of paths, got {shown(choices)}")
     for path in choices:
         if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):

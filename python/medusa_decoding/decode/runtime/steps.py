@@ -21,12 +21,12 @@ from medusa_decoding.decode.runtime.cuda_graph import CapturedStep
 from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.options import BACKENDS
 from medusa_decoding.trees.tree import Tree
 
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "eager", "compiled", "graph"]
-BACKENDS = ("auto", "eager", "compiled", "graph")
 KEPT_STEPS = 16
 """How many recent steps (one per tree) a model caches."""
 KEPT_STATES = 2

@@ -1,0 +1,1 @@
+"""The arguments of each subcommand, and its help. These modules import nothing slow."""

@@ -1,0 +1,27 @@
+"""Have a model write its own training data from seed prompts, then train heads on it (Medusa paper, section 2.3.2).
+
+    medusa distill --config recipes/llama-3-8b.yaml
+    medusa distill --config recipes/llama-3-8b.yaml --only-data --limit 100
+    medusa distill --config recipes/llama-3-8b.yaml --resume
+
+The configuration is that of `medusa train`. Its data are the seeds, and its section `generation` says how the model
+answers them. If generation.heads or heads.initial names heads, the model generates with them: the same text, faster
+with small batches. Records are in OUTPUT/generated. --resume continues a stopped run, during generation or training.
+Method self-distillation trains the model's adapter towards the model itself; medusa-1 trains only the heads.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from medusa_decoding.cli._arguments import at_least_one
+from medusa_decoding.cli.parsers.train import add_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="continue a stopped run of the same settings")
+    parser.add_argument("--only-data", action="store_true", help="generate the records and do not train")
+    parser.add_argument("--limit", type=at_least_one, metavar="N", help="use the first N seeds (overrides data.limit)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")

@@ -1,0 +1,16 @@
+"""Show what is installed and which implementation serves each op and why, and check each op against its reference.
+
+Exit code 1 if an op fails its check.
+
+    medusa doctor
+    medusa doctor --json
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")

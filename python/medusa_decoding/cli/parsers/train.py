@@ -1,0 +1,38 @@
+"""Train heads, and with Medusa-2 also the model, from a YAML file; `--settings` lists all settings.
+
+    medusa train --config recipes/vicuna-7b.yaml
+    medusa train --config recipes/demo-cpu.yaml --set optimisation.epochs=1 --set output.folder=trial
+    medusa train --config recipes/vicuna-7b.yaml --resume
+    accelerate launch --multi_gpu --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
+
+With --resume a stopped run continues from its last checkpoint. At the end the output folder holds `heads` with a model
+card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from medusa_decoding.cli import _arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_config(parser)
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
+    parser.add_argument("--check", action="store_true", help="read settings and data, print what would run, and stop")
+    parser.add_argument("--settings", action="store_true", help="print every setting with its default, and stop")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that name a configuration."""
+    parser.add_argument("--config", metavar="FILE", help="settings, in YAML")
+    parser.add_argument(
+        "--set",
+        type=_arguments.text,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting of the file; VALUE is YAML, for example optimisation.epochs=1; may be repeated",
+    )

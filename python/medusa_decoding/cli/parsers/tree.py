@@ -1,0 +1,85 @@
+"""Search trees for your heads, draw them, and validate them: a tree says which draft tokens a step verifies.
+
+`show` draws a tree. `search` reads the file of `medusa calibrate` and compares the best trees by three measures: the
+products of accuracies, as if heads were right independently; how often whole paths were right at a random position; and
+steps walked along the texts, which skip easy positions as decoding does. `measure` answers other prompts with the best
+walked trees and compares the tokens per step with the expectation.
+
+    medusa tree show medusa_tree.json
+    medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png
+    medusa tree search --calibration calibration.json --nodes 4,8,16,32,64
+    medusa tree search --calibration calibration.json --nodes 32 --save medusa_tree.json
+    medusa tree measure --model HEADS --calibration calibration.json --prompts others.jsonl --nodes 4,16,64
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from medusa_decoding.cli import _arguments
+from medusa_decoding.cli._arguments import add_option
+from medusa_decoding.trees.tree import MAX_CHOICES, Tree
+
+NODES = [4, 8, 16, 32, 64]
+
+
+def sizes(text: str) -> list[int]:
+    """Parse tree sizes, separated by commas."""
+    found = _arguments.counts(text)
+    for size in found:
+        if size > MAX_CHOICES + 1:
+            raise argparse.ArgumentTypeError(f"expected at most {MAX_CHOICES + 1} nodes, got {size}")
+    return found
+
+
+def shape(text: str) -> Tree:
+    """Parse a tree with a fixed shape."""
+    found = _arguments.tree(text)
+    if not isinstance(found, Tree):
+        raise argparse.ArgumentTypeError(f"expected a tree, got {text!r}, which picks one for each step")
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    summary = "Draw a tree in the terminal, and as an image."
+    show = actions.add_parser("show", help=summary, description=summary)
+    words = "JSON file, chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8"
+    show.add_argument("tree", type=shape, metavar="TREE", help=words)
+    add_option(
+        show,
+        "--accuracies FILE",
+        Path,
+        "draw likelier nodes darker: a file of `medusa calibrate` (how often whole paths are right), or accuracies as "
+        "in `medusa simulate` (as if heads were right independently)",
+    )
+    add_option(show, "--width N", _arguments.at_least_one, "columns (default: the terminal's)")
+    add_option(show, "--image FILE", Path, "also draw it into a PNG, SVG or PDF")
+    show.set_defaults(action="show")
+    summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
+    search = actions.add_parser("search", help=summary, description=summary)
+    _add_calibration(search)
+    add_option(search, "--held-out FILE", Path, "a calibration on other prompts, to judge the trees by")
+    add_option(search, "--save FILE", Path, "write the tree (of one size) as JSON")
+    search.add_argument(
+        "--by",
+        choices=("products", "paths", "walk"),
+        help="with --save: which tree (default: walk; paths for a calibration without texts)",
+    )
+    search.set_defaults(action="search")
+    summary = "Measure the tokens per step on other prompts and compare them with what a calibration expects."
+    measure = actions.add_parser("measure", help=summary, description=summary)
+    _arguments.add_model(measure)
+    _arguments.add_template(measure)
+    _arguments.add_prompts(measure, prompt_tokens=False)
+    _add_calibration(measure)
+    _arguments.add_backend(measure)
+    measure.set_defaults(action="measure", tree=Tree([]))
+
+
+def _add_calibration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
+    add_option(parser, "--nodes N,N", sizes, "tree sizes, root included", NODES)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per size, with its trees")

@@ -1,0 +1,71 @@
+"""Time trees on this device and make the one with the most tokens per second the default for these heads.
+
+Steps of the decode loop are timed for each tree size, batch size and prefix length, on the backend in use (captured on
+a GPU). For each size the best tree is taken: searched along the texts of `medusa calibrate` if the checkpoint has them,
+else by the heads' accuracies (the trainer's, or published ones of other heads). A tree looks a little better on the
+texts it was searched on than on others, mostly a large tree on few texts; --sweep with other prompts shows by how much.
+
+The choice is stored in tuning.json next to the heads, or in the user's cache folder (XDG_CACHE_HOME) if the heads are
+part of the package or read-only. It is used only on the same device, with the same model, heads, dtype and backend;
+otherwise a warning says what has changed and the checkpoint's own tree is used.
+
+    medusa tune --model HEADS --dtype bfloat16 --device cuda --batch 1,4 --prefix 128,1024
+    medusa tune --model HEADS --check
+    medusa tune --model HEADS --sweep --prompts mt_bench.jsonl --limit 3 --sweep-out records.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from medusa_decoding.cli import _arguments
+from medusa_decoding.cli._arguments import add_option, at_least_one
+from medusa_decoding.trees.tree import Tree
+
+
+def counts(text: str) -> list[int]:
+    """Parse different counts of at least 1, separated by commas, into ascending order."""
+    return sorted({*_arguments.counts(text)})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    _arguments.add_model(parser)
+    add_option(parser, "--batch B,B", counts, "batch sizes", [1])
+    words = "tokens of each row before the step (default: 128,1024, or those that fit the model's context)"
+    add_option(parser, "--prefix T,T", counts, words)
+    add_option(
+        parser,
+        "--nodes N,N",
+        counts,
+        "tree sizes, root included; 1 (plain decoding) is always added (default: 1,2,4,8,16,32,64, or those that the "
+        "heads can fill)",
+    )
+    add_option(parser, "--repeats N", at_least_one, "rounds over all sizes, three timed steps each", 7)
+    words = "how steps run, as in medusa generate; the choice holds for this backend only (default: auto)"
+    _arguments.add_backend(parser, words)
+    add_option(
+        parser, "--calibration FILE", _arguments.path, "of medusa calibrate (default: calibration.json of the heads)"
+    )
+    add_option(
+        parser,
+        "--out FILE",
+        _arguments.path,
+        "file to write, or to read with --check and --sweep, instead of the heads' tuning.json; loading a model does "
+        "not look there",
+    )
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--check", action="store_true", help="only check whether the stored choice holds; exit 2 if not")
+    words = "only generate with every stored tree on --prompts, and rank the chosen one among them"
+    other.add_argument("--sweep", action="store_true", help=words)
+    swept = parser.add_argument_group("with --sweep")
+    words = "as for medusa eval; the first turn of each is used"
+    swept.add_argument("--prompts", nargs="+", metavar="FILE", help=words)
+    add_option(swept, "--limit N", at_least_one, "first N prompts per category")
+    add_option(swept, "--max-new-tokens N", at_least_one, "per text (default: 128)")
+    add_option(swept, "--rounds R", at_least_one, "generations per text (default: 3)")
+    words = "append the figures to this file as a JSON line, with machine, versions, commit and command"
+    add_option(swept, "--sweep-out FILE", _arguments.path, words)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    # What is stored already must not be loaded with the model.
+    parser.set_defaults(tree=Tree([]))

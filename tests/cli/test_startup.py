@@ -1,0 +1,90 @@
+"""Help, the version and typing errors answer without importing torch, and other libraries stay quiet."""
+
+import subprocess
+import sys
+
+import pytest
+
+from medusa_decoding.cli import COMMANDS, main
+
+SLOW = {"torch", "transformers", "triton", "numpy", "rich", "accelerate"}
+RUN = """
+import sys
+from medusa_decoding.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("imported:", *sorted(name for name in sys.modules if "." not in name))
+"""
+
+
+def run(*argv):
+    done = subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--help"], 0, "medusa"),
+        (["--version"], 0, "medusa-kernels "),
+        ([], 2, "required: COMMAND"),
+        (["genrate"], 2, "invalid choice: 'genrate'"),
+        (["generate", "--promt", "x"], 2, "unrecognized arguments: --promt"),
+        (["generate", "--tree", "chain:4", "--promt", "x"], 2, "unrecognized arguments: --promt"),
+        (["generate", "--tree", "chain:x"], 2, "chain:x"),
+        (["tune", "--batch", "0"], 2, "expected at least 1, got 0"),
+        *((([name, "--help"], 0, f"    medusa {name}")) for name in COMMANDS),
+    ],
+)
+def test_answers_that_need_no_model_import_no_torch(argv, code, words):
+    got, out, err = run(*argv)
+    assert got == code
+    assert words in out + err
+    assert not SLOW & set(out.split("imported:")[1].split())
+
+
+def test_other_libraries_print_nothing(checkpoint):
+    """torchao, PyTorch and transformers have something to say while they are imported and while they load weights."""
+    heads = str(checkpoint / "heads")
+    code, out, err = run("generate", "--model", heads, "--prompt", "abc", "--max-new-tokens", "4", "--device", "cpu")
+    assert code == 0, err
+    [line] = err.splitlines()
+    assert line.startswith("[4 tokens in ")
+
+
+def test_the_version_is_the_installed_one(capsys):
+    from importlib.metadata import version
+
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"medusa-kernels {version('medusa-kernels')}\n"
+
+
+@pytest.mark.parametrize(("available", "device"), [(True, "cuda"), (False, "cpu")])
+def test_the_default_device_is_the_gpu_if_there_is_one(monkeypatch, available, device):
+    from argparse import Namespace
+
+    from medusa_decoding.cli import _arguments
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+    args = Namespace(device="auto")
+    _arguments.resolve_device(args)
+    assert args.device == device
+
+
+def test_weights_keep_the_checkpoints_dtype_as_in_python(monkeypatch, checkpoint):
+    from medusa_decoding.cli import argument_parser
+    from medusa_decoding.model import MedusaModel
+
+    asked = []
+    monkeypatch.setattr(MedusaModel, "from_pretrained", lambda *args, **given: asked.append(given["dtype"]))
+    from medusa_decoding.cli import _arguments
+
+    for argv in ([], ["--dtype", "float16"]):
+        args = argument_parser().parse_args(
+            ["generate", "--model", str(checkpoint / "heads"), "--device", "cpu", *argv]
+        )
+        _arguments.load_model(args)
+    assert asked == ["auto", "float16"]
