@@ -32,7 +32,8 @@ def main() -> None:
         assert (folder / "py.typed").exists(), f"py.typed is missing in {folder}"
         print(f"{package.__name__}: {folder}")
     tag = [line for line in (importlib.metadata.distribution("medusa-kernels").read_text("WHEEL") or "").splitlines()]
-    assert any(line.startswith("Tag: py3-none-linux") or line.startswith("Tag: py3-none-macos") for line in tag), tag
+    platforms = ("linux", "manylinux", "macos")
+    assert any(line.startswith(tuple(f"Tag: py3-none-{platform}" for platform in platforms)) for line in tag), tag
 
     assert _native.cpu_library() is not None, _native.why_missing("cpu")
     print(f"build: {json.dumps(_native.build_info())}")
