@@ -1,0 +1,230 @@
+"""Draws the figures of the guides in docs/: `python -m benchmarks.plot_guides [--out docs/figures]`.
+
+All of them come from records in `benchmarks/results/`, except for `one-step`, which shows a real step of the demo
+model. Nothing is timed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks import harness, plot
+from benchmarks.plot import COLOURS, Record
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.demo import CHECKPOINT
+
+H200 = harness.RESULTS / "nvidia-h200.jsonl"
+CPU = harness.RESULTS / "amd-epyc.jsonl"
+
+PROMPT = "def read_lines(path):"
+FULL_STEP = 4
+"""Draft tokens that the drawn step accepts: the first step of the text with a whole path."""
+
+
+def one_step(plt: Any, path: Path) -> None:
+    """Draw the tree of one step of the demo model: draft tokens, and the path that verification keeps."""
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base", trust_remote_code=False)
+    tree = Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype="float32") as model, torch.no_grad():
+        prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+        output = model.generate(prompt, max_new_tokens=48, tree=tree)
+        text, place = output.sequences[0], prompt.shape[1]
+        for accepted in output.accept_lengths[0]:
+            if accepted == FULL_STEP:
+                break
+            place += accepted + 1
+        hidden = model.base.model(text[None, :place]).last_hidden_state[:, -1]
+        drafts = model.heads.propose(hidden, 2, model.base.lm_head).tokens[0].tolist()
+    tokens = [int(text[place]), *(drafts[len(choice) - 1][choice[-1]] for choice in tree.choices)]
+    right = text[place + 1 : place + 2 + accepted].tolist()
+    names = [_shown(tokenizer, token) for token in tokens]
+    kept = [0]
+    for token in right[:-1]:
+        kept.append(next(i for i, n in enumerate(tree.parents.tolist()) if n == kept[-1] and tokens[i] == token))
+
+    figure, panel = plt.subplots(figsize=(9, 2.6), layout="constrained")
+    at = _places(tree)
+    for node, parent in enumerate(tree.parents.tolist()):
+        (x, y), on = at[node], node in kept
+        colour = COLOURS[2] if on else "0.6"
+        if parent >= 0:
+            panel.plot([at[parent][0], x], [at[parent][1], y], color=colour, linewidth=2.5 if on else 1, zorder=1)
+        box = {"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": colour, "linewidth": 2 if on else 1}
+        panel.text(x, y, names[node], ha="center", va="center", family="monospace", fontsize=9, bbox=box, zorder=2)
+    x, y = at[kept[-1]]
+    free = {"boxstyle": "round,pad=0.4", "facecolor": COLOURS[2], "edgecolor": COLOURS[2]}
+    panel.plot([x, x + 1], [y, y], "--", color=COLOURS[2], linewidth=2, zorder=1)
+    following = _shown(tokenizer, right[-1])
+    panel.text(x + 1, y, following, ha="center", va="center", family="monospace", fontsize=9, color="white", bbox=free)
+    titles = ["root", *(f"head {depth}" for depth in range(1, tree.depth + 1)), "the model's\nown next token"]
+    for depth, title in enumerate(titles):
+        panel.text(depth, 1.75, title, ha="center", va="center", fontsize=9)
+    panel.set_xlim(-0.5, tree.depth + 1.5)
+    panel.set_ylim(min(y for _, y in at) - 0.6, 2.2)
+    panel.axis("off")
+    foot = f"One step of the demo model, prompt {PROMPT!r}: green is kept, {accepted + 1} tokens from one pass"
+    plot._save(plt, figure, foot, path)
+
+
+def _shown(tokenizer: Any, token: int) -> str:
+    return repr(tokenizer.decode([token]))[1:-1].strip()
+
+
+def _places(tree: Tree) -> list[tuple[float, float]]:
+    """Return a place for each node: depth to the right, one line for each path that branches off."""
+    places: list[tuple[float, float]] = [(0.0, 1.0)]
+    lowest = 1.0
+    lines: dict[tuple[int, ...], float] = {(): 1.0}
+    for choice in sorted(map(tuple, tree.choices)):
+        if choice[-1]:
+            lowest -= 1.0
+        lines[choice] = lowest if choice[-1] else lines[choice[:-1]]
+    places += [(float(len(choice)), lines[tuple(choice)]) for choice in tree.choices]
+    return places
+
+
+def step_cost(plt: Any, records: Sequence[Record], path: Path) -> None:
+    """Draw what a step with a tree costs, as a multiple of the plain step of the same model."""
+    kinds = {
+        (16, "shared"): "16 nodes",
+        (64, "shared"): "64 nodes",
+        (64, "shared, trimmed 8192"): "64 nodes, trimmed heads",
+        (64, "full bf16"): "64 nodes, heads with own projections",
+    }
+    steps = [record for record in plot.latest(records) if record["benchmark"] == "step"]
+    shown = [record for record in steps if record["way"] == "medusa graph" and _kind(record) in kinds]
+    groups = list(dict.fromkeys(plot.step_label(record) for record in shown))
+    figure, panel = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    for group, label in enumerate(groups):
+        mine = [record for record in shown if plot.step_label(record) == label]
+        for i, record in enumerate(sorted(mine, key=lambda record: list(kinds).index(_kind(record)))):
+            x, value = group + 0.2 * (i - (len(mine) - 1) / 2), record["ratio_to_plain"]
+            panel.bar(x, value, 0.18, color=COLOURS[list(kinds).index(_kind(record))])
+            panel.text(x, value + 0.01, f"{value:.2f}", ha="center", fontsize=7)
+    panel.axhline(1.0, color="black", linewidth=0.8)
+    panel.set_xticks(range(len(groups)), groups, fontsize=7)
+    panel.set_ylabel("step time / plain step")
+    panel.set_ylim(0, 1.6)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[i]) for i in range(len(kinds))]
+    figure.legend(handles, kinds.values(), loc="outside upper center", ncols=4, fontsize=8)
+    plot._save(plt, figure, f"Captured steps, bf16, random weights. {plot.conditions(shown)}", path)
+
+
+def _kind(record: Record) -> tuple[int, str]:
+    return record["nodes"], record["heads"]
+
+
+def heads_cost(plt: Any, records: Sequence[Record], path: Path) -> None:
+    """Draw the time of four heads by kind and vocabulary, batch 1."""
+    words = {"own": "own projections", "shared": "shared lm_head", "gather": "shared lm_head"}
+    of_ops = [record for record in plot.latest(records) if record["benchmark"] == "heads_topk"]
+    shown = [r for r in of_ops if r["implementation"] == plot.OURS and r["shapes"]["batch"] == 1]
+    shown.sort(key=lambda record: (record["shapes"]["vocabulary"], -record["median_us"]))
+    figure, panel = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    labels = []
+    for i, record in enumerate(shown):
+        shapes = record["shapes"]
+        large = shapes["vocabulary"] > 64_000
+        panel.barh(i, record["median_us"], color=COLOURS[large])
+        panel.text(record["median_us"], i, f" {record['median_us']:.0f}", va="center", fontsize=8)
+        trimmed = f", trimmed to {shapes['rows']:,}" if shapes["rows"] < shapes["vocabulary"] else ""
+        storage = "" if shapes["weights"] == "full" else f", {shapes['weights']}"
+        labels.append(f"{words[shapes['form']]}{trimmed}{storage}")
+    panel.set_yticks(range(len(shown)), labels, fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlabel("microseconds for 4 heads, one row, hidden size 4,096")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[i]) for i in range(2)]
+    panel.legend(handles, ["vocabulary 32,000", "vocabulary 128,256"], loc="lower right")
+    plot._save(plt, figure, f"Heads and top 10, bf16 unless named. {plot.conditions(shown)}", path)
+
+
+def generations(plt: Any, record: Record, path: Path) -> None:
+    """Draw tokens per second of transformers, the plain loop and Medusa, as `bench_generate` measured them."""
+    ways = ("transformers", "plain", "medusa")
+    figure, panel = plt.subplots(figsize=(7, 2.4), layout="constrained")
+    for i, name in enumerate(("best", "float32")):
+        rates = record[name]["tokens_per_second"]
+        for j, way in enumerate(ways):
+            panel.barh(i + 0.27 * (j - 1), rates[way], 0.25, color=COLOURS[j])
+            panel.text(rates[way], i + 0.27 * (j - 1), f" {rates[way]:.0f}", va="center", fontsize=8)
+    panel.set_yticks([0, 1], ["best setting of each", "float32 throughout"])
+    panel.set_ylim(1.5, -0.5)
+    panel.set_xlabel("tokens per second")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[j]) for j in range(3)]
+    names = ["transformers' generate", "our plain loop", "Medusa"]
+    figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=8)
+    machine = f"{record['machine']['name']}, {record['machine']['cores']} cores; torch {record['versions']['torch']}"
+    foot = f"Demo model, {record['prompts']} prompts, batch 1. {machine}; commit {record['commit']}; {record['date']}"
+    plot._save(plt, figure, foot, path)
+
+
+def head_kinds(plt: Any, record: Record, path: Path) -> None:
+    """Draw tokens per step over bytes per step for each kind of heads, trained alike."""
+    figure, panel = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    for name, found in record["variants"].items():
+        if name == "own, fp8":  # the same point as int8
+            continue
+        x, y = found["bytes_bf16"] / 1e6, found["tokens_per_step"]
+        panel.plot(x, y, "o", color=COLOURS[name.startswith("shared")])
+        label = {"own, int8": "own, int8 or fp8"}.get(name, name).replace("blocks a head", "blocks per head")
+        left, low = name == "own projections", name in ("parents, rank 16", "shared lm_head")
+        offset, side = (
+            (-6 if left else 6, -10 if low else -3 if left or "shared, p" in name else 2),
+            "right" if left else "left",
+        )
+        panel.annotate(label, (x, y), offset, textcoords="offset points", fontsize=8, ha=side)
+    panel.set_xlim(1, 6.3)
+    panel.set_ylim(1.78, 2.09)
+    panel.set_xlabel("MB that the heads read per step (bf16 unless named)")
+    panel.set_ylabel("tokens per step, 16 nodes")
+    panel.grid(alpha=0.3)
+    foot = (
+        f"Heads of the demo model, {record['prompts']} prompts; intervals are ± 0.1. {record['machine']['name']}; "
+        f"torch {record['versions']['torch']}; commit {record['commit']}; {record['date']}"
+    )
+    plot._save(plt, figure, foot, path)
+
+
+def last(records: Sequence[Record], benchmark: str) -> Record:
+    """Return the last record of a benchmark."""
+    return [record for record in records if record["benchmark"] == benchmark][-1]
+
+
+def draw(out: Path) -> list[Path]:
+    """Draw every figure into a folder; return the files.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    plt = plot.pyplot()
+    out.mkdir(parents=True, exist_ok=True)
+    gpu, cpu = plot.read(H200), plot.read(CPU)
+    names = ("one-step", "step-cost", "heads-cost", "generations", "head-kinds")
+    files = [out / f"{name}.svg" for name in names]
+    one_step(plt, files[0])
+    step_cost(plt, gpu, files[1])
+    heads_cost(plt, gpu, files[2])
+    generations(plt, last(cpu, "generate-demo"), files[3])
+    head_kinds(plt, last(cpu, "head-variants-demo"), files[4])
+    return files
+
+
+def main() -> None:
+    """Draw from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/figures"), help="folder (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        print("\n".join(map(str, draw(args.out))))
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()
