@@ -76,7 +76,8 @@ class MedusaHeads(nn.Module):
         storage: of own projections. "int8" and "fp8" (e4m3) have one scale per row, are made by `quantized` or read
             from a checkpoint, and cannot be trained.
         parent_rank: r, rank of the term by which drafts depend on their parent token; 0 for none.
-        dtype, device: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
+        dtype: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
+        device: of the weights.
 
     Attributes:
         w1: [K, L, H, H] residual weights, initially zero (a new head repeats the base model's own prediction).

@@ -43,7 +43,7 @@ class Tree:
             min(256 - lookup, 1 + candidates).
 
     Attributes:
-        choices: list of paths (lists of int), ordered by (length, path); node i + 1 is choices[i].
+        choices: list of paths (lists of int), ordered by (length, path); node i + 1 is `choices[i]`.
         lookup: nodes of the copied branch.
         keep: nodes that a step of a dynamic tree verifies, without the copied branch; None for a static tree.
         num_nodes: N, nodes that a step verifies, root included.
@@ -143,7 +143,7 @@ class Tree:
         neither step can raise the product when each head's ranks are visited from most to least accurate.
 
         Args:
-            accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right.
+            accuracies: `accuracies[k][i]` is the probability that head k's i-th best token alone is right.
             num_nodes: size of the tree, root included, 1 to 256.
 
         Raises:
@@ -280,8 +280,8 @@ class Tree:
         """Draw the tree by depth with likelier nodes darker, as in the paper's figure 6.
 
         Args:
-            accuracies: accuracies[k][i] is the probability that head k's i-th best token alone is right; without them,
-                all nodes look alike.
+            accuracies: `accuracies[k][i]` is the probability that head k's i-th best token is right alone; without
+                them all nodes look alike.
             path: an image file to write as well; its suffix selects the format.
 
         Returns:
