@@ -7,6 +7,7 @@
 #   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
+#   make docs            the documentation site, in site/; warnings are errors
 #   make train-demo      new heads for the embedded demo model, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
 #   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (45 minutes; MT_BENCH=FILE: 3b too)
@@ -54,7 +55,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest lint format types bench ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest lint format types bench docs ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -123,6 +124,13 @@ types: $(EDITABLE)
 
 bench: $(EDITABLE)
 	$(BIN)/pytest benchmarks/ --benchmark-only $(PYTEST_ARGS)
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/.docs: $(EDITABLE)
+	$(PIP) -e ".[docs]"
+	@touch "$@"
 
 # Of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE". What the
 # demo model also needs (a draft model; heads and a model trained alike) is made once, in ten minutes.
