@@ -16,7 +16,7 @@ from limits import MIB, bounded
 
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data import records
+from medusa_decoding.training.data import sources
 from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.distill.record_file import RecordFile, finished
 
@@ -121,7 +121,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_read(tmp_path: Path) -> N
         os.truncate(lines.fileno(), 2**37)  # sparse, so it takes no disk space
     with bounded(ValueError, seconds=5, memory=160 * MIB) as said:
         read(file)
-    assert f"lines of at most {records.MAX_LINE:,} bytes" in said[0]
+    assert f"lines of at most {sources.MAX_LINE:,} bytes" in said[0]
     assert f"{file}:2" in said[0]
     for name in ("a.json", "a.txt"):
         large = tmp_path / name
@@ -130,7 +130,7 @@ def test_a_line_without_an_end_is_refused_before_it_is_read(tmp_path: Path) -> N
             os.truncate(content.fileno(), 2**37)
         with bounded(ValueError, seconds=5, memory=64 * MIB) as said:
             read(large)
-        assert f"at most {records.MAX_WHOLE:,} bytes" in said[0]
+        assert f"at most {sources.MAX_WHOLE:,} bytes" in said[0]
         assert str(large) in said[0]
 
 

@@ -20,7 +20,8 @@ from medusa_decoding.files import MAX_TEXT
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import PROMPT_TOKENS, TURNS
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data.records import BadRecordError, parse_turn, raw_records
+from medusa_decoding.training.data.records import parse_turn
+from medusa_decoding.training.data.sources import BadRecordError, raw_records
 
 KEYS = ("turns", "conversations", "messages", "prompt", "question", "text")
 """A record is of the kind of the first key that has a value."""

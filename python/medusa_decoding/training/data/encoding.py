@@ -25,7 +25,8 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding.chat.template import BUILT_IN_TRAINING, ChatTemplate
 from medusa_decoding.generation.session import common_length
-from medusa_decoding.training.data.records import BadRecordError, Record, Report, Tokens
+from medusa_decoding.training.data.records import Record, Report, Tokens
+from medusa_decoding.training.data.sources import BadRecordError
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -29,7 +29,8 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
-from medusa_decoding.training.data.records import EXAMPLES, BadRecordError, Record
+from medusa_decoding.training.data.records import EXAMPLES, Record
+from medusa_decoding.training.data.sources import BadRecordError
 from medusa_decoding.training.distill.record_file import RecordFile
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.trees.tree import Tree

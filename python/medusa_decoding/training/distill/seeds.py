@@ -16,7 +16,8 @@ from typing import Any
 from medusa_decoding.chat.template import PROBE, open_tokens
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
-from medusa_decoding.training.data.records import BadRecordError, Record
+from medusa_decoding.training.data.records import Record
+from medusa_decoding.training.data.sources import BadRecordError
 
 # An answer, and one with a block of thought, which some templates remove once turns follow.
 _PROBES = (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}")

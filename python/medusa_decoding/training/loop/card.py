@@ -19,13 +19,13 @@ from medusa_decoding.checks import import_library
 from medusa_decoding.files import whole_file, write_text
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config, SourceConfig
-from medusa_decoding.training.data.records import HUB_NAME, Report
+from medusa_decoding.training.data.records import Report
+from medusa_decoding.training.data.sources import HUB_NAME, SUFFIXES
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
 
 TREE_SIZES = (4, 8, 16, 32, 64)
 CURVE_POINTS = 9
 CARD, PLOT = "README.md", "accuracy.png"
-_FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt")
 # Settings of every run, which other sections of the card show.
 _STATED = ("method", "model.name", "data.train", "output.folder")
 
@@ -125,7 +125,7 @@ def _front_matter(config: Config) -> str:
 
 
 def _on_hub(name: str) -> bool:
-    return bool(HUB_NAME.fullmatch(name)) and not name.endswith(_FILES) and not Path(name).expanduser().exists()
+    return bool(HUB_NAME.fullmatch(name)) and not name.endswith(SUFFIXES) and not Path(name).expanduser().exists()
 
 
 def _shown_name(name: str) -> str:

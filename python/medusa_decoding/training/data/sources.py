@@ -1,0 +1,164 @@
+"""Read records from files, folders and the hub, each with the place that it comes from.
+
+Files are .jsonl, .json (a list, or one record per line), .txt (one text per file), all of them also as .gz, and
+.parquet. A file is read within bounds: no line, list or compressed file may grow without end.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from medusa_decoding.checks import import_library
+from medusa_decoding.training.config import SourceConfig
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".txt", ".txt.gz")
+"""Endings of the files that are data, in every command."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+MAX_LINE, MAX_WHOLE, MAX_RATIO = 64 * 2**20, 4 * 2**30, 100
+"""Most bytes of one line, and of a whole list or text; how many times its size a compressed file may expand to."""
+
+
+class BadRecordError(ValueError):
+    """A record that is left out; says what is wrong with it."""
+
+
+def raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+    """Yield where each record of a source is, and the record as it was parsed (a `BadRecordError` if it cannot be).
+
+    Raises:
+        ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
+        ModuleNotFoundError: a parquet file or a hub name without the `datasets` library.
+    """
+    path = Path(os.path.expanduser(source.path))
+    if path.is_file():
+        yield from _read_file(path)
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+        if not files:
+            raise ValueError(f"data: expected files that end in {', '.join(SUFFIXES)} in {path}, got none")
+        for file in files:
+            yield from _read_file(file)
+    elif path.is_absolute() or source.path.endswith(SUFFIXES) or not HUB_NAME.fullmatch(source.path):
+        raise ValueError(f"data: expected a file, a folder or a hub name, got {source.path} (there is no such file)")
+    else:
+        yield from _from_hub(source)
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
+    readers: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+        ".jsonl": _json_lines,
+        ".json": _json,
+        ".parquet": _parquet,
+        ".txt": _whole_text,
+    }
+    suffix = Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in readers:
+        raise ValueError(f"data: expected a file that ends in {', '.join(SUFFIXES)}, got {path}")
+    try:
+        yield from readers[suffix](path)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"data: expected a readable file, got {path} ({error})") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return BadRecordError(f"not JSON ({error.msg})")
+    except UnicodeDecodeError:
+        return BadRecordError("not UTF-8")
+    except RecursionError:
+        return BadRecordError("not JSON that can be read (nested too deeply)")
+    except ValueError:
+        return BadRecordError("not JSON that can be read (an integer of too many digits)")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    room = _most_bytes(path)
+    with _open(path) as lines:
+        for number in itertools.count(1):
+            line = lines.readline(MAX_LINE + 1)
+            if not line:
+                return
+            room -= max(len(line), 64)  # empty lines take time, too
+            if len(line) > MAX_LINE or room < 0:
+                raise _too_large(f"{path}:{number}", f"lines of at most {MAX_LINE:,} bytes")
+            if line.strip():
+                yield f"{path}:{number}", _parsed(line)
+
+
+def _most_bytes(path: Path) -> float:
+    """Return how many bytes may be read from a file: a compressed one could expand without end."""
+    return max(MAX_LINE, MAX_RATIO * path.stat().st_size) if path.suffix == ".gz" else math.inf
+
+
+def _read_whole(path: Path) -> bytes:
+    limit = int(min(MAX_WHOLE, _most_bytes(path)))
+    content = b""
+    if path.stat().st_size <= limit:
+        with _open(path) as file:
+            content = file.read(limit + 1)
+    if len(content) > limit or path.stat().st_size > limit:
+        raise _too_large(path, f"at most {limit:,} bytes")
+    return content
+
+
+def _too_large(where: object, words: str) -> ValueError:
+    return ValueError(
+        f"data: expected {words} (and at most {MAX_RATIO} times a .gz file's own size) in {where}, got more; split it "
+        "into several records or files"
+    )
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    with _open(path) as file:
+        is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if not is_list:
+        yield from _json_lines(path)
+        return
+    whole = _parsed(_read_whole(path))
+    if isinstance(whole, BadRecordError):
+        raise ValueError(f"data: expected a list of records in {path}, got {whole}")
+    for number, record in enumerate(whole, start=1):
+        yield f"{path}: record {number}", record
+
+
+def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        yield str(path), {"text": _read_whole(path).decode("utf-8-sig")}
+    except UnicodeDecodeError:
+        yield str(path), BadRecordError("not UTF-8")
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    datasets = import_library("datasets", str(path))
+    # Streamed, so that the library caches no copy.
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield f"{path}: row {number}", row
+    except ValueError as error:
+        raise ValueError(f"data: expected a readable file, got {path} ({error})") from error
+
+
+def _from_hub(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+    datasets = import_library("datasets", f"{source.path}, which is no file and so a hub name")
+    try:
+        rows = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data: expected a file, a folder or a hub dataset, got {source.path} ({error})") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{source.path} [{source.split}]: row {number}", row
