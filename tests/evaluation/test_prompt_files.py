@@ -92,32 +92,38 @@ def test_categories_and_limits(tmp_path):
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"id": 3, "query": "?"}, "one of the keys turns, .*, text in FILE:2, got id, query"),
-        ({}, "one of the keys .* in FILE:2, got no keys"),
-        ([1], "a record with named fields in FILE:2, got list"),
-        ("{", "a record in FILE:2, got not JSON"),
-        ({"turns": []}, "a turn of the user in FILE:2, got none"),
-        ({"turns": ["a", 5]}, "text as turn 2 of FILE:2, got 5"),
-        ({"turns": "a string", "category": " "}, "a name as category in FILE:2, got ' '"),
-        ({"turns": ["a"], "category": 5}, "a name as category in FILE:2, got 5"),
-        ({"turns": 5}, "a list of turns in FILE:2, got int"),
-        ({"turns": "a string"}, "a list of turns in FILE:2, got str"),
-        ({"prompt": "  "}, "text as prompt of FILE:2, got '  '"),
-        ({"question": ["a"]}, r"text as question of FILE:2, got \['a'\]"),
-        ({"messages": "Hi"}, "a list of turns as messages of FILE:2, got str"),
-        (
-            {"messages": [{"role": "wizard", "content": "Hi"}]},
-            "a role and a text in each turn of FILE:2, .*'wizard'",
-        ),
-        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "a turn of the user in FILE:2, got none"),
-        (
-            {"conversations": [{"from": "human", "value": 5}]},
-            "a role and a text in each turn of FILE:2, .* not text",
-        ),
+        ({"id": 3, "query": "?"}, "none of the keys turns, .*, text, but id, query"),
+        ({}, "none of the keys .*, but no keys"),
+        ([1], "a record with named fields, got list"),
+        ("{", "not JSON"),
+        ({"turns": []}, "turns is not a list of turns"),
+        ({"turns": ["a", 5]}, "turn 2 is not text"),
+        ({"turns": 5}, "turns is not a list of turns"),
+        ({"turns": "a string"}, "turns is not a list of turns"),
+        ({"prompt": "  "}, "prompt is empty"),
+        ({"question": ["a"]}, "question is not text"),
+        ({"instruction": "Add", "input": 5}, "input is not text"),
+        ({"messages": "Hi"}, "messages is not a list of turns"),
+        ({"messages": [{"role": "wizard", "content": "Hi"}]}, "turn 1 has an unknown role: 'wizard'"),
+        ({"conversations": [{"from": "human", "value": 5}]}, "the value of turn 1 is not text"),
     ],
 )
 def test_unknown_records_are_named(tmp_path, record, words):
     path = lines(tmp_path / "q.jsonl", question(1, "a", "fine"), record)
+    with pytest.raises(ValueError, match=f"^prompts: expected a record with a prompt in {path}:2, got: .*{words}"):
+        read_prompts([path])
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"turns": ["a"], "category": " "}, "a name as category in FILE:1, got ' '"),
+        ({"turns": ["a"], "category": 5}, "a name as category in FILE:1, got 5"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "a turn of the user in FILE:1, got none"),
+    ],
+)
+def test_odd_categories_and_missing_questions_are_named(tmp_path, record, words):
+    path = lines(tmp_path / "q.jsonl", record)
     with pytest.raises(ValueError, match="^prompts: expected " + words.replace("FILE", str(path))):
         read_prompts([path])
 

@@ -1,14 +1,16 @@
-"""Reading data: three kinds of records, all kinds of files, errors in records, and the split by prompt."""
+"""Reading data: every kind of record, all kinds of files, errors in records, and the split by prompt."""
 
 import gzip
 import json
 import math
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from toy import sharegpt, write_lines
 
+from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.records import Record, Report, held_out, read_records, split_records
 
@@ -121,7 +123,8 @@ BAD = {
     "{": "not JSON (Expecting property name enclosed in double quotes)",
     "[" * 100_000: "not JSON that can be read (nested too deeply)",
     "[1]": "expected a record with named fields, got list",
-    '{"turns": []}': "none of the keys conversations, messages, text",
+    '{"turns": []}': "turns is not a list of turns",
+    '{"id": 3}': "none of the keys turns, conversations, messages, prompt, instruction, question, text, but id",
     '{"conversations": "Hi"}': "conversations is not a list of turns",
     '{"messages": []}': "messages is not a list of turns",
     '{"messages": ["Hi"]}': "turn 1 has no named fields",
@@ -130,7 +133,7 @@ BAD = {
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}': "the content of turn 2 is not text",
     '{"conversations": [{"from": "human", "value": " \\n"}]}': "the value of turn 1 is empty",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "no user turn",
-    '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn after a user turn",
+    '{"messages": [{"role": "user", "content": "x"}]}': "no answer to learn: a prompt alone",
     '{"text": 5}': "text is not text",
     '{"text": "a \\ud800 b"}': "text holds half a surrogate pair",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "the content of turn 1 is not text",
@@ -162,7 +165,73 @@ def test_a_named_format_is_enforced(tmp_path):
     assert read(path, form="messages")[0].messages == EXPECTED
     report = Report()
     assert read(path, report, form="sharegpt") == []
-    assert dict(report.bad) == {"conversations is not a list of turns": 1}
+    assert dict(report.bad) == {"none of the keys conversations, but messages, text": 1}
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "data.md"
+# Of each example line in docs/data.md: the user's turns, the last answer (None: a prompt alone), the text to learn.
+SAID = {
+    "prompt": (["What is a heap?"], None, None),
+    "prompt, response": (["What is a heap?"], "A tree in an array.", None),
+    "prompt, completion": (["What is a heap?"], "A tree in an array.", None),
+    "messages": (["What is a heap?"], "A tree in an array.", None),
+    "conversations": (["What is a heap?"], "A tree in an array.", None),
+    "question_id, category, turns": (["Write a haiku.", "Now in French."], None, None),
+    "task_id, prompt": (["def add(a, b):\n"], None, None),
+    "question, answer": (["How many eggs are in two dozen?"], "24 #### 24", None),
+    "instruction, input, output": (["Translate to French.\n\nGood day"], "Bonjour", None),
+    "text": ([], None, "A heap is a tree in an array."),
+}
+
+
+def documented():
+    """The example lines of docs/data.md, by their keys."""
+    lines = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+    return {", ".join(json.loads(line)): line for line in lines}
+
+
+@pytest.mark.parametrize("keys", SAID)
+def test_every_command_reads_the_documented_lines_alike(tmp_path, keys):
+    path = write_lines(tmp_path / "a.jsonl", documented()[keys])
+    asked, answer, text = SAID[keys]
+    (seed,) = read_records([SourceConfig(str(path))], Report(), seeds=True)
+    (prompt,) = read_prompts([path], turns=9)
+    assert prompt.turns == tuple(asked or [text])
+    assert [turn["content"] for turn in seed.messages if turn["role"] == "user"] == asked
+    assert seed.text == text
+    report = Report()
+    learnt = read(path, report)
+    if answer is None and text is None:
+        assert dict(report.bad) == {"no answer to learn: a prompt alone": 1}
+        with pytest.raises(ValueError, match=r"expected answers to learn from, got 1 prompts alone; `medusa distill"):
+            report.check(0.01)
+    else:
+        assert [record.text for record in learnt] == [text]
+        assert [turn["content"] for turn in learnt[0].messages][-1:] == ([] if answer is None else [answer])
+
+
+def test_every_documented_line_is_tested():
+    assert set(documented()) == set(SAID)
+
+
+def test_a_prompt_next_to_a_text_is_its_beginning_and_an_instruction_is_not(tmp_path):
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"prompt": "Once", "text": "Once upon a time."},
+        {"instruction": "Tell.", "input": "", "output": "Once.", "text": "### Instruction: Tell. ### Response: Once."},
+    )
+    assert [prompt.turns for prompt in read_prompts([path])] == [("Once",), ("Tell.",)]
+    first, second = read(path)
+    assert first.text == "Once upon a time."
+    assert [turn["content"] for turn in second.messages] == ["Tell.", "Once."]
+
+
+def test_some_prompts_without_answers_say_what_writes_them(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", MESSAGES, {"prompt": "Hi", "response": " "})
+    report = Report()
+    assert len(read(path, report)) == 1
+    with pytest.raises(ValueError, match=r"(?s)at most 1.00% bad records, got 1 of 2 .*medusa distill --config FILE"):
+        report.check(0.01)
 
 
 def test_turns_without_targets_are_dropped_and_reported(tmp_path):

@@ -1,31 +1,25 @@
-"""Read prompts to measure on from the files that others have published.
+"""Read prompts to measure on, from the same files as training (docs/data.md).
 
-The keys of a record tell its kind: MT-Bench questions (`turns`, with `question_id` and `category`), ShareGPT's
-`conversations`, `messages`, HumanEval (`prompt`, with `task_id`), GSM8K (`question`), or a plain `text`. From a
-conversation only the system message and the user's turns are used, because the model writes the answers. Files, folders
-and hub names are those of `training.data`. A record of another kind is an error, so that figures cover all prompts.
+From a conversation only the system message and the user's turns are used, because the model writes the answers. A text
+is continued from its beginning. A record that cannot be read is an error, so that figures cover all prompts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medusa_decoding.chat.template import Message, PromptEncoder, prompt_encoder
-from medusa_decoding.checks import check_text, shown, token_list
+from medusa_decoding.checks import shown, token_list
 from medusa_decoding.files import MAX_TEXT
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import PROMPT_TOKENS, TURNS
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data.records import parse_turn
+from medusa_decoding.training.data.records import interpret
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
-
-KEYS = ("turns", "conversations", "messages", "prompt", "question", "text")
-"""A record is of the kind of the first key that has a value."""
-_ROLES = {"conversations": ("from", "value"), "messages": ("role", "content")}
 
 
 @dataclass(frozen=True)
@@ -143,48 +137,20 @@ def read_prompts(
 
 
 def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
-    if isinstance(raw, BadRecordError):
-        raise ValueError(f"prompts: expected a record in {where}, got {raw}")
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"prompts: expected a record with named fields in {where}, got {type(raw).__name__}")
-    key = next((key for key in KEYS if raw.get(key) is not None), None)
-    if key is None:
-        got = ", ".join(map(str, raw)) or "no keys"
-        raise ValueError(f"prompts: expected one of the keys {', '.join(KEYS)} in {where}, got {got}")
+    try:
+        content = interpret(raw)
+    except BadRecordError as error:
+        raise ValueError(f"prompts: expected a record with a prompt in {where}, got: {error}") from error
     category = raw.get("category")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise ValueError(f"prompts: expected a name as category in {where}, got {shown(category)}")
-    system = None
-    if key in _ROLES:
-        system, asked = _conversation(raw[key], key, where)
-    elif key == "turns":
-        if not isinstance(raw[key], list):
-            raise ValueError(f"prompts: expected a list of turns in {where}, got {type(raw[key]).__name__}")
-        asked = raw[key]
-    else:
-        asked = [raw[key]]
-    for number, turn in enumerate(asked, start=1):
-        if not isinstance(turn, str) or not turn.strip():
-            place = f"turn {number} of {where}" if key == "turns" else f"{key} of {where}"
-            raise ValueError(f"prompts: expected text as {place}, got {shown(turn)}")
+    system = next((turn["content"] for turn in content.messages if turn["role"] == "system"), None)
+    asked = [turn["content"] for turn in content.messages if turn["role"] == "user"]
+    if content.text is not None:
+        asked = [content.text if content.prompt is None else content.prompt]
+    for turn in asked:
         if len(turn) > MAX_TEXT:
             raise ValueError(f"prompts: expected at most {MAX_TEXT:,} characters in {where}, got {len(turn):,}")
-        check_text(f"prompts: {where}", turn)
-    if system is not None:
-        check_text(f"prompts: {where}", system)
     if not asked:
         raise ValueError(f"prompts: expected a turn of the user in {where}, got none")
-    # A prompt next to its whole text is the beginning of that text.
-    is_text = key == "text" or (key == "prompt" and raw.get("text") is not None)
-    return Prompt(tuple(asked[:turns]), category or file, where, system, is_text)
-
-
-def _conversation(listed: Any, key: str, where: str) -> tuple[str | None, list[str]]:
-    if not isinstance(listed, list):
-        raise ValueError(f"prompts: expected a list of turns as {key} of {where}, got {type(listed).__name__}")
-    try:
-        spoken = [parse_turn(turn, number, *_ROLES[key]) for number, turn in enumerate(listed, start=1)]
-    except BadRecordError as error:
-        raise ValueError(f"prompts: expected a role and a text in each turn of {where}, got: {error}") from error
-    system = next((turn["content"] for turn in spoken if turn["role"] == "system"), None)
-    return system, [turn["content"] for turn in spoken if turn["role"] == "user"]
+    return Prompt(tuple(asked[:turns]), category or file, where, system, content.text is not None)

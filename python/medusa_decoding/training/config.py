@@ -73,7 +73,7 @@ class SourceConfig:
     """One place that data comes from."""
 
     path: str = setting(REQUIRED, "file, folder or hub id", "", WORDS)
-    format: Literal["auto", "sharegpt", "messages", "text"] = setting(
+    format: Literal["auto", "sharegpt", "messages", "turns", "prompt", "text"] = setting(
         "auto", "of its records; auto: by their keys", OURS
     )
     split: str = setting("train", "of a hub dataset", OURS, WORDS)

@@ -1,8 +1,12 @@
-"""Read conversations and texts from files and from the hub, check each record, and split off held-out ones.
+"""Decide what a record is, check it, and split off held-out ones. Every command reads its data and prompts here.
 
-Records are ShareGPT's (`conversations`, turns of `from` and `value`), messages (`messages`, of `role` and `content`) or
-plain (`text`). Records that a model wrote also have their exact tokens (`input_ids`, the spans `learnt` of them, the
-`tokenizer`'s fingerprint). A bad record is left out and noted; too large a share of them is an error.
+The keys of a record tell its kind (docs/data.md has an example line of each): `messages` (turns of `role` and
+`content`), ShareGPT's `conversations` (`from` and `value`), MT-Bench's `turns` (the user's alone), a `prompt`,
+`instruction` or `question` with or without its answer, and a plain `text`. Records that `medusa distill` wrote also
+have their exact tokens (`input_ids`, the spans `learnt` of them, the `tokenizer`'s fingerprint).
+
+Training leaves a bad record out and notes it; too large a share of them is an error. A prompt without an answer is bad
+there, while seeds and prompts to measure on need none.
 """
 
 from __future__ import annotations
@@ -19,7 +23,19 @@ from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_LISTS = {"sharegpt": ("conversations", "from", "value"), "messages": ("messages", "role", "content")}
+KINDS = {
+    "turns": "turns", "conversations": "sharegpt", "messages": "messages", "prompt": "prompt", "instruction": "prompt",
+    "question": "prompt", "text": "text",
+}  # fmt: skip
+"""Keys with the kind of record that they tell; the first one that has a value counts."""
+ANSWERS = ("response", "completion", "output", "answer")
+"""Keys of the answer to a prompt: Dolly's, TRL's, Alpaca's and GSM8K's."""
+_WRITTEN = (
+    "`medusa distill --config FILE` has the model write the answers and then trains on them, and `medusa train --init "
+    "MODEL DATA` writes a config for that"
+)
+_TURNS = {"sharegpt": ("from", "value"), "messages": ("role", "content")}
+NO_ANSWER = "no answer to learn: a prompt alone"
 EXAMPLES = 20
 
 
@@ -38,6 +54,29 @@ class Tokens:
     learnt: tuple[tuple[int, int], ...]
     tokenizer: str
     prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a record says, in whatever form.
+
+    Attributes:
+        kind: one of the values of `KINDS`.
+        messages: all turns, as `{"role": ..., "content": ...}`; empty for a text.
+        text: a plain text, or None.
+        prompt: the beginning of the text that a model is to continue, or None.
+    """
+
+    kind: str
+    messages: tuple[dict[str, str], ...] = ()
+    text: str | None = None
+    prompt: str | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is something to learn: a text, or an answer after a user's turn."""
+        roles = [message["role"] for message in self.messages]
+        return self.text is not None or ("user" in roles and "assistant" in roles[roles.index("user") :])
 
 
 @dataclass(frozen=True)
@@ -99,7 +138,11 @@ class Report:
         if self.read == 0:
             raise ValueError("data: expected at least one record, got none")
         if bad > max_bad_share * self.read:
-            raise ValueError(f"data: expected at most {max_bad_share:.2%} bad records, got {self}")
+            unanswered = self.bad[NO_ANSWER]
+            if unanswered == self.read:
+                raise ValueError(f"data: expected answers to learn from, got {unanswered} prompts alone; {_WRITTEN}")
+            hint = f"\n{_WRITTEN}" if unanswered else ""
+            raise ValueError(f"data: expected at most {max_bad_share:.2%} bad records, got {self}{hint}")
 
     def __str__(self) -> str:
         bad = self.bad.total()
@@ -163,25 +206,57 @@ def split_records(records: Iterable[Record], share: float, seed: int = 0) -> tup
 
 
 def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[str], seeds: bool) -> Record:
+    if form == "auto" and isinstance(raw, Mapping) and raw.get("input_ids") is not None:
+        return _exact(raw, where)
+    content = interpret(raw, form)
+    if content.text is not None:
+        return Record((), content.text, where)
+    return Record(tuple(_trimmed(list(content.messages), system, notes, seeds)), None, where)
+
+
+def interpret(raw: Any, form: str = "auto") -> Content:
+    """Return what a parsed record says. `form` is a kind to take it for, or "auto": its keys tell.
+
+    Raises:
+        BadRecordError: no record of a known kind, or a part of it that is not text.
+    """
     if isinstance(raw, BadRecordError):
         raise raw
     if not isinstance(raw, Mapping):
         raise BadRecordError(f"expected a record with named fields, got {type(raw).__name__}")
-    if form == "auto":
-        if raw.get("input_ids") is not None:
-            return _exact(raw, where)
-        keys = [*((key, name) for name, (key, _, _) in _LISTS.items()), ("text", "text")]
-        form = next((name for key, name in keys if raw.get(key) is not None), "")
-        if not form:
-            raise BadRecordError("none of the keys conversations, messages, text")
-    if form == "text":
-        return Record((), _text(raw.get("text"), "text"), where)
-    key, role_key, content_key = _LISTS[form]
-    turns = raw.get(key)
-    if not isinstance(turns, list) or not turns:
+    keys = [key for key, kind in KINDS.items() if form in ("auto", kind)]
+    key = next((key for key in keys if raw.get(key) is not None), None)
+    if key is None:
+        raise BadRecordError(f"none of the keys {', '.join(keys)}, but {_listed(raw)}")
+    kind, value = KINDS[key], raw[key]
+    if key == "text" or (form == "auto" and key == "prompt" and raw.get("text") is not None):
+        # A prompt next to its whole text is the beginning of that text.
+        prompt = None if raw.get("prompt") is None else _text(raw["prompt"], "prompt")
+        return Content("text", text=_text(raw["text"], "text"), prompt=prompt)
+    if kind == "prompt":
+        return Content(kind, tuple(_single_turn(raw, key)))
+    if not isinstance(value, list) or not value:
         raise BadRecordError(f"{key} is not a list of turns")
-    messages = [parse_turn(turn, number, role_key, content_key) for number, turn in enumerate(turns, start=1)]
-    return Record(tuple(_trimmed(messages, system, notes, seeds)), None, where)
+    if kind == "turns":
+        asked = [_text(turn, f"turn {number}") for number, turn in enumerate(value, start=1)]
+        return Content(kind, tuple({"role": "user", "content": turn} for turn in asked))
+    may_be_empty = raw.get("input_ids") is not None  # a model may have answered with nothing
+    turns = (parse_turn(turn, number, *_TURNS[kind], may_be_empty) for number, turn in enumerate(value, start=1))
+    return Content(kind, tuple(turns))
+
+
+def _listed(raw: Mapping[Any, Any]) -> str:
+    return ", ".join(map(str, raw))[:60] or "no keys"
+
+
+def _single_turn(raw: Mapping[str, Any], key: str) -> Iterator[dict[str, str]]:
+    asked = _text(raw[key], key)
+    given = raw.get("input") if key == "instruction" else None  # Alpaca's
+    yield {"role": "user", "content": f"{asked}\n\n{_text(given, 'input')}" if given else asked}
+    answers = (raw[name] for name in ANSWERS if isinstance(raw.get(name), str) and raw[name].strip())
+    answer = next(answers, None)
+    if answer is not None:
+        yield {"role": "assistant", "content": _text(answer, "the answer")}
 
 
 def _exact(raw: Mapping[str, Any], where: str) -> Record:
@@ -255,7 +330,7 @@ def _trimmed(
         raise BadRecordError("no user turn")
     first = roles.index("user")
     if "assistant" not in roles[first:] and not seeds:
-        raise BadRecordError("no assistant turn after a user turn")
+        raise BadRecordError(NO_ANSWER)
     last = len(roles) if seeds else len(roles) - roles[::-1].index("assistant")
     head = [message for message in messages[:first] if message["role"] == "system"]
     if len(head) < first:
