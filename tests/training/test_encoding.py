@@ -211,7 +211,6 @@ def test_a_text_is_learnt_entirely_with_an_end_token(kind):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "template: expected vicuna, plain or a Jinja file, because the tokenizer of .* has no template, got none"),
         ({"template": "chatml"}, "template: expected vicuna, plain or a Jinja file, got chatml"),
         ({"template": "~nobody-here/own.jinja"}, "template: expected vicuna, plain or a Jinja file, got ~nobody-here"),
         ({"template": "vicuna", "turns": "all"}, "turns: expected 'joint' or 'each', got 'all'"),
@@ -220,6 +219,28 @@ def test_a_text_is_learnt_entirely_with_an_end_token(kind):
 def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ChatEncoder(toy.tokenizer(), **arguments)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "marks"])
+@pytest.mark.parametrize("special", [{}, {"eos_token": None}], ids=["end", "no end"])
+def test_without_a_template_a_prompt_is_bare_text_as_in_serving(kind, special):
+    tokenizer = toy.tokenizer(kind, **special)
+    encoder = ChatEncoder(tokenizer)
+    (example,) = encoder.encode(record(chat("Hello there", "Paris")))
+    asked = prompt_encoder(tokenizer, None, ()).encode([{"role": "user", "content": "Hello there"}])
+    learnt = example.ids[example.learnt].tolist()
+    assert example.ids[~example.learnt].tolist() == asked
+    assert encoder.prompt([{"role": "user", "content": "Hello there"}])[1] == asked
+    assert toy.spelt(tokenizer, learnt) == "Paris" + (tokenizer.eos_token or "")
+    (text,) = encoder.encode(Record((), "Hello there", "a.txt"))
+    assert text.learnt.all()
+
+
+def test_without_a_template_several_turns_are_refused():
+    report = Report(read=1)
+    several = record(chat("Hello", "Paris", "And?", "Hello"))
+    assert list(encode_records([several], ChatEncoder(toy.tokenizer()), report)) == []
+    assert "several turns, and the tokenizer has no chat template: set data.template" in report.examples[0][1]
 
 
 def test_a_template_that_needs_an_end_token_says_so():

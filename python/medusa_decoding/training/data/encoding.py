@@ -28,6 +28,16 @@ from medusa_decoding.generation.session import common_length
 from medusa_decoding.training.data.records import Record, Report, Tokens
 from medusa_decoding.training.data.sources import BadRecordError
 
+# For a tokenizer without a template: a prompt is bare text, as `medusa eval` and `generate` ask it.
+_BARE = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{%- if not loop.last -%}
+{{- raise_exception('several turns, and the tokenizer has no chat template: set data.template') -}}
+{%- endif -%}
+{%- generation -%}{{- message.content + end -}}{%- endgeneration -%}
+{%- else -%}{{- ('' if loop.first else '\\n') + message.content -}}{%- endif -%}
+{%- endfor -%}"""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -63,17 +73,19 @@ class ChatEncoder:
 
     Args:
         tokenizer: of the model.
-        template: "auto" for the tokenizer's own, "vicuna", "plain", or a file with a Jinja template.
+        template: "auto" for the tokenizer's own, "vicuna", "plain", or a file with a Jinja template. Without a template
+            of its own, "auto" takes a prompt as bare text, and refuses conversations of several turns.
         turns: "joint" learns all assistant turns of a conversation at once. "each" makes one example per turn with the
             conversation up to it, for templates that render a turn differently once others follow.
         arguments: further variables of the template.
         vocab_size: the model's vocabulary size, a bound for the ids of exact records; None for the tokenizer's.
 
     Attributes:
+        bare: whether there is no chat template.
         closing: tokens that may close a turn: special ones, and others that were added to the vocabulary.
 
     Raises:
-        ValueError: no template, no such file, or a template that needs an end token that the tokenizer lacks.
+        ValueError: no such template, or one that needs an end token that the tokenizer lacks.
     """
 
     def __init__(
@@ -90,7 +102,12 @@ class ChatEncoder:
         self.tokenizer, self.turns = tokenizer, turns
         self._vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
         name = None if template == "auto" else template
-        self.template = ChatTemplate(tokenizer, name, built_in=BUILT_IN_TRAINING, variables=arguments, check=False)
+        built_in, variables = BUILT_IN_TRAINING, dict(arguments or {})
+        self.bare = name is None and not tokenizer.chat_template
+        if self.bare:
+            name, built_in = "bare", {"bare": _BARE}
+            variables["end"] = tokenizer.eos_token or ""
+        self.template = ChatTemplate(tokenizer, name, built_in=built_in, variables=variables, check=False)
         self._marked = _MARKED.search(self.template.text) is not None
         self.closing = (*self.template.special, *(token for token in tokenizer.get_added_vocab() if token.strip()))
 

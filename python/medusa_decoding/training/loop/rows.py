@@ -65,6 +65,8 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
         encoded = encoding.encode_records(part, encoder, report)
         return list(packing.fit(encoded, settings.length, report, settings.overlong))
 
+    if encoder.bare and (conversations := sum(record.text is None for record in records)):
+        report.notes["prompt and answer as bare text, because the tokenizer has no chat template"] += conversations
     examples, held_out_examples = encode(records, report), encode(held_out, held_out_report or report)
     largest = max((int(example.ids.max()) for example in [*examples, *held_out_examples]), default=0)
     if vocab_size is not None and largest >= vocab_size:
