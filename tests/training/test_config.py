@@ -38,7 +38,7 @@ SHARED = {
     "lora.dropout": 0.05, "lora.lm_head": True, "lora.target": "all-linear", "heads.shared_projection": False,
 }  # fmt: skip
 VICUNA = {
-    "optimisation.batch_size": 64, "optimisation.learning_rate": 5e-4, "optimisation.warmup_steps": 40,
+    "optimisation.batch_size": 64, "optimisation.learning_rate": 5e-4,
     "optimisation.epochs": 2.0, "model.quantization": "4bit", "data.length": 4096,
 }  # fmt: skip
 PAPER = {
@@ -51,7 +51,7 @@ PAPER = {
     },
     "self-distillation": SHARED | {
         "lora.enabled": True, "loss.lambda_0": 0.01, "loss.lambda_0_schedule": "sine", "optimisation.batch_size": 128,
-        "optimisation.learning_rate": 1e-4, "optimisation.warmup_steps": 20, "data.length": 2048,
+        "optimisation.learning_rate": 1e-4, "data.length": 2048,
         "model.quantization": "none", "optimisation.heads_first_epochs": 0.0,
     },
 }  # fmt: skip
@@ -60,6 +60,13 @@ PAPER = {
 @pytest.mark.parametrize("method", PAPER)
 def test_defaults_are_those_of_the_paper(method):
     assert values_at(of(method), PAPER[method]) == PAPER[method]
+
+
+@pytest.mark.parametrize(("method", "paper"), [("medusa-1", 40), ("medusa-2", 40), ("self-distillation", 20)])
+def test_the_warm_up_is_that_of_the_paper_and_fits_few_steps(method, paper):
+    assert [of(method).warmup_steps(steps) for steps in (1000, 4 * paper)] == [paper, paper]
+    assert [of(method).warmup_steps(steps) for steps in (40, 3, 1)] == [10, 0, 0]
+    assert of(method, optimisation={"warmup_steps": 7}).warmup_steps(8) == 7
 
 
 def test_given_values_override_the_defaults_of_the_method():
@@ -236,7 +243,11 @@ EXCLUDED = [
         "data.held_out_share: expected null or 0",
     ),
     ("medusa-1", {"optimisation": {"micro_batch_size": 3}}, "optimisation.batch_size: expected a multiple of"),
-    ("medusa-1", {"optimisation": {"max_steps": 40}}, "optimisation.warmup_steps: expected fewer than"),
+    (
+        "medusa-1",
+        {"optimisation": {"max_steps": 40, "warmup_steps": 40}},
+        "optimisation.warmup_steps: expected fewer than",
+    ),
 ]
 
 

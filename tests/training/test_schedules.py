@@ -59,19 +59,23 @@ def test_lambda_0_follows_its_formula():
 
 def test_steps_of_stages():
     # 3,000 rows in batches of 64 are 46.875 steps: 47.
-    assert stages(config(), 3000) == [Stage("heads", 94, False)]
-    assert stages(config(method="medusa-2"), 3000) == [Stage("heads", 94, False), Stage("joint", 94, True)]
-    assert stages(config(method="medusa-2", heads={"initial": "h"}), 3000) == [Stage("joint", 94, True)]
-    assert stages(config(method="self-distillation"), 3000) == [Stage("joint", 48, True)]
+    # A quarter of them is less than the paper's warm-up.
+    assert stages(config(), 3000) == [Stage("heads", 94, False, 23)]
+    assert stages(config(method="medusa-2"), 3000) == [Stage("heads", 94, False, 23), Stage("joint", 94, True, 23)]
+    assert stages(config(method="medusa-2", heads={"initial": "h"}), 3000) == [Stage("joint", 94, True, 23)]
+    assert stages(config(method="self-distillation"), 3000) == [Stage("joint", 48, True, 12)]
     changed = {"epochs": 0.5, "heads_first_epochs": 1, "max_steps": 30, "warmup_steps": 3}
     found = stages(config(method="medusa-2", optimisation=changed), 3000)
-    assert found == [Stage("heads", 30, False), Stage("joint", 24, True)]
+    assert found == [Stage("heads", 30, False, 3), Stage("joint", 24, True, 3)]
 
 
 def test_a_stage_too_short_for_its_warm_up_is_named():
-    message = r"fewer than the 4 steps of stage heads \(100 rows, batch 64, 2 epochs\), got 40"
+    message = (
+        r"fewer than the 4 steps of stage heads \(100 rows, batch 64, 2 epochs\), or null for a share of them, got 40"
+    )
     with pytest.raises(ValueError, match=message):
-        stages(config(), 100)
+        stages(config(optimisation={"warmup_steps": 40}), 100)
+    assert stages(config(), 100) == [Stage("heads", 4, False, 1)]
 
 
 def test_heads_learn_four_times_as_fast_and_biases_do_not_decay():

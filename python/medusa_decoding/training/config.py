@@ -153,7 +153,9 @@ class OptimisationConfig:
     schedule: Literal["cosine", "linear", "constant"] = setting(
         "cosine", "after a linear warm-up; cosine and linear end at 0", "B.2: cosine"
     )
-    warmup_steps: int = setting(40, "of each stage; self-distillation: 20", "B.3; B.4", at_least(0))
+    warmup_steps: int | None = setting(
+        None, "of each stage; null: 40 (self-distillation: 20), at most a quarter of its steps", "B.3; B.4", at_least(0)
+    )
     epochs: float = setting(2.0, "over the data, of the last or only stage", "3.1", POSITIVE)
     heads_first_epochs: float = setting(
         0.0, "first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", at_least(0)
@@ -221,7 +223,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": {"length": 2048},
         "lora": {"enabled": True},
         "loss": {"lambda_0": 0.01, "lambda_0_schedule": "sine"},
-        "optimisation": {"learning_rate": 1e-4, "warmup_steps": 20, "batch_size": 128},
+        "optimisation": {"learning_rate": 1e-4, "batch_size": 128},
     },
 }
 """What a method changes in the defaults (B.3 for Medusa-2, B.4 and 2.3.2 for self-distillation)."""
@@ -289,6 +291,11 @@ class Config:
             return self.data.held_out_share
         return 0.0 if self.data.held_out else DEFAULT_HELD_OUT_SHARE
 
+    def warmup_steps(self, steps: int) -> int:
+        """Return the warm-up steps of a stage of so many steps."""
+        given = self.optimisation.warmup_steps
+        return min(20 if self.method == "self-distillation" else 40, steps // 4) if given is None else given
+
     def warnings(self, distills: bool = False) -> list[str]:
         """Return warnings about settings that work but are easily overlooked: a quantised model is another model.
 
@@ -341,7 +348,7 @@ class Config:
             yield "heads.num_heads", f"at most {data.length - 2} with data.length {data.length} ({reason})"
         if rates.batch_size % rates.micro_batch_size:
             yield "optimisation.batch_size", f"a multiple of optimisation.micro_batch_size {rates.micro_batch_size}"
-        if rates.max_steps is not None and rates.warmup_steps >= rates.max_steps:
+        if rates.max_steps is not None and (rates.warmup_steps or 0) >= rates.max_steps:
             yield "optimisation.warmup_steps", f"fewer than optimisation.max_steps {rates.max_steps}"
 
 

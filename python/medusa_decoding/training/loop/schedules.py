@@ -118,12 +118,13 @@ def lambda_0(step: int, total_steps: int, value: float, schedule: str = "constan
 class Stage:
     """A part of a run, "heads" or "joint", with an optimiser and schedules of its own.
 
-    It `trains_backbone` (or its adapter), or the heads alone.
+    It `trains_backbone` (or its adapter), or the heads alone. Its first `warmup_steps` have a rising rate.
     """
 
     name: str
     steps: int
     trains_backbone: bool
+    warmup_steps: int
 
 
 def stages(config: Config, rows: int) -> list[Stage]:
@@ -143,12 +144,13 @@ def stages(config: Config, rows: int) -> list[Stage]:
     for name, epochs, trains_backbone in parts:
         steps = max(1, round(epochs * steps_per_epoch))
         steps = steps if rates.max_steps is None else min(steps, rates.max_steps)
-        if steps <= rates.warmup_steps:
+        warmup = config.warmup_steps(steps)
+        if steps <= warmup:
             raise ValueError(
-                f"optimisation.warmup_steps: expected fewer than the {steps} steps of stage {name} "
-                f"({rows} rows, batch {rates.batch_size}, {epochs:g} epochs), got {rates.warmup_steps}"
+                f"optimisation.warmup_steps: expected fewer than the {steps} steps of stage {name} ({rows} rows, batch "
+                f"{rates.batch_size}, {epochs:g} epochs), or null for a share of them, got {warmup}"
             )
-        found.append(Stage(name, steps, trains_backbone))
+        found.append(Stage(name, steps, trains_backbone, warmup))
     return found
 
 

@@ -131,8 +131,8 @@ class Trainer:
         self.wrapped = self.processes.replicated(self.objective)
         groups = parameter_groups(self.heads, trained.items() if stage.trains_backbone else (), config=self.config)
         self.optimiser = make_optimiser(groups, self.config)
-        rates = self.config.optimisation
-        self.schedule = learning_rates(self.optimiser, rates.warmup_steps, stage.steps, rates.schedule)
+        schedule = self.config.optimisation.schedule
+        self.schedule = learning_rates(self.optimiser, stage.warmup_steps, stage.steps, schedule)
         self.clipped = [weight for group in groups for weight in group["params"]]
 
     @property
