@@ -296,11 +296,31 @@ class Config:
         given = self.optimisation.warmup_steps
         return min(20 if self.method == "self-distillation" else 40, steps // 4) if given is None else given
 
-    def warnings(self, distills: bool = False) -> list[str]:
-        """Return warnings about settings that work but are easily overlooked: a quantised model is another model.
+    def warnings(self, distills: bool = False, gpu: bool = True) -> list[str]:
+        """Return warnings about settings that work but are easily overlooked.
 
-        `distills` says whether the model also writes the data (`medusa distill`).
+        A quantised model is another model. Without a GPU, defaults that are meant for one are slow.
+
+        Args:
+            distills: whether the model also writes the data (`medusa distill`).
+            gpu: whether there is a GPU to train on.
         """
+        slow = [] if gpu else self._gpu_defaults()
+        advice = "`medusa train --init MODEL DATA` writes a config that fits a CPU"
+        warnings = [f"no GPU, but the settings are the defaults for one: {', '.join(slow)}; {advice}"] if slow else []
+        return warnings + self._quantised_warnings(distills)
+
+    def _gpu_defaults(self) -> list[str]:
+        needed = {"model": {"name": self.model.name}, "data": {"train": [{"path": "-"}]}, "output": {"folder": "-"}}
+        usual = Config.of({"method": self.method, **needed})
+        found = []
+        for key in ("model.dtype", "model.quantization", "data.length", "optimisation.optimizer"):
+            value = operator.attrgetter(key)(self)
+            if value == operator.attrgetter(key)(usual) and value != "none":
+                found.append(f"{key} {value}")
+        return found
+
+    def _quantised_warnings(self, distills: bool) -> list[str]:
         if self.model.quantization == "none":
             return []
         found = []

@@ -95,7 +95,7 @@ def _train(
     )
     announce(str(rows.report))
     stages(config, len(rows.train))  # refuses a stage that is too short before anything is loaded
-    for warning in config.warnings():
+    for warning in config.warnings(gpu=processes.device.type == "cuda"):
         announce(warning)
     device = processes.device
     if processes.sharded:  # only the main process reads the weights, into the host's memory
