@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.checkpoints import TARGETS, export, read_heads, write_heads
+from medusa_decoding.checkpoints.exporting import readers
 from medusa_decoding.heads import MedusaHeads, Storage
 
 HIDDEN, VOCAB = 8, 11
@@ -167,6 +168,38 @@ def test_every_kind_of_heads_drafts_the_same_in_every_format(
     assert (out / "README.md").read_text() == says * trimmed + "the card"
     assert (out / "medusa_tree.json").read_text() == "[[0]]"
     assert not (out / "calibration.json").exists()
+
+
+# Which programs can read heads of a kind, with the arguments of the export that writes them; by docs/export.md.
+V1, V2 = "--format original-v1", "--format original-v2"
+SAFE, FLOATS = " --file safetensors", " --storage float"
+READABLE = {
+    "own": {"vLLM": "--format vllm", "text-generation-inference": V1 + SAFE, "TensorRT-LLM": V1},
+    "shared": {"vLLM": "--format vllm", "text-generation-inference": V2 + SAFE, "TensorRT-LLM": V1},
+    "shared, two blocks": {"vLLM": "--format vllm", "text-generation-inference": V1 + SAFE, "TensorRT-LLM": V1},
+    "int8": {
+        "vLLM": "--format vllm" + FLOATS,
+        "text-generation-inference": V1 + SAFE + FLOATS,
+        "TensorRT-LLM": V1 + FLOATS,
+    },
+    "shared, trimmed": {"vLLM": "--format vllm"},
+    "trimmed": {},
+    "fp8, trimmed": {},
+    "parents": {},
+}
+
+
+@pytest.mark.parametrize("kind", READABLE)
+def test_programs_that_can_read_heads_are_named_and_their_exports_work(
+    kind: str, tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    found = {reader.program.split()[0]: reader for reader in readers(made(kind))}
+    assert {name: reader.options for name, reader in found.items() if reader.options is not None} == READABLE[kind]
+    for name, reader in found.items():
+        assert (reader.reason == "") == (reader.options is not None)
+        if reader.options is not None:
+            options = dict(zip(*[iter(reader.options.replace("--", "").split())] * 2, strict=True))
+            export(checkpoint(kind), tmp_path / name, **options)  # type: ignore[arg-type]
 
 
 class TestVllm:

@@ -48,6 +48,14 @@ _KNOWN_FILES = (
 _PART = "-{0}-of-{0}".format("[0-9]" * 5)  # of a sharded model
 _MODEL_WEIGHTS = (*MODEL_WEIGHTS, embedded.SHARD, f"model{_PART}.safetensors", f"pytorch_model{_PART}.bin")
 
+_TGI = "text-generation-inference"
+# Formats that other programs read, those that hold the most last.
+_PROGRAMS: dict[str, tuple[Target, ...]] = {
+    f"vLLM {VLLM_VERSIONS}": ("vllm",),
+    _TGI: ("original-v2", "original-v1"),
+    "TensorRT-LLM up to 1.2": ("original-v1",),
+}
+
 # What the original project's loader makes of every checkpoint.
 _ORIGINAL_HEADS = 5
 
@@ -236,30 +244,68 @@ def unrelated_entry(folder: Path) -> str | None:
     return None
 
 
-def _check_holds(heads: MedusaHeads, target: str) -> None:
+def _check_holds(heads: MedusaHeads, target: Target) -> None:
     """Raise `ValueError` if a format cannot hold such heads; the message says what can be done."""
+    found = _obstacle(heads, target, heads.storage)
+    if found is not None:
+        wanted, got, remedy = found
+        raise ValueError(f"heads: expected {wanted} for {target} ({remedy}), got {got}")
+
+
+def _obstacle(heads: MedusaHeads, target: Target, storage: Storage) -> tuple[str, str, str] | None:
+    """Return what a format expects of heads with this storage, what it would get, and what can be done, or None.
+
+    Everything that says which heads a format can hold asks here.
+    """
     if target in ("native", "embedded"):
-        return
+        return None
     anywhere = "native and embedded hold it"
     if heads.parent_rank:
-        others = "heads trained with heads.parent_rank 0 have none"
-        wanted = f"none whose drafts depend on their parent token for {target} ({anywhere}; {others})"
-        got = f"parent_rank {heads.parent_rank}"
-    elif heads.storage != "float":
-        wanted = f"projections in floats for {target} ({anywhere}; storage float, --storage float, turns them back)"
-        got = heads.storage
-    elif heads.token_map is not None and not (target == "vllm" and heads.shared_projection):
-        wanted = f"the whole vocabulary for {target} ({anywhere}; what a trimmed one never proposes has no projection)"
-        got = f"{heads.num_candidates} of {heads.vocab_size} tokens"
-    elif target == "original-v2" and not heads.shared_projection:
-        wanted, got = f"a projection shared with lm_head for {target} (original-v1 holds own ones)", "own"
-    elif target == "original-v2" and heads.num_layers > 1:
-        blocks = "the original project's code makes one block of several"
-        wanted = f"one residual block per head for {target} ({anywhere}; {blocks})"
-        got = str(heads.num_layers)
-    else:
-        return
-    raise ValueError(f"heads: expected {wanted}, got {got}")
+        remedy = f"{anywhere}; those trained with heads.parent_rank 0 do not"
+        return "heads whose drafts do not depend on their parent token", f"parent_rank {heads.parent_rank}", remedy
+    if storage != "float":
+        return "projections in floats", storage, f"{anywhere}; storage float, --storage float, turns them back"
+    if heads.token_map is not None and not (target == "vllm" and heads.shared_projection):
+        remedy = f"{anywhere}; what a trimmed one never proposes has no projection"
+        return "the whole vocabulary", f"{heads.num_candidates} of {heads.vocab_size} tokens", remedy
+    if target == "original-v2" and not heads.shared_projection:
+        return "a projection shared with lm_head", "own", "original-v1 holds own ones"
+    if target == "original-v2" and heads.num_layers > 1:
+        remedy = f"{anywhere}; the original project's code makes one block of several"
+        return "one residual block per head", str(heads.num_layers), remedy
+    return None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Another program, and whether it can read some heads.
+
+    Attributes:
+        program: its name and versions.
+        options: arguments of `medusa export` that write the heads for it, or None if it cannot read them.
+        reason: why it cannot; empty if it can.
+    """
+
+    program: str
+    options: str | None
+    reason: str = ""
+
+
+def readers(heads: MedusaHeads) -> list[Reader]:
+    """Return which other programs can read such heads. The weights do not matter: they may be on the meta device."""
+    found = []
+    for program, targets in _PROGRAMS.items():
+        obstacles = [(target, _obstacle(heads, target, "float")) for target in targets]
+        fitting = next((target for target, obstacle in obstacles if obstacle is None), None)
+        if fitting is None:
+            # Of the formats, the last one can hold the most.
+            wanted, got, _ = obstacles[-1][1] or ("", "", "")
+            found.append(Reader(program, None, f"it reads {wanted}, these have {got}"))
+        else:
+            storage = "" if heads.storage == "float" else " --storage float"
+            file = " --file safetensors" if program == _TGI else ""
+            found.append(Reader(program, f"--format {fitting}{file}{storage}"))
+    return found
 
 
 def _converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype | None) -> MedusaHeads:
