@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,28 @@ class Trainer:
         if weight is not None and stage.trains_backbone:
             line["lambda_0"] = weight
         return line | {"rates": rates, "gradient_norm": float(norm), "tokens": self.at.tokens}
+
+    def time_parts(self, now: Callable[[], float]) -> tuple[float, float, float]:
+        """Return the seconds of the backbone's pass over a micro-batch, of the rest of it, and of an update.
+
+        `now` reads a clock once the device has done its work. The weights are trained by this: discard the trainer.
+        """
+        numbers = self._rows_of_step(0)[: self.config.optimisation.micro_batch_size]
+        rows = {number: self.rows[number] for number in numbers}
+        counts = count_targets(collate(list(rows.values())), self.heads.num_heads, self._token_map)
+        self.objective.train()
+        start = now()
+        batch = self._batch(numbers, rows)
+        with torch.no_grad(), self._precision():
+            self.backbone.hidden(batch)
+        middle = now()
+        with self._precision():
+            self.wrapped(batch, counts.to(self.processes.device), 1.0, 0)["loss"].backward()
+        end = now()
+        nn.utils.clip_grad_norm_(self.clipped, math.inf)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return middle - start, max(0.0, end - middle - (middle - start)), now() - end
 
     def _rows_of_step(self, step: int) -> list[int]:
         """Return the rows of a stage's step: each epoch has its own order, which the seed decides."""

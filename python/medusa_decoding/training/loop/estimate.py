@@ -1,0 +1,305 @@
+"""Estimate a run before it starts: its memory on the device, and its time.
+
+Shapes come from the model's config alone, so nothing is loaded. Time is measured on one micro-batch and one update if
+the model is small enough to load for that, else it follows from the number of operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.decode.runtime.memory import available, size
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.loop.backbone import DTYPES, NAME, TrainingBackbone
+from medusa_decoding.training.loop.heads import make_heads, new_heads
+from medusa_decoding.training.loop.processes import Processes
+from medusa_decoding.training.loop.rows import Rows
+from medusa_decoding.training.loop.schedules import stages
+from medusa_decoding.training.loop.trainer import Trainer
+from medusa_decoding.training.loss.chunked import CHUNK_ELEMENTS
+
+SMALL = 2**30
+"""Bytes of weights up to which a model is loaded to time it."""
+SLOW = 30.0
+"""Seconds that a micro-batch may take by its operations to be timed."""
+REACHED = 0.5
+"""Share of a large product's rate that a step is assumed to reach when it is not timed."""
+_BITS = {"4bit": 4.5, "8bit": 8.0}  # per quantised weight, with the scale of each block of 64
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a model and of the heads to train on it; counts are of weights.
+
+    Attributes:
+        linear: in the linear layers of the decoder, which can be quantised.
+        other: all others, with embeddings and lm_head.
+        adapter: of the LoRA adapter.
+        heads, own: of the heads, and of their own projections among these.
+        stored: bytes of weights that are quantised on disk already, or None.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    attention: int
+    vocabulary: int
+    linear: int
+    other: int
+    adapter: int
+    heads: int
+    own: int
+    stored: int | None = None
+
+
+def meta_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHeads:
+    """Return heads as configured on the meta device: shapes alone. Draws no random numbers from torch's generator."""
+    trimmed = config.heads.token_map_size
+    token_map = None if trimmed is None else torch.arange(trimmed)
+    with torch.random.fork_rng(devices=[]):
+        return new_heads(config.heads, hidden_size, vocab_size, token_map, torch.float32, "meta")
+
+
+def shapes_of(config: Config) -> Shapes:
+    """Return the sizes that a run's memory and time depend on.
+
+    Raises:
+        ValueError: no such model, or a config that describes none.
+    """
+    settings = pretrained.load_config(config.model.name, config.model.revision, argument=NAME)
+    quantised = getattr(settings, "quantization_config", None) is not None
+    if quantised:
+        del settings.quantization_config  # shapes are those of the layers before they are packed
+    model: Any = pretrained.build_model(settings, torch.device("meta"), argument=NAME)
+    linears = [layer for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)]
+    adapted = [*linears, *([model.get_output_embeddings()] if config.lora.lm_head else [])]
+    linear = sum(layer.weight.numel() for layer in linears)
+    heads = meta_heads(config, int(settings.hidden_size), int(settings.vocab_size))
+    return Shapes(
+        layers=int(settings.num_hidden_layers),
+        hidden=int(settings.hidden_size),
+        inner=int(getattr(settings, "intermediate_size", 4 * settings.hidden_size)),
+        attention=int(settings.num_attention_heads) * int(getattr(settings, "head_dim", None) or 0)
+        or int(settings.hidden_size),
+        vocabulary=int(settings.vocab_size),
+        linear=linear,
+        other=sum(weight.numel() for weight in model.parameters()) - linear,
+        adapter=sum(config.lora.rank * (layer.in_features + layer.out_features) for layer in adapted)
+        if config.lora.enabled
+        else 0,
+        heads=sum(weight.numel() for weight in heads.parameters()),
+        own=0 if heads.w2 is None else heads.w2.numel(),
+        stored=(linear * 9 // 16) if quantised else None,
+    )
+
+
+def memory(config: Config, shapes: Shapes) -> dict[str, int]:
+    """Return the bytes that a run takes on its device, by what they are for (estimated; one process, not sharded).
+
+    P are the backbone's weights, Q those of its linear layers, h the heads', w their own projections', a the adapter's,
+    t all trained ones; e the bytes of a number in the model's dtype. A micro-batch has n = micro_batch_size * length
+    positions. H is the hidden size, I the MLP's, V' the logits per position, K and L the heads and their blocks, C the
+    positions of a chunk.
+
+    - backbone: P e; with 4 (8) bits Q * 4.5 (8) / 8 + (P - Q) e. If all its weights are trained, 4 P.
+    - trained weights: 4 (h + a).
+    - gradients: 4 t, and again 4 w if a step has several micro-batches.
+    - optimiser: 8 t (adamw_8bit: 2 t), and 4 w that an update needs for a moment.
+    - activations, frozen backbone: n e (6 H + 3 I + A), of the widest layer, A the width of attention. If the backbone
+      is trained, that for every layer; with gradient checkpointing, for one layer, and n H e for every layer. The mask
+      of packed rows: n length.
+    - heads' states: 4 K n H (3 L + 3).
+    - logits: 12 C V' (logits, exponentials, gradient) and for own projections 2 V' H (chunks that wait for their
+      product) + 4 V' H (one head's operand).
+
+    Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), and fragmentation.
+    """
+    rates, e = config.optimisation, DTYPES.get(config.model.dtype, torch.bfloat16).itemsize
+    whole = config.trains_backbone and not config.lora.enabled
+    linear, other = shapes.linear, shapes.other
+    if shapes.stored is not None:
+        backbone = shapes.stored + other * e
+    elif whole:
+        backbone = 4 * (linear + other)
+    else:
+        bits = _BITS.get(config.model.quantization, 8.0 * e)
+        backbone = int(linear * bits / 8) + other * e
+    own = shapes.heads + shapes.adapter
+    trained = own + (linear + other if whole else 0)
+    positions = rates.micro_batch_size * config.data.length
+    layer = positions * e * (6 * shapes.hidden + 3 * shapes.inner + shapes.attention)
+    if not config.trains_backbone:
+        activations = layer
+    elif config.model.gradient_checkpointing:
+        activations = layer + shapes.layers * positions * shapes.hidden * e
+    else:
+        activations = layer * shapes.layers
+    if config.data.pack:
+        activations += positions * config.data.length
+    candidates = config.heads.token_map_size or shapes.vocabulary
+    chunk = min(positions, config.loss.chunk or max(1, CHUNK_ELEMENTS // candidates))
+    heads, blocks = config.heads.num_heads, config.heads.num_layers
+    operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
+    again = 4 * shapes.own if rates.batch_size > rates.micro_batch_size else 0
+    return {
+        "backbone": backbone,
+        "trained weights": 4 * own,
+        "gradients": 4 * trained + again,
+        "optimiser": (2 if rates.optimizer == "adamw_8bit" else 8) * trained + 4 * shapes.own,
+        "activations": activations,
+        "heads' states": 4 * heads * positions * shapes.hidden * (3 * blocks + 3),
+        "logits": 12 * chunk * candidates + operands,
+    }
+
+
+def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
+    """Return the operations per position of the backbone's pass, and of heads and losses with their gradients.
+
+    A multiply-add counts as two. Backbone: 2 Q + 2 layers * length * A (half of attention is masked). If it is trained
+    with an adapter, twice that again for the gradient of its activations; with all weights, three times; and once more
+    each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, and
+    2 K V' H for their logits, times 3 with own projections (gradients of states and weights), 2 with the shared one.
+    Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits.
+    """
+    forward = 2.0 * shapes.linear + 2.0 * shapes.layers * config.data.length * shapes.attention
+    passes = 1.0
+    if config.trains_backbone:
+        passes = 2.0 if config.lora.enabled else 3.0
+        passes += config.model.gradient_checkpointing + (config.method == "self-distillation")
+    heads, candidates = config.heads.num_heads, config.heads.token_map_size or shapes.vocabulary
+    after = 6.0 * heads * config.heads.num_layers * shapes.hidden**2
+    after += 2.0 * heads * candidates * shapes.hidden * (2 if config.heads.shared_projection else 3)
+    if config.trains_backbone:
+        after += 6.0 * shapes.vocabulary * shapes.hidden
+    return forward * passes, after
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long the parts of a run take on this machine, in seconds.
+
+    Attributes:
+        backbone: of the backbone's pass over a micro-batch.
+        heads: of the rest of a micro-batch: heads, losses and gradients.
+        update: of the optimiser's step.
+        how: "measured" on a micro-batch here, or by the number of "operations" (a rough estimate).
+    """
+
+    backbone: float
+    heads: float
+    update: float
+    how: Literal["measured", "operations"]
+
+    def seconds(self, config: Config, rows: int, held_out: int) -> float:
+        """Return the time of a run's steps and measurements, without loading, checkpoints and writing."""
+        rates, total = config.optimisation, 0.0
+        micro = rates.micro_batch_size
+        for stage in stages(config, rows):
+            epochs = stage.steps * rates.batch_size / rows
+            passes = stage.steps * rates.batch_size / micro
+            read = min(1.0, epochs) / epochs if config.data.cache_hidden is not None else 1.0
+            total += passes * (self.backbone * read + self.heads) + stage.steps * self.update
+            # Measuring has no gradients, of about two thirds of the work.
+            measured = max(1, round(epochs)) if rates.max_steps is None else 1
+            total += measured * held_out / micro * (self.backbone + self.heads / 3)
+        return total
+
+
+def pace_by_operations(config: Config, shapes: Shapes, device: torch.device, learnt: float = 1.0) -> Pace:
+    """Return a rough estimate: the operations at half the rate that a large product reaches here, measured now.
+
+    `learnt` is the share of positions that heads learn from.
+    """
+    rate = REACHED * product_rate(device, DTYPES.get(config.model.dtype, torch.bfloat16))
+    positions = config.optimisation.micro_batch_size * config.data.length
+    backbone, heads = operations(config, shapes)
+    return Pace(positions * backbone / rate, positions * learnt * heads / rate, 0.0, "operations")
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second of a large matrix product."""
+    side = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(side, side, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):
+        started = _now(device)
+        torch.mm(left, left)
+        best = min(best, _now(device) - started)
+    return 2 * side**3 / best
+
+
+def measure_pace(config: Config, rows: Rows, tokenizer: Any, device: torch.device) -> tuple[Pace, int | None]:
+    """Load the model, and time the parts of a step on one micro-batch after a first one.
+
+    Returns:
+        The pace, and the peak bytes on a GPU (None elsewhere).
+    """
+    alone = Processes(0, 1, device, False)
+    before = torch.random.get_rng_state()
+    backbone = TrainingBackbone.load(config, device)
+    heads = make_heads(config, backbone, tokenizer, rows.frequencies)
+    data = dataclasses.replace(config.data, cache_hidden=None)
+    trainer = Trainer(dataclasses.replace(config, data=data), backbone, heads, rows.train, None, alone)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds: Sequence[float] = ()
+    for _ in range(2):
+        seconds = trainer.time_parts(lambda: _now(device))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    torch.random.set_rng_state(before)
+    return Pace(*seconds, "measured"), peak
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def describe_memory(config: Config, shapes: Shapes, device: torch.device) -> list[str]:
+    """Return the memory of a run as lines of text, with what the device has."""
+    parts = memory(config, shapes)
+    total, free = sum(parts.values()), available(device)
+    has = "" if free is None else f" of the {size(free)} that {_device_words(device)} has free"
+    lines = [f"memory (estimated, without the program itself): {size(total)}{has}"]
+    lines += [f"  {name:16} {size(count):>12}" for name, count in parts.items()]
+    if free is not None and total > free:
+        lines.append(
+            "  that does not fit: lower optimisation.micro_batch_size or data.length, share lm_head "
+            "(heads.shared_projection), or quantise the model (model.quantization, on a GPU)"
+        )
+    return lines
+
+
+def _device_words(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
+
+
+def describe_time(config: Config, rows: Rows, pace: Pace) -> str:
+    """Return the time of a run as a line of text."""
+    held_out = 0 if rows.held_out is None else len(rows.held_out)
+    seconds = pace.seconds(config, len(rows.train), held_out)
+    if pace.how == "measured":
+        how = "from one micro-batch measured here"
+    else:
+        how = f"a rough estimate: its operations at {REACHED:.0%} of the rate of a large product here"
+    return f"time: about {duration(seconds)} ({how}; without loading and writing)"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: "3 h 20 min", "4 min", "30 s"."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:.1f} days"
