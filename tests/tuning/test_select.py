@@ -24,7 +24,7 @@ from medusa_decoding.checkpoints.accuracies import (
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.trees.calibration import NONE, Calibration
-from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, timed_trees
+from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, new_case, timed_trees
 from medusa_decoding.tuning.step_timer import Latency
 from medusa_decoding.tuning.sweep import Swept, Written, judge, sweep
 
@@ -61,6 +61,71 @@ def test_known_optima(seconds, chosen):
     assert [one.tokens for one in found] == pytest.approx([TOKENS[nodes] for nodes in seconds])
     assert fastest(found).tree.num_nodes == chosen
     assert fastest(found).rate == pytest.approx(TOKENS[chosen] / seconds[chosen])
+
+
+def timed_case(rounds, tokens=1.6):
+    """A case of plain decoding and a tree with `tokens` per step, from (plain, tree) milliseconds of each round."""
+    trees, durations = [Tree([]), Tree.chain(1)], zip(*rounds, strict=True)
+    measured = [
+        Latency(1, 128, 512, tree.num_nodes, tuple(0.001 * one for one in of_tree for _ in range(3)))
+        for tree, of_tree in zip(trees, durations, strict=True)
+    ]
+    return new_case(trees, [1.0, tokens], measured)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "chosen"),
+    [
+        # Steps of 12 to 28 ms on a busy machine: the tree seems slower, and another measurement may say the opposite.
+        ([(12, 28), (28, 12), (12, 28), (12, 28), (28, 28), (12, 12), (12, 28)], "auto"),
+        ([(28, 12), (12, 28), (28, 28), (12, 28), (28, 28), (12, 12), (12, 28)], "auto"),
+        # The same, if the machine is slow for whole rounds: the tree costs 4/3 of a plain step in all of them.
+        ([(12, 16), (21, 28), (12, 16), (21, 28), (21, 28), (12, 16), (12, 16)], Tree.chain(1)),
+        ([(12, 24), (14, 28), (12, 24), (14, 28), (14, 28), (12, 24), (12, 24)], Tree([])),
+        ([(12, 16)], "auto"),  # one round says nothing about others
+    ],
+)
+def test_durations_that_do_not_tell_decide_nothing(rounds, chosen):
+    case = timed_case(rounds)
+    assert case.tree == chosen
+    assert [size.steps for size in case.sizes] == [3 * len(rounds)] * 2
+    if len(rounds) == 1:
+        assert case.gain is None
+        return
+    gain, low, high = case.gain
+    assert low <= gain <= high
+    assert gain == pytest.approx(1.6 * sum(plain for plain, _ in rounds) / sum(tree for _, tree in rounds))
+    assert (low > 1, high < 1) == (chosen == Tree.chain(1), chosen == Tree([]))
+
+
+def test_single_outliers_do_not_matter():
+    slow = [tuple((20.0 if step % 7 == place else 1.0) for step in range(21)) for place in (1, 3)]
+    measured = [Latency(1, 128, 512, nodes, seconds) for nodes, seconds in zip((1, 2), slow, strict=True)]
+    assert new_case([Tree([]), Tree.chain(1)], [1.0, 1.5], measured).gain == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_noise_alone_rarely_decides():
+    """A tree that is as fast as plain decoding, on a machine that alternates between 12 and 28 ms per step."""
+    draws, decided = random.Random(0), 0
+    for _ in range(100):
+        rounds = [(draws.choice((12, 28)), draws.choice((12, 28))) for _ in range(7)]
+        decided += timed_case(rounds, tokens=1.0).tree != "auto"
+    assert decided <= 20
+
+
+def test_only_plain_decoding_needs_no_comparison():
+    assert new_case([Tree([])], [1.0], [Latency(1, 128, 512, 1, (0.01,))]).tree == Tree([])
+
+
+def test_a_second_tree_of_a_size_is_weighed_by_itself():
+    """For example the one stored with the heads; ranks and heads without an accuracy count as never right."""
+    trees = [Tree([]), Tree.chain(2), Tree.cartesian([2]), Tree([[0], [0, 0], [2], [0, 0, 0]])]
+    tokens = expected_tokens(trees, HEADS)
+    assert tokens == pytest.approx([1.0, 1.9, 1.8, 1.9])
+    measured = [Latency(1, 128, 512, tree.num_nodes, (1.0 + 0.1 * place,) * 6) for place, tree in enumerate(trees)]
+    case = new_case(trees, tokens, measured)
+    assert case.tree == Tree.chain(2)
+    assert [size.tree for size in case.sizes] == trees
 
 
 def test_the_best_tree_of_a_size():

@@ -12,7 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.checkpoints.accuracies import INDEPENDENT, WALKED, Accuracies, CalibrationSource
@@ -26,6 +28,9 @@ from medusa_decoding.provenance import device_name, fingerprint
 from medusa_decoding.trees.tree import Tree
 
 FORMAT = 2
+TREE_FILE = "medusa_tree.json"
+"""A tree stored with heads: "auto" may choose it, and `medusa tune` times it."""
+UNDECIDED = "auto"
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +43,7 @@ class Conditions:
         dtype: of activations and cache.
         backend: how steps run.
         processes: number of processes that the model is sharded over.
-        model: the base model's class and fingerprint.
+        model: the base model's class and fingerprint; empty if it is not loaded, which `differences` leaves out.
         heads: the heads' fingerprint.
     """
 
@@ -56,6 +61,13 @@ class Conditions:
         model = f"{type(causal).__name__} {fingerprint(causal)}"
         return cls(**_runtime(backbone, backend), model=model, heads=fingerprint(heads))
 
+    @classmethod
+    def without_model(
+        cls, device: torch.device, dtype: torch.dtype, backend: Backend, heads: MedusaHeads
+    ) -> Conditions:
+        """Return the conditions that heads would run in with a base model that is not loaded, in one process."""
+        return cls(**_named(device, dtype, backend, 1), model="", heads=fingerprint(heads))
+
     @property
     def runtime(self) -> str:
         """All but the weights."""
@@ -68,7 +80,7 @@ class Conditions:
 
     def differences(self, now: Conditions) -> list[str]:
         """Describe each condition that has changed, such as "device: tuned with A, now B"."""
-        changed = [name for name, value in asdict(self).items() if getattr(now, name) != value]
+        changed = [name for name, value in asdict(self).items() if getattr(now, name) not in (value, "")]
         if "dtype" in changed:  # which the fingerprints depend on
             changed = [name for name in changed if name not in ("model", "heads")]
         return [f"{name}: tuned with {getattr(self, name)}, now {getattr(now, name)}" for name in changed]
@@ -132,45 +144,63 @@ class Case:
         batch: rows of the batch.
         prefix: tokens of each row before the step.
         rows: rows of the cache.
-        tree: the chosen one; `Tree([])` if plain decoding is the fastest.
+        tree: the chosen one; `Tree([])` if plain decoding is the fastest, "auto" if the times cannot tell.
         sizes: the trees it was chosen among, in ascending order of nodes; the first one is plain decoding.
+        gain: how many times as fast as plain decoding the fastest other tree is, with the ends of the 95 % interval;
+            None in older files, and if there is no other tree.
     """
 
     batch: int
     prefix: int
     rows: int
-    tree: Tree
+    tree: Tree | Literal["auto"]
     sizes: tuple[TimedTree, ...]
+    gain: tuple[float, float, float] | None = None
 
     @property
-    def chosen(self) -> TimedTree:
-        """The entry of the chosen tree in `sizes`."""
-        return next(size for size in self.sizes if size.tree == self.tree)
+    def chosen(self) -> TimedTree | None:
+        """The entry of the chosen tree in `sizes`; None for "auto"."""
+        return next((size for size in self.sizes if size.tree == self.tree), None)
 
     @property
-    def speedup(self) -> float:
-        """Expected rate of the chosen tree over that of plain decoding."""
-        return self.chosen.rate / self.sizes[0].rate
+    def fastest(self) -> TimedTree:
+        """The entry with the most tokens per second, whether or not the times can tell; the smallest of equal ones."""
+        return max(self.sizes, key=lambda size: (size.rate, -size.nodes))
+
+    @property
+    def speedup(self) -> float | None:
+        """Expected rate of the chosen tree over that of plain decoding; None for "auto"."""
+        return None if self.chosen is None else self.chosen.rate / self.sizes[0].rate
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields and the speedup as JSON values."""
         counts = {name: getattr(self, name) for name in ("batch", "prefix", "rows")}
-        chosen = {"nodes": self.tree.num_nodes, "choices": self.tree.choices, "speedup": self.speedup}
+        nodes, choices = (self.tree.num_nodes, self.tree.choices) if isinstance(self.tree, Tree) else (None, UNDECIDED)
+        gain = None if self.gain is None else list(self.gain)
+        chosen = {"nodes": nodes, "choices": choices, "speedup": self.speedup, "gain": gain}
         return counts | chosen | {"sizes": [size.to_json() for size in self.sizes]}
 
     @classmethod
     def from_json(cls, values: Any) -> Case:
         """Read what `to_json` returned; anything else is a `ValueError`, `KeyError` or `TypeError`."""
-        batch, prefix, rows, nodes = (check_count(name, values[name]) for name in ("batch", "prefix", "rows", "nodes"))
+        batch, prefix, rows = (check_count(name, values[name]) for name in ("batch", "prefix", "rows"))
         sizes = tuple(map(TimedTree.from_json, values["sizes"]))
-        tree, known = Tree(values["choices"]), [size.nodes for size in sizes]
-        if tree.num_nodes != nodes or nodes not in known or known[:1] != [1] or known != sorted(known):
+        known, gain = [size.nodes for size in sizes], values.get("gain")  # which older files do not have
+        if known[:1] != [1] or known != sorted(known):
+            raise ValueError(f"cases: expected sizes in ascending order from 1 on, got {known}")
+        if gain is not None:
+            value, low, high = (_positive("gain", one) for one in gain)
+            gain = value, low, high
+        if values["choices"] == UNDECIDED:
+            return cls(batch, prefix, rows, "auto", sizes, gain)
+        tree, nodes = Tree(values["choices"]), check_count("nodes", values["nodes"])
+        if tree.num_nodes != nodes or nodes not in known:
             raise ValueError(
                 f"cases: expected a tree of one of the sizes from 1 on, got {tree.num_nodes} nodes of {known}"
             )
         if tree not in [size.tree for size in sizes]:
             raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
-        return cls(batch, prefix, rows, tree, sizes)
+        return cls(batch, prefix, rows, tree, sizes, gain)
 
 
 @dataclass(frozen=True)
@@ -192,6 +222,11 @@ class Tuning:
     step_times: str
     versions: Mapping[str, str]
     weighed: str = INDEPENDENT
+
+    @property
+    def trees(self) -> set[Tree]:
+        """Every tree that was timed."""
+        return {size.tree for case in self.cases for size in case.sizes}
 
     def nearest(self, batch: int, prefix: int) -> Case:
         """Return the case with the nearest batch, and among those with the nearest prefix, both by their ratio."""
@@ -277,7 +312,8 @@ def load_for(path: Path, conditions: Conditions, heads: MedusaHeads) -> Tuning:
     if changed:
         raise ValueError(f"{path}: {'; '.join(changed)}")
     for case in found.cases:
-        case.tree.check_fits(heads.num_heads, min(MAX_TOP_K, heads.num_candidates))
+        if isinstance(case.tree, Tree):
+            case.tree.check_fits(heads.num_heads, min(MAX_TOP_K, heads.num_candidates))
     return found
 
 
@@ -309,6 +345,26 @@ def recall(folder: Path, backbone: Backbone, heads: MedusaHeads, backend: Backen
         return None
 
 
+def stored_tree(folder: Path, heads: MedusaHeads) -> Tree | None:
+    """Return the tree stored with heads (`TREE_FILE`); None if there is none.
+
+    A damaged file, or a tree that the heads cannot fill, is a `ValueError` that names the file. A dynamic tree or one
+    with a copied branch gives a warning and None, because its tokens per step cannot be expected from accuracies.
+    """
+    file = folder / TREE_FILE
+    if not file.is_file():
+        return None
+    tree = Tree.load(file)
+    try:
+        tree.check_fits(heads.num_heads, min(MAX_TOP_K, heads.num_candidates))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    if tree.keep is None and not tree.lookup:
+        return tree
+    logger.warning('%s is not used: "auto" and `medusa tune` choose among static trees; pass it as tree=', file)
+    return None
+
+
 def step_time_names(conditions: Conditions) -> tuple[str, str]:
     """Return the names of device and model in a `StepTimes`."""
     device = f"{conditions.device}, {conditions.backend}"
@@ -316,11 +372,15 @@ def step_time_names(conditions: Conditions) -> tuple[str, str]:
 
 
 def _runtime(backbone: Backbone, backend: Backend) -> dict[str, Any]:
+    return _named(backbone.device, backbone.dtype, backend, backbone.peers.size)
+
+
+def _named(device: torch.device, dtype: torch.dtype, backend: Backend, processes: int) -> dict[str, Any]:
     return {
-        "device": device_name(backbone.device),
-        "dtype": str(backbone.dtype).removeprefix("torch."),
-        "backend": str(resolve_backend(backend, backbone.device, backbone.peers.size)),
-        "processes": backbone.peers.size,
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "backend": str(resolve_backend(backend, device, processes)),
+        "processes": processes,
     }
 
 

@@ -26,7 +26,8 @@ from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
 def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompts: Sequence[Prompt]) -> None:
     """Generate with every tree of a tuning and print the rank of the chosen ones.
 
-    The tree chosen for a text is that of the case with the prefix nearest to its prompt's length, as in decoding.
+    The tree chosen for a text is that of the case with the prefix nearest to its prompt's length, as in decoding. For a
+    case that the times could not decide, it is the one that seemed the fastest.
     """
     new_tokens, rounds = args.max_new_tokens or 128, args.rounds or 3
     writer = Writer(model, _arguments.load_tokenizer(args), Settings(new_tokens))
@@ -37,6 +38,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
             f"--prompts: expected one that leaves room for {new_tokens} new tokens in the context, got none"
         )
     cases = [tuning.nearest(1, len(ids)) for _, ids in asked]
+    chosen = [case.chosen or case.fastest for case in cases]
     expected = {size.tree: size.tokens for case in cases for size in case.sizes}
 
     def write(text: int, tree: Tree) -> Written:
@@ -47,7 +49,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     eager = resolve_backend(model.backend, model.backbone.device) == "eager"
     with Progress(rounds * len(asked) * len(expected), "text") as bar:
         found = sweep(write, [*expected], len(asked), rounds=rounds, warm_all=not eager, on_text=bar.update)
-    verdict = judge([case.tree for case in cases], found)
+    verdict = judge([one.tree for one in chosen], found)
     figures = {
         "texts": len(asked), "left_out": len(prompts) - len(asked), "max_new_tokens": new_tokens, "rounds": rounds,
         **as_json(cases, found, expected, verdict),
@@ -64,7 +66,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
             "weighed": tuning.weighed,
         }
         append_line(args.sweep_out, record | figures | provenance(medusa_command(), model.backbone.device))
-    print(json.dumps(figures) if args.json else as_text(figures, {case.tree for case in cases}, verdict))
+    print(json.dumps(figures) if args.json else as_text(figures, {one.tree for one in chosen}, verdict))
 
 
 def shapes(model: MedusaModel) -> dict[str, Any]:
@@ -92,7 +94,8 @@ def as_json(
             {
                 "prefix": prefix,
                 "texts": texts[prefix],
-                "chosen_nodes": case.tree.num_nodes,
+                "chosen_nodes": (case.chosen or case.fastest).nodes,
+                "undecided": case.chosen is None,
                 "step_seconds": [{"nodes": size.nodes, "seconds": size.seconds} for size in case.sizes],
             }
             for prefix, case in sorted({case.prefix: case for case in cases}.items())
@@ -123,7 +126,11 @@ def as_text(figures: dict[str, Any], chosen: set[Tree], verdict: Verdict) -> str
     lines = [
         f"{figures['texts']} texts of up to {figures['max_new_tokens']} new tokens, {figures['rounds']} rounds"
         + (f"; {left_out} prompts left out for want of room in the context" if left_out else ""),
-        "chosen: " + ", ".join(f"{one['chosen_nodes']} nodes for prefix {one['prefix']}" for one in figures["cases"]),
+        "chosen: "
+        + ", ".join(
+            f"{one['chosen_nodes']} nodes for prefix {one['prefix']}" + " (undecided)" * one["undecided"]
+            for one in figures["cases"]
+        ),
         "   nodes tokens per step  expected tokens per second   slowest..fastest round",
     ]
     for one in figures["trees"]:

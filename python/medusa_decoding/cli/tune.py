@@ -18,21 +18,24 @@ from medusa_decoding.checkpoints.accuracies import (
     load_texts,
 )
 from medusa_decoding.checkpoints.reading import fetch_folder
-from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
+from medusa_decoding.checkpoints.tuning_file import Case, Conditions, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._sweep import compare
 from medusa_decoding.evaluation import read_prompts
+from medusa_decoding.evaluation.interval import LEVEL
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.select import best_trees, expected_tokens, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)
 FEW_TEXTS = 20
 """With fewer texts than this, a tree searched on them may do worse on others."""
+ROUNDS = f"{LEVEL:.0%} interval, percentile bootstrap over rounds; one round tells nothing"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,10 +107,14 @@ def load_knowledge(file: Path | None, folder: Path, model: MedusaModel, conditio
 
 def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions: Conditions, file: Path) -> None:
     """Measure, choose, store and print."""
+    assert model.heads is not None
     accuracies = load_knowledge(args.calibration, folder, model, conditions)
     warn_of_few(accuracies.texts)
     sizes = sorted({1, *(args.nodes or (size for size in NODES if size <= accuracies.most_nodes))})
     trees = best_trees(accuracies.by_rank, sizes, accuracies.texts)
+    stored = tuning_file.stored_tree(folder, model.heads)
+    if stored is not None and stored not in trees:
+        trees.append(stored)
     tokens = expected_tokens(trees, accuracies.by_rank, accuracies.texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
@@ -122,8 +129,37 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
                 cases.append(new_case(trees, tokens, found))
                 measured += found
     tuning = new_tuning(conditions, accuracies, cases, measured)
+    undecided = [words_of(case) for case in tuning.cases if case.chosen is None]
+    if undecided and args.undecided == "refuse":
+        if not args.json:
+            print(as_text(tuning, stored))
+        raise ValueError(
+            "tuning: expected times that can tell the fastest tree from plain decoding, got "
+            f"{'; '.join(undecided)}. Nothing is stored. Try again on an idle machine or with more rounds (--repeats "
+            f"{4 * args.repeats}), or store that each step picks a tree there (--undecided auto)"
+        )
     tuning.save(file)
-    print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, file))
+    print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, stored))
+    if not args.json:
+        print(f"stored in {file}")
+
+
+def words_of(case: Case) -> str:
+    """Describe how the fastest tree of a case compares with plain decoding, with the spread of both."""
+    plain, best = case.sizes[0], max(case.sizes[1:], key=lambda size: size.rate)
+    spread = " and ".join(
+        f"{1e3 * one.low:.3g} to {1e3 * one.high:.3g} ms {how}"
+        for one, how in ((plain, "plainly"), (best, f"with {best.nodes} nodes"))
+    )
+    where = f"for batch {case.batch} and prefix {case.prefix}"
+    return f"{gain_of(case)} of plain decoding {where} (the middle half of the steps took {spread})"
+
+
+def gain_of(case: Case) -> str:
+    """Return the rate of the fastest tree over that of plain decoding, with its interval."""
+    if case.gain is None:
+        return f"{max(size.rate for size in case.sizes[1:]) / case.sizes[0].rate:.2f} (unknown) times the rate"
+    return "{:.2f} ({:.2f} to {:.2f}) times the rate".format(*case.gain)
 
 
 def warn_of_few(texts: Calibration | None) -> None:
@@ -180,8 +216,8 @@ def changes(tuning: Tuning, file: Path | None, folder: Path, model: MedusaModel)
     return notes
 
 
-def as_text(tuning: Tuning, file: Path) -> str:
-    """Return the measurements and choices as tables for a terminal."""
+def as_text(tuning: Tuning, stored: Tree | None) -> str:
+    """Return the measurements and choices as tables for a terminal; `stored` is the tree stored with the heads."""
     conditions, source = tuning.conditions, tuning.accuracies.calibration
     lines = [
         f"{conditions.device}; {conditions.dtype}, {conditions.backend} steps; {conditions.model}",
@@ -207,10 +243,17 @@ def as_text(tuning: Tuning, file: Path) -> str:
         ]
         for size in case.sizes:
             mark = "*" if size is case.chosen else " "
+            name = f"  {tuning_file.TREE_FILE}" if size.tree == stored else ""
             lines.append(
                 f" {mark}{size.nodes:6}{1e3 * size.seconds:12.3f}{1e3 * size.low:9.3f}..{1e3 * size.high:<7.3f}"
-                f"{size.steps:5}{size.seconds / case.sizes[0].seconds:10.2f}{size.tokens:16.2f}{size.rate:27.1f}"
+                f"{size.steps:5}{size.seconds / case.sizes[0].seconds:10.2f}{size.tokens:16.2f}{size.rate:27.1f}{name}"
             )
-        chosen = "plain decoding" if case.tree.num_nodes == 1 else f"the tree of {case.tree.num_nodes} nodes"
-        lines.append(f"  chosen: {chosen}, expected {case.speedup:.2f} times as fast as plain decoding")
-    return "\n".join([*lines, f"stored in {file}"])
+        if len(case.sizes) == 1:
+            lines.append("  chosen: plain decoding, because no tree was timed")
+        elif case.chosen is None:
+            lines.append(f"  undecided: the fastest tree has {gain_of(case)} of plain decoding")
+        elif case.chosen.nodes == 1:
+            lines.append(f"  chosen: plain decoding; the fastest tree has {gain_of(case)}")
+        else:
+            lines.append(f"  chosen: the tree of {case.chosen.nodes} nodes, {gain_of(case)} of plain decoding")
+    return "\n".join([*lines, f"in brackets: {ROUNDS}"])

@@ -1,8 +1,8 @@
 """Choose the tree with the most tokens per second: expected tokens of a step over the step's duration on this device.
 
 Expected tokens come from the heads' accuracies (Medusa paper, section 2.3.3). If a calibration has texts, trees are
-searched and weighed by walking along them instead, as steps do. This module knows neither models nor how durations were
-measured.
+searched and weighed by walking along them instead, as steps do. A tree is chosen only if the durations can tell it from
+plain decoding. This module knows neither models nor how durations were measured.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from medusa_decoding.checkpoints.accuracies import Accuracies
 from medusa_decoding.checkpoints.tuning_file import Case, Conditions, TimedTree, Tuning, step_time_names
+from medusa_decoding.decode.adaptive.acceptance import padded
 from medusa_decoding.decode.adaptive.step_times import KEPT, StepTimes
+from medusa_decoding.evaluation import interval
 from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.replay import walk
@@ -43,10 +46,13 @@ def best_trees(
 def expected_tokens(
     trees: Sequence[Tree], accuracies: Sequence[Sequence[float]], texts: Calibration | None = None
 ) -> list[float]:
-    """Return the expected tokens per step of each tree, with arguments and errors as in `best_trees`."""
+    """Return the expected tokens per step of each tree, with arguments as in `best_trees`.
+
+    Ranks and heads without an accuracy count as never right.
+    """
     if texts is not None:
         return [walk(texts, tree).tokens_per_step for tree in trees]
-    return [tree.expected_tokens(accuracies) for tree in trees]
+    return [tree.expected_tokens(padded(accuracies, tree)) for tree in trees]
 
 
 def timed_trees(trees: Sequence[Tree], tokens: Sequence[float], measured: Sequence[Latency]) -> list[TimedTree]:
@@ -72,10 +78,28 @@ def fastest(trees: Sequence[TimedTree]) -> TimedTree:
 
 
 def new_case(trees: Sequence[Tree], tokens: Sequence[float], measured: Sequence[Latency]) -> Case:
-    """Choose a tree for the batch and the prefix that steps were timed with; arguments as in `timed_trees`."""
+    """Choose a tree for the batch and the prefix that steps were timed with.
+
+    The fastest tree is chosen if its 95 % interval over plain decoding (bootstrap over rounds) is above 1, and plain
+    decoding if it is below 1. Otherwise the durations do not tell, and the case's tree is "auto".
+
+    Args:
+        trees: trees of which one is plain decoding.
+        tokens: expected tokens of each.
+        measured: durations of each, timed in the same rounds.
+    """
     timed = sorted(timed_trees(trees, tokens, measured), key=lambda one: one.nodes)
-    first = measured[0]
-    return Case(first.batch, first.prefix, first.rows, fastest(timed).tree, tuple(timed))
+    first, latency = measured[0], dict(zip(trees, measured, strict=True))
+    others = [one for one in timed if one.nodes > 1]
+    if not others:
+        return Case(first.batch, first.prefix, first.rows, Tree([]), tuple(timed))
+    best = fastest(others)
+    rounds = zip(latency[Tree([])].rounds, latency[best.tree].rounds, strict=True)
+    found = interval.ratio([(best.tokens * plain, tree) for plain, tree in rounds])
+    if found is None or found.low is None or found.high is None:
+        return Case(first.batch, first.prefix, first.rows, "auto", tuple(timed))
+    tree: Tree | Literal["auto"] = best.tree if found.low > 1 else Tree([]) if found.high < 1 else "auto"
+    return Case(first.batch, first.prefix, first.rows, tree, tuple(timed), gain=(found.value, found.low, found.high))
 
 
 def new_tuning(

@@ -65,6 +65,11 @@ class Latency:
         return statistics.fmean(ordered[cut : len(ordered) - cut])
 
     @property
+    def rounds(self) -> list[float]:
+        """The median duration of each round (block of `COUNTED` steps)."""
+        return [statistics.median(self.seconds[at : at + COUNTED]) for at in range(0, len(self.seconds), COUNTED)]
+
+    @property
     def median(self) -> float:
         """The median duration."""
         return statistics.median(self.seconds)
@@ -91,7 +96,7 @@ def time_steps(
 
     Args:
         model: the model; it is not changed.
-        trees: trees of different sizes; `Tree([])` is the plain step.
+        trees: different trees; `Tree([])` is the plain step.
         batch: rows of the batch.
         prefix: tokens per row before the steps.
         repeats: counted blocks per tree, of `COUNTED` durations each.
@@ -182,9 +187,9 @@ def _read(watch: Watch) -> float:
 def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, repeats: int) -> None:
     for name, value in (("batch", batch), ("prefix", prefix), ("repeats", repeats)):
         check_count(name, value)
-    sizes = [tree.num_nodes for tree in trees]
-    if not 1 <= len(set(sizes)) == len(sizes) <= KEPT_STEPS:
-        raise ValueError(f"trees: expected 1 to {KEPT_STEPS} of different sizes, got {sizes}")
+    if not 1 <= len(set(trees)) == len(trees) <= KEPT_STEPS:
+        sizes = [tree.num_nodes for tree in trees]
+        raise ValueError(f"trees: expected 1 to {KEPT_STEPS} different ones, got {len(sizes)} of {sizes} nodes")
     for tree in trees:
         model._check_tree(tree)
     if model.backbone.peers.size > 1:

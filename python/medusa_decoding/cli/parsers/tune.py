@@ -4,10 +4,12 @@ Steps of the decode loop are timed for each tree size, batch size and prefix len
 a GPU). For each size the best tree is taken: searched along the texts of `medusa calibrate` if the checkpoint has them,
 else by the heads' accuracies (the trainer's, or published ones of other heads). A tree looks a little better on the
 texts it was searched on than on others, mostly a large tree on few texts; --sweep with other prompts shows by how much.
+The checkpoint's medusa_tree.json is timed too, if it has one.
 
 The choice is stored in tuning.json next to the heads, or in the user's cache folder (XDG_CACHE_HOME) if the heads are
 part of the package or read-only. It is used only on the same device, with the same model, heads, dtype and backend;
-otherwise a warning says what has changed and the checkpoint's own tree is used.
+otherwise a warning says what has changed, and each step picks a tree (--tree auto). If the times are so noisy that they
+cannot tell the fastest tree from plain decoding, nothing is stored.
 
     medusa tune --model HEADS --dtype bfloat16 --device cuda --batch 1,4 --prefix 128,1024
     medusa tune --model HEADS --check
@@ -42,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "heads can fill)",
     )
     add_option(parser, "--repeats N", at_least_one, "rounds over all sizes, three timed steps each", 7)
+    words = (
+        "what to do if the times cannot tell the fastest tree from plain decoding: refuse to store (default), or store "
+        "auto, which picks a tree for each step"
+    )
+    parser.add_argument("--undecided", choices=("refuse", "auto"), default="refuse", help=words)
     words = "how steps run, as in medusa generate; the choice holds for this backend only (default: auto)"
     _arguments.add_backend(parser, words)
     add_option(

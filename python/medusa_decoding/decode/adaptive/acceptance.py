@@ -30,10 +30,11 @@ class TreeSet:
     Args:
         accuracies: accuracies[k][i] is the probability that the i-th draft token of head k alone is right. One row per
             head, with at most as many ranks as the heads have candidates. No rows: plain decoding only.
+        stored: one more tree, static and without a copied branch; it replaces the one with as many nodes.
 
     Attributes:
-        trees: `Tree([])`, then the optimal trees of those `SIZES` that the heads can fill, in ascending order; or the
-            full tree, if the heads cannot fill any.
+        trees: `Tree([])`, then the optimal trees of those `SIZES` that the heads can fill (or the full tree, if the
+            heads cannot fill any) and the stored one, in ascending order of nodes.
         odds_against: for each tree and each of its depths, (1 - p) / p, where p is the probability that a path accepted
             down to the depth above continues at this depth, if the heads are independent and have these accuracies.
 
@@ -41,19 +42,28 @@ class TreeSet:
         ValueError: an accuracy is outside [0, 1], or a head has none.
     """
 
-    def __init__(self, accuracies: Sequence[Sequence[float]]) -> None:
+    def __init__(self, accuracies: Sequence[Sequence[float]], stored: Tree | None = None) -> None:
         possible, level = 1, 1
         for row in accuracies:
             level *= len(row)
             possible += level
         sizes = [size for size in SIZES if size <= possible] or [possible][: len(accuracies)]
-        optimal = (Tree.optimal(accuracies, size) for size in sizes)
-        self.trees: tuple[Tree, ...] = (Tree([]), *optimal)
+        trees = {size: Tree.optimal(accuracies, size) for size in sizes}
+        if stored is not None and stored.num_nodes > 1:
+            trees[stored.num_nodes] = stored
+        self.trees: tuple[Tree, ...] = (Tree([]), *(trees[size] for size in sorted(trees)))
         self.odds_against = tuple(_odds_against(tree, accuracies) for tree in self.trees)
+
+
+def padded(accuracies: Sequence[Sequence[float]], tree: Tree) -> list[list[float]]:
+    """Return accuracies with 0 for every head and rank of a tree that they lack."""
+    rows = [*accuracies, *[[]] * (tree.depth - len(accuracies))]
+    return [[*row, *[0.0] * (tree.top_k - len(row))] for row in rows]
 
 
 def _odds_against(tree: Tree, accuracies: Sequence[Sequence[float]]) -> tuple[float, ...]:
     reached = [1.0] + [0.0] * tree.depth
+    accuracies = padded(accuracies, tree)
     for path in tree.choices:
         reached[len(path)] += math.prod(accuracies[head][rank] for head, rank in enumerate(path))
     odds = []
