@@ -19,7 +19,15 @@ from transformers import GenerationConfig
 
 from medusa_decoding.backbone import unsupported
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.checkpoints import find_base_model, find_base_revision, load_base_model, read_heads, tuning_file
+from medusa_decoding.checkpoints import (
+    HeadsCheckpoint,
+    find_base_model,
+    find_base_revision,
+    load_base_model,
+    read_heads,
+    tuning_file,
+    tuning_paths,
+)
 from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.checks import shown
@@ -33,11 +41,19 @@ from medusa_decoding.generation.output import MedusaOutput
 from medusa_decoding.generation.request import Request, check_request
 from medusa_decoding.generation.run import run_request
 from medusa_decoding.generation.session import Session
+from medusa_decoding.generation.tree_choice import (
+    CHANGED,
+    GIVEN,
+    NO_HEADS,
+    UNTUNED,
+    TreeChoice,
+    slow_quantisation,
+    tuned_choice,
+)
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.trees.published import published_tree
 from medusa_decoding.trees.tree import Tree
 
-DEFAULT_TREE_FILE = "medusa_tree.json"
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +70,9 @@ class MedusaModel:
             modules are swapped until `undo` (or the end of a `with` block); meanwhile its own forward and `generate`
             keep working.
         heads: its heads; None for plain decoding only.
-        tree: what `generate` verifies by default, a Tree or "auto"; None for the 64-node tree of `default_tree`.
+        tree: what `generate` verifies by default, a Tree or "auto", which picks one for each step. None for the tree
+            that was tuned for this device if there is one (see `from_pretrained`), else "auto", or plain decoding
+            without heads; `tree_choice` says which, and why.
         backend: how steps run. "eager"; "compiled": through torch.compile, at the first use of each tree; "graph":
             captured as a CUDA graph at the first use of each tree and cache size; "auto": "graph" on CUDA, else
             "eager". Captured steps keep their caches between generations, see `free`.
@@ -78,15 +96,16 @@ class MedusaModel:
             if heads is not None:
                 self._check_heads(heads)
             self._heads = heads
-            self.tree = tree if tree is not None else default_tree(heads, self.backbone.config._name_or_path)
-            self._check_tree(self.tree)
+            self.tree = tree
             self.backend = backend
             self._steps = Steps(self.backbone, heads)
             self._adaptive: Adaptive | None = None
             self._under_way = 0
             self._accuracies: Accuracies | None = None
+            self._stored_tree: Tree | None = None
             self._tuning: tuning_file.Tuning | None = None
-            self._tuned_tree: Tree | None = None
+            self._untuned = UNTUNED
+            self._told: set[str] = set()
         except BaseException:
             self.backbone.swap.undo()
             raise
@@ -111,9 +130,9 @@ class MedusaModel:
             device_map: passed to transformers.
             tree: as in the constructor. By default what `medusa tune` has stored next to the heads: for each generation
                 the tree of the nearest batch and prefix length. It is used only with the device, model, heads, dtype
-                and backend that it was measured with; otherwise a warning says what has changed, and the default is the
-                checkpoint's `medusa_tree.json` if it has one. "auto" starts from the step times stored there, under the
-                same conditions, and from the accuracies stored next to the heads.
+                and backend that it was measured with; otherwise a warning says what has changed, and the default is
+                "auto". That starts from the step times stored there, under the same conditions, and from the
+                accuracies stored next to the heads; a `medusa_tree.json` there is one of the trees it may choose.
             backend: as in the constructor.
             **hf_kwargs: passed to `AutoModelForCausalLM.from_pretrained`. Remote code is never run.
 
@@ -133,25 +152,78 @@ class MedusaModel:
             sizes = stated_sizes(str(named), revision)
         checkpoint = read_heads(heads, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
         base = load_base_model(checkpoint, base_model, dtype=dtype, device_map=device_map, **hf_kwargs)
-        tree_file = checkpoint.path / DEFAULT_TREE_FILE
-        stated = Tree.load(tree_file) if tree is None and tree_file.is_file() else tree
+        return cls.from_checkpoint(base.eval(), checkpoint, tree, backend)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        base: Any,
+        checkpoint: HeadsCheckpoint,
+        tree: Tree | Literal["auto"] | None = None,
+        backend: Backend = "auto",
+    ) -> MedusaModel:
+        """Put heads that were read on a loaded base model; arguments are as in `from_pretrained`.
+
+        Raises:
+            ValueError: heads that do not fit the base model, or a damaged `medusa_tree.json`.
+        """
+        stored = None if isinstance(tree, Tree) else tuning_file.stored_tree(checkpoint.path, checkpoint.heads)
         norm = base.model.norm.weight
-        model = cls(base.eval(), checkpoint.heads.place(norm.device, norm.dtype), stated, backend)
-        model._recall(checkpoint.path, tree)
+        model = cls(base, checkpoint.heads.place(norm.device, norm.dtype), tree, backend)
+        model._recall(checkpoint.path, stored)
         return model
 
-    def _recall(self, folder: Path, asked: Tree | Literal["auto"] | None) -> None:
-        """Take over what was measured before: step times and trees chosen by them, and how often heads are right."""
+    def _recall(self, folder: Path, stored: Tree | None) -> None:
+        """Load earlier measurements: head accuracies, step times and the trees chosen by them."""
         assert self.heads is not None
+        self._stored_tree = stored
         try:
             self._accuracies = find_accuracies(folder, self.heads)
         except (ValueError, OSError) as error:
             logger.warning("accuracies refused, published ones of other heads serve: %s", error)
         # Callers that name a tree need no warning that another one is refused.
-        level = logging.INFO if isinstance(asked, Tree) else logging.WARNING
+        level = logging.INFO if isinstance(self._tree, Tree) else logging.WARNING
         self._tuning = tuning_file.recall(folder, self.backbone, self.heads, self.backend, level)
-        if self._tuning is not None and asked is None:
-            self.tree = self._tuned_tree = self._tuning.cases[0].tree
+        if self._tuning is None and tuning_paths.stored_files(folder):
+            self._untuned = CHANGED
+        if self._tuning is not None and self._tree is None and stored is not None and stored not in self._tuning.trees:
+            file = folder / tuning_file.TREE_FILE
+            logger.warning(
+                "%s is not used: the stored tuning did not time it. Run `medusa tune` again, or pass it as tree=", file
+            )
+
+    @property
+    def tree(self) -> Tree | Literal["auto"]:
+        """What `generate` verifies by default; as `tree_choice` says for one prompt of 128 tokens."""
+        return self.tree_choice().tree
+
+    @tree.setter
+    def tree(self, tree: Tree | Literal["auto"] | None) -> None:
+        if tree is not None:
+            self._check_tree(tree)
+        self._tree = tree
+
+    def tree_choice(self, batch: int = 1, prefix: int = 128, tree: Tree | Literal["auto"] | None = None) -> TreeChoice:
+        """Return the tree that a generation verifies, and the reason.
+
+        Args:
+            batch: number of prompts.
+            prefix: tokens of the longest prompt.
+            tree: the argument of that `generate`.
+
+        Raises:
+            ValueError: a tree that the heads cannot fill.
+        """
+        given = self._tree if tree is None else tree
+        if given is not None:
+            self._check_tree(given)
+            return TreeChoice(given, GIVEN)
+        if self.heads is None:
+            return TreeChoice(Tree([]), NO_HEADS)
+        tuning = self._tuning_here()
+        if tuning is None:
+            return TreeChoice("auto", self._untuned if self._tuning is None else CHANGED)
+        return tuned_choice(tuning.nearest(batch, prefix))
 
     def generate(
         self,
@@ -195,7 +267,7 @@ class MedusaModel:
                 If neither given nor in a config: 256, or what the context leaves.
             tree: verified in each step; `Tree([])` decodes plainly; "auto" picks a tree for each step, among plain
                 decoding and trees of several sizes, from measured step times and the acceptance seen so far. None for
-                the model's default.
+                the model's default, see `tree_choice`.
             acceptance: "lossless": the model's own next token is computed at every node, and the child that has it is
                 followed. "typical": the paper's typical acceptance (section 2.3.1), which accepts draft tokens that
                 are likely enough; LOSSY, the text is not the model's own.
@@ -214,7 +286,9 @@ class MedusaModel:
             stop_strings: a row ends after the token that completes one of these; needs `tokenizer`.
             tokenizer: the model's.
             seed: of sampling; None draws one from torch's CPU generator, which `torch.manual_seed` sets. A row's
-                numbers depend on the seed and its index only, so all trees write the same text.
+                random numbers depend on the seed and its index only, so in float32 all trees write the same text. In
+                16 bits, logits of trees of different sizes differ by rounding, and texts may part where two tokens are
+                almost equally likely; sampling with "auto" may then differ from call to call.
             return_dict_in_generate: False returns only the sequences.
             metrics: measure counts and times, see `MedusaOutput.metrics`.
             session: keeps this call's cache for the next one, which then prefills only what is new; see `Session`.
@@ -255,28 +329,42 @@ class MedusaModel:
             if request.session is not None and self.backbone.peers.size > 1:
                 # Each process would have to find the same rows in its own memory.
                 raise ValueError(f"session: expected a model in one process, got one over {self.backbone.peers.size}")
-            policy = self._policy(self._default_tree_for(request.prompts) if tree is None else tree)
+            choice = self.tree_choice(len(request.prompts), max(map(len, request.prompts)), tree)
+            self._tell(choice)
+            policy = self._policy(choice.tree)
             # A generation within another's callback needs separate steps: graphs of one step share memory.
             steps = Steps(self.backbone, self.heads) if self._under_way else self._steps
             self._under_way += 1
             try:
                 # States outlive this call. Inference tensors could not be changed outside of inference mode.
                 with torch.inference_mode(False), torch.no_grad(), self._current_device():
-                    return run_request(request, policy, steps, self.backend)
+                    output = run_request(request, policy, steps, self.backend)
+                output["tree_choice"] = choice
+                return output
             finally:
                 self._under_way -= 1
                 if isinstance(policy, Adaptive):
                     self._adaptive = policy
 
+    def _tell(self, choice: TreeChoice) -> None:
+        """Log which tree is used and why, and warn if it is slow here whatever the heads are; each once per model."""
+        lines = {logging.INFO: f"decoding with tree: {choice}"}
+        fixed = isinstance(choice.tree, Tree) and choice.tree.num_nodes > 1
+        if fixed and choice.reason == GIVEN and self.backbone.device.type == "cuda":
+            lines[logging.WARNING] = slow_quantisation(self.backbone.causal_lm)
+        for level, line in lines.items():
+            if line and line not in self._told:
+                self._told.add(line)
+                logger.log(level, "%s", line)
+
     def _policy(self, tree: Tree | Literal["auto"]) -> Policy:
-        self._check_tree(tree)
         if isinstance(tree, Tree):
             return FixedTree(tree)
         # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
             accuracies = [] if self.heads is None else (self._accuracies or default_accuracies(self.heads)).by_rank
-            tree_set = TreeSet(accuracies)
+            tree_set = TreeSet(accuracies, self._stored_tree)
             tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
             adaptive = Adaptive(tree_set, times, AcceptanceModel(tree_set))
@@ -286,11 +374,6 @@ class MedusaModel:
         """Return what `medusa tune` has found, as long as the model runs where that was."""
         tuning = self._tuning
         return tuning if tuning is not None and tuning.conditions.still_hold(self.backbone, self.backend) else None
-
-    def _default_tree_for(self, prompts: Sequence[torch.Tensor]) -> Tree | Literal["auto"]:
-        """Return the tree that was tuned for such prompts, unless the model's default is another one."""
-        tuning = self._tuning_here() if self.tree is self._tuned_tree else None
-        return self.tree if tuning is None else tuning.nearest(len(prompts), max(map(len, prompts))).tree
 
     def _current_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the model's device the current one, for streams and captures."""
@@ -365,7 +448,9 @@ class MedusaModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by constructor arguments: a copy swaps the modules of its own copy of the base model."""
-        return type(self), (self.base, self.heads, self.tree, self.backend), {"_accuracies": self._accuracies}
+        kept = ("_accuracies", "_stored_tree", "_tuning", "_untuned")
+        state = {name: getattr(self, name) for name in kept}
+        return type(self), (self.base, self.heads, self._tree, self.backend), state
 
     def __enter__(self) -> MedusaModel:
         """Return the model itself."""
@@ -420,11 +505,11 @@ class MedusaModel:
 
 
 def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tree:
-    """Return the tree used when neither caller nor checkpoint names one.
+    """Return a tree of 64 nodes for heads that were not calibrated; nothing decodes with it unless it is given.
 
     64 nodes (or all there are), optimal for published accuracies: those of the base model's own heads if the paper's
     authors have published them (Vicuna 7B, 13B, 33B), else those of Vicuna-7B's, which suit heads whose accuracy falls
-    with depth. A calibrated tree is better; this one needs no calibration.
+    with depth.
 
     Args:
         heads: None for plain decoding.
@@ -439,4 +524,4 @@ def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tr
     return Tree.optimal(accuracies.by_rank, min(64, accuracies.most_nodes))
 
 
-__all__ = ["MedusaModel", "MedusaOutput", "default_tree"]
+__all__ = ["MedusaModel", "MedusaOutput", "TreeChoice", "default_tree"]

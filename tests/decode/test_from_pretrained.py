@@ -1,6 +1,7 @@
-"""MedusaModel.from_pretrained: heads with their base, an overriding base, the checkpoint's tree, refusals."""
+"""MedusaModel.from_pretrained: heads with their base, an overriding base, which tree is used and why, refusals."""
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from models import VOCAB, heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import write_heads
+from medusa_decoding.generation.tree_choice import GIVEN, NO_HEADS, UNTUNED, TreeChoice
 
 
 @pytest.fixture
@@ -40,12 +42,61 @@ def test_a_missing_base_model_may_be_overridden(folders):
         assert model.heads.vocab_size == VOCAB
 
 
-def test_the_checkpoints_tree_is_the_default_and_may_be_overridden(folders):
+def test_the_checkpoints_tree_is_a_candidate_and_may_be_overridden(folders):
     Tree.chain(2).save(folders / "heads" / "medusa_tree.json")
     with MedusaModel.from_pretrained(folders / "heads") as model:
-        assert model.tree == Tree.chain(2)
+        assert model.tree_choice() == TreeChoice("auto", UNTUNED)
+        assert [tree.num_nodes for tree in model._policy("auto").trees] == [1, 3, 4, 8, 16, 32, 64]
+        assert model._policy("auto").trees[1] == Tree.chain(2)
     with MedusaModel.from_pretrained(folders / "heads", tree=Tree.chain(3)) as model:
-        assert model.tree == Tree.chain(3)
+        assert model.tree_choice(4, 1000) == TreeChoice(Tree.chain(3), GIVEN)
+
+
+def test_a_checkpoints_tree_replaces_the_one_of_its_size(folders):
+    stored = Tree.cartesian([1, 7])  # 9 nodes; the second head's ranks have no published accuracy from the sixth on
+    for tree, sizes in ((stored, [1, 4, 8, 9, 16, 32, 64]), (Tree.chain(3), [1, 4, 8, 16, 32, 64])):
+        tree.save(folders / "heads" / "medusa_tree.json")
+        with MedusaModel.from_pretrained(folders / "heads") as model:
+            trees = model._policy("auto").trees
+            assert [one.num_nodes for one in trees] == sizes
+            assert trees[sizes.index(tree.num_nodes)] == tree
+
+
+@pytest.mark.parametrize("tree", [Tree.dynamic(8, 2), Tree.chain(2).with_lookup(3)], ids=["dynamic", "copied"])
+def test_a_tree_that_cannot_be_expected_gives_a_warning(folders, caplog, tree):
+    tree.save(folders / "heads" / "medusa_tree.json")
+    with MedusaModel.from_pretrained(folders / "heads") as model:
+        assert tree not in model._policy("auto").trees
+    [record] = caplog.records
+    assert "medusa_tree.json is not used" in record.getMessage()
+    assert "pass it as tree=" in record.getMessage()
+    caplog.clear()
+    with MedusaModel.from_pretrained(folders / "heads", tree=tree):
+        assert caplog.records == []
+
+
+def test_a_checkpoints_tree_that_does_not_fit_is_named(folders):
+    Tree.chain(5).save(folders / "heads" / "medusa_tree.json")
+    with pytest.raises(ValueError, match=r"medusa_tree.json: tree: path .* has depth 5, expected at most 4"):
+        MedusaModel.from_pretrained(folders / "heads")
+
+
+def test_what_is_used_is_logged_once(folders, caplog):
+    caplog.set_level(logging.INFO, "medusa_decoding.model")
+    with MedusaModel.from_pretrained(folders / "heads") as model:
+        for _ in range(2):
+            model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
+        output = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, tree=Tree([]))
+    assert output.tree_choice == TreeChoice(Tree([]), GIVEN)
+    assert [record.getMessage() for record in caplog.records] == [
+        "decoding with tree: auto (no tree was tuned for this device; `medusa tune` does that)",
+        "decoding with tree: plain decoding (given by the caller)",
+    ]
+
+
+def test_without_heads_decoding_is_plain():
+    with MedusaModel(tiny()) as model:
+        assert model.tree_choice() == TreeChoice(Tree([]), NO_HEADS)
 
 
 def test_remote_code_is_refused(folders):

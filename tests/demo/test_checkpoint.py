@@ -67,9 +67,10 @@ def test_text_is_the_base_models_own(measured, prompts):
             assert output.tokens_per_step > 1.5
 
 
-def test_the_default_tree_is_the_shipped_one():
+def test_the_shipped_tree_is_a_candidate_by_default():
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
-        assert model.tree == Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
+        assert model.tree == "auto"
+        assert Tree.load(CHECKPOINT / "heads" / "medusa_tree.json") in model._policy("auto").trees
     assert Tree.load(CHECKPOINT / "heads" / "medusa_tree_64.json").num_nodes == 64
 
 

@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from models import heads_for, prompts, tiny, transformers_greedy
+from transformers import AutoModelForCausalLM
 
-from medusa_decoding import MedusaModel, Tree
+from medusa_decoding import MedusaModel, Tree, medusa_generate
 from medusa_decoding.checkpoints import read_heads, tuning_file, tuning_paths, write_heads
 from medusa_decoding.checkpoints.accuracies import INDEPENDENT, Accuracies, CalibrationSource
 from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning, load_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
+from medusa_decoding.generation import tree_choice
+from medusa_decoding.generation.tree_choice import TreeChoice
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.tuning.select import best_trees, expected_tokens, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import Latency
@@ -84,7 +87,8 @@ def used(model, rows, **settings):
 
 def test_the_tuned_tree_is_the_default(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
-        assert model.tree.num_nodes == 4
+        choice = model.tree_choice(batch=1, prefix=20)
+        assert (choice.tree.num_nodes, choice.reason) == (4, "tuned on this device for batch 1 and prefix 8")
         for length, batch, nodes in ((7, 1, 4), (20, 1, 4), (60, 1, 1), (200, 1, 1), (7, 4, 2), (7, 3, 2), (60, 4, 2)):
             rows = prompts(batch, [length])
             found, output = used(model, rows)
@@ -103,6 +107,54 @@ def test_an_explicit_tree_overrides_the_tuned_one(tuned):
         assert used(model, [row], tree=Tree.chain(2))[0] == {3}
         model.tree = Tree.chain(2)
         assert used(model, [row])[0] == {3}
+
+
+def test_a_tree_saved_after_a_tuning_is_not_ignored_silently(tuned, caplog):
+    Tree.chain(2).save(tuned / "heads" / "medusa_tree.json")
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        assert model.tree_choice(1, 8).tree.num_nodes == 4
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{tuned / 'heads' / 'medusa_tree.json'} is not used")
+    assert "Run `medusa tune` again, or pass it as tree=" in record.getMessage()
+    caplog.clear()
+    for tree in ("auto", Tree.chain(2)):
+        with MedusaModel.from_pretrained(tuned / "heads", tree=tree) as model:
+            assert tree != "auto" or Tree.chain(2) in model._policy("auto").trees
+    assert caplog.records == []
+
+
+def test_transformers_generate_uses_the_tuning_of_a_folder(tuned):
+    model = AutoModelForCausalLM.from_pretrained(tuned / "base").eval()
+    settings = {"custom_generate": medusa_generate, "heads": tuned / "heads", "max_new_tokens": 12}
+    settings |= {"return_dict_in_generate": True, "pad_token_id": 0}
+    for length, nodes in ((7, 4), (60, 1)):
+        [row] = prompts(1, [length])
+        output = model.generate(row[None], attention_mask=torch.ones(1, length), **settings)
+        assert output.tree_choice.tree.num_nodes == nodes
+        assert output.sequences[0, length:].tolist() == transformers_greedy(model, row, 12)
+    [row] = prompts(1, [7])
+    output = model.generate(row[None], attention_mask=torch.ones(1, 7), **settings, backend="compiled", max_time=0.0)
+    assert output.tree_choice == TreeChoice("auto", tree_choice.CHANGED)
+
+
+def test_plain_and_undecided_cases_say_so(tuned):
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        plain = model.tree_choice(1, 64)
+        # 1.6 tokens in twice the time of a plain step, in every round.
+        assert str(plain) == "plain decoding (`medusa tune` found no tree faster here: 0.80 of plain)"
+        tuning = model._tuning
+        case = replace(tuning.cases[0], tree="auto", gain=(1.04, 0.9, 1.2))
+        assert Tuning.from_json(json.loads(json.dumps(replace(tuning, cases=(case,)).to_json()))).cases == (case,)
+        assert (case.chosen, case.speedup, case.fastest.nodes) == (None, None, 4)
+        model._tuning = replace(tuning, cases=(case,))
+        choice = model.tree_choice(1, 8)
+        assert choice.tree == "auto"
+        assert choice.reason == "`medusa tune` could not tell its fastest tree from plain decoding: 1.04 of plain"
+        assert used(model, prompts(1, [7]))[1].tree_choice == choice
+    older = tuning.to_json()
+    for values in older["cases"]:
+        del values["gain"]
+    assert [one.gain for one in Tuning.from_json(older).cases] == [None] * 3
 
 
 def test_auto_starts_from_the_stored_times(tuned):
@@ -129,8 +181,9 @@ def test_the_tree_set_of_auto_uses_the_counts_next_to_the_heads(folders, caplog)
     def shares():
         with MedusaModel.from_pretrained(folders / "heads") as model:
             tree_set = model._policy("auto").acceptance.tree_set
-        # Odds against both children of the root in the smallest tree.
-        return 1 / (1 + tree_set.odds_against[1][0])
+        # Odds against both children of the root in the smallest tree that has both.
+        place = next(index for index, tree in enumerate(tree_set.trees) if tree.num_nodes == 4)
+        return 1 / (1 + tree_set.odds_against[place][0])
 
     assert shares() == pytest.approx(0.56 + 0.112)  # published
     (folders / "heads" / "measured.json").write_text(
@@ -149,13 +202,14 @@ def test_the_tree_set_of_auto_uses_the_counts_next_to_the_heads(folders, caplog)
 
 
 def refused(folders, caplog, **settings):
-    """Load the model and check the warning; the checkpoint's own tree is then used."""
+    """Load the model and check the warning; each step then picks a tree, the checkpoint's own among others."""
     caplog.clear()
     with MedusaModel.from_pretrained(folders / "heads", **settings) as model:
-        assert model.tree == Tree.chain(1)
+        assert model.tree_choice() == TreeChoice("auto", tree_choice.CHANGED)
+        assert Tree.chain(1) in model._policy("auto").trees
         [row] = prompts(1, [9])
-        nodes, output = used(model, [row])
-        assert nodes == {2}
+        _, output = used(model, [row])
+        assert output.tree_choice == model.tree_choice()
         if "dtype" not in settings:
             assert output.sequences[0, 9:].tolist() == transformers_greedy(model.base, row, 12)
     [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -187,7 +241,7 @@ def test_another_dtype_is_refused_by_that_name_alone(tuned, caplog):
 
 def test_another_backend_is_refused(tuned, caplog):
     with MedusaModel.from_pretrained(tuned / "heads", backend="compiled") as model:
-        assert model.tree == Tree.chain(1)
+        assert model.tree == "auto"
     assert "backend: tuned with eager, now compiled" in caplog.text
 
 
@@ -215,8 +269,8 @@ def test_a_model_converted_after_loading_does_not_use_the_tuning(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         model.base.to(torch.bfloat16)
         model.heads.to(torch.bfloat16)
-        nodes, _ = used(model, prompts(1, [60]))
-        assert nodes == {4}  # the default tree, and no tree by length
+        _, output = used(model, prompts(1, [60]))
+        assert output.tree_choice == TreeChoice("auto", tree_choice.CHANGED)
         assert model._policy("auto").times.device == ""
 
 
@@ -245,6 +299,9 @@ def with_size(values, place, **changes):
         (lambda v: v | {"cases": [v["cases"][0] | {"choices": [[0, 0]]}]}, "needs its prefix"),
         (lambda v: with_size(with_tree(v, [[0], [0, 0], [999]]), 2, choices=[[0], [0, 0], [999]]), "rank 999"),
         (lambda v: v | {"cases": [v["cases"][0] | {"sizes": 3}]}, "TypeError"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"sizes": v["cases"][0]["sizes"][1:]}]}, "in ascending order from 1"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"gain": [1.5, 0, 2]}]}, "gain: expected a number above 0, got 0"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"gain": [1.5, 1.2]}]}, "not enough values"),
         (lambda v: with_size(v, 1, choices=[[0], [1]]), "expected each size's tree to have that many nodes"),
         (lambda v: with_size(v, 2, choices=[[0], [1], [2]]), "and the chosen one among them"),
         (lambda v: v | {"weighed": "guessed"}, "weighed: expected independent or walked, got 'guessed'"),
@@ -267,7 +324,7 @@ def test_a_damaged_file_does_not_make_the_model_unusable(tuned, caplog, change, 
 
 def test_without_a_tuning_file_there_is_no_warning(folders, caplog):
     with MedusaModel.from_pretrained(folders / "heads") as model:
-        assert model.tree == Tree.chain(1)
+        assert model.tree_choice() == TreeChoice("auto", tree_choice.UNTUNED)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -344,17 +401,17 @@ def test_the_loader_looks_next_to_the_heads_and_in_the_cache(tuned, cache, caplo
     cached.parent.mkdir(parents=True)
     own.rename(cached)
     with MedusaModel.from_pretrained(heads) as model:
-        assert model.tree.num_nodes == 4
+        assert model.tree_choice(1, 8).tree.num_nodes == 4
     own.write_text(cached.read_text().replace("float32", "float16"))
     other = cached.with_name("tuning-of-another-machine.json")
     other.write_text(cached.read_text().replace('"device": "', '"device": "another '))
     with MedusaModel.from_pretrained(heads) as model:
-        assert model.tree.num_nodes == 4
+        assert model.tree_choice(1, 8).tree.num_nodes == 4
         assert tuning_file.find(heads, conditions_of(model), model.heads)[0] == cached
     assert "refused" not in caplog.text
     cached.write_text("{")
     with MedusaModel.from_pretrained(heads) as model:
-        assert model.tree == Tree.chain(1)
+        assert model.tree == "auto"
     assert "dtype: tuned with float16, now float32" in caplog.text
     assert "device: tuned with another " in caplog.text
     assert f"{cached}: expected a file that `medusa tune` wrote" in caplog.text
@@ -400,11 +457,11 @@ def test_the_loader_works_without_a_home_folder(tuned, no_home, caplog):
     """A service's user may have none."""
     caplog.set_level(logging.INFO)
     with MedusaModel.from_pretrained(tuned / "heads") as model:
-        assert model.tree.num_nodes == 4
+        assert model.tree_choice(1, 8).tree.num_nodes == 4
     assert no_home in caplog.text
     (tuned / "heads" / tuning_paths.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads") as model:
-        assert model.tree == Tree.chain(1)
+        assert model.tree == "auto"
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

@@ -17,13 +17,12 @@ from medusa_decoding.checkpoints import read_heads
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.cli.train import read_config, train
 from medusa_decoding.files import only_writer
-from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.progress import Progress
 from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
 from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.distill import distill
 from medusa_decoding.training.distill.record_file import finished
-from medusa_decoding.trees.tree import Tree
 
 FILE = Path("generated") / "records.jsonl"
 
@@ -174,10 +173,7 @@ def load(config: Config) -> MedusaModel:
     base = TrainingBackbone.load(plain, device).causal
     if checkpoint is None:
         return MedusaModel(base)
-    norm = base.model.norm.weight
-    file = checkpoint.path / DEFAULT_TREE_FILE
-    tree = Tree.load(file) if file.is_file() else None
-    return MedusaModel(base, checkpoint.heads.place(norm.device, norm.dtype), tree)
+    return MedusaModel.from_checkpoint(base, checkpoint)
 
 
 def _show(bar: Progress, report: distill.GenerationReport) -> None:

@@ -71,7 +71,7 @@ def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
         return
     print(
         f"[{output.new_tokens[0]} tokens in {output.steps} steps, {output.tokens_per_step:.2f} per step, "
-        f"{seconds:.2f} s with the prefill]",
+        f"{seconds:.2f} s with the prefill, tree: {output.tree_choice}]",
         file=sys.stderr,
     )
     if output.metrics is not None:
@@ -86,6 +86,8 @@ def figures(output: MedusaOutput, seconds: float) -> dict[str, object]:
         "tokens_per_step": _figures.number_or_null(output.tokens_per_step),
         "seconds": seconds,
     }
+    if output.tree_choice is not None:
+        found |= {"tree": output.tree_choice.name, "tree_reason": output.tree_choice.reason}
     return found if output.metrics is None else found | {"metrics": _figures.as_json(output.metrics)}
 
 

@@ -12,6 +12,7 @@ from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.generation.metrics import GenerationMetrics
 from medusa_decoding.generation.request import Request
+from medusa_decoding.generation.tree_choice import TreeChoice
 from medusa_decoding.trees.tree import Tree
 
 
@@ -32,6 +33,7 @@ class MedusaOutput(GenerateDecoderOnlyOutput):
             last step cut short by EOS, a stopping criterion or the budget counts the tokens that remain.
         new_tokens: number of new tokens per row.
         metrics: with `metrics=True`.
+        tree_choice: the tree that was verified, and why.
     """
 
     sequences: torch.Tensor  # type: ignore[assignment]  # transformers says LongTensor, and tuples of one
@@ -40,6 +42,7 @@ class MedusaOutput(GenerateDecoderOnlyOutput):
     accept_lengths: list[list[int]] = None  # type: ignore[assignment]  # ModelOutput asks for defaults
     new_tokens: list[int] = None  # type: ignore[assignment]
     metrics: GenerationMetrics | None = None
+    tree_choice: TreeChoice | None = None
 
     @property
     def steps(self) -> int:

@@ -71,8 +71,8 @@ def medusa_generate(
         generation_config: the one in force, as prepared by transformers.
         heads: on the model's device and in its dtype; or a folder or hub id in any supported format, read at the first
             call.
-        tree: verified in each step, or "auto", as in `MedusaModel.generate`; None for the checkpoint's
-            `medusa_tree.json`, or else `default_tree`.
+        tree: verified in each step, or "auto", as in `MedusaModel.generate`. None for what `medusa tune` has stored for
+            these heads if they are given by name and it holds here, else "auto".
         acceptance: as in `MedusaModel.generate`; "typical" is LOSSY.
         posterior_threshold: epsilon of typical acceptance.
         posterior_alpha: delta of typical acceptance.
@@ -130,8 +130,7 @@ def medusa_generate(
             seed=whole_seed(seed),
             metrics=metrics,
         )
-        with borrow_model(model, heads) as medusa:
-            medusa.backend = backend
+        with borrow_model(model, heads, backend) as medusa:
             output = medusa.run(request, tree)
     return output if config.return_dict_in_generate else output.sequences
 

@@ -18,9 +18,9 @@ from torch import nn
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.model import DEFAULT_TREE_FILE, MedusaModel
-from medusa_decoding.trees.tree import Tree
+from medusa_decoding.model import MedusaModel
 
 MAX_CACHED = 2
 """How many MedusaModels are cached per model, one per set of heads: the most recently used ones."""
@@ -32,8 +32,12 @@ _cache_lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def borrow_model(model: nn.Module, heads: MedusaHeads | str | Path | None) -> Iterator[MedusaModel]:
+def borrow_model(
+    model: nn.Module, heads: MedusaHeads | str | Path | None, backend: Backend = "auto"
+) -> Iterator[MedusaModel]:
     """Yield a MedusaModel of a model for one call, the one cached by the last call with these heads if there is one.
+
+    `backend` says how its steps run in this call, and which stored tuning is looked for when it is made.
 
     Calls of several threads wait for each other. A MedusaModel in use is not in the cache: a call within a call gets
     another one.
@@ -51,7 +55,8 @@ def borrow_model(model: nn.Module, heads: MedusaHeads | str | Path | None) -> It
         with _cache_lock:
             medusa = _cache.get(model, {}).pop(key, None)
         if medusa is None or not _resumed(medusa, model):
-            medusa = MedusaModel(model, heads) if isinstance(heads, MedusaHeads) else _read(model, heads)
+            medusa = MedusaModel(model, heads) if isinstance(heads, MedusaHeads) else _read(model, heads, backend)
+        medusa.backend = backend
         try:
             yield medusa
         finally:
@@ -64,13 +69,11 @@ def borrow_model(model: nn.Module, heads: MedusaHeads | str | Path | None) -> It
                 one.undo()
 
 
-def _read(model: nn.Module, heads: str | Path) -> MedusaModel:
+def _read(model: nn.Module, heads: str | Path, backend: Backend) -> MedusaModel:
     backbone = Backbone(model)  # refuses an unsupported model before gigabytes of heads are read
     backbone.swap.undo()
     checkpoint = read_heads(heads, hidden_size=backbone.config.hidden_size, vocab_size=backbone.vocab_size)
-    tree = checkpoint.path / DEFAULT_TREE_FILE
-    placed = checkpoint.heads.place(backbone.device, backbone.dtype)
-    return MedusaModel(model, placed, Tree.load(tree) if tree.is_file() else None)
+    return MedusaModel.from_checkpoint(model, checkpoint, backend=backend)
 
 
 def _resumed(medusa: MedusaModel, model: Any) -> bool:

@@ -1,0 +1,73 @@
+"""TreeChoice: which tree a generation verifies, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from medusa_decoding.checkpoints.tuning_file import Case
+from medusa_decoding.trees.tree import Tree
+
+GIVEN = "given by the caller"
+NO_HEADS = "the model has no heads"
+UNTUNED = "no tree was tuned for this device; `medusa tune` does that"
+CHANGED = "the stored tuning does not hold here; run `medusa tune` again"
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """The tree of a generation, and the reason for it.
+
+    Attributes:
+        tree: the tree; `Tree([])` for plain decoding, or "auto", which picks one for each step.
+        reason: one plain sentence without a full stop.
+    """
+
+    tree: Tree | Literal["auto"]
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The tree in a few words."""
+        if not isinstance(self.tree, Tree):
+            return "auto"
+        kind = "dynamic, " if self.tree.keep is not None else ""
+        copied = f", {self.tree.lookup} of them copied" if self.tree.lookup else ""
+        return f"{kind}{self.tree.num_nodes} nodes{copied}" if self.tree.num_nodes > 1 else "plain decoding"
+
+    def __str__(self) -> str:
+        """Return tree and reason, as the commands print them."""
+        return f"{self.name} ({self.reason})"
+
+
+def tuned_choice(case: Case) -> TreeChoice:
+    """Return the choice of a tuning case whose conditions hold."""
+    gain = "" if case.gain is None else f": {case.gain[0]:.2f} of plain"
+    if isinstance(case.tree, str):
+        return TreeChoice(case.tree, f"`medusa tune` could not tell its fastest tree from plain decoding{gain}")
+    if case.tree.num_nodes == 1:
+        return TreeChoice(case.tree, f"`medusa tune` found no tree faster here{gain}")
+    return TreeChoice(case.tree, f"tuned on this device for batch {case.batch} and prefix {case.prefix}")
+
+
+def slow_quantisation(causal: Any) -> str:
+    """Return a warning if a fixed tree is slow on a model's layers whatever its heads are, else an empty string.
+
+    Before 0.50, bitsandbytes has a kernel for 4-bit weights and one row only; for several rows, such as the nodes of a
+    tree, it restores whole weights in 16 bits first, in every step.
+    """
+    if not any(type(module).__name__ == "Linear4bit" for module in causal.modules()):
+        return ""
+    try:
+        version = importlib.metadata.version("bitsandbytes")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or tuple(map(int, numbers.groups())) >= (0, 50):
+        return ""
+    return (
+        f"tree: bitsandbytes {version} restores all 4-bit weights in every step with more than one token, so a fixed "
+        'tree may be slower than plain decoding. Use tree="auto", which measures it, or bitsandbytes 0.50'
+    )
