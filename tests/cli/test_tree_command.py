@@ -3,14 +3,16 @@
 import io
 import json
 import re
+import shutil
 import sys
 
 import pytest
 
 from medusa_decoding import Tree
-from medusa_decoding.cli import main
+from medusa_decoding.cli import main, tune
 from medusa_decoding.trees.calibration import NONE, Calibration
 from medusa_decoding.trees.replay import walk
+from medusa_decoding.tuning.step_timer import Latency
 
 # Heads that are right together: after rank 0 only rank 0, after rank 1 only rank 1.
 TOGETHER = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
@@ -187,6 +189,89 @@ def test_show_takes_plain_accuracies_and_shapes(capsys, tmp_path):
     assert capsys.readouterr().out.splitlines()[:5] == ["0   ●", "  ┌─┴─┐", "1 0   ◇", "  │", "2 0"]
 
 
+@pytest.fixture
+def heads(checkpoint, tmp_path):
+    """A copy of the checkpoint's heads whose base model is where it was."""
+    folder = shutil.copytree(checkpoint / "heads", tmp_path / "heads")
+    config = json.loads((folder / "config.json").read_text())
+    config["base_model_name_or_path"] = str(checkpoint / "base")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def show(capsys, *argv):
+    assert main(["tree", "show", *map(str, argv), "--device", "cpu"]) == 0
+    return capsys.readouterr().out
+
+
+def tuned(heads, monkeypatch):
+    """Store a tuning: of a tree of two nodes for short prefixes, and of plain decoding for long ones."""
+
+    def time_steps(model, trees, batch, prefix, repeats, on_block):
+        factor = 1.1 if prefix < 20 else 3.0
+        return [
+            Latency(batch, prefix, 300, tree.num_nodes, (0.01 * factor ** (tree.num_nodes > 1),) * 3 * repeats)
+            for tree in trees
+        ]
+
+    monkeypatch.setattr(tune, "time_steps", time_steps)
+    argv = ["--nodes", "2", "--prefix", "10,40", "--dtype", "float32", "--device", "cpu"]
+    assert main(["tune", "--model", str(heads), *argv]) == 0
+
+
+PAIR = ["0 ●", "  │", "1 0"]  # a root with one child
+
+
+def test_show_says_which_tree_heads_use_without_a_tuning(capsys, heads):
+    out = show(capsys, heads)
+    assert out.startswith("Tree: auto (no tree was tuned for this device; `medusa tune` does that)\n")
+    sizes = re.search(r"Each step picks plain decoding or a tree of ([\d, ]+) nodes\.", out)[1].split(", ")
+    assert "The largest, which contains the others:\n0 " in out
+    assert f"\n{sizes[-1]} nodes, depth " in out
+    Tree.chain(1).save(heads / "medusa_tree.json")
+    out = show(capsys, heads)
+    assert f"plain decoding or a tree of {', '.join(['2', *sizes])} nodes." in out
+    at = out.splitlines().index(f"The one of 2 nodes is {heads / 'medusa_tree.json'}:")
+    assert [line.rstrip() for line in out.splitlines()[at + 1 : at + 4]] == PAIR
+
+
+def test_show_draws_the_tuned_trees_and_says_what_was_not_compared(capsys, heads, monkeypatch):
+    tuned(heads, monkeypatch)
+    capsys.readouterr()
+    out = show(capsys, heads)
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{heads / 'tuning.json'} holds here: ")
+    assert "not compared, because the base model is not loaded: its weights" in lines[1]
+    at = lines.index("Batch 1, prefix 10: 2 nodes (tuned on this device for batch 1 and prefix 10)")
+    assert [line.rstrip() for line in lines[at + 1 : at + 4]] == PAIR
+    assert "Batch 1, prefix 40: plain decoding (`medusa tune` found no tree faster here: 0.52 of plain)" in lines
+    file = show(capsys, heads / "tuning.json")
+    assert file == "".join(out.partition("Batch 1, prefix 10:")[1:])
+    assert main(["tree", "show", str(heads), "--image", str(heads / "t.png"), "--device", "cpu"]) == 2
+    assert "--image: expected one tree to draw, got 2" in capsys.readouterr().err
+    Tree.chain(2).save(heads / "medusa_tree.json")
+    assert f"{heads / 'medusa_tree.json'} was not timed and is not used" in show(capsys, heads)
+
+
+def test_show_says_why_a_tuning_is_not_used(capsys, heads, monkeypatch):
+    tuned(heads, monkeypatch)
+    capsys.readouterr()
+    out = show(capsys, heads, "--dtype", "bfloat16")
+    assert out.startswith("Tree: auto (the stored tuning does not hold here; run `medusa tune` again)\n")
+    assert f"{heads / 'tuning.json'}: dtype: tuned with float32, now bfloat16" in out
+
+
+def test_show_needs_no_weights_of_the_base_model(capsys, heads, monkeypatch, tmp_path):
+    tuned(heads, monkeypatch)
+    config = json.loads((heads / "config.json").read_text())
+    (tmp_path / "base").mkdir()
+    shutil.copy(f"{config['base_model_name_or_path']}/config.json", tmp_path / "base")
+    (heads / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "../base"}))
+    assert "holds here" in show(capsys, heads)
+    (tmp_path / "base" / "config.json").unlink()
+    assert "holds here" in show(capsys, heads)
+
+
 def test_show_draws_an_image(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     image = tmp_path / "tree.png"
@@ -232,6 +317,7 @@ def test_bad_input_is_refused(capsys, file, tmp_path, argv, words):
     ("argv", "words"),
     [
         (["show", "auto"], "expected a tree, got 'auto'"),
+        (["show", "nowhere/medusa_tree.json"], "expected a JSON file, root"),
         (["search", "--calibration", "x", "--nodes", "257"], "expected at most 256 nodes, got 257"),
         ([], "ACTION"),
     ],

@@ -150,6 +150,11 @@ def add_model(parser: argparse.ArgumentParser, default: str = "the embedded demo
     """Add the arguments that name the model, its dtype and its device."""
     add_option(parser, "--model HEADS", str, f"folder or hub id of the heads (default: {default})")
     add_option(parser, "--base-model BASE", str, "folder or hub id of the base model (default: the one the heads name)")
+    add_placement(parser)
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """Add `--dtype` and `--device`."""
     words = (
         "dtype of the weights (default: the checkpoint's, as in Python); in float32 greedy text is exactly the model's"
     )
@@ -184,7 +189,7 @@ def add_decoding(parser: argparse.ArgumentParser, new_tokens: int) -> None:
         "a JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 verifies the 16 likeliest nodes of "
         "each step, at most 4 deep (a third number: draft tokens per head); +lookup:8 after any of them adds a branch "
         "of 8 tokens copied from the text; auto picks a tree for each step from measured step times and acceptance "
-        "(default: the checkpoint's)",
+        "(default: the tree that medusa tune has stored for this device, else auto)",
     )
     add_backend(
         parser,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -10,15 +11,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from medusa_decoding.calibration.expected import WALK, SearchedTree, search_trees
 from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
 from medusa_decoding.calibration.validate import Validation, validate
-from medusa_decoding.checkpoints import tuning_paths
-from medusa_decoding.checkpoints.accuracies import read_accuracies
+from medusa_decoding.checkpoints import HeadsCheckpoint, pretrained, read_heads, tuning_file, tuning_paths
+from medusa_decoding.checkpoints.accuracies import default_accuracies, find_accuracies, read_accuracies
+from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
 from medusa_decoding.cli import _arguments
+from medusa_decoding.decode.adaptive.acceptance import TreeSet
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import read_json
+from medusa_decoding.generation.tree_choice import CHANGED, UNTUNED, TreeChoice, tuned_choice
+from medusa_decoding.options import DTYPES
 from medusa_decoding.progress import Progress
 from medusa_decoding.trees import plot
 from medusa_decoding.trees.calibration import Calibration
@@ -40,20 +47,85 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Draw a tree."""
+    """Draw a tree, or those of a tuning file or of heads."""
     if args.image is not None:
         plot.check_matplotlib()
         tuning_paths.check_writable("--image", args.image)
-    shares = None if args.accuracies is None else find_shares(args.tree, args.accuracies)
-    text = plot.as_text(args.tree, args.width or shutil.get_terminal_size().columns, shares)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = text.translate(plot.PLAIN_CHARACTERS)
+    if isinstance(args.tree, Tree):
+        found = [("", args.tree)]
+    elif Path(args.tree).is_file():
+        found = tuned_trees(Tuning.load(Path(args.tree)))
+    else:
+        found = trees_in_force(args)
+    if args.image is not None and len({tree for _, tree in found}) > 1:
+        raise ValueError(f"--image: expected one tree to draw, got {len(found)}; save the one you want as a JSON file")
+    for title, tree in found:
+        shares = None if args.accuracies is None else find_shares(tree, args.accuracies)
+        text = plot.as_text(tree, args.width or shutil.get_terminal_size().columns, shares)
+        try:
+            text.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:
+            text = text.translate(plot.PLAIN_CHARACTERS)
+        print(f"{title}\n{text}" if title else text)
     if args.image is not None:
-        plot.save_figure(plot.as_figure(args.tree, shares), args.image)
-    print(text)
+        plot.save_figure(plot.as_figure(tree, shares), args.image)
     return 0
+
+
+def tuned_trees(tuning: Tuning) -> list[tuple[str, Tree]]:
+    """Return the tree of each case with a title; for an undecided case, the one that seemed the fastest."""
+    return [
+        (
+            f"Batch {case.batch}, prefix {case.prefix}: {tuned_choice(case)}"
+            + ("; the one that seemed the fastest:" if case.chosen is None else ""),
+            (case.chosen or case.fastest).tree,
+        )
+        for case in tuning.cases
+    ]
+
+
+def trees_in_force(args: argparse.Namespace) -> list[tuple[str, Tree]]:
+    """Print which tree heads decode with on this device by default and why; return what to draw, with titles.
+
+    The base model is not loaded, so its weights are not compared with those that a tuning was made with.
+    """
+    _arguments.resolve_device(args)
+    checkpoint = read_heads(args.tree)
+    folder, device = checkpoint.path, torch.device(args.device)
+    dtype = _arguments.torch_dtype(args.dtype or stated_dtype(checkpoint))
+    heads = checkpoint.heads.place(torch.device("cpu"), dtype)
+    conditions = Conditions.without_model(device, dtype, args.backend, heads)
+    stored = tuning_file.stored_tree(folder, heads)
+    try:
+        file, tuning = tuning_file.find(folder, conditions, heads)
+    except ValueError as error:
+        refused = tuning_paths.stored_files(folder)
+        print(f"Tree: {TreeChoice('auto', CHANGED if refused else UNTUNED)}")
+        if refused:
+            print(f"  {error}")
+        accuracies = find_accuracies(folder, heads) or default_accuracies(heads)
+        trees = TreeSet(accuracies.by_rank, stored).trees
+        print(
+            f"Each step picks plain decoding or a tree of {', '.join(str(tree.num_nodes) for tree in trees[1:])} nodes."
+        )
+        if stored is not None:
+            return [(f"The one of {stored.num_nodes} nodes is {folder / tuning_file.TREE_FILE}:", stored)]
+        return [("The largest, which contains the others:", trees[-1])]
+    print(f"{file} holds here: {conditions.device}, {conditions.dtype}, {conditions.backend}")
+    print(f"  not compared, because the base model is not loaded: its weights (tuned with {tuning.conditions.model})")
+    if stored is not None and stored not in tuning.trees:
+        print(f"  {folder / tuning_file.TREE_FILE} was not timed and is not used; run `medusa tune` again")
+    return tuned_trees(tuning)
+
+
+def stated_dtype(checkpoint: HeadsCheckpoint) -> str:
+    """Return the dtype that the base model's config states, else (or if it is out of reach) the heads' own."""
+    found = None
+    if checkpoint.base_model is not None:
+        with contextlib.suppress(ValueError):
+            config = pretrained.read_file(checkpoint.base_model, **pretrained.at(checkpoint.base_revision))
+            found = config.get("dtype") or config.get("torch_dtype")
+    return found if found in DTYPES else str(checkpoint.heads.w1.dtype).removeprefix("torch.")
 
 
 def find_shares(tree: Tree, file: Path) -> list[float]:

@@ -1,10 +1,12 @@
 """Search trees for your heads, draw them, and validate them: a tree says which draft tokens a step verifies.
 
-`show` draws a tree. `search` reads the file of `medusa calibrate` and compares the best trees by three measures: the
-products of accuracies, as if heads were right independently; how often whole paths were right at a random position; and
-steps walked along the texts, which skip easy positions as decoding does. `measure` answers other prompts with the best
-walked trees and compares the tokens per step with the expectation.
+`show` draws a tree; for heads, it says which trees are used with them on this device, and why. `search` reads the file
+of `medusa calibrate` and compares the best trees by three measures: the products of accuracies, as if heads were right
+independently; how often whole paths were right at a random position; and steps walked along the texts, which skip easy
+positions as decoding does. `measure` answers other prompts with the best walked trees and compares the tokens per step
+with the expectation.
 
+    medusa tree show HEADS
     medusa tree show medusa_tree.json
     medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png
     medusa tree search --calibration calibration.json --nodes 4,8,16,32,64
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._arguments import add_option
+from medusa_decoding.files import read_json
 from medusa_decoding.trees.tree import MAX_CHOICES, Tree
 
 NODES = [4, 8, 16, 32, 64]
@@ -33,21 +36,36 @@ def sizes(text: str) -> list[int]:
     return found
 
 
-def shape(text: str) -> Tree:
-    """Parse a tree with a fixed shape."""
+def shown(text: str) -> Tree | str:
+    """Parse a tree with a fixed shape; the name of heads or of a tuning file is returned as it is."""
+    is_hub_id = text.count("/") == 1 and ":" not in text and not text.endswith(".json")
+    if Path(text).expanduser().is_dir() or (is_hub_id and not Path(text).exists()) or _is_tuning(text):
+        return text
     found = _arguments.tree(text)
     if not isinstance(found, Tree):
         raise argparse.ArgumentTypeError(f"expected a tree, got {text!r}, which picks one for each step")
     return found
 
 
+def _is_tuning(text: str) -> bool:
+    """Return whether a file is what `medusa tune` writes, as far as its keys tell."""
+    try:
+        found = read_json(Path(text)) if Path(text).is_file() else None
+    except ValueError:
+        return False
+    return isinstance(found, dict) and "cases" in found
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    summary = "Draw a tree in the terminal, and as an image."
+    summary = "Draw a tree in the terminal, and as an image; for heads, say which tree is used with them here, and why."
     show = actions.add_parser("show", help=summary, description=summary)
-    words = "JSON file, chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8"
-    show.add_argument("tree", type=shape, metavar="TREE", help=words)
+    words = (
+        "folder or hub id of heads, for the trees that are used with them here; tuning.json; or a tree: JSON file, "
+        "chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8"
+    )
+    show.add_argument("tree", type=shown, metavar="TREE", help=words)
     add_option(
         show,
         "--accuracies FILE",
@@ -57,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_option(show, "--width N", _arguments.at_least_one, "columns (default: the terminal's)")
     add_option(show, "--image FILE", Path, "also draw it into a PNG, SVG or PDF")
+    _arguments.add_placement(show)
+    _arguments.add_backend(show, "how steps run, for heads: a tuning holds for one backend only (default: auto)")
     show.set_defaults(action="show")
     summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
     search = actions.add_parser("search", help=summary, description=summary)
