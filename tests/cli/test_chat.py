@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.chat import template
-from medusa_decoding.chat.template import AnswerStreamer
+from medusa_decoding.chat.streaming import AnswerStreamer
 from medusa_decoding.cli import main
 
 QUESTIONS = ["hello", "tell me more, please!", "why?"]

@@ -4,13 +4,15 @@ import contextlib
 import io
 
 import pytest
+import torch
 from chats import PAIRS, chat_tokenizer
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from medusa_decoding.chat.template import AnswerStreamer, ChatTemplate, splice
+from medusa_decoding.chat.streaming import AnswerStreamer, AnswerText
+from medusa_decoding.chat.template import ChatTemplate, splice
 
 MERGING = chat_tokenizer(PAIRS)
 
@@ -223,26 +225,67 @@ def test_a_plain_template_leaves_special_tokens_to_the_tokenizer():
     assert template.render([{"role": "user", "content": " hi "}]) == "User: hi\n\nAssistant:"
 
 
-@given(
-    st.lists(st.text("ab \n", max_size=4), max_size=8),
-    st.none() | st.text("ab\n", min_size=1, max_size=3),
-)
-@example(["a\n", "b", "a"], "\nba")
+@given(st.text("ab \n", max_size=30), st.none() | st.text("ab\n", min_size=1, max_size=3))
+@example("a\nba", "\nba")
+@example("aa\nb", "\nba")
 @settings(max_examples=200, deadline=None)
-def test_printed_text_ends_before_the_end_marker(chunks, stop):
+def test_printed_text_ends_before_the_end_marker(text, stop):
     tokenizer = chat_tokenizer([])
     printed = io.StringIO()
     streamer = AnswerStreamer(tokenizer, stop)
     with contextlib.redirect_stdout(printed):
-        for chunk in chunks:
-            streamer.on_finalized_text(chunk)
-        streamer.on_finalized_text("", stream_end=True)
-    text = "".join(chunks)
+        for ids in ([], tokenizer(text)["input_ids"]):  # the prompt comes first
+            streamer.put(torch.tensor(ids))
+        streamer.end()
     assert printed.getvalue() == (text if stop is None else text.partition(stop)[0]) + "\n"
 
 
 def test_text_is_not_held_back_longer_than_needed(capsys):
-    streamer = AnswerStreamer(chat_tokenizer([]), "\nUser:")
+    tokenizer = chat_tokenizer([])
+    streamer = AnswerStreamer(tokenizer, "\nUser:")
+    streamer.put(torch.tensor([]))
     for chunk, shown in (("a b\n", "a b"), ("Us", ""), ("ed to", "\nUsed to"), ("\nUser", ""), (": c", "")):
-        streamer.on_finalized_text(chunk)
+        streamer.put(torch.tensor(tokenizer(chunk)["input_ids"]))
         assert capsys.readouterr().out == shown
+
+
+def test_a_streamer_ends_each_answer_once(capsys):
+    tokenizer = chat_tokenizer([])
+    streamer = AnswerStreamer(tokenizer, "\nU")
+    streamer.end()
+    assert capsys.readouterr().out == ""  # refused before it began
+    for answer in ("first\nUand what follows", "second\n"):
+        for text in ("prompt", answer):
+            streamer.put(torch.tensor(tokenizer(text)["input_ids"]))
+        streamer.end()
+        streamer.end()
+    assert capsys.readouterr().out == "first\nsecond\n\n"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_pieces_of_an_answer_make_up_its_text(name, data):
+    tokenizer, letters = TOKENIZERS[name]
+    text = data.draw(st.text(letters, max_size=12))
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.bos_token_id is not None:  # special tokens anywhere are not shown
+        for place in data.draw(st.lists(st.integers(0, len(tokens)), max_size=2)):
+            tokens.insert(place, tokenizer.bos_token_id)
+    whole = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    answer = AnswerText(tokenizer)
+    pieces = [answer.add(token) for token in tokens] + [answer.end()]
+    assert "".join(pieces) == whole
+    event(f"special tokens: {tokenizer.bos_token_id in tokens}")
+
+
+@given(st.text("abc \u20ac", max_size=8), st.lists(st.integers(0, 255), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_characters_are_shown_when_their_last_byte_is_there(text, more):
+    tokenizer, _ = TOKENIZERS["bytes"]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"] + more  # which are mostly no UTF-8
+    answer, shown = AnswerText(tokenizer), ""
+    for count, token in enumerate(tokens, 1):
+        shown += answer.add(token)
+        assert shown == tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False).rstrip("\ufffd")
+    assert shown + answer.end() == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import TextStreamer
 
 from medusa_decoding.chat import rendering
+from medusa_decoding.chat.streaming import AnswerStreamer
 from medusa_decoding.checks import check_text
 from medusa_decoding.files import read_text
 from medusa_decoding.generation.session import common_length
@@ -239,33 +239,6 @@ def _template_text(tokenizer: Any, name: str | None, built_in: Mapping[str, str]
         raise ValueError(f"template: {error}") from error
     except OSError as error:
         raise ValueError(f"{expected}, got {name} ({error.strerror})") from error
-
-
-class AnswerStreamer(TextStreamer):
-    """Prints an answer word by word like transformers' streamer; nothing from the string that ends it (`stop`) on."""
-
-    def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.stop, self._pending, self._ended = stop or "", "", False
-
-    def end(self) -> None:
-        """Print the rest and a line break; nothing if generation was refused before it began."""
-        if not self.next_tokens_are_prompt:
-            super().end()
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Print all text that cannot be the beginning of the stop string."""
-        self._pending = "" if self._ended else self._pending + text
-        if self.stop and self.stop in self._pending:
-            self._ended, length = True, self._pending.index(self.stop)
-        else:
-            length = len(self._pending) - (0 if stream_end else self._possible_stop())
-        super().on_finalized_text(self._pending[:length], stream_end)
-        self._pending = self._pending[length:]
-
-    def _possible_stop(self) -> int:
-        """Return the length of the longest end of the pending text that begins the stop string."""
-        return max((n for n in range(1, len(self.stop)) if self._pending.endswith(self.stop[:n])), default=0)
 
 
 def splice(tokenizer: Any, known: list[int], fresh: list[int]) -> list[int]:

@@ -1,0 +1,85 @@
+"""Decode answers token by token, and print them while they are generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+
+class AnswerText:
+    """Decodes an answer token by token: complete characters only, and nothing from the string that ends it on.
+
+    Args:
+        tokenizer: of the base model.
+        stop: the string that ends the answer and is not part of it, or None.
+    """
+
+    def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
+        self.tokenizer, self.stop = tokenizer, stop or ""
+        # Decoders treat a text's first token differently, so tokens are decoded together with those before them.
+        self._context: list[int] = []
+        self._tokens: list[int] = []
+        self._held, self._stopped = "", False
+
+    def add(self, token: int) -> str:
+        """Return the text that a token completes; empty inside a character and inside what may be the stop string."""
+        self._tokens.append(token)
+        text = self._new_text()
+        if text.endswith("\ufffd"):  # a character whose other bytes are still to come
+            return ""
+        if text:
+            self._context, self._tokens = self._tokens, []
+        return self._until_stop(text)
+
+    def end(self) -> str:
+        """Return the text that was held back; the next token begins another answer."""
+        text = self._until_stop(self._new_text(), ended=True)
+        self._context, self._tokens, self._stopped = [], [], False
+        return text
+
+    def _new_text(self) -> str:
+        return self._decode(self._context + self._tokens)[len(self._decode(self._context)) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _until_stop(self, text: str, ended: bool = False) -> str:
+        """Return the new text as far as it cannot belong to the stop string; the rest is held back."""
+        text = "" if self._stopped else self._held + text
+        if self.stop and self.stop in text:
+            self._stopped, length = True, text.index(self.stop)
+        else:
+            length = len(text) - (0 if ended else self._possible_stop(text))
+        self._held = "" if self._stopped else text[length:]
+        return text[:length]
+
+    def _possible_stop(self, text: str) -> int:
+        """Return the length of the longest end of a text that begins the stop string."""
+        return max((n for n in range(1, len(self.stop)) if text.endswith(self.stop[:n])), default=0)
+
+
+class AnswerStreamer(BaseStreamer):
+    """Prints an answer token by token, then a line break; nothing from the string that ends it (`stop`) on."""
+
+    def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
+        self._text = AnswerText(tokenizer, stop)
+        self._begun = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Print the text of new tokens; the prompt, which comes first, is left out."""
+        if self._begun:
+            for token in value.flatten().tolist():
+                self.show(self._text.add(token))
+        self._begun = True
+
+    def end(self) -> None:
+        """Print the rest and a line break; nothing if the generation was refused before it began or has ended."""
+        if self._begun:
+            self._begun = False
+            self.show(self._text.end() + "\n")
+
+    def show(self, text: str) -> None:
+        """Print a piece of the answer."""
+        print(text, end="", flush=True)
