@@ -22,6 +22,7 @@ from transformers.generation import utils as generation_utils
 from medusa_decoding.checks import token_list, whole
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.steps import Backend
+from medusa_decoding.decode.runtime.streaming import end_step
 from medusa_decoding.generation import settings
 from medusa_decoding.generation.inputs import ended_on_error, split_prompts, whole_seed
 from medusa_decoding.generation.output import MedusaOutput
@@ -183,6 +184,10 @@ class _AfterPrompt:
         if self._has_prompt:
             self._streamer.put(value)
         self._has_prompt = True
+
+    def end_step(self) -> None:
+        """Tell a `StepStreamer` that a step ends."""
+        end_step(self._streamer)
 
     def end(self) -> None:
         """End the streamer unless it has ended."""
