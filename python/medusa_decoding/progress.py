@@ -32,13 +32,14 @@ class Progress(tqdm):
         unit = f"{unit}s" if self._in_log else unit
         super().__init__(total=total, unit=unit, disable=not shown, file=sys.stderr, **settings)
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Draw the bar, or write a line; `msg` "" would erase a bar."""
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Draw the bar, or write a line; `msg` "" would erase a bar. Returns whether the cursor is left on a bar."""
         if not self._in_log:
-            super().display(msg, pos)
-        elif msg != "" and self.n != self._written:
+            return super().display(msg, pos)
+        if msg != "" and self.n != self._written:
             self._written = self.n
             print(msg or self, file=sys.stderr, flush=True)
+        return False
 
     def close(self) -> None:
         """Write the last state and end."""
