@@ -5,10 +5,11 @@ import io
 import pytest
 import torch
 from chats import CHAT_TEMPLATE, chat_checkpoint, write_checkpoint
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from medusa_decoding.cli import main
+from medusa_decoding.cli import _display, main
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -70,3 +71,17 @@ def talk(monkeypatch, capsys):
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def at_terminal(monkeypatch):
+    """Make commands in this process believe that standard output is a terminal of some width."""
+
+    def arrange(width=100, height=40):
+        def terminal():
+            return Console(force_terminal=True, color_system="truecolor", width=width, height=height, highlight=False)
+
+        monkeypatch.setattr(_display, "terminal", terminal)
+        monkeypatch.setattr(_display, "REPLAY", 0.0)
+
+    return arrange

@@ -14,7 +14,7 @@ import torch
 
 from medusa_decoding.chat.template import ChatTemplate, Message
 from medusa_decoding.checks import check_text, shown, token_list
-from medusa_decoding.cli import _arguments, _figures
+from medusa_decoding.cli import _arguments, _display, _figures
 from medusa_decoding.cli._terminal import LEAVE, Breaker, messages
 from medusa_decoding.files import read_json, write_text
 from medusa_decoding.generation.metrics import GenerationMetrics
@@ -65,11 +65,14 @@ class Chat:
         self.terminal = sys.stdin.isatty()
         # With --json, standard output contains only answers.
         self.out = sys.stderr if args.json else sys.stdout
+        self.console = None if args.json else _display.terminal()
 
     def talk(self) -> int:
         """Handle line after line; return the exit code."""
         if self.terminal:
             self._say(f"/help lists commands; {LEAVE}")
+            if self.console is not None:
+                self.console.print(_display.legend(_display.COLOURS))
         for text in messages(self.terminal):
             saved = self.history
             try:
@@ -125,7 +128,7 @@ class Chat:
                 eos_token_id=self.eos or None,
                 stop_strings=self.template.stop_strings(self.args.stop),
                 tokenizer=self.template.tokenizer,
-                streamer=None if self.args.json else self.template.streamer(),
+                streamer=None if self.args.json else _display.streamer(self.template, self.console),
                 stopping_criteria=[breaker],
                 session=self.session,
                 metrics=True,
@@ -165,9 +168,11 @@ class Chat:
         return "max_new_tokens" if len(new) == self.args.max_new_tokens else "stop"
 
     def _report(self, text: str, ended: str) -> None:
-        """Print an answer as JSON, or a note if it did not end by itself."""
+        """Print an answer as JSON; or its figures on a terminal, and a note if it did not end by itself."""
+        metrics, reused = self.answers[-1]
+        if self.console is not None:
+            self.console.print(_display.summary(metrics), style="dim", soft_wrap=True)
         if self.args.json:
-            metrics, reused = self.answers[-1]
             print(json.dumps({"text": text, "ended": ended, "metrics": _figures.as_json(metrics, reused)}), flush=True)
         elif ended == "interrupted":
             self._note("interrupted: the answer is kept as far as it got")

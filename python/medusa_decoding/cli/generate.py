@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from medusa_decoding.backbone.tensor_parallel import joined
 from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
 from medusa_decoding.checks import check_text, token_list
-from medusa_decoding.cli import _arguments, _figures
+from medusa_decoding.cli import _arguments, _display, _figures
 from medusa_decoding.files import MAX_TEXT, read_text
 from medusa_decoding.model import MedusaOutput
 
@@ -56,7 +56,7 @@ def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
             eos_token_id=encoder.ends(eos) or None,
             stop_strings=encoder.stop_strings(args.stop),
             tokenizer=tokenizer,
-            streamer=encoder.streamer() if prints and not args.json else None,
+            streamer=_display.streamer(encoder, _display.terminal()) if prints and not args.json else None,
             metrics=args.metrics,
             **_arguments.sampling(args),
         )

@@ -5,6 +5,9 @@ commands, /help lists them. Ctrl-C stops an answer and keeps it as far as it got
 from a pipe: standard output then has the answers (with --json, one JSON line each) and the output of commands, and the
 exit code is 2 if a line failed.
 
+At a terminal, colours show which draft tokens each step accepted, and a line after each answer has its figures; text is
+plain with NO_COLOR or TERM=dumb.
+
 An answer ends with an EOS token of the model's generation config, or with the special token that the chat template
 puts directly after an answer.
 

@@ -2,6 +2,7 @@
 
 The prompt comes from --prompt, --file or standard input, heads and base model from --model and --base-model (default:
 the embedded demo checkpoint). The text is the base model's own greedy text, unless --temperature asks for sampling.
+At a terminal, colours show which draft tokens each step accepted; text is plain with NO_COLOR or TERM=dumb.
 
     medusa generate --prompt "def main(" --max-new-tokens 64
     medusa generate --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 7 --tree chain:4+lookup:8 --metrics

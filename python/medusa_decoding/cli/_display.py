@@ -1,0 +1,255 @@
+"""Show on a terminal what each step accepted: text in colours, and a race of recorded generations.
+
+Without a terminal, or where NO_COLOR or TERM=dumb ask for plain text, `terminal` returns None and commands print as
+they do into a file.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.segment import Segments
+from rich.table import Table
+from rich.text import Text
+from transformers.generation.streamers import BaseStreamer
+
+from medusa_decoding.chat.streaming import AnswerStreamer, AnswerText
+from medusa_decoding.chat.template import PromptEncoder
+from medusa_decoding.generation.metrics import GenerationMetrics
+
+COLOURS = "cyan", "magenta"
+"""Styles of accepted draft tokens in streamed text, taken in turn by the steps."""
+CHIPS = "#ffffff on #0b5a7a", "#ffffff on #6a2c75"
+"""The same in panels. Not in streamed text: a terminal that wraps it fills the rest of the line with the background."""
+
+FRAMES = 20
+"""Pictures per second of a replay."""
+REPLAY = 4.0
+"""Seconds that a replay takes at least, by slowing it down."""
+SIDE_BY_SIDE = 72
+"""Columns that two panels next to each other need."""
+WIDEST = 132
+"""Columns that are used of a wider terminal."""
+
+# Characters that move the cursor or begin an escape sequence: a model's text must not control the terminal.
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd") | {ord("\r"): None}
+
+
+def terminal() -> Console | None:
+    """Return standard output as a terminal with colours; None if it is none, or is to have plain text."""
+    if not sys.stdout.isatty():
+        return None
+    console = Console(highlight=False)
+    plain = console.no_color or console.color_system is None or console.is_dumb_terminal or console.options.ascii_only
+    return None if plain else console
+
+
+def step_text(steps: Sequence[Sequence[str]], styles: Sequence[str], first: int = 0) -> Text:
+    """Return the text of steps from number `first` on.
+
+    A step is a list of its tokens' texts, of which the last is the model's own token and remains without colour.
+    """
+    text = Text()
+    for number, (*drafted, own) in enumerate(steps, first):
+        text.append("".join(drafted).translate(_CONTROLS), styles[number % len(styles)])
+        text.append(own.translate(_CONTROLS))
+    return text
+
+
+def legend(styles: Sequence[str]) -> Text:
+    """Return what the colours mean."""
+    first, second = styles
+    return Text.assemble(
+        "Coloured: ", ("draft tokens", first), " that ", ("one step", second), " accepted. Not coloured: the "
+        "model's own token at the end of each step."
+    )  # fmt: skip
+
+
+def bar(value: float, total: float, width: int | None = None, style: str = "cyan") -> ProgressBar:
+    """Return a bar, as wide as there is room unless a width is given."""
+    return ProgressBar(total, value, width, complete_style=style, finished_style=style)
+
+
+def streamer(encoder: PromptEncoder, console: Console | None) -> AnswerStreamer:
+    """Return what prints an answer, with colours on a terminal."""
+    return encoder.streamer() if console is None else ColourStreamer(encoder.tokenizer, encoder.stop, console)
+
+
+class ColourStreamer(AnswerStreamer):
+    """Prints an answer step by step in the colours of `step_text`, otherwise as its base class does."""
+
+    def __init__(self, tokenizer: Any, stop: str | None, console: Console) -> None:
+        super().__init__(tokenizer, stop)
+        self.console = console
+        self._pieces: list[str] = []
+        self._steps = 0
+
+    def show(self, text: str) -> None:
+        """Keep a token's text until its step ends."""
+        self._pieces.append(text)
+
+    def end_step(self) -> None:
+        """Print the step."""
+        write(self.console, step_text([self._pieces], COLOURS, self._steps))
+        self._pieces = []
+        self._steps += 1
+
+    def end(self) -> None:
+        """Print the rest and a line break."""
+        super().end()
+        if self._pieces:
+            self.end_step()
+
+
+def write(console: Console, text: Text) -> None:
+    """Write styled text and nothing else: no line break, wrapping or expanded tabs, which are up to the terminal."""
+    console.print(Segments(text.render(console)), end="", crop=False)
+
+
+def summary(metrics: GenerationMetrics) -> str:
+    """Return the figures of one generation in one line."""
+    accepted = sum(length * steps for length, steps in metrics.accepted_histogram.items())
+    drafted = sum((nodes - 1) * steps for nodes, steps in metrics.tree_nodes.items())
+    share = f", {accepted / drafted:.0%} of {drafted} draft tokens accepted" if drafted else ""
+    return (
+        f"[{metrics.new_tokens} tokens: {metrics.tokens_per_step:.2f} per step, {metrics.tokens_per_second:.1f}/s{share}]"
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded generation.
+
+    Attributes:
+        label: what generated.
+        steps: the texts of the tokens of each step, the prefill first.
+        ends: seconds from the start of the generation to the end of each step.
+    """
+
+    label: str
+    steps: list[list[str]]
+    ends: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """How long the generation took."""
+        return self.ends[-1]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it wrote."""
+        return sum(map(len, self.steps))
+
+
+def record(label: str, generate: Callable[[Any], object], tokenizer: Any) -> Run:
+    """Run a generation, which is given a streamer, and return what it wrote when."""
+    recorder = _Recorder()
+    generate(recorder)
+    answer = AnswerText(tokenizer)
+    steps = [[answer.add(token) for token in tokens] for tokens in recorder.steps]
+    steps[-1][-1] += answer.end()
+    return Run(label, steps, recorder.ends)
+
+
+class _Recorder(BaseStreamer):
+    """Records the tokens of each step and the time at its end, since the recorder was made."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+        self.ends: list[float] = []
+        self._tokens: list[int] | None = None
+        self._start = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._tokens is None:  # the prompt
+            self._tokens = []
+        else:
+            self._tokens.append(int(value))
+
+    def end_step(self) -> None:
+        assert self._tokens is not None
+        self.ends.append(time.perf_counter() - self._start)
+        self.steps.append(self._tokens)
+        self._tokens = []
+
+    def end(self) -> None:
+        pass
+
+
+class Race:
+    """Recorded generations of one prompt next to each other, or below each other on a narrow terminal.
+
+    Args:
+        console: where they are shown.
+        runs: the generations.
+        prompt: the text before them.
+        slower: how many times slower than they ran; None for what makes the longest take `REPLAY` seconds.
+    """
+
+    def __init__(self, console: Console, runs: Sequence[Run], prompt: str = "", slower: int | None = None) -> None:
+        self.console, self.runs, self.prompt = console, runs, prompt
+        self.seconds = max(run.seconds for run in runs)
+        self.slower = max(1, round(REPLAY / self.seconds)) if slower is None else slower
+        width = min(console.width, WIDEST)
+        self.beside = width >= SIDE_BY_SIDE
+        self.width = width // len(runs) if self.beside else width
+        longest = max(len(self._lines(run, run.seconds)) for run in runs)
+        height = console.height - 2  # one line for the heading, one for the cursor
+        if not self.beside:
+            height //= len(runs)
+        self.rows = max(1, min(longest, height - 3))  # a panel also has a bar and two borders
+
+    def play(self) -> None:
+        """Replay the generations; the last picture stays on the terminal."""
+        with Live(console=self.console, auto_refresh=False) as live:
+            start, now = time.perf_counter(), 0.0
+            while now < self.seconds:
+                live.update(self.picture(now), refresh=True)
+                time.sleep(1 / FRAMES)
+                now = (time.perf_counter() - start) / self.slower
+            live.update(self.picture(self.seconds), refresh=True)
+
+    def picture(self, seconds: float) -> RenderableType:
+        """Return what had been written some seconds after the start."""
+        speed = "at its own speed" if self.slower == 1 else f"{self.slower} times slower"
+        heading = Text(f"{seconds:.2f} s, replayed {speed}", "dim", no_wrap=True, overflow="ellipsis")
+        panels = [self._panel(run, seconds) for run in self.runs]
+        if not self.beside:
+            return Group(heading, *panels)
+        row = Table.grid()
+        row.add_row(*panels)
+        return Group(heading, row)
+
+    def _panel(self, run: Run, seconds: float) -> Panel:
+        done = seconds >= run.seconds
+        begun = _until(run, seconds)
+        tokens, steps = sum(map(len, begun)), len(begun) - 1  # the prefill is not a step
+        figures = f"{tokens} tokens"
+        if steps > 0:
+            figures += f", {(tokens - 1) / steps:.2f} per step, {tokens / min(seconds, run.seconds):.0f}/s"
+        lines = self._lines(run, seconds)[-self.rows :]
+        text = Text("\n", no_wrap=True).join([*lines, *[Text()] * (self.rows - len(lines))])
+        return Panel(
+            Group(text, bar(tokens, run.tokens)),
+            title=f"{run.label}: {run.seconds:.2f} s" if done else run.label,
+            subtitle=figures,
+            border_style="green" if done else "default",
+            width=self.width,
+        )
+
+    def _lines(self, run: Run, seconds: float) -> list[Text]:
+        text = Text.assemble((self.prompt.translate(_CONTROLS), "dim"), step_text(_until(run, seconds), CHIPS))
+        return list(text.wrap(self.console, self.width - 4, tab_size=8))
+
+
+def _until(run: Run, seconds: float) -> list[list[str]]:
+    return [step for step, end in zip(run.steps, run.ends, strict=True) if end <= seconds]

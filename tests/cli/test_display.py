@@ -1,0 +1,231 @@
+"""What a terminal shows: the same text as a file gets, with the steps in colours; races of recorded generations."""
+
+import io
+import re
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from terminals import HIDE, SHOW, plain
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.cli import _display, main
+from medusa_decoding.cli._display import COLOURS, Race, Run, step_text
+from medusa_decoding.generation.metrics import GenerationMetrics
+
+
+def console(width=100, height=40, **settings):
+    stream = io.StringIO()
+    return Console(
+        file=stream,
+        force_terminal=True,
+        color_system="truecolor",
+        width=width,
+        height=height,
+        highlight=False,
+        **settings,
+    )
+
+
+def printed(shown):
+    return shown.file.getvalue()
+
+
+def screen(shown, picture):
+    """The lines of a picture, without styles."""
+    with shown.capture() as captured:
+        shown.print(picture)
+    return plain(captured.get()).splitlines()
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    return monkeypatch
+
+
+def has_colours(monkeypatch, terminal=True, encoding="utf-8"):
+    """Whether a standard output has colours."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding)
+    stream.isatty = lambda: terminal
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        return _display.terminal() is not None
+
+
+def test_colours_are_for_terminals(environment):
+    assert has_colours(environment)
+    assert not has_colours(environment, terminal=False)
+    assert not has_colours(environment, encoding="ascii")
+    environment.setenv("FORCE_COLOR", "1")  # a replay in a file is of no use
+    assert not has_colours(environment, terminal=False)
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_the_environment_can_ask_for_plain_text(environment, name, value):
+    environment.setenv(name, value)
+    assert not has_colours(environment)
+
+
+def coloured(text):
+    """The parts of a text that have a style."""
+    return [(text.plain[span.start : span.end], span.style) for span in text.spans if span.end > span.start]
+
+
+def test_draft_tokens_have_the_colour_of_their_step():
+    steps = [["a"], ["b", "c", "d"], ["e"], ["f", "g"], ["h", "i"]]
+    text = step_text(steps, COLOURS)
+    assert text.plain == "abcdefghi"
+    assert coloured(text) == [("bc", COLOURS[1]), ("f", COLOURS[1]), ("h", COLOURS[0])]
+    assert coloured(step_text(steps[1:], COLOURS, first=1)) == coloured(text)
+
+
+def test_a_models_text_cannot_control_the_terminal():
+    steps = [["\x1b]0;title\x07", "\x9b2J\r\n", "\tb\x00"]]
+    assert step_text(steps, COLOURS).plain == "\ufffd]0;title\ufffd\ufffd2J\n\tb\ufffd"
+
+
+def test_streamed_text_is_written_as_it_is():
+    shown = console(width=10)
+    text = step_text([["longer than the terminal\t", "\u4f60\u597d\n\n  ", "end "], ["\tx", "y"]], COLOURS)
+    _display.write(shown, text)
+    assert plain(printed(shown)) == text.plain
+    assert printed(shown).startswith("\x1b[36mlonger")
+    assert "\x1b[0mend \x1b[35m\tx\x1b[0my" in printed(shown)
+
+
+def test_a_chat_on_a_terminal_has_the_same_text(chat, talk, at_terminal, capsys):
+    argv = ["--tree", "chain:3", "--max-new-tokens", 20]
+    questions = ["hello", "tell me more, please!"]
+    code, expected, _ = talk(chat, questions, *argv)
+    assert (code, "\x1b" in expected) == (0, False)
+    at_terminal(width=20)
+    code, out, _ = talk(chat, questions, *argv)
+    figures = re.compile(r"\[\d+ tokens: \d\.\d\d per step, [\d.]+/s, .*\]\n")
+    assert code == 0
+    assert len(figures.findall(plain(out))) == 2
+    assert figures.sub("", plain(out)) == expected
+    assert "\x1b[36m" in out or "\x1b[35m" in out
+
+
+def test_an_answer_in_json_has_no_colours(chat, talk, at_terminal):
+    at_terminal()
+    assert "\x1b" not in talk(chat, ["hello"], "--json", "--max-new-tokens", 5)[1]
+
+
+def test_generate_on_a_terminal_has_the_same_text(checkpoint, at_terminal, model_text, capsys):
+    at_terminal(width=20)
+    heads = str(checkpoint / "heads")
+    assert main(["generate", "--model", heads, "--prompt", "xyz", "--max-new-tokens", "9", "--tree", "chain:2"]) == 0
+    out = capsys.readouterr().out
+    # Bytes that end a line or control a terminal are not shown as they are.
+    assert plain(out) == model_text("xyz", 9).translate(_display._CONTROLS) + "\n"
+
+
+def test_the_figures_of_an_answer():
+    metrics = GenerationMetrics(
+        prompt_tokens=4, new_tokens=10, steps=4, accepted_histogram={0: 1, 1: 1, 2: 2}, depth_acceptance=[],
+        tree_nodes={1: 1, 6: 3}, prefill_seconds=1.0, decode_seconds=3.0, step_seconds=[],
+    )  # fmt: skip
+    expected = "[10 tokens: 2.25 per step, 2.5/s, 33% of 15 draft tokens accepted]"
+    assert _display.summary(metrics) == expected
+
+
+RUNS = [
+    Run("plain", [[letter] for letter in "abcdefghi"], [n / 10 for n in range(1, 10)]),
+    Run("medusa", [["a"], ["b", "c", "d"], ["e", "f", "g"], ["h", "i"]], [0.1, 0.25, 0.4, 0.55]),
+]
+
+
+def test_a_race_shows_what_had_been_written_when():
+    shown = console(width=100)
+    race = Race(shown, RUNS, "prompt ")
+    lines = screen(shown, race.picture(0.3))
+    assert lines[0].startswith("0.30 s, replayed ")
+    assert re.search(r"prompt abc +.*prompt abcd +", lines[2])
+    assert "3 tokens, 1.00 per step, 10/s" in lines[-1]
+    assert "4 tokens, 3.00 per step, 13/s" in lines[-1]
+    lines = screen(shown, race.picture(race.seconds))
+    assert re.search(r"prompt abcdefghi +.*prompt abcdefghi +", lines[2])
+    assert "plain: 0.90 s" in lines[1]
+    assert "medusa: 0.55 s" in lines[1]
+    assert "9 tokens, 2.67 per step, 16/s" in lines[-1]
+    assert "prompt" in screen(shown, race.picture(0.0))[2]
+
+
+WIDE = (
+    "def f():\n\treturn '\u4f60\u597d\u4e16\u754c \u3053\u3093\u306b\u3061\u306f' # "
+    + "word " * 30
+    + "x" * 130
+    + "\n\nlast"
+)
+
+
+@pytest.mark.parametrize("width", [20, 40, 72, 100, 200])
+@pytest.mark.parametrize("height", [10, 24, 60])
+def test_pictures_fit_the_terminal(width, height):
+    letters = list(WIDE)
+    threes = [letters[start : start + 3] for start in range(0, len(letters), 3)]
+    runs = [
+        Run("plain decoding", [[letter] for letter in letters], [0.1 * n for n in range(1, len(letters) + 1)]),
+        Run("Medusa", threes, [0.15 * n for n in range(1, len(threes) + 1)]),
+    ]
+    shown = console(width, height)
+    race = Race(shown, runs, "class \u7c7b:\n")
+    sizes = set()
+    for seconds in (0.0, 0.5, 5.0, race.seconds):
+        lines = screen(shown, race.picture(seconds))
+        sizes.add(len(lines))
+        assert len(lines) < height
+        assert max(map(cell_len, lines)) <= width
+        assert all(cell_len(line) == cell_len(lines[1]) for line in lines[1:])  # the borders are straight
+    assert len(sizes) == 1, "the picture changes its size"
+    final = "".join(lines)
+    assert final.count("last") == 2
+    if height == 60 and width >= 72:
+        assert final.count("\u3053\u3093\u306b\u3061\u306f") == final.count("class \u7c7b:") == 2
+
+
+def test_a_replay_ends_with_the_last_picture_and_the_cursor(monkeypatch):
+    monkeypatch.setattr(_display, "REPLAY", 0.0)
+    shown = console()
+    Race(shown, RUNS, slower=1).play()
+    out = printed(shown)
+    assert out.count(HIDE) == out.count(SHOW) == 1
+    last = plain(out[out.rindex("replayed at its own speed") :])
+    assert last.count("abcdefghi") == 2
+
+
+def test_ctrl_c_in_a_replay_shows_the_cursor_again(monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_display.time, "sleep", interrupt)
+    shown = console()
+    with pytest.raises(KeyboardInterrupt):
+        Race(shown, RUNS).play()
+    assert printed(shown).index(HIDE) < printed(shown).index(SHOW)
+
+
+def test_short_replays_are_slowed_down_and_long_ones_are_not():
+    assert Race(console(), RUNS).slower == round(_display.REPLAY / 0.9)
+    assert Race(console(), [Run("slow", [["a"], ["b"]], [1.0, 60.0])]).slower == 1
+
+
+def test_a_recorded_run_is_the_generation(checkpoint):
+    tokenizer = pretrained.load_tokenizer(checkpoint / "base")
+    ids = tokenizer("xyz", return_tensors="pt").input_ids
+    with MedusaModel.from_pretrained(checkpoint / "heads", tree=Tree.chain(3)) as model:
+        output = model.generate(ids, max_new_tokens=20)
+        run = _display.record("Medusa", lambda streamer: model.generate(ids, None, 20, streamer=streamer), tokenizer)
+    assert "".join(piece for step in run.steps for piece in step) == tokenizer.decode(
+        output.sequences[0, ids.shape[1] :]
+    )
+    assert [len(step) for step in run.steps] == [1] + [accepted + 1 for accepted in output.accept_lengths[0]]
+    assert run.tokens == 20
+    assert run.ends[0] > 0
+    assert run.ends == sorted(run.ends)
+    assert run.seconds == run.ends[-1]
