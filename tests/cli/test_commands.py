@@ -106,6 +106,7 @@ def test_demo_compares_three_ways(capsys, checkpoint, monkeypatch):
     accepted = sum(int(length) * count for length, count in out["accepted_length_histogram"].items())
     assert accepted + steps == 3 * 11
     assert out["tokens_per_step"] == pytest.approx(33 / steps)
+    assert out["steps_by_tree_nodes"] == {"3": steps}
 
 
 def test_demo_prints_answer_and_table(capsys, checkpoint, monkeypatch, model_text):

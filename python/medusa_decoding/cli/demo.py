@@ -13,14 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.cli import _display
 from medusa_decoding.cli._arguments import torch_dtype
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.progress import Progress
 from medusa_decoding.trees.tree import Tree
 
 PROMPTS = (
@@ -37,21 +41,29 @@ def run(args: argparse.Namespace) -> int:
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in ([args.prompt] if args.prompt else PROMPTS)]
     if prompts[0].numel() == 0:
         raise ValueError("--prompt: expected some text, got none")
+    console = None if args.json else _display.terminal()
     with MedusaModel.from_pretrained(
         CHECKPOINT / "heads", dtype=torch_dtype(args.dtype), tree=args.tree, backend=args.backend
     ) as model:
         if not args.json:
             parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]
             size = sum(weights.numel() for part in parts for weights in part.parameters())
-            print(f"A {size / 1e6:.1f}M-parameter model of Python code continues:\n")
+            say = print if console is None else console.print
+            say(f"A {size / 1e6:.1f}M-parameter model of Python code continues:\n")
+        if console is not None:
+            perform(console, model, tokenizer, prompts, args.max_new_tokens)
+        elif not args.json:
             model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
             print()
         base = pretrained.load_model(CHECKPOINT / "base", dtype=torch_dtype(args.dtype))
-        result = compare(model, base, prompts, args.max_new_tokens, args.rounds)
+        with Progress(args.rounds, "round", shown=console is not None, leave=False) as progress:
+            result = compare(model, base, prompts, args.max_new_tokens, args.rounds, progress.update)
         backend = resolve_backend(args.backend, model.backbone.device)
     result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}
     if args.json:
         print(json.dumps(result))
+    elif console is not None:
+        show_result(console, result)
     else:
         print_table(result)
     if not result["identical"] and args.dtype == "float32":
@@ -60,22 +72,52 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_tokens: int, rounds: int) -> dict[str, Any]:
+def perform(console: Console, model: MedusaModel, tokenizer: Any, prompts: list[torch.Tensor], new_tokens: int) -> None:
+    """Show Medusa's answer to the first prompt at the speed it was generated, then a race for the second, slowed."""
+
+    def record(label: str, ids: torch.Tensor, tree: Tree | None = None) -> _display.Run:
+        return _display.record(
+            label, lambda streamer: model.generate(ids, None, new_tokens, tree, streamer=streamer), tokenizer
+        )
+
+    console.print(_display.legend(_display.CHIPS), end="\n\n")
+    first, second = prompts[0], prompts[min(1, len(prompts) - 1)]
+    for tree in (None, Tree([])):  # compiles and warms up
+        model.generate(first, max_new_tokens=new_tokens, tree=tree)
+    answer = record("Medusa", first)
+    _display.Race(console, [answer], tokenizer.decode(first[0]), slower=1).play()
+    console.print()
+    runs = [record("plain decoding", second, Tree([])), record("Medusa", second)]
+    _display.Race(console, runs, tokenizer.decode(second[0])).play()
+    console.print()
+
+
+def compare(
+    model: MedusaModel,
+    base: Any,
+    prompts: list[torch.Tensor],
+    new_tokens: int,
+    rounds: int,
+    after_round: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
     """Run the three methods in turn; return their speed and whether their texts are identical.
 
     `base` is the same base model as transformers loads it, without swapped attention; prompts are int64 [1, T] each.
     """
     accept_lengths: list[int] = []
+    tree_nodes: Counter[int] = Counter()
 
     def transformers(ids: torch.Tensor) -> list[int]:
         out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
         return out[0, ids.shape[1] :].tolist()
 
     def ours(ids: torch.Tensor, tree: Tree | None = None) -> list[int]:
-        output = model.generate(ids, max_new_tokens=new_tokens, tree=tree)
+        output = model.generate(ids, max_new_tokens=new_tokens, tree=tree, metrics=True)
         assert isinstance(output, MedusaOutput)
         if tree is None:
+            assert output.metrics is not None
             accept_lengths.extend(output.accept_lengths[0])
+            tree_nodes.update(output.metrics.tree_nodes)
         return output.sequences[0, ids.shape[1] :].tolist()
 
     methods: dict[str, Callable[[torch.Tensor], list[int]]] = {
@@ -84,6 +126,7 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
     # Not timed: it compiles and warms up.
     texts = {name: [method(ids) for ids in prompts] for name, method in methods.items()}
     accept_lengths.clear()
+    tree_nodes.clear()
     rates: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):
         for ids in prompts:
@@ -91,6 +134,7 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
                 start = time.perf_counter()
                 tokens = len(method(ids))
                 rates[name].append(tokens / (time.perf_counter() - start))
+        after_round()
     histogram = Counter(accept_lengths)
     steps = len(accept_lengths)
     return {
@@ -98,6 +142,7 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
         "tokens_per_step": (sum(accept_lengths) + steps) / steps if steps else None,
         "accepted_length_histogram": {str(n): histogram[n] for n in sorted(histogram)},
         "tree_nodes": model.tree.num_nodes if isinstance(model.tree, Tree) else None,
+        "steps_by_tree_nodes": {str(n): tree_nodes[n] for n in sorted(tree_nodes)},
         "prompts": len(prompts),
         "new_tokens": sum(map(len, texts["medusa"])),
         "rounds": rounds,
@@ -108,22 +153,71 @@ def compare(model: MedusaModel, base: Any, prompts: list[torch.Tensor], new_toke
 def print_table(result: dict[str, Any]) -> None:
     """Print the comparison as a table."""
     rates = result["tokens_per_second"]
-    names = {
-        "transformers": "transformers generate",
-        "plain": "our plain loop",
-        "medusa": f"Medusa, {result['tree_nodes']} nodes" if result["tree_nodes"] else "Medusa, adaptive tree",
-    }
     print(f"{'':24}{'tokens/s':>10}{'x generate':>12}{'x plain loop':>14}")
-    for name, label in names.items():
+    for name, label in labels(result).items():
         rate = rates[name]
         print(f"{label:24}{rate:10.0f}{rate / rates['transformers']:12.2f}{rate / rates['plain']:14.2f}")
     if result["tokens_per_step"] is not None:
         print(f"\ntokens per step: {result['tokens_per_step']:.2f}; accepted draft tokens per step:")
-        total = sum(result["accepted_length_histogram"].values())
-        for length, count in result["accepted_length_histogram"].items():
-            print(f"  {length}  {'#' * round(40 * count / total):40} {count / total:6.1%}")
+        for length, share in shares(result["accepted_length_histogram"]).items():
+            print(f"  {length}  {'#' * round(40 * share):40} {share:6.1%}")
+    for line in notes(result):
+        print(line)
+
+
+def show_result(console: Console, result: dict[str, Any]) -> None:
+    """Print the comparison as a table with bars, as wide as the terminal allows."""
+    rates = result["tokens_per_second"]
+    width = min(console.width, _display.WIDEST)
+    table = Table(box=None, pad_edge=False, width=width)
+    table.add_column(min_width=12)
+    for heading in ("tokens/s", "x generate", "x plain loop"):
+        table.add_column(heading, justify="right")
+    wide = width >= _display.SIDE_BY_SIDE
+    if wide:
+        table.add_column(ratio=1)
+    for name, label in labels(result).items():
+        rate = rates[name]
+        figures = [f"{rate:.0f}", f"{rate / rates['transformers']:.2f}", f"{rate / rates['plain']:.2f}"]
+        medusa = name == "medusa"
+        bar = _display.bar(rate, max(rates.values()), style="cyan" if medusa else "default")
+        table.add_row(label, *figures, *([bar] if wide else []), style="bold" if medusa else "")
+    console.print(table)
+    if result["tokens_per_step"] is not None:
+        console.print(f"\ntokens per step: {result['tokens_per_step']:.2f}; accepted draft tokens per step:")
+        histogram = Table.grid(padding=(0, 2))
+        for length, share in shares(result["accepted_length_histogram"]).items():
+            histogram.add_row(f"  {length}", f"{share:7.1%}", _display.bar(share, 1, width=min(40, width - 16)))
+        console.print(histogram)
+    for line in notes(result):
+        console.print(line)
+
+
+def labels(result: dict[str, Any]) -> dict[str, str]:
+    """Return what to call the methods; a tree that was chosen for each step has no fixed number of nodes."""
+    nodes = result["tree_nodes"]
+    medusa = f"Medusa, {nodes} nodes" if nodes else "Medusa, auto tree"
+    return {"transformers": "transformers generate", "plain": "our plain loop", "medusa": medusa}
+
+
+def shares(counts: dict[str, int]) -> dict[str, float]:
+    """Return the share of each count in their sum."""
+    total = sum(counts.values())
+    return {value: count / total for value, count in counts.items()}
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Return what else there is to say: the trees if they were chosen for each step, the texts, how it was measured."""
+    lines = []
+    if result["tree_nodes"] is None and result["steps_by_tree_nodes"]:
+        used = [
+            f"{'plain' if nodes == '1' else f'{nodes} nodes'} {share:.0%}"
+            for nodes, share in shares(result["steps_by_tree_nodes"]).items()
+        ]
+        lines.append(f"trees chosen, by share of the steps: {', '.join(used)}")
     same = "identical" if result["identical"] else "DIFFERENT"
-    print(
+    return [
+        *lines,
         f"texts of all three: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
-        f"{result['dtype']}, {result['backend']}, {result['threads']} threads, median of {result['rounds']} rounds"
-    )
+        f"{result['dtype']}, {result['backend']}, {result['threads']} threads, median of {result['rounds']} rounds",
+    ]

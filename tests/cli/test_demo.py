@@ -1,0 +1,72 @@
+"""medusa demo: what it shows at a terminal, and what it says about its trees."""
+
+import re
+import termios
+
+import pytest
+from rich.cells import cell_len
+from terminals import HIDE, PATIENCE, SHOW, Terminal, plain
+
+from medusa_decoding.cli import demo, main
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_the_demo_on_a_terminal(capsys, checkpoint, monkeypatch, at_terminal, width):
+    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
+    at_terminal(width)
+    assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "9", "--rounds", "1", "--tree", "chain:2"]) == 0
+    out = plain(capsys.readouterr().out)
+    for words in ("draft tokens", "plain decoding", "Medusa", "9 tokens", "identical", "tokens/s"):
+        assert words in out
+    assert re.search(r"Medusa, 3 nodes" if width > 40 else r"Medusa, 3 .*\n *nodes", out)
+    assert max(cell_len(line.rpartition("\r")[2]) for line in out.splitlines()) <= width
+
+
+def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
+    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
+    assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "12", "--rounds", "1", "--tree", "auto"]) == 0
+    out = capsys.readouterr().out
+    assert "Medusa, auto tree" in out
+    said = re.search(r"trees chosen, by share of the steps: (.*)", out).group(1)
+    shares = re.findall(r"(plain|\d+ nodes) (\d+)%", said)
+    assert abs(sum(int(share) for _, share in shares) - 100) <= len(shares)
+    assert "\x1b" not in out
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(*argv, **variables):
+        started.append(Terminal(*argv, **variables))
+        return started[-1]
+
+    yield start
+    for terminal in started:
+        terminal.end()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_demo_leaves_the_terminal_as_it_was(start):
+    terminal = start("demo", TERM="xterm-256color", NO_COLOR="")
+    before = termios.tcgetattr(terminal.ours)
+    terminal.wait_for(r"replayed \d+ times slower(.|\n)*replayed \d+ times slower")
+    terminal.press("\x03")
+    terminal.wait_for("medusa: interrupted\n")
+    assert terminal.process.wait(PATIENCE) == 130
+    assert termios.tcgetattr(terminal.ours) == before
+    shown = terminal.shown()
+    assert shown.count(HIDE) == shown.count(SHOW) == 2  # an answer, then the race
+    after = shown[shown.rindex(SHOW) :]
+    assert "\x1b" not in after[len(SHOW) :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
+def test_the_demo_can_be_plain_text(start, variables):
+    terminal = start("demo", "--rounds", "1", "--max-new-tokens", "8", **variables)
+    terminal.wait_for("median of 1 rounds\n")
+    assert terminal.process.wait(PATIENCE) == 0
+    assert "\x1b" not in terminal.shown()
+    assert "replayed" not in terminal.shown()
+    assert "class Stack:" in terminal.shown()
