@@ -2,11 +2,13 @@
 
 import re
 import termios
+from xml.etree import ElementTree
 
 import pytest
 from rich.cells import cell_len
 from terminals import HIDE, PATIENCE, SHOW, Terminal, plain
 
+from benchmarks import terminal_picture
 from medusa_decoding.cli import demo, main
 
 
@@ -31,6 +33,20 @@ def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
     shares = re.findall(r"(plain|\d+ nodes) (\d+)%", said)
     assert abs(sum(int(share) for _, share in shares) - 100) <= len(shares)
     assert "\x1b" not in out
+
+
+def test_the_picture_of_the_demo(checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
+    monkeypatch.setattr(terminal_picture, "NEW_TOKENS", 8)
+    terminal_picture.main(["--out", str(tmp_path / "terminal.svg")])
+    text = (tmp_path / "terminal.svg").read_text()
+    shown = " ".join("".join(ElementTree.fromstring(text).itertext()).split())
+    assert re.search("8 tokens, [1-5].[0-9]{2} per step", shown)
+    assert "url(http" not in text  # no fonts of other sites
+
+
+def test_the_picture_in_the_documentation_is_small(root):
+    assert 10_000 < (root / "docs" / "figures" / "terminal.svg").stat().st_size < 100_000
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import io
 import re
+from functools import partial
 
 import pytest
 from rich.cells import cell_len
@@ -220,7 +221,7 @@ def test_a_recorded_run_is_the_generation(checkpoint):
     ids = tokenizer("xyz", return_tensors="pt").input_ids
     with MedusaModel.from_pretrained(checkpoint / "heads", tree=Tree.chain(3)) as model:
         output = model.generate(ids, max_new_tokens=20)
-        run = _display.record("Medusa", lambda streamer: model.generate(ids, None, 20, streamer=streamer), tokenizer)
+        run = _display.record("Medusa", partial(model.generate, ids, None, 20), tokenizer)
     assert "".join(piece for step in run.steps for piece in step) == tokenizer.decode(
         output.sequences[0, ids.shape[1] :]
     )

@@ -69,8 +69,8 @@ def legend(styles: Sequence[str]) -> Text:
     """Return what the colours mean."""
     first, second = styles
     return Text.assemble(
-        "Coloured: ", ("draft tokens", first), " that ", ("one step", second), " accepted. Not coloured: the "
-        "model's own token at the end of each step."
+        "Coloured: ", ("draft tokens", first), " that ", ("one step", second), " accepted. "
+        "Plain: the model's own token, one per step."
     )  # fmt: skip
 
 
@@ -150,10 +150,10 @@ class Run:
         return sum(map(len, self.steps))
 
 
-def record(label: str, generate: Callable[[Any], object], tokenizer: Any) -> Run:
-    """Run a generation, which is given a streamer, and return what it wrote when."""
+def record(label: str, generate: Callable[..., object], tokenizer: Any) -> Run:
+    """Call `generate(streamer=..)` and return what it wrote when."""
     recorder = _Recorder()
-    generate(recorder)
+    generate(streamer=recorder)
     answer = AnswerText(tokenizer)
     steps = [[answer.add(token) for token in tokens] for tokens in recorder.steps]
     steps[-1][-1] += answer.end()

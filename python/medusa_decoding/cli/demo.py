@@ -74,22 +74,24 @@ def run(args: argparse.Namespace) -> int:
 
 def perform(console: Console, model: MedusaModel, tokenizer: Any, prompts: list[torch.Tensor], new_tokens: int) -> None:
     """Show Medusa's answer to the first prompt at the speed it was generated, then a race for the second, slowed."""
-
-    def record(label: str, ids: torch.Tensor, tree: Tree | None = None) -> _display.Run:
-        return _display.record(
-            label, lambda streamer: model.generate(ids, None, new_tokens, tree, streamer=streamer), tokenizer
-        )
-
     console.print(_display.legend(_display.CHIPS), end="\n\n")
     first, second = prompts[0], prompts[min(1, len(prompts) - 1)]
     for tree in (None, Tree([])):  # compiles and warms up
         model.generate(first, max_new_tokens=new_tokens, tree=tree)
-    answer = record("Medusa", first)
+    answer = record(model, tokenizer, first, new_tokens)
     _display.Race(console, [answer], tokenizer.decode(first[0]), slower=1).play()
     console.print()
-    runs = [record("plain decoding", second, Tree([])), record("Medusa", second)]
+    runs = [record(model, tokenizer, second, new_tokens, tree) for tree in (Tree([]), None)]
     _display.Race(console, runs, tokenizer.decode(second[0])).play()
     console.print()
+
+
+def record(
+    model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int, tree: Tree | None = None
+) -> _display.Run:
+    """Generate by the plain loop or by Medusa, and record which token came when."""
+    label = "Medusa" if tree is None else "plain decoding"
+    return _display.record(label, functools.partial(model.generate, ids, None, new_tokens, tree), tokenizer)
 
 
 def compare(

@@ -1,0 +1,46 @@
+"""Draws what `medusa demo` shows at a terminal: `python -m benchmarks.terminal_picture [--out FILE]`.
+
+The picture is the demo's race at the moment when Medusa has written its text. Both generations are measured when the
+picture is made, on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.cli import _display, demo
+
+WIDTH, HEIGHT = 100, 50
+NEW_TOKENS = 128
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, draw and write the picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/figures/terminal.svg"), help="default: %(default)s")
+    args = parser.parse_args(argv)
+    console = Console(
+        file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=WIDTH, height=HEIGHT
+    )
+    tokenizer = pretrained.load_tokenizer(demo.CHECKPOINT / "base")
+    ids = tokenizer(demo.PROMPTS[1], return_tensors="pt").input_ids
+    with MedusaModel.from_pretrained(demo.CHECKPOINT / "heads", dtype="float32") as model:
+        for _ in range(2):  # the first runs warm up
+            runs = [demo.record(model, tokenizer, ids, NEW_TOKENS, tree) for tree in (Tree([]), None)]
+    console.print(_display.legend(_display.CHIPS), end="\n\n")
+    console.print(_display.Race(console, runs, demo.PROMPTS[1]).picture(runs[1].seconds))
+    svg = console.export_svg(title="medusa demo", unique_id="terminal")
+    # Without fonts from other sites: readers' own monospaced font will do.
+    args.out.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
