@@ -17,8 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = (ROOT / "python" / "medusa_decoding", ROOT / "medusa_kernels")
-NOT_RUN = {"gpu": "needs a GPU", "network": "needs the network", "hours": "takes long", "terminal": "needs a terminal"}
-"""Words that mark a block that no test runs, and what they tell the reader."""
+NOT_RUN = {"gpu": "needs a GPU", "network": "", "hours": "takes long", "terminal": "needs a terminal"}
+"""Words that mark a block that no test runs, and what a block's title says of it."""
 PICTURES = (".svg", ".png")
 
 
@@ -55,7 +55,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 def _marked(fence: re.Match[str]) -> str:
     """Say in a block's title why no test runs it."""
-    reasons = [NOT_RUN[word] for word in fence[2].split() if word in NOT_RUN]
+    reasons = [NOT_RUN[word] for word in fence[2].split() if NOT_RUN.get(word)]
     return fence[1] + (f' title="{", ".join(reasons)}"' if reasons else "")
 
 
@@ -166,7 +166,7 @@ def section_of(message: str, parts: list[str]) -> int | None:
 
 def with_messages(markdown: str) -> str:
     """Add to each section of the page every message that it explains, so that a search for one finds it."""
-    parts = sections(markdown)
+    parts = sections(re.sub(r"^\| `.*?\|", lambda cell: cell[0].replace("` `", "`<br>`"), markdown, flags=re.M))
     listed: list[set[str]] = [set() for _ in parts]
     for message in messages():
         place = section_of(message.text, parts)
