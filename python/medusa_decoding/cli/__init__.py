@@ -20,11 +20,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 COMMANDS = {
-    "demo": "demo", "generate": "generate", "chat": "chat", "eval": "evaluate", "train": "train",
-    "distill": "distill", "calibrate": "calibrate", "tree": "tree", "tune": "tune", "export": "export",
+    "demo": "demo", "generate": "generate", "chat": "chat", "train": "train", "distill": "distill",
+    "calibrate": "calibrate", "tune": "tune", "tree": "tree", "eval": "evaluate", "export": "export",
     "simulate": "simulate", "doctor": "doctor",
 }  # fmt: skip
-"""The module of each command."""
+"""The module of each command, in the order in which people need them."""
+EXAMPLES = """from a model and data of your own to a faster model:
+  medusa train --init MODEL DATA --out heads.yaml
+  medusa train --config heads.yaml
+  medusa calibrate --model HEADS --prompts DATA
+  medusa tune --model HEADS
+  medusa generate --model HEADS --prompt "..."
+
+medusa COMMAND --help has examples of each command."""
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit codes that shells report for programs ended by SIGINT and SIGPIPE."""
@@ -76,7 +84,10 @@ def _ended_by_interrupts() -> Iterator[None]:
 def argument_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(
-        prog="medusa", description="Medusa decoding for Llama-family models of Hugging Face Transformers."
+        prog="medusa",
+        description="Medusa decoding for Llama-family models of Hugging Face Transformers.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)

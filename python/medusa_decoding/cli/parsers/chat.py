@@ -1,4 +1,4 @@
-"""Chat with a model: answers are streamed, and the conversation stays in the KV cache.
+"""Chat with a model; the conversation stays in the KV cache.
 
 Each line is a message; a backslash at its end continues it on the next line. Lines that begin with a slash are
 commands, /help lists them. Ctrl-C stops an answer and keeps it as far as it got; Ctrl-D leaves. Messages may also come

@@ -1,7 +1,8 @@
-"""Show Medusa decoding on the embedded model: a streamed answer, then plain and Medusa decoding side by side.
+"""Show Medusa decoding on the embedded model, next to plain decoding.
 
-Three methods continue the same prompts in one process, in turn, for several rounds: transformers' generate, this
-package's plain loop, and Medusa. The texts are compared token by token.
+An answer is streamed first, then plain and Medusa decoding run side by side. Three methods continue the same prompts in
+one process, in turn, for several rounds: transformers' generate, this package's plain loop, and Medusa. The texts are
+compared token by token.
 
 On a terminal, colours show which draft tokens each step accepted, and a recorded plain and a recorded Medusa generation
 are replayed side by side, slowed down; text is plain with NO_COLOR or TERM=dumb.

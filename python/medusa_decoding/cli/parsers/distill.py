@@ -1,4 +1,6 @@
-"""Have a model write its own training data from seed prompts, then train heads on it (Medusa paper, section 2.3.2).
+"""Have a model write its own training data, then train heads on it.
+
+The model answers seed prompts (self-distillation, Medusa paper, section 2.3.2).
 
     medusa distill --config recipes/llama-3-8b.yaml
     medusa distill --config recipes/llama-3-8b.yaml --only-data --limit 100

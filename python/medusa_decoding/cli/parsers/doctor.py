@@ -1,6 +1,7 @@
-"""Show what is installed and which implementation serves each op and why, and check each op against its reference.
+"""Check the installation: versions, devices, and every op.
 
-Exit code 1 if an op fails its check.
+The report says which implementation serves each op and why, and compares each op with its reference. Exit code 1 if an
+op fails its check.
 
     medusa doctor
     medusa doctor --json

@@ -1,4 +1,6 @@
-"""Write heads in another format: for vLLM, the original project, text-generation-inference, or as one full model.
+"""Write heads in the format of another program.
+
+For vLLM, the original project, text-generation-inference, or as one full model.
 
     medusa export --model runs/vicuna-7b/heads --out for-vllm --format vllm
     medusa export --model HEADS --out small --format native --storage int8

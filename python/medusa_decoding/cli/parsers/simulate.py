@@ -1,4 +1,6 @@
-"""Simulate what trees cost and gain on a device: a roofline of the step, and where speculation stops paying.
+"""Predict what trees cost and gain on a device.
+
+The prediction is a roofline of the step; it also says where speculation stops paying.
 
     medusa simulate --model vicuna-7b --device a100-80 --batch 1,4,16 --sequence 1024 --nodes 16,64
     medusa simulate --model FOLDER --device cpu --accuracies heads.json --heads 4 --json

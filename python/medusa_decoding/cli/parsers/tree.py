@@ -1,10 +1,10 @@
-"""Search trees for your heads, draw them, and validate them: a tree says which draft tokens a step verifies.
+"""Draw trees, search them for your heads, and validate them.
 
-`show` draws a tree; for heads, it says which trees are used with them on this device, and why. `search` reads the file
-of `medusa calibrate` and compares the best trees by three measures: the products of accuracies, as if heads were right
-independently; how often whole paths were right at a random position; and steps walked along the texts, which skip easy
-positions as decoding does. `measure` answers other prompts with the best walked trees and compares the tokens per step
-with the expectation.
+A tree says which draft tokens a step verifies. `show` draws a tree; for heads, it says which trees are used with them
+on this device, and why. `search` reads the file of `medusa calibrate` and compares the best trees by three measures:
+the products of accuracies, as if heads were right independently; how often whole paths were right at a random position;
+and steps walked along the texts, which skip easy positions as decoding does. `measure` answers other prompts with the
+best walked trees and compares the tokens per step with the expectation.
 
     medusa tree show HEADS
     medusa tree show medusa_tree.json

@@ -1,4 +1,4 @@
-"""Time trees on this device and make the one with the most tokens per second the default for these heads.
+"""Time trees on this device, and store the fastest for these heads.
 
 Steps of the decode loop are timed for each tree size, batch size and prefix length, on the backend in use (captured on
 a GPU). For each size the best tree is taken: searched along the texts of `medusa calibrate` if the checkpoint has them,
