@@ -1,6 +1,7 @@
 """`medusa train`: settings from file and arguments, what it prints, and refusals."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -49,7 +50,18 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert "18 records in 9 rows" in shown
     assert "4 held out" in shown
     assert "steps of 4 rows: heads" in shown
+    assert re.search(r"\d tokens, \d+ of them learnt", shown)
+    assert re.search(r"memory \(estimated, .*\): \S+ MiB of the \S+ GiB that this machine has free", shown)
+    assert re.search(r"\n  optimiser +\S+ KiB\n", shown)
+    assert re.search(r"\ntime: about \d+ s \(from one micro-batch measured here", shown)
+    assert "vLLM 0.28 to 0.32: yes, medusa export --format vllm\n" in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_check_names_heads_that_only_this_package_reads(recipe, capsys):
+    assert main(["train", "--config", str(recipe), "--check", "--set", "heads.parent_rank=2"]) == 0
+    words = "it reads heads whose drafts do not depend on their parent token, these have parent_rank 2"
+    assert f"vLLM 0.28 to 0.32: no: {words}\n" in capsys.readouterr().out
 
 
 def test_one_process_can_check_a_run_with_sharded_weights(recipe, capsys):

@@ -291,9 +291,12 @@ class Reader:
     reason: str = ""
 
 
-def readers(heads: MedusaHeads) -> list[Reader]:
-    """Return which other programs can read such heads. The weights do not matter: they may be on the meta device."""
-    found = []
+def readers(heads: MedusaHeads, storage: Storage | None = None) -> list[Reader]:
+    """Return which other programs can read such heads, stored as they are or with another `storage`.
+
+    The weights do not matter: they may be on the meta device.
+    """
+    storage, found = storage or heads.storage, []
     for program, targets in _PROGRAMS.items():
         obstacles = [(target, _obstacle(heads, target, "float")) for target in targets]
         fitting = next((target for target, obstacle in obstacles if obstacle is None), None)
@@ -302,9 +305,9 @@ def readers(heads: MedusaHeads) -> list[Reader]:
             wanted, got, _ = obstacles[-1][1] or ("", "", "")
             found.append(Reader(program, None, f"it reads {wanted}, these have {got}"))
         else:
-            storage = "" if heads.storage == "float" else " --storage float"
+            floats = "" if storage == "float" else " --storage float"
             file = " --file safetensors" if program == _TGI else ""
-            found.append(Reader(program, f"--format {fitting}{file}{storage}"))
+            found.append(Reader(program, f"--format {fitting}{file}{floats}"))
     return found
 
 

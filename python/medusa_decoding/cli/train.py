@@ -74,21 +74,27 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
 
 
 def _check(config: Config, resume: bool) -> int:
-    from medusa_decoding.checkpoints.pretrained import stated_sizes
+    from medusa_decoding.training.loop import estimate
     from medusa_decoding.training.loop.backbone import load_tokenizer
     from medusa_decoding.training.loop.preflight import check
     from medusa_decoding.training.loop.rows import load_rows
     from medusa_decoding.training.loop.schedules import stages
 
-    check(config, _processes(config), resume)
-    vocabulary = stated_sizes(config.model.name, config.model.revision).get("vocab_size")
-    rows = load_rows(config, load_tokenizer(config.model), vocabulary)
+    processes = _processes(config)
+    check(config, processes, resume)
+    shapes, tokenizer = estimate.shapes_of(config), load_tokenizer(config.model)
+    rows = load_rows(config, tokenizer, shapes.vocabulary)
     print(rows.report)
     print(f"{rows.records[0]} records in {len(rows.train)} rows of {config.data.length} ({rows.train.fill:.0%} filled)")
     print(f"{rows.records[1]} held out, in {0 if rows.held_out is None else len(rows.held_out)} rows")
+    tokens = round(len(rows.train) * config.data.length * rows.train.fill)
+    print(f"{tokens:,} tokens, {rows.frequencies.total():,} of them learnt")
     for stage in stages(config, len(rows.train)):
         print(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
-    for warning in config.warnings():
+    print(*estimate.describe_memory(config, shapes, processes.device), sep="\n")
+    print(estimate.describe_time(config, rows, estimate.pace(config, shapes, rows, tokenizer, processes)))
+    print(*estimate.describe_readers(config, shapes), sep="\n")
+    for warning in config.warnings(gpu=processes.device.type == "cuda"):
         print(warning)
     return 0
 

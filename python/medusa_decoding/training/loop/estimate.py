@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.checkpoints.exporting import readers
 from medusa_decoding.decode.runtime.memory import available, size
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
@@ -115,11 +115,11 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     - gradients: 4 t, and again 4 w if a step has several micro-batches.
     - optimiser: 8 t (adamw_8bit: 2 t), and 4 w that an update needs for a moment.
     - activations, frozen backbone: n e (6 H + 3 I + A), of the widest layer, A the width of attention. If the backbone
-      is trained, that for every layer; with gradient checkpointing, for one layer, and n H e for every layer. The mask
-      of packed rows: n length.
+      is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
+      checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
     - heads' states: 4 K n H (3 L + 3).
     - logits: 12 C V' (logits, exponentials, gradient) and for own projections 2 V' H (chunks that wait for their
-      product) + 4 V' H (one head's operand).
+      product) + 4 V' H (one head's operand). If the backbone is trained, 12 C V more.
 
     Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), and fragmentation.
     """
@@ -136,7 +136,8 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     own = shapes.heads + shapes.adapter
     trained = own + (linear + other if whole else 0)
     positions = rates.micro_batch_size * config.data.length
-    layer = positions * e * (6 * shapes.hidden + 3 * shapes.inner + shapes.attention)
+    kept = (20, 9) if config.trains_backbone else (6, 3)
+    layer = positions * e * (kept[0] * shapes.hidden + kept[1] * shapes.inner + shapes.attention)
     if not config.trains_backbone:
         activations = layer
     elif config.model.gradient_checkpointing:
@@ -149,6 +150,8 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     chunk = min(positions, config.loss.chunk or max(1, CHUNK_ELEMENTS // candidates))
     heads, blocks = config.heads.num_heads, config.heads.num_layers
     operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
+    if config.trains_backbone:
+        operands += 12 * chunk * shapes.vocabulary
     again = 4 * shapes.own if rates.batch_size > rates.micro_batch_size else 0
     return {
         "backbone": backbone,
@@ -214,6 +217,20 @@ class Pace:
         return total
 
 
+def pace(config: Config, shapes: Shapes, rows: Rows, tokenizer: Any, processes: Processes) -> Pace:
+    """Return how long the parts of a run take, measured if the model is small enough to load for that.
+
+    For one process: several divide the micro-batches among them.
+    """
+    learnt = rows.frequencies.total() / (len(rows.train) * config.data.length)
+    found = pace_by_operations(config, shapes, processes.device, learnt)
+    used, free = sum(memory(config, shapes).values()), available(processes.device)
+    fits = free is None or used < free
+    if memory(config, shapes)["backbone"] <= SMALL and found.backbone + found.heads <= SLOW and fits:
+        found = measure_pace(config, rows, tokenizer, processes.device)
+    return found
+
+
 def pace_by_operations(config: Config, shapes: Shapes, device: torch.device, learnt: float = 1.0) -> Pace:
     """Return a rough estimate: the operations at half the rate that a large product reaches here, measured now.
 
@@ -237,26 +254,18 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / best
 
 
-def measure_pace(config: Config, rows: Rows, tokenizer: Any, device: torch.device) -> tuple[Pace, int | None]:
-    """Load the model, and time the parts of a step on one micro-batch after a first one.
-
-    Returns:
-        The pace, and the peak bytes on a GPU (None elsewhere).
-    """
+def measure_pace(config: Config, rows: Rows, tokenizer: Any, device: torch.device) -> Pace:
+    """Load the model, and time the parts of a step on one micro-batch after a first one."""
     alone = Processes(0, 1, device, False)
     before = torch.random.get_rng_state()
     backbone = TrainingBackbone.load(config, device)
     heads = make_heads(config, backbone, tokenizer, rows.frequencies)
     data = dataclasses.replace(config.data, cache_hidden=None)
     trainer = Trainer(dataclasses.replace(config, data=data), backbone, heads, rows.train, None, alone)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    seconds: Sequence[float] = ()
-    for _ in range(2):
-        seconds = trainer.time_parts(lambda: _now(device))
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    trainer.time_parts(lambda: _now(device))  # the first pass allocates memory and picks kernels
+    of_backbone, of_heads, update = trainer.time_parts(lambda: _now(device))
     torch.random.set_rng_state(before)
-    return Pace(*seconds, "measured"), peak
+    return Pace(of_backbone, of_heads, update, "measured")
 
 
 def _now(device: torch.device) -> float:
@@ -293,6 +302,16 @@ def describe_time(config: Config, rows: Rows, pace: Pace) -> str:
     else:
         how = f"a rough estimate: its operations at {REACHED:.0%} of the rate of a large product here"
     return f"time: about {duration(seconds)} ({how}; without loading and writing)"
+
+
+def describe_readers(config: Config, shapes: Shapes) -> list[str]:
+    """Return which programs will read the trained heads, a line each."""
+    heads = meta_heads(config, shapes.hidden, shapes.vocabulary)
+    lines = ["who can read the heads (after `medusa export`, docs/export.md):", "  this package: yes, as they are"]
+    for reader in readers(heads, config.heads.storage):
+        answer = f"no: {reader.reason}" if reader.options is None else f"yes, medusa export {reader.options}"
+        lines.append(f"  {reader.program}: {answer}")
+    return lines
 
 
 def duration(seconds: float) -> str:
