@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from medusa_decoding.cli import main
+from medusa_decoding.cli.train import ProgressBar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import workshop
@@ -62,6 +63,22 @@ def test_check_names_heads_that_only_this_package_reads(recipe, capsys):
     assert main(["train", "--config", str(recipe), "--check", "--set", "heads.parent_rank=2"]) == 0
     words = "it reads heads whose drafts do not depend on their parent token, these have parent_rank 2"
     assert f"vLLM 0.28 to 0.32: no: {words}\n" in capsys.readouterr().out
+
+
+def test_a_bar_begins_without_a_pace_and_logs_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    bar = ProgressBar()
+    for step in range(1, 101):
+        bar({"of": 100, "step": step, "stage": "heads", "loss": 1.0, "head_top1": [0.5]})
+        now[0] += 1
+    bar.close()
+    first, *between, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("1/100 steps (1 %), 00:00 elapsed, ? left")
+    assert last.startswith("100/100 steps (100 %)")
+    # 99 seconds, a line every 30.
+    assert len(between) == 3
+    assert "heads, loss 1.000, top-1 0.50" in last
 
 
 def test_one_process_can_check_a_run_with_sharded_weights(recipe, capsys):

@@ -127,9 +127,11 @@ class ProgressBar:
             )
             return
         if self._bar is None:
-            self._bar = Progress(line["of"], "step", initial=line["step"] - 1)
+            # Steps before the bar was there say nothing about the pace.
+            self._bar = Progress(line["of"], "step", initial=line["step"])
+        words = f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}"
+        self._bar.set_postfix_str(words, refresh=False)
         self._bar.update(line["step"] - self._bar.n)
-        self._bar.set_postfix_str(f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}")
 
     def close(self) -> None:
         """Leave the bar on the screen."""
