@@ -11,6 +11,7 @@ from medusa_decoding.cli import main
 from medusa_decoding.cli.train import ProgressBar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+import toy
 import workshop
 
 
@@ -63,6 +64,52 @@ def test_check_names_heads_that_only_this_package_reads(recipe, capsys):
     assert main(["train", "--config", str(recipe), "--check", "--set", "heads.parent_rank=2"]) == 0
     words = "it reads heads whose drafts do not depend on their parent token, these have parent_rank 2"
     assert f"vLLM 0.28 to 0.32: no: {words}\n" in capsys.readouterr().out
+
+
+def test_a_first_config_says_why_and_trains_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    base, data = workshop.make_base(tmp_path / "base"), workshop.make_data(tmp_path / "mine.jsonl", 40)
+    assert main(["train", "--init", str(base), str(data)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"heads.shared_projection: true +own projections would be \d+% of the model's size", shown)
+    assert shown.endswith(
+        "in base.yaml. Next:\n  medusa train --config base.yaml --check\n  medusa train --config base.yaml\n"
+    )
+    monkeypatch.chdir(tmp_path.parent)  # paths in the file hold in any folder, except for its output
+    config = ["train", "--config", str(tmp_path / "base.yaml"), "--set", f"output.folder={tmp_path / 'out'}"]
+    assert main([*config, "--set", f"data.cache_hidden={tmp_path / 'states'}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["heads"] == str(tmp_path / "out" / "heads")
+
+
+def test_a_first_config_for_prompts_alone_is_for_distill(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    base = workshop.make_base(tmp_path / "base")
+    data = toy.write_lines(tmp_path / "mine.jsonl", *({"prompt": f"Question {n}?"} for n in range(9)))
+    assert main(["train", "--init", str(base), str(data), "--out", "my config.yaml"]) == 0
+    assert capsys.readouterr().out.endswith("Next:\n  medusa distill --config 'my config.yaml'\n")
+    assert main(["train", "--config", "my config.yaml", "--check"]) == 2
+    assert "expected answers to learn from, got 9 prompts alone; `medusa distill" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "old.yaml"], "--out: expected a new file, got old.yaml"),
+        (["--out", "nowhere/new.yaml"], "--out: "),
+        (["--config", "old.yaml"], "--init: expected no --config and no --set with it"),
+        (["--set", "heads.num_heads=2"], "--init: expected no --config and no --set with it"),
+        (["--device", "cuda"], "--device: expected cpu, because torch sees no CUDA device"),
+    ],
+)
+def test_a_first_config_overwrites_nothing(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "old.yaml").write_text("mine")
+    base, data = workshop.make_base(tmp_path / "base"), workshop.make_data(tmp_path / "mine.jsonl")
+    assert main(["train", "--init", str(base), str(data), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "old.yaml").read_text() == "mine"
+    assert not (tmp_path / "base.yaml").exists()
 
 
 def test_a_bar_begins_without_a_pace_and_logs_now_and_then(monkeypatch, capsys):

@@ -6,10 +6,15 @@ import argparse
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from medusa_decoding.checkpoints.tuning_paths import check_writable
+from medusa_decoding.cli import _arguments
+from medusa_decoding.files import write_text
 from medusa_decoding.progress import Progress
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config, table
@@ -18,7 +23,7 @@ from medusa_decoding.training.config import Config, table
 def read_config(args: argparse.Namespace) -> Config:
     """Return the configuration that `add_config`'s arguments name; a `ValueError` names what is wrong."""
     if args.config is None:
-        raise ValueError("--config: expected a YAML file, got none")
+        raise ValueError("--config: expected a YAML file, got none; `medusa train --init MODEL DATA` writes one")
     values: Any = config_schema.read_yaml(args.config)
     for setting in args.set:
         key, equals, text = setting.partition("=")
@@ -41,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.settings:
         print(table(), end="")
         return 0
+    if args.init is not None:
+        return _init(args)
     config = read_config(args)
     if args.check:
         return _check(config, args.resume)
@@ -71,6 +78,41 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
         "seconds": round(result.seconds, 1),
         "held_out": None if result.measured is None else result.measured.to_json(),
     }
+
+
+def _init(args: argparse.Namespace) -> int:
+    """Write a first config, and print what was decided and why."""
+    if args.config is not None or args.set:
+        raise ValueError("--init: expected no --config and no --set with it, got one; edit the file that --init writes")
+    import torch
+
+    from medusa_decoding.training.first_config import first_config, model_name
+    from medusa_decoding.training.loop.preflight import check
+
+    model, data = args.init
+    out = Path(f"{model_name(model)}.yaml") if args.out is None else args.out
+    check_writable("--out", out)
+    if out.exists():
+        raise ValueError(f"--out: expected a new file, got {out}; remove it, or name another one")
+    _arguments.resolve_device(args)
+    found = first_config(model, data, torch.device(args.device))
+    hidden = "CUDA_VISIBLE_DEVICES= " if args.device == "cpu" and torch.cuda.is_available() else ""
+    commands = [f"{hidden}medusa train --config {shlex.quote(str(out))}{option}" for option in (" --check", "")]
+    if found.distills:
+        commands = [f"{hidden}medusa distill --config {shlex.quote(str(out))}"]
+    check(found.config, _processes(found.config))
+    found.check()
+    write_text(out, found.to_yaml(commands))
+    print("\n".join(found.facts))
+    print()
+    for choice in found.choices:
+        print(f"{f'{choice.key}: {_shown(choice.value)}':44}  {choice.why}".rstrip())
+    print(f"\nin {out}. Next:", *(f"  {command}" for command in commands), sep="\n")
+    return 0
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(entry["path"] for entry in value) if isinstance(value, list) else config_schema.value_text(value)
 
 
 def _check(config: Config, resume: bool) -> int:

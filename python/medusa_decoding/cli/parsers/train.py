@@ -1,9 +1,14 @@
 """Train heads, and with Medusa-2 also the model, from a YAML file; `--settings` lists all settings.
 
+    medusa train --init lmsys/vicuna-7b-v1.5 mine.jsonl
+    medusa train --config vicuna-7b-v1.5.yaml --check
     medusa train --config recipes/vicuna-7b.yaml
     medusa train --config recipes/demo-cpu.yaml --set optimisation.epochs=1 --set output.folder=trial
     medusa train --config recipes/vicuna-7b.yaml --resume
     accelerate launch --multi_gpu --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
+
+--init looks at the model's config, the data and this machine, writes a first config that fits them, and says why.
+--check says what a config would run: data, steps, memory, time, and which programs can read the heads.
 
 With --resume a stopped run continues from its last checkpoint. At the end the output folder holds `heads` with a model
 card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter if there is one.
@@ -18,9 +23,22 @@ from medusa_decoding.cli import _arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    parser.add_argument(
+        "--init",
+        nargs=2,
+        type=_arguments.text,
+        metavar=("MODEL", "DATA"),
+        help="write a first config for a model (folder or hub id) and data (file, folder or hub name), and stop",
+    )
+    words = "with --init: where to write the config (default: MODEL.yaml, by the model's name)"
+    parser.add_argument("--out", type=_arguments.path, metavar="FILE", help=words)
+    words = "with --init: cpu, cuda, or auto: cuda if there is a GPU that torch can use, else cpu (default)"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=words)
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
-    parser.add_argument("--check", action="store_true", help="read settings and data, print what would run, and stop")
+    parser.add_argument(
+        "--check", action="store_true", help="read settings and data, print what would run and what it takes, and stop"
+    )
     parser.add_argument("--settings", action="store_true", help="print every setting with its default, and stop")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
 

@@ -1,0 +1,454 @@
+"""Write a first config that fits a model, its data and the device: `medusa train --init MODEL DATA`.
+
+Only the model's config and tokenizer are read, not its weights, and of the data at most `RECORDS` records. Every choice
+has a reason, which the file repeats as a comment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.decode.runtime.memory import available, size
+from medusa_decoding.training.config import Config, SourceConfig
+from medusa_decoding.training.data.encoding import ChatEncoder
+from medusa_decoding.training.data.records import Content, Record, Report, interpret, read_records
+from medusa_decoding.training.data.sources import BadRecordError, raw_records
+from medusa_decoding.training.loop.backbone import DTYPES
+from medusa_decoding.training.loop.estimate import memory, shapes_of
+
+RECORDS, SAMPLE = 20_000, 300
+"""Records that are read at most, and of these the ones that are tokenized."""
+STEPS = 100
+"""Steps that a run should have at least, so that heads learn enough."""
+ROOM = 0.8
+"""Share of the free memory that a run may take by its estimate."""
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+CACHE = 8 * 2**30
+"""Bytes of hidden states that may be cached on disk."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting, its value and why it has that value."""
+
+    key: str
+    value: Any
+    why: str = ""
+
+
+@dataclass
+class FirstConfig:
+    """A config as chosen.
+
+    Attributes:
+        facts: what was found, a line each.
+        choices: all settings that the file has, in its order.
+        distills: whether the data are prompts alone, so that `medusa distill` has to write the answers.
+        title: what it is for.
+    """
+
+    facts: list[str]
+    choices: list[Choice]
+    distills: bool
+    title: str
+
+    @property
+    def config(self) -> Config:
+        """The settings; raises `ValueError` if they exclude each other."""
+        return Config.of(_nested(self.choices))
+
+    def to_yaml(self, commands: Sequence[str]) -> str:
+        """Return the file: the settings with their reasons, and in its first lines the commands to run with it."""
+        lines = [f"# {self.title}", "#", *(f"#   {command}" for command in commands), "#"]
+        lines.append("# Settings that are not here have the paper's values; `medusa train --settings` lists them all.")
+        section = ""
+        for choice in self.choices:
+            first, _, name = choice.key.rpartition(".")
+            if first and first != section:
+                section = first
+                lines.append(f"{section}:")
+            indent, value = "  " if first else "", choice.value
+            if isinstance(value, list):
+                lines += [f"{indent}{name}:", *(f"{indent}  - {_written(entry)}" for entry in value)]
+            else:
+                why = f"    # {choice.why}" if choice.why else ""
+                lines.append(f"{indent}{name}: {_written(value)}{why}")
+        return "\n".join(lines) + "\n"
+
+    def check(self) -> None:
+        """Read a part of the data by these settings, as a run would.
+
+        Raises:
+            ValueError: data that a run would refuse.
+        """
+        config, report = self.config, Report()
+        records = list(read_records(config.data.train, report, limit=SAMPLE, seeds=self.distills))
+        report.check(config.data.max_bad_share)
+        assert records
+
+
+def _written(value: Any) -> str:
+    """Return a value as YAML in one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+@dataclass
+class _Data:
+    path: str
+    records: int = 0
+    complete: bool = True
+    bad: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    unanswered: int = 0
+    several: int = 0
+    sample: list[Content] = field(default_factory=list)
+
+    @property
+    def texts(self) -> bool:
+        return set(self.kinds) == {"text"}
+
+
+def first_config(model: str, data: str, device: torch.device, revision: str | None = None) -> FirstConfig:
+    """Choose the settings of a first run.
+
+    Args:
+        model: folder or hub id of the base model.
+        data: file, folder or hub name, as for training.
+        device: to train on.
+        revision: branch, tag or commit of the model.
+
+    Raises:
+        ValueError: no such model or data, no record that can be used, or a model that does not fit the device.
+    """
+    settings = pretrained.load_config(model, revision, argument="MODEL")
+    tokenizer = pretrained.load_tokenizer(model, revision, argument="MODEL")
+    found = _look_at(data)
+    distills = found.unanswered > 0.01 * found.records
+    values = _Values(device, settings)
+    values.add("method", "medusa-1", "trains heads alone: the model and its texts stay as they are")
+    values.add("model.name", _given(model))
+    if revision is not None:
+        values.add("model.revision", revision)
+    encoder = _template(values, model, tokenizer, found)
+    lengths, kept = _lengths(values, encoder, found, distills)
+    _heads(values)
+    _fit(values)
+    _steps(values, found, lengths, kept)
+    folder = _new_folder(Path("runs") / model_name(model))
+    values.add("output.folder", str(folder))
+    _cache(values, found, lengths)
+    if importlib.util.find_spec("tensorboard") is None:
+        values.add("output.tensorboard", False, "it is not installed")
+    facts = [_model_words(model, values), _data_words(found, lengths, distills), _device_words(device)]
+    title = f"Medusa heads for {Path(model).name} from {Path(data).name}, fitted to {_device_name(device)}."
+    return FirstConfig(facts, values.ordered(), distills, title)
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+def _look_at(path: str) -> _Data:
+    found, rng = _Data(_given(path)), random.Random(0)
+    for _, raw in raw_records(SourceConfig(path)):
+        if found.records + found.bad.total() == RECORDS:
+            found.complete = False
+            break
+        try:
+            content = interpret(raw)
+        except BadRecordError as error:
+            found.bad[str(error)] += 1
+            continue
+        found.records += 1
+        found.kinds[content.kind] += 1
+        found.unanswered += not content.answered
+        asked = [turn for turn in content.messages if turn["role"] == "user"]
+        found.several += len(asked) > 1
+        # Each record is in the sample with the same probability.
+        if len(found.sample) < SAMPLE:
+            found.sample.append(content)
+        elif (place := rng.randrange(found.records)) < SAMPLE:
+            found.sample[place] = content
+    if found.records == 0:
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in found.bad.most_common(3)) or "an empty file"
+        raise ValueError(f"DATA: expected records (docs/data.md shows a line of each kind), got {reasons} in {path}")
+    if found.bad.total() > 0.01 * (found.records + found.bad.total()):
+        (reason, count), *_ = found.bad.most_common(1)
+        raise ValueError(
+            f"DATA: expected at most 1 % bad records in {path}, got {found.bad.total()} of "
+            f"{found.records + found.bad.total()} (most often, {count} x: {reason}); docs/data.md shows good ones"
+        )
+    return found
+
+
+def _given(name: str) -> str:
+    """Return a file's or folder's path in full, so that the config works from any folder; a hub name as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
+
+
+def _model_words(model: str, values: _Values) -> str:
+    shapes = values.shapes
+    total = shapes.linear + shapes.other
+    return (
+        f"model: {Path(model).name}, {total / 1e6:,.0f} M weights, hidden size {shapes.hidden}, {shapes.vocabulary:,} "
+        f"tokens, {'quantised on disk' if shapes.stored is not None else 'not quantised'}"
+    )
+
+
+def _data_words(found: _Data, lengths: list[int], distills: bool) -> str:
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in found.kinds.most_common())
+    more = "" if found.complete else f" (only the first {RECORDS:,} were read)"
+    what = f"; {found.unanswered:,} without an answer" if distills else ""
+    middle, long = lengths[len(lengths) // 2], _quantile(lengths, 0.95)
+    return f"data: {kinds}{more}{what}; half of them have up to {middle} tokens, 95 % up to {long} (with answers)"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+
+
+def _device_words(device: torch.device) -> str:
+    free = available(device)
+    words = "unknown memory" if free is None else f"{size(free)} of memory free"
+    return f"device: {_device_name(device)}, {words}"
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+class _Values:
+    """The choices so far, and the estimate of a run with them."""
+
+    def __init__(self, device: torch.device, settings: Any) -> None:
+        self.device, self.settings = device, settings
+        self.gpu = device.type == "cuda"
+        self.free = available(device)
+        self.choices: dict[str, Choice] = {}
+
+    def add(self, key: str, value: Any, why: str = "") -> None:
+        self.choices[key] = Choice(key, value, why)
+
+    def get(self, key: str) -> Any:
+        return self.choices[key].value
+
+    @property
+    def config(self) -> Config:
+        needed = [Choice("data.train", [{"path": "-"}]), Choice("output.folder", "-")]
+        return Config.of(_nested([*needed, *self.choices.values()]))
+
+    @property
+    def shapes(self) -> Any:
+        return shapes_of(self.config)
+
+    @property
+    def bytes(self) -> int:
+        return sum(memory(self.config, self.shapes).values())
+
+    @property
+    def fits(self) -> bool:
+        return self.free is None or self.bytes <= ROOM * self.free
+
+    def ordered(self) -> list[Choice]:
+        sections = ["method", "model", "data", "heads", "generation", "optimisation", "output"]
+        return sorted(self.choices.values(), key=lambda choice: sections.index(choice.key.split(".")[0]))
+
+
+def _nested(choices: list[Choice]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for choice in choices:
+        section, _, name = choice.key.partition(".")
+        if name:
+            found.setdefault(section, {})[name] = choice.value
+        else:
+            found[section] = choice.value
+    return found
+
+
+def _template(values: _Values, model: str, tokenizer: Any, found: _Data) -> ChatEncoder:
+    """Choose how conversations become text; return the encoder of these settings."""
+    values.add("data.train", [{"path": found.path}])
+    template, arguments = "auto", {}
+    if tokenizer.chat_template:
+        if "enable_thinking" in str(tokenizer.chat_template):
+            arguments = {"enable_thinking": False}
+            values.add("data.template_arguments", arguments, "answers without a block of thought")
+    elif not found.texts and "vicuna" in Path(model).name.lower():
+        template = "vicuna"
+        values.add("data.template", template, "the tokenizer has no chat template; this is the model's own format")
+    elif found.several:
+        template = "plain"
+        values.add("data.template", template, "the tokenizer has no chat template, and there are several turns")
+    turns = "joint"
+    encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments)
+    try:
+        for _ in _encoded(encoder, found.sample):
+            pass
+    except ValueError:
+        turns = "each"
+        encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments)
+        values.add("data.turns", turns, "the template renders an answer differently once other turns follow")
+    return encoder
+
+
+def _encoded(encoder: ChatEncoder, sample: list[Content], new_tokens: int = 0) -> Iterator[int]:
+    """Yield how many tokens each record of a sample has; of a prompt alone, with the answer to come."""
+    for content in sample:
+        try:
+            if content.answered:
+                record = Record(content.messages, content.text, "DATA")
+                yield from (len(example.ids) for example in encoder.encode(record))
+            else:
+                asked = [turn for turn in content.messages if turn["role"] != "assistant"]
+                yield len(encoder.prompt(asked[: 1 + (asked[0]["role"] == "system")])[1]) + new_tokens
+        except BadRecordError:
+            continue
+
+
+def _lengths(values: _Values, encoder: ChatEncoder, found: _Data, distills: bool) -> tuple[list[int], int]:
+    """Choose the length of a row; return the sampled lengths in order, and how many tokens of a record are kept."""
+    limit = int(getattr(values.settings, "max_position_embeddings", 4096) or 4096)
+    most = min(4096 if values.gpu else 512, limit)
+    new_tokens = min(512 if values.gpu else 128, limit // 2)
+    lengths = sorted(_encoded(encoder, found.sample, new_tokens))
+    if not lengths:
+        raise ValueError(f"DATA: expected records that the chat template takes, got none in {found.path}")
+    wanted = _quantile(lengths, 0.95)
+    length = next((step for step in LENGTHS if step >= wanted and step <= most), most)
+    cut = sum(one > length for one in lengths) / len(lengths)
+    why = "holds 95 % of the records" if wanted <= length else f"as long as fits this device; {cut:.0%} are longer"
+    values.add("data.length", length, why)
+    if distills:
+        values.add("generation.max_new_tokens", new_tokens, "the model writes the answers: `medusa distill`")
+        values.add("generation.batch_size", 16, "answers written at once")
+        prompt = max(16, min(128, length - new_tokens))
+        if found.kinds["text"]:
+            values.add("generation.prompt_tokens", prompt)
+    return lengths, sum(min(one, length) for one in lengths) // len(lengths)
+
+
+def _heads(values: _Values) -> None:
+    count = min(5 if values.gpu else 4, values.get("data.length") - 2)
+    values.add("heads.num_heads", count, "as in the paper" if values.gpu else "as in the CPU recipes")
+    values.add("model.dtype", *_dtype(values))
+    values.add("model.quantization", "none", "the heads learn from the model as it is served")
+    values.add("heads.shared_projection", False)
+    shapes = values.shapes
+    share = shapes.own / (shapes.linear + shapes.other)
+    if share > 0.2 or not values.gpu:
+        words = f"own projections would be {share:.0%} of the model's size, and be read at every step"
+        values.add("heads.shared_projection", True, words)
+    else:
+        values.add("heads.shared_projection", False, f"own projections, {share:.0%} of the model's size, draft better")
+
+
+def _dtype(values: _Values) -> tuple[str, str]:
+    if values.gpu:
+        if torch.cuda.is_bf16_supported():
+            return "bfloat16", "this GPU computes in it"
+        return "float32", "this GPU has no bfloat16, and float16 cannot be trained in"
+    return "float32", "fastest and exact on most CPUs"
+
+
+def _fit(values: _Values) -> None:
+    """Choose optimiser, dtype and quantisation so that one row fits the device.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    quantises = values.gpu and importlib.util.find_spec("bitsandbytes") is not None
+    values.add("optimisation.optimizer", "adamw", "its state in 32 bits fits")
+    values.add("optimisation.batch_size", 1)
+    values.add("optimisation.micro_batch_size", 1)
+    remedies: list[tuple[str, Any, str]] = []
+    if quantises:
+        remedies.append(("optimisation.optimizer", "adamw_8bit", "its state in 32 bits would not fit"))
+    remedies.append(("heads.shared_projection", True, "own projections would not fit"))
+    if not values.gpu:
+        remedies.append(("model.dtype", "bfloat16", "weights in float32 would not fit"))
+    if quantises and values.shapes.stored is None:
+        remedies.append(("model.quantization", "4bit", "16-bit weights would not fit; serve it the same way"))
+    lengths = [step for step in reversed(LENGTHS) if 256 <= step < values.get("data.length")]
+    remedies += [("data.length", step, "longer rows would not fit") for step in lengths]
+    before: list[Choice] = []
+    for key, value, why in remedies:
+        if values.fits:
+            break
+        before.append(values.choices[key])
+        values.add(key, value, why)
+    for choice in before[:-1]:  # a later remedy may do without an earlier one
+        needed = values.choices[choice.key]
+        values.choices[choice.key] = choice
+        if not values.fits:
+            values.choices[choice.key] = needed
+    if not values.fits:
+        advice = "" if quantises or not values.gpu else "; with bitsandbytes installed, it could be held in 4 bits"
+        raise ValueError(
+            f"MODEL: expected one that can be trained in {ROOM:.0%} of the {size(values.free or 0)} that "
+            f"{_device_name(values.device)} has free, got about {size(values.bytes)}{advice}"
+        )
+
+
+def _steps(values: _Values, found: _Data, lengths: list[int], kept: int) -> None:
+    """Choose batch, micro-batch, epochs and the held-out share."""
+    records = found.records
+    share = round(min(0.1, max(0.02, 100 / records)), 3)
+    rows = max(1, round(records * (1 - share) * kept / values.get("data.length") / 0.95))
+    epochs, batch = 2, 64 if values.gpu else 16
+    while batch > 4 and rows * epochs / batch < STEPS:
+        batch //= 2
+    if rows * epochs / batch < STEPS:
+        epochs = min(10, -(-STEPS * batch // rows))
+    steps = max(1, round(rows / batch)) * epochs
+    more = "" if found.complete else "at least "
+    values.add("optimisation.epochs", epochs, f"with batch_size {batch}: {more}about {steps} steps of {rows} rows")
+    values.add("optimisation.batch_size", batch, "rows per step")
+    micro = 1
+    while micro * 2 <= min(batch, 64 if values.gpu else 16):
+        values.add("optimisation.micro_batch_size", micro * 2)
+        if not values.fits:
+            break
+        micro *= 2
+    values.add("optimisation.micro_batch_size", micro)
+    free = "" if values.free is None else f" of {size(values.free)} free"
+    values.add("optimisation.micro_batch_size", micro, f"rows at a time: about {size(values.bytes)}{free} (estimated)")
+    values.add("data.held_out_share", share, f"about {max(1, round(records * share)):,} records to measure on")
+
+
+def _cache(values: _Values, found: _Data, lengths: list[int]) -> None:
+    """On a CPU, keep the frozen model's states for later epochs if they take little space."""
+    config = values.config
+    rows = found.records * sum(min(one, config.data.length) for one in lengths) / len(lengths) / config.data.length
+    needed = int(rows / 0.9 * config.data.length * values.shapes.hidden * DTYPES[config.model.dtype].itemsize)
+    room = min(CACHE, shutil.disk_usage(".").free // 4)
+    if not values.gpu and found.complete and needed < room:
+        words = f"later epochs read the model's states from disk (about {size(needed)}); remove it afterwards"
+        values.add("data.cache_hidden", str(Path(config.output.folder) / "states"), words)
+
+
+def _quantile(ordered: list[int], share: float) -> int:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def model_name(model: str) -> str:
+    """Return a name for files and folders of a model: the last part of its path or hub id."""
+    return re.sub(r"[^a-z0-9.-]+", "-", Path(model).expanduser().resolve().name.lower()).strip("-.") or "model"
+
+
+def _new_folder(folder: Path) -> Path:
+    number, found = 2, folder
+    while found.exists():
+        found, number = folder.with_name(f"{folder.name}-{number}"), number + 1
+    return found

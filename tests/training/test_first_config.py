@@ -1,0 +1,182 @@
+"""A first config fits the model, the data and the device, says why, and trains as it stands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import toy
+import workshop
+
+from medusa_decoding.training import Config, config_schema, first_config
+from medusa_decoding.training.loop.schedules import stages
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GIB = 2**30
+LLAMA_2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_3 = {**LLAMA_2, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+
+
+def make(model, data, device=CPU):
+    """The choices by key, after checking that the file says the same."""
+    found = first_config.first_config(str(model), str(data), device)
+    text = found.to_yaml(["medusa train --config x.yaml"])
+    assert Config.of(config_schema.parse_yaml(text)) == found.config
+    assert "#   medusa train --config x.yaml\n" in text
+    found.check()
+    return found, {choice.key: choice.value for choice in found.choices}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend a GPU of some GiB; with bitsandbytes or without."""
+
+    def pretend(gib, bitsandbytes=True, bf16=True):
+        monkeypatch.setattr(first_config, "available", lambda device: gib * GIB)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a test's GPU")
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: bf16)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "bitsandbytes" or bitsandbytes or None)
+
+    return pretend
+
+
+def large(folder, sizes, **changes):
+    """A folder with the config and a tokenizer of a large model, without weights."""
+    toy.tokenizer("bytes", toy.marked(toy.CHATML)).save_pretrained(folder)
+    stated = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 8192, **sizes, **changes}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def test_conversations_are_trained_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = workshop.make_base(tmp_path / "Tiny Model")
+    data = workshop.make_data(tmp_path / "data.jsonl", 400)
+    found, chosen = make(base, data)
+    assert not found.distills
+    assert chosen["model.name"] == str(base)
+    assert chosen["data.train"] == [{"path": str(data)}]
+    assert (chosen["model.dtype"], chosen["model.quantization"]) == ("float32", "none")
+    assert chosen["heads.shared_projection"]
+    assert chosen["output.folder"] == "runs/tiny-model"
+    config = found.config
+    # Rows are as long as the longest conversations, within the model's context.
+    assert chosen["data.length"] == 64
+    assert config.optimisation.batch_size % config.optimisation.micro_batch_size == 0
+    assert config.warnings(gpu=False) == []
+    (stage,) = stages(config, 330)
+    assert stage.steps >= 100
+    assert [line.split(":")[0] for line in found.facts] == ["model", "data", "device"]
+    assert "400 sharegpt" in found.facts[1]
+    (tmp_path / "runs" / "tiny-model").mkdir(parents=True)
+    assert make(base, data)[1]["output.folder"] == "runs/tiny-model-2"
+
+
+def test_prompts_alone_are_answered_by_the_model(tmp_path):
+    base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
+    data = toy.write_lines(tmp_path / "a.jsonl", *({"prompt": f"Question {n}?"} for n in range(30)))
+    found, chosen = make(base, data)
+    assert found.distills
+    assert "30 without an answer" in found.facts[1]
+    # The prompt and the answer fit a row.
+    assert chosen["generation.max_new_tokens"] == 128
+    assert chosen["data.length"] == 256
+
+
+def test_texts_need_no_template(tmp_path):
+    base = workshop.make_base(tmp_path / "base")
+    toy.tokenizer().save_pretrained(base)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    data = toy.write_lines(tmp_path / "a.jsonl", *({"text": "Paris is the capital of France. " * 20} for _ in range(9)))
+    _, chosen = make(base, data)
+    assert "data.template" not in chosen
+    assert chosen["data.length"] == 64
+    chats = toy.write_lines(tmp_path / "b.jsonl", toy.sharegpt("Hi", "Hello", "And?", "Paris"))
+    _, chosen = make(base, chats)
+    assert chosen["data.template"] == "plain"
+
+
+def test_a_template_that_changes_earlier_turns_is_rendered_turn_by_turn(tmp_path):
+    base = workshop.make_base(tmp_path / "base")
+    toy.tokenizer("bytes", "{#- enable_thinking -#}" + toy.THINKING).save_pretrained(base)
+    chats = toy.write_lines(tmp_path / "b.jsonl", *[toy.sharegpt("Hi", "Hello", "And?", "Paris")] * 3)
+    _, chosen = make(base, chats)
+    assert chosen["data.turns"] == "each"
+    assert chosen["data.template_arguments"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"),
+    [
+        (139, {"quantization": "none", "optimizer": "adamw", "shared": False}),
+        (24, {"quantization": "none", "optimizer": "adamw", "shared": True}),
+        (12, {"quantization": "4bit", "optimizer": "adamw", "shared": True}),
+    ],
+)
+def test_a_smaller_gpu_gets_smaller_settings(tmp_path, gpu, gib, expected):
+    gpu(gib)
+    model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl", 200)
+    found, chosen = make(model, data, GPU)
+    assert chosen["model.quantization"] == expected["quantization"]
+    assert chosen["optimisation.optimizer"] == expected["optimizer"]
+    assert chosen["heads.shared_projection"] == expected["shared"]
+    assert chosen["model.dtype"] == "bfloat16"
+    assert "data.cache_hidden" not in chosen
+    assert "# this GPU computes in it" in found.to_yaml([])
+
+
+def test_large_vocabularies_share_lm_head(tmp_path, gpu):
+    gpu(139)
+    _, chosen = make(large(tmp_path, LLAMA_3), workshop.make_data(tmp_path / "data.jsonl"), GPU)
+    assert chosen["heads.shared_projection"]
+
+
+def test_without_bitsandbytes_a_model_that_does_not_fit_is_refused(tmp_path, gpu):
+    model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl")
+    gpu(12, bitsandbytes=False)
+    with pytest.raises(ValueError, match=r"MODEL: expected one that can be trained in 80% of the 12.00 GiB .* 4 bits"):
+        make(model, data, GPU)
+    gpu(2)
+    with pytest.raises(ValueError, match=r"MODEL: expected one that can be trained in 80% of the 2.00 GiB"):
+        make(model, data, GPU)
+
+
+def test_models_that_are_quantised_already_are_taken_as_they_are(tmp_path, gpu):
+    gpu(12)
+    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    model = large(tmp_path, LLAMA_2, **packed)
+    found, chosen = make(model, workshop.make_data(tmp_path / "data.jsonl"), GPU)
+    assert chosen["model.quantization"] == "none"
+    assert "quantised on disk" in found.facts[0]
+
+
+def test_older_gpus_train_in_float32(tmp_path, gpu):
+    gpu(139, bf16=False)
+    _, chosen = make(large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl"), GPU)
+    assert chosen["model.dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([{"query": "Hi"}], "DATA: expected records .*, got 1 x none of the keys"),
+        ([], "DATA: expected records .*, got an empty file"),
+        (
+            [{"prompt": "Hi"}, {"query": "Hi"}],
+            r"DATA: expected at most 1 % bad records in .*, got 1 of 2 \(most often, 1 x",
+        ),
+    ],
+)
+def test_unusable_data_is_named(tmp_path, lines, words):
+    base = workshop.make_base(tmp_path / "base")
+    with pytest.raises(ValueError, match=words):
+        make(base, toy.write_lines(tmp_path / "a.jsonl", *lines))
+
+
+def test_much_data_is_read_in_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_config, "RECORDS", 10)
+    base, data = workshop.make_base(tmp_path / "base"), workshop.make_data(tmp_path / "data.jsonl", 30)
+    found, chosen = make(base, data)
+    assert "10 sharegpt (only the first 10 were read)" in found.facts[1]
+    assert "data.cache_hidden" not in chosen  # its size is not known
