@@ -119,7 +119,7 @@ def test_a_bar_begins_without_a_pace_and_logs_now_and_then(monkeypatch, capsys):
     for step in range(1, 101):
         bar({"of": 100, "step": step, "stage": "heads", "loss": 1.0, "head_top1": [0.5]})
         now[0] += 1
-    bar.close()
+    # The bar ends with the last step, before what is written after it.
     first, *between, last = capsys.readouterr().err.splitlines()
     assert first.startswith("1/100 steps (1 %), 00:00 elapsed, ? left")
     assert last.startswith("100/100 steps (100 %)")

@@ -174,11 +174,14 @@ class ProgressBar:
         words = f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}"
         self._bar.set_postfix_str(words, refresh=False)
         self._bar.update(line["step"] - self._bar.n)
+        if line["step"] == line["of"]:
+            self.close()
 
     def close(self) -> None:
         """Leave the bar on the screen."""
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
 
 
 def _shares(values: list[float]) -> str:
