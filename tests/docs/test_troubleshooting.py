@@ -30,7 +30,7 @@ def test_messages_are_read_from_the_source():
 
 def test_what_python_says_is_found_by_its_beginning():
     said = [one.text for one in MESSAGES if one.text.startswith("--config:")]
-    assert said == ["--config: expected a YAML file, got none"]
+    assert said == ["--config: expected a YAML file, got none; `medusa train --init MODEL DATA` writes one"]
 
 
 @pytest.mark.parametrize(
