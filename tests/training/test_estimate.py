@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,15 @@ def test_a_small_model_is_measured_and_a_large_one_is_not(tmp_path, monkeypatch)
     rough = estimate.pace(config, shapes, rows, tokenizer, alone)
     assert rough.how == "operations"
     assert "a rough estimate" in estimate.describe_time(config, rows, rough)
+
+
+@pytest.mark.parametrize("method", ["medusa-2", "self-distillation"])
+def test_a_run_that_trains_the_backbone_is_measured_in_its_last_stage(tmp_path, method):
+    _, _, trainer = loaded(tmp_path, method, optimisation={"heads_first_epochs": 1.0})
+    before = {name: weight.detach().clone() for name, weight in trainer._trained_weights.items()}
+    assert min(trainer.time_parts(time.perf_counter)) >= 0
+    assert trainer.objective.joint
+    assert any(not torch.equal(before[name], weight) for name, weight in trainer._trained_weights.items())
 
 
 def test_a_run_that_does_not_fit_is_said(tmp_path, monkeypatch):

@@ -199,8 +199,12 @@ class Trainer:
     def time_parts(self, now: Callable[[], float]) -> tuple[float, float, float]:
         """Return the seconds of the backbone's pass over a micro-batch, of the rest of it, and of an update.
 
-        `now` reads a clock once the device has done its work. The weights are trained by this: discard the trainer.
+        They are those of the last stage. `now` reads a clock once the device has done its work. The weights are trained
+        by this: discard the trainer.
         """
+        if self.at.stage != len(self.stages) - 1:
+            self.at.stage = len(self.stages) - 1
+            self._begin_stage(self.stages[-1])
         numbers = self._rows_of_step(0)[: self.config.optimisation.micro_batch_size]
         rows = {number: self.rows[number] for number in numbers}
         counts = count_targets(collate(list(rows.values())), self.heads.num_heads, self._token_map)
