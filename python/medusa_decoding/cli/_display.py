@@ -120,9 +120,8 @@ def summary(metrics: GenerationMetrics) -> str:
     accepted = sum(length * steps for length, steps in metrics.accepted_histogram.items())
     drafted = sum((nodes - 1) * steps for nodes, steps in metrics.tree_nodes.items())
     share = f", {accepted / drafted:.0%} of {drafted} draft tokens accepted" if drafted else ""
-    return (
-        f"[{metrics.new_tokens} tokens: {metrics.tokens_per_step:.2f} per step, {metrics.tokens_per_second:.1f}/s{share}]"
-    )
+    speed = f"{metrics.tokens_per_step:.2f} per step, {metrics.tokens_per_second:.1f}/s"
+    return f"[{metrics.new_tokens} tokens: {speed}{share}]"
 
 
 @dataclass(frozen=True)

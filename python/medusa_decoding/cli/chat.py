@@ -171,7 +171,7 @@ class Chat:
         """Print an answer as JSON; or its figures on a terminal, and a note if it did not end by itself."""
         metrics, reused = self.answers[-1]
         if self.console is not None:
-            self.console.print(_display.summary(metrics), style="dim", soft_wrap=True)
+            self.console.print(_display.summary(metrics), style="dim", soft_wrap=True, markup=False)
         if self.args.json:
             print(json.dumps({"text": text, "ended": ended, "metrics": _figures.as_json(metrics, reused)}), flush=True)
         elif ended == "interrupted":
