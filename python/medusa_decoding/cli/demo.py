@@ -139,11 +139,14 @@ def compare(
         after_round()
     histogram = Counter(accept_lengths)
     steps = len(accept_lengths)
+    choice = model.tree_choice()
     return {
         "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
         "tokens_per_step": (sum(accept_lengths) + steps) / steps if steps else None,
         "accepted_length_histogram": {str(n): histogram[n] for n in sorted(histogram)},
-        "tree_nodes": model.tree.num_nodes if isinstance(model.tree, Tree) else None,
+        "tree_nodes": choice.tree.num_nodes if isinstance(choice.tree, Tree) else None,
+        "tree": choice.name,
+        "tree_reason": choice.reason,
         "steps_by_tree_nodes": {str(n): tree_nodes[n] for n in sorted(tree_nodes)},
         "prompts": len(prompts),
         "new_tokens": sum(map(len, texts["medusa"])),
@@ -155,10 +158,12 @@ def compare(
 def print_table(result: dict[str, Any]) -> None:
     """Print the comparison as a table."""
     rates = result["tokens_per_second"]
-    print(f"{'':24}{'tokens/s':>10}{'x generate':>12}{'x plain loop':>14}")
-    for name, label in labels(result).items():
+    names = labels(result)
+    width = max(24, *(len(label) for label in names.values()))
+    print(f"{'':{width}}{'tokens/s':>10}{'x generate':>12}{'x plain loop':>14}")
+    for name, label in names.items():
         rate = rates[name]
-        print(f"{label:24}{rate:10.0f}{rate / rates['transformers']:12.2f}{rate / rates['plain']:14.2f}")
+        print(f"{label:{width}}{rate:10.0f}{rate / rates['transformers']:12.2f}{rate / rates['plain']:14.2f}")
     if result["tokens_per_step"] is not None:
         print(f"\ntokens per step: {result['tokens_per_step']:.2f}; accepted draft tokens per step:")
         for length, share in shares(result["accepted_length_histogram"]).items():
@@ -196,10 +201,10 @@ def show_result(console: Console, result: dict[str, Any]) -> None:
 
 
 def labels(result: dict[str, Any]) -> dict[str, str]:
-    """Return what to call the methods; a tree that was chosen for each step has no fixed number of nodes."""
-    nodes = result["tree_nodes"]
-    medusa = f"Medusa, {nodes} nodes" if nodes else "Medusa, auto tree"
-    return {"transformers": "transformers generate", "plain": "our plain loop", "medusa": medusa}
+    """Return what to call the methods."""
+    return {
+        "transformers": "transformers generate", "plain": "our plain loop", "medusa": f"Medusa, {result['tree']}"
+    }  # fmt: skip
 
 
 def shares(counts: dict[str, int]) -> dict[str, float]:
@@ -209,17 +214,18 @@ def shares(counts: dict[str, int]) -> dict[str, float]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
-    """Return what else there is to say: the trees if they were chosen for each step, the texts, how it was measured."""
-    lines = []
+    """Return what else there is to say: which trees ran and why, whether the texts are equal, how it was measured."""
+    tree = f"tree: {result['tree']} ({result['tree_reason']})"
     if result["tree_nodes"] is None and result["steps_by_tree_nodes"]:
         used = [
             f"{'plain' if nodes == '1' else f'{nodes} nodes'} {share:.0%}"
             for nodes, share in shares(result["steps_by_tree_nodes"]).items()
+            if share >= 0.005
         ]
-        lines.append(f"trees chosen, by share of the steps: {', '.join(used)}")
+        tree += f"; share of the steps: {', '.join(used)}"
     same = "identical" if result["identical"] else "DIFFERENT"
     return [
-        *lines,
+        tree,
         f"texts of all three: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
         f"{result['dtype']}, {result['backend']}, {result['threads']} threads, median of {result['rounds']} rounds",
     ]
