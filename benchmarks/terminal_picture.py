@@ -31,12 +31,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=WIDTH, height=HEIGHT
     )
     tokenizer = pretrained.load_tokenizer(demo.CHECKPOINT / "base")
-    ids = tokenizer(demo.PROMPTS[1], return_tensors="pt").input_ids
+    ids = tokenizer(demo.PROMPTS[0], return_tensors="pt").input_ids
     with MedusaModel.from_pretrained(demo.CHECKPOINT / "heads", dtype="float32") as model:
         for _ in range(2):  # the first runs warm up
             runs = [demo.record(model, tokenizer, ids, NEW_TOKENS, tree) for tree in (Tree([]), None)]
     console.print(_display.legend(_display.CHIPS), end="\n\n")
-    console.print(_display.Race(console, runs, demo.PROMPTS[1]).picture(runs[1].seconds))
+    race = _display.Race(console, runs, demo.PROMPTS[0])
+    console.print(race.picture(runs[1].seconds, race.slower))
     svg = console.export_svg(title="medusa demo", unique_id="terminal")
     # Without fonts from other sites: readers' own monospaced font will do.
     args.out.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL), encoding="utf-8")

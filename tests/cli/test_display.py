@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -190,13 +191,15 @@ def test_pictures_fit_the_terminal(width, height):
         assert final.count("\u3053\u3093\u306b\u3061\u306f") == final.count("class \u7c7b:") == 2
 
 
-def test_a_replay_ends_with_the_last_picture_and_the_cursor(monkeypatch):
-    monkeypatch.setattr(_display, "REPLAY", 0.0)
+def test_replays_end_with_the_last_picture_and_the_cursor(monkeypatch):
+    monkeypatch.setattr(_display, "REPLAY", 0.18)
+    monkeypatch.setattr(_display, "PAUSE", 0.0)
     shown = console()
-    Race(shown, RUNS, slower=1).play()
+    Race(shown, [replace(run, ends=[end / 10 for end in run.ends]) for run in RUNS]).play()
     out = printed(shown)
     assert out.count(HIDE) == out.count(SHOW) == 1
-    last = plain(out[out.rindex("replayed at its own speed") :])
+    assert plain(out).index("replayed at its own speed") < plain(out).index("replayed 2 times slower")
+    last = plain(out[out.rindex("replayed 2 times slower") :])
     assert last.count("abcdefghi") == 2
 
 

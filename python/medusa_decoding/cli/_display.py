@@ -34,7 +34,9 @@ CHIPS = "#ffffff on #0b5a7a", "#ffffff on #6a2c75"
 FRAMES = 20
 """Pictures per second of a replay."""
 REPLAY = 4.0
-"""Seconds that a replay takes at least, by slowing it down."""
+"""Seconds that a slowed replay takes."""
+PAUSE = 1.0
+"""Seconds between two replays."""
 SIDE_BY_SIDE = 72
 """Columns that two panels next to each other need."""
 WIDEST = 132
@@ -191,13 +193,15 @@ class Race:
         console: where they are shown.
         runs: the generations.
         prompt: the text before them.
-        slower: how many times slower than they ran; None for what makes the longest take `REPLAY` seconds.
+
+    Attributes:
+        slower: how many times slower than they ran a replay lasts `REPLAY` seconds; 1 if they took as long.
     """
 
-    def __init__(self, console: Console, runs: Sequence[Run], prompt: str = "", slower: int | None = None) -> None:
+    def __init__(self, console: Console, runs: Sequence[Run], prompt: str = "") -> None:
         self.console, self.runs, self.prompt = console, runs, prompt
         self.seconds = max(run.seconds for run in runs)
-        self.slower = max(1, round(REPLAY / self.seconds)) if slower is None else slower
+        self.slower = max(1, round(REPLAY / self.seconds))
         width = min(console.width, WIDEST)
         self.beside = width >= SIDE_BY_SIDE
         self.width = width // len(runs) if self.beside else width
@@ -208,18 +212,21 @@ class Race:
         self.rows = max(1, min(longest, height - 3))  # a panel also has a bar and two borders
 
     def play(self) -> None:
-        """Replay the generations; the last picture stays on the terminal."""
+        """Replay the generations at their own speed and then slower; the last picture stays on the terminal."""
         with Live(console=self.console, auto_refresh=False) as live:
-            start, now = time.perf_counter(), 0.0
-            while now < self.seconds:
-                live.update(self.picture(now), refresh=True)
-                time.sleep(1 / FRAMES)
-                now = (time.perf_counter() - start) / self.slower
-            live.update(self.picture(self.seconds), refresh=True)
+            for slower in dict.fromkeys((1, self.slower)):
+                if slower > 1:
+                    time.sleep(PAUSE)
+                start, now = time.perf_counter(), 0.0
+                while now < self.seconds:
+                    live.update(self.picture(now, slower), refresh=True)
+                    time.sleep(1 / FRAMES)
+                    now = (time.perf_counter() - start) / slower
+                live.update(self.picture(self.seconds, slower), refresh=True)
 
-    def picture(self, seconds: float) -> RenderableType:
-        """Return what had been written some seconds after the start."""
-        speed = "at its own speed" if self.slower == 1 else f"{self.slower} times slower"
+    def picture(self, seconds: float, slower: int = 1) -> RenderableType:
+        """Return what had been written some seconds after the start, and say how many times slower it is replayed."""
+        speed = "at its own speed" if slower == 1 else f"{slower} times slower"
         heading = Text(f"{seconds:.2f} s, replayed {speed}", "dim", no_wrap=True, overflow="ellipsis")
         panels = [self._panel(run, seconds) for run in self.runs]
         if not self.beside:

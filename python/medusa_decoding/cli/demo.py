@@ -28,8 +28,8 @@ from medusa_decoding.progress import Progress
 from medusa_decoding.trees.tree import Tree
 
 PROMPTS = (
-    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n',
     'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a text file."""\n',
+    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n',
     "class TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_get",
 )
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             say = print if console is None else console.print
             say(f"A {size / 1e6:.1f}M-parameter model of Python code continues:\n")
         if console is not None:
-            perform(console, model, tokenizer, prompts, args.max_new_tokens)
+            perform(console, model, tokenizer, prompts[0], args.max_new_tokens)
         elif not args.json:
             model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
             print()
@@ -72,17 +72,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def perform(console: Console, model: MedusaModel, tokenizer: Any, prompts: list[torch.Tensor], new_tokens: int) -> None:
-    """Show Medusa's answer to the first prompt at the speed it was generated, then a race for the second, slowed."""
+def perform(console: Console, model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> None:
+    """Show a race of plain and Medusa decoding."""
     console.print(_display.legend(_display.CHIPS), end="\n\n")
-    first, second = prompts[0], prompts[min(1, len(prompts) - 1)]
-    for tree in (None, Tree([])):  # compiles and warms up
-        model.generate(first, max_new_tokens=new_tokens, tree=tree)
-    answer = record(model, tokenizer, first, new_tokens)
-    _display.Race(console, [answer], tokenizer.decode(first[0]), slower=1).play()
-    console.print()
-    runs = [record(model, tokenizer, second, new_tokens, tree) for tree in (Tree([]), None)]
-    _display.Race(console, runs, tokenizer.decode(second[0])).play()
+    for _ in range(2):  # the first runs compile and warm up
+        runs = [record(model, tokenizer, ids, new_tokens, tree) for tree in (Tree([]), None)]
+    _display.Race(console, runs, tokenizer.decode(ids[0])).play()
     console.print()
 
 

@@ -4,8 +4,8 @@ An answer is streamed first, then plain and Medusa decoding run side by side. Th
 one process, in turn, for several rounds: transformers' generate, this package's plain loop, and Medusa. The texts are
 compared token by token.
 
-On a terminal, colours show which draft tokens each step accepted, and a recorded plain and a recorded Medusa generation
-are replayed side by side, slowed down; text is plain with NO_COLOR or TERM=dumb.
+On a terminal, a plain and a Medusa generation are recorded, then replayed side by side, at their own speed and slowed
+down; colours show which draft tokens each step accepted. Text is plain with NO_COLOR or TERM=dumb.
 
     medusa demo
     medusa demo --prompt "def read_lines(path):" --tree chain:3 --max-new-tokens 64 --backend compiled
