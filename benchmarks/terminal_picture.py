@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from medusa_decoding import MedusaModel, Tree
+from medusa_decoding import MedusaModel
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _display, demo
 
@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = pretrained.load_tokenizer(demo.CHECKPOINT / "base")
     ids = tokenizer(demo.PROMPTS[0], return_tensors="pt").input_ids
     with MedusaModel.from_pretrained(demo.CHECKPOINT / "heads", dtype="float32") as model:
-        for _ in range(2):  # the first runs warm up
-            runs = [demo.record(model, tokenizer, ids, NEW_TOKENS, tree) for tree in (Tree([]), None)]
+        runs = demo.race(model, tokenizer, ids, NEW_TOKENS)
     console.print(_display.legend(_display.CHIPS), end="\n\n")
     race = _display.Race(console, runs, demo.PROMPTS[0])
     console.print(race.picture(runs[1].seconds, race.slower))

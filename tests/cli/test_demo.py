@@ -1,6 +1,7 @@
 """medusa demo: what it shows at a terminal, and what it says about its trees."""
 
 import re
+import shutil
 import termios
 from xml.etree import ElementTree
 
@@ -9,6 +10,8 @@ from rich.cells import cell_len
 from terminals import HIDE, PATIENCE, SHOW, Terminal, plain
 
 from benchmarks import terminal_picture
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import demo, main
 
 
@@ -33,6 +36,27 @@ def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
     shares = re.findall(r"(plain|\d+ nodes) (\d+)%", said)
     assert abs(sum(int(share) for _, share in shares) - 100) <= 2 * len(shares)
     assert "\x1b" not in out
+
+
+def test_the_race_has_the_tree_that_was_asked_for_or_came_with_the_heads(checkpoint, monkeypatch, tmp_path):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    monkeypatch.setattr(demo, "CHECKPOINT", folder)
+    tokenizer = pretrained.load_tokenizer(folder / "base")
+    ids = tokenizer("xyz", return_tensors="pt").input_ids
+
+    def label(tree=None):
+        with MedusaModel.from_pretrained(folder / "heads", tree=tree) as model:
+            plain, medusa = demo.race(model, tokenizer, ids, 6)
+            assert [len(step) for step in plain.steps] == [1] * 6
+            assert plain.label == "plain decoding"
+            return medusa.label
+
+    assert label() == "Medusa, auto"
+    Tree.chain(3).save(folder / "heads" / "medusa_tree.json")
+    assert label() == "Medusa, 4 nodes"
+    assert label("auto") == "Medusa, auto"
+    assert label(Tree.chain(2)) == "Medusa, 3 nodes"
 
 
 def test_the_picture_of_the_demo(checkpoint, monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -18,11 +18,12 @@ from rich.table import Table
 from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.checkpoints import pretrained, tuning_file
 from medusa_decoding.cli import _display
 from medusa_decoding.cli._arguments import torch_dtype
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.generation.tree_choice import GIVEN
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.progress import Progress
 from medusa_decoding.trees.tree import Tree
@@ -75,18 +76,27 @@ def run(args: argparse.Namespace) -> int:
 def perform(console: Console, model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> None:
     """Show a race of plain and Medusa decoding."""
     console.print(_display.legend(_display.CHIPS), end="\n\n")
-    for _ in range(2):  # the first runs compile and warm up
-        runs = [record(model, tokenizer, ids, new_tokens, tree) for tree in (Tree([]), None)]
+    runs = race(model, tokenizer, ids, new_tokens)
     _display.Race(console, runs, tokenizer.decode(ids[0])).play()
     console.print()
 
 
-def record(
-    model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int, tree: Tree | None = None
-) -> _display.Run:
-    """Generate by the plain loop or by Medusa, and record which token came when."""
-    label = "Medusa" if tree is None else "plain decoding"
-    return _display.record(label, functools.partial(model.generate, ids, None, new_tokens, tree), tokenizer)
+def race(model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> list[_display.Run]:
+    """Record a plain and a Medusa generation, each after one that compiles and warms up.
+
+    "auto" measures in its first generations, so unless it was asked for, the tree stored with the heads runs instead.
+    """
+    choice = model.tree_choice()
+    if choice.tree == "auto" and choice.reason != GIVEN and model.heads is not None:
+        stored = tuning_file.stored_tree(CHECKPOINT / "heads", model.heads)
+        choice = model.tree_choice(tree=stored)
+
+    def record(label: str, tree: Tree | Literal["auto"]) -> _display.Run:
+        generate = functools.partial(model.generate, ids, None, new_tokens, tree)
+        generate()
+        return _display.record(label, generate, tokenizer)
+
+    return [record("plain decoding", Tree([])), record(f"Medusa, {choice.name}", choice.tree)]
 
 
 def compare(
