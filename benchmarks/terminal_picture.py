@@ -34,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     ids = tokenizer(demo.PROMPTS[0], return_tensors="pt").input_ids
     with MedusaModel.from_pretrained(demo.CHECKPOINT / "heads", dtype="float32") as model:
         runs = demo.race(model, tokenizer, ids, NEW_TOKENS)
-    console.print(_display.legend(_display.CHIPS), end="\n\n")
     race = _display.Race(console, runs, demo.PROMPTS[0])
     console.print(race.picture(runs[1].seconds, race.slower))
     svg = console.export_svg(title="medusa demo", unique_id="terminal")

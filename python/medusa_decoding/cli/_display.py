@@ -206,7 +206,8 @@ class Race:
         self.beside = width >= SIDE_BY_SIDE
         self.width = width // len(runs) if self.beside else width
         longest = max(len(self._lines(run, run.seconds)) for run in runs)
-        height = console.height - 2  # one line for the heading, one for the cursor
+        head = len(legend(CHIPS).wrap(console, console.width)) + 2  # an empty line and the time
+        height = console.height - head - 1  # the cursor's line
         if not self.beside:
             height //= len(runs)
         self.rows = max(1, min(longest, height - 3))  # a panel also has a bar and two borders
@@ -228,12 +229,12 @@ class Race:
         """Return what had been written some seconds after the start, and say how many times slower it is replayed."""
         speed = "at its own speed" if slower == 1 else f"{slower} times slower"
         heading = Text(f"{seconds:.2f} s, replayed {speed}", "dim", no_wrap=True, overflow="ellipsis")
-        panels = [self._panel(run, seconds) for run in self.runs]
-        if not self.beside:
-            return Group(heading, *panels)
-        row = Table.grid()
-        row.add_row(*panels)
-        return Group(heading, row)
+        panels: list[RenderableType] = [self._panel(run, seconds) for run in self.runs]
+        if self.beside:
+            row = Table.grid()
+            row.add_row(*panels)
+            panels = [row]
+        return Group(legend(CHIPS), "", heading, *panels)
 
     def _panel(self, run: Run, seconds: float) -> Panel:
         done = seconds >= run.seconds

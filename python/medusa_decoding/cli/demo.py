@@ -75,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
 def perform(console: Console, model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> None:
     """Show a race of plain and Medusa decoding."""
-    console.print(_display.legend(_display.CHIPS), end="\n\n")
     runs = race(model, tokenizer, ids, new_tokens)
     _display.Race(console, runs, tokenizer.decode(ids[0])).play()
     console.print()
@@ -181,10 +180,10 @@ def show_result(console: Console, result: dict[str, Any]) -> None:
     """Print the comparison as a table with bars, as wide as the terminal allows."""
     rates = result["tokens_per_second"]
     width = min(console.width, _display.WIDEST)
-    table = Table(box=None, pad_edge=False, width=width)
-    table.add_column(min_width=12)
-    for heading in ("tokens/s", "x generate", "x plain loop"):
-        table.add_column(heading, justify="right")
+    table = Table(box=None, pad_edge=False, collapse_padding=True, width=width)
+    for heading in ("", "tokens/s", "x generate", "x plain loop"):
+        longest = max(map(len, (heading or "transformers").split()))
+        table.add_column(heading, justify="right" if heading else "left", min_width=longest)
     wide = width >= _display.SIDE_BY_SIDE
     if wide:
         table.add_column(ratio=1)
