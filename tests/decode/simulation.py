@@ -117,4 +117,6 @@ class Simulation:
             self.chosen.append(nodes)
             while len(unseen) > self.late:
                 policy.observe(*unseen.pop(0))
+        for result in unseen:  # what is never observed is a step that was launched in vain, after the last one
+            policy.observe(*result)
         return clock

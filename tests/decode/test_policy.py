@@ -43,28 +43,17 @@ def over_plain(clock: float, tokens: int) -> float:
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("accuracies", [GOOD, BETTER], ids=["good", "better"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tokens", [64, 128, 256, 1024])
-def test_useless_heads_cost_at_most_three_percent(device, tokens, accuracies, late):
+@pytest.mark.parametrize("tokens", [17, 64, 128, 256, 1024])
+def test_useless_heads_cost_two_plain_steps_and_one_percent(device, tokens, accuracies, late):
     simulation, policy = Simulation(DEVICES[device], late=late), adaptive(accuracies)
-    costs = []
-    for _ in range(4):
-        costs.append(over_plain(simulation.generate(policy, [always(USELESS)], tokens), tokens))
-        assert any(nodes > 1 for nodes in simulation.chosen) or tokens < 128, "nothing was tried"
-    if (device, tokens) == ("awful", 64):
-        # One step that takes three plain steps costs two, 3.2 % of 63: the only way to stay within 3 % in a
-        # generation of 64 tokens is to try no tree at all, but the device is unknown before a tree was tried.
-        assert costs[0] == pytest.approx(2 / 63)
-        assert max(costs) <= costs[0]
-    else:
-        assert max(costs) <= 0.03
-    assert sum(costs) / 4 <= 0.03
-
-
-def test_many_short_generations_together_cost_at_most_three_percent():
-    for times in (GPU, CPU):
-        simulation, policy = Simulation(times), adaptive()
-        clock = sum(simulation.generate(policy, [always(USELESS)], 17) for _ in range(30))
-        assert clock / (30 * 16) - 1 <= 0.03
+    lost, tried, written = 0.0, 0, 0
+    while written < 4000:
+        lost += simulation.generate(policy, [always(USELESS)], tokens) - (tokens - 1)
+        tried += sum(nodes > 1 for nodes in simulation.chosen)
+        written += tokens - 1
+        # On the awful device a tree takes three plain steps, one more than is risked before a size is well known.
+        assert lost <= (2.2 if device == "awful" else 1.2) + 0.0101 * (written + lost)
+    assert tried > 4, "nothing was tried"
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
@@ -98,10 +87,10 @@ def test_after_useless_heads_a_generation_starts_plain_and_keeps_probing():
     simulation, policy = Simulation(CPU), adaptive()
     simulation.generate(policy, [always(USELESS)], 512)
     simulation.generate(policy, [always(USELESS)], 512)
-    assert simulation.chosen[0] == 1
+    assert sum(nodes > 1 for nodes in simulation.chosen[:20]) <= 1  # a probe may be due
     probes = [step for step, nodes in enumerate(simulation.chosen) if nodes > 1]
-    assert 8 <= len(probes) <= 30
-    assert min(b - a for a, b in itertools.pairwise(probes)) > 5
+    assert 3 <= len(probes) <= 10
+    assert min(b - a for a, b in itertools.pairwise(probes)) > 50
 
 
 # (b) Good heads
@@ -276,7 +265,7 @@ def test_the_choice_depends_only_on_observations():
     def choices() -> list[int]:
         simulation = Simulation(CPU, seed=5, noise=0.2)
         policy = adaptive()
-        simulation.generate(policy, [always(GOOD)] * 2, 200)
+        simulation.generate(policy, [always(BETTER)] * 2, 400)
         return simulation.chosen
 
     first = choices()

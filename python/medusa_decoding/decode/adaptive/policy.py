@@ -13,19 +13,19 @@ from medusa_decoding.decode.adaptive.step_times import TRUSTED, Profile, StepTim
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.trees.tree import Tree
 
-LOSS_SHARE = 0.025
-"""Share of a generation's time that steps with trees may lose against plain decoding."""
-HORIZON = 64
-"""Plain steps that a generation is assumed to last at least, so that trees can be tried from its first step on."""
+LOSS_SHARE = 0.01
+"""Share of the time that steps with trees may lose against plain decoding."""
+ADVANCE = 1.2
+"""Plain steps that they may also lose once, so that trees can be tried from the first step on."""
 SAVINGS = 4.0
 """Plain steps of earlier gains that a generation may lose as well."""
-PROBE_SHARE = 0.01
+PROBE_SHARE = 0.005
 """Share of the time that probes may lose while plain decoding seems the fastest."""
 PLAIN_MARGIN = 1.01
 """How much faster than plain decoding a tree must seem."""
 LEAST_COST = 0.1
 """Plain steps that a tree is charged at least, so that noise in the times makes none look free."""
-SETTLED, MOST_RISK, MOST_COST = 7, 1.5, 3.0
+SETTLED, MOST_RISK, MOST_COST = 7, 1.0, 3.0
 """Samples below which an outlier may still count. Until then, risk and charge of a step are capped (plain steps)."""
 CHECK_FIRST, CHECK_LAST = 4, 64
 """Steps after which another size is timed again: first, and at most; one more after each check."""
@@ -40,11 +40,11 @@ class Adaptive(Policy):
     tokens of a step, `StepTimes` its duration (a hopeful estimate); the highest quotient wins.
 
     Bounded loss: an account holds what steps with trees have lost against plain decoding, in plain steps. A tree is
-    only taken if the account stays below `LOSS_SHARE` of the generation's time so far (prefill included; at least
-    `HORIZON` plain steps are assumed) even if the step gives nothing but its root. What a short generation overdrew is
-    carried over to the next one, and so are gains, up to `SAVINGS`. So useless heads cost at most that share of a
-    generation of 64 tokens or more, and of any sequence of shorter ones. Only the first step with a tree may cost more
-    than was expected. A batch has come as far as its slowest running row, because its end waits for that row.
+    only taken if the account stays below `ADVANCE` and `LOSS_SHARE` of the generation's time so far (prefill included)
+    even if the step gives nothing but its root. What a generation has taken of the advance is missing in the next ones,
+    until the time pays it back; gains are carried over, up to `SAVINGS`. So useless heads cost at most the advance,
+    once, and that share of the time. Only the first step with a tree may cost more than was expected. A batch has come
+    as far as its slowest running row, because its end waits for that row.
 
     Exploration: while plain decoding seems the fastest, nothing is learnt about the heads. Whenever `PROBE_SHARE` of
     the time since the last probe pays for it, one step is made with the tree that risks least for the tokens that good
@@ -104,7 +104,7 @@ class Adaptive(Policy):
     def _pick(self) -> tuple[int, bool]:
         """Return the index of the next step's tree, and whether it is a probe."""
         at_risk = sum(risk for _, risk, _ in self._unseen)
-        allowed = LOSS_SHARE * max(self._elapsed, HORIZON) - self._lost - at_risk
+        allowed = ADVANCE + LOSS_SHARE * self._elapsed - self._lost - at_risk
         # Nothing else is tried before a probe, or the first step of a size, was observed.
         waiting = any(probe or not self._timed[index] for index, _, probe in self._unseen)
         affordable = [
