@@ -120,9 +120,10 @@ class _Version(argparse.Action):
 def _quieten_libraries() -> None:
     """Silence what other libraries print while they are imported and while they load weights.
 
-    torchao warns about its own compiled extensions and PyTorch about torchao's enums; neither concerns our users.
+    torchao warns about its own compiled extensions, PyTorch about torchao's enums, and bitsandbytes about an optional
+    kernel for CPUs; none of this concerns our users.
     """
-    for name in ("torchao", "torch.utils._pytree"):
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
