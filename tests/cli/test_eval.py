@@ -102,7 +102,7 @@ def test_texts_that_differ_are_reported_on_standard_error(capsys, file, monkeypa
         (["--prompts", "FILE", "--out", "no/such/folder/x.json"], "--out: expected a file in a folder that exists"),
         (["--prompts", "FILE", "--top-p", "0.5"], "--top-p: expected --temperature above 0"),
         (["--prompts", "FILE", "--template", "missing.jinja"], "missing.jinja"),
-        (["--prompts", "ODD"], r"prompts: expected one of the keys .* in .*odd.jsonl:1, got query"),
+        (["--prompts", "ODD"], r"prompts: expected a record with a prompt in .*odd.jsonl:1, got: none of the keys"),
     ],
 )
 def test_bad_input_is_refused(capsys, file, tmp_path, argv, words):
