@@ -351,7 +351,8 @@ def _heads(values: _Values) -> None:
         words = f"own projections would be {share:.0%} of the model's size, and be read at every step"
         values.add("heads.shared_projection", True, words)
     else:
-        values.add("heads.shared_projection", False, f"own projections, {share:.0%} of the model's size, draft better")
+        words = f"own projections as in the paper, {share:.0%} of the model's size"
+        values.add("heads.shared_projection", False, words)
 
 
 def _dtype(values: _Values) -> tuple[str, str]:
