@@ -1,10 +1,10 @@
 """Measure speed and acceptance on prompts.
 
-Figures are tokens per step, speedups, equal texts, and how often heads are right. Prompts come from MT-Bench questions
-(each turn follows the model's own answer), HumanEval, GSM8K (parquet), ShareGPT, messages and plain texts; figures are
-by category. Medusa, this package's plain loop and transformers' generate write each text in turn within one process. A
-chat template is put around questions if the tokenizer has one (or --template is given); a model without one continues
-them as plain text.
+Figures are tokens per step, speedups, equal texts, and how often heads are right. Prompts are JSON lines such as
+{"prompt": ..}, conversations, MT-Bench questions (each turn follows the model's own answer), HumanEval, GSM8K and plain
+texts; docs/data.md shows a line of each. Figures are by category. Medusa, this package's plain loop and transformers'
+generate write each text in turn within one process. A chat template is put around questions if the tokenizer has one
+(or --template is given); a model without one continues them as plain text.
 
     medusa eval --model HEADS --prompts mt_bench.jsonl --dtype bfloat16 --device cuda
     medusa eval --model HEADS --prompts mt_bench.jsonl --categories coding math --limit 5 --json --out figures.json
