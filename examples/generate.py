@@ -28,5 +28,6 @@ else:
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=args.max_new_tokens)
 
-print(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
+new = output.sequences[0, inputs.input_ids.shape[1] :]
+print(tokenizer.decode(new, skip_special_tokens=True))
 print(f"\n{output.new_tokens[0]} tokens in {output.steps} steps: {output.tokens_per_step:.2f} per step")

@@ -46,7 +46,6 @@ def plain_text(prompt: str, new_tokens: int, dtype: str) -> str:
 
 def test_generate(run) -> None:
     printed = run("generate.py", "--prompt", "import os\n\n\ndef ", "--max-new-tokens", "24")
-    assert printed.startswith("import os\n\n\ndef ")
     new, steps, rate = re.search(r"(\d+) tokens in (\d+) steps: ([\d.]+) per step", printed).groups()
     assert int(new) == 24
     # The first token is the prefill's. No step makes less than one token.
