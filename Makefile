@@ -14,6 +14,7 @@
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
+#   make newcomer        the way in, from a clone to own heads used in Python: each command's time
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
 #   make no-nvcc         what an install says and does without nvcc
 
@@ -55,7 +56,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest lint format types bench docs ablations wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest lint format types bench docs ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -209,6 +210,9 @@ gpu-tune: gpu-build
 # Every kernel compiled for every target, without a GPU: registers, spills, shared memory, instructions.
 kernels: $(EDITABLE)
 	$(BIN)/python -m benchmarks.inspection
+
+newcomer:
+	.ci/newcomer $(PYTHON) "$(TORCH)"
 
 wheel-test: $(EDITABLE)
 	.ci/wheel-test $(BIN)/python "$(TORCH)" $(TRANSFORMERS)

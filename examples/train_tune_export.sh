@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Train heads for a model, fit the tree to this machine, measure, and export the heads.
+#
+#   examples/train_tune_export.sh                                   the embedded demo model, a little data: some minutes
+#   examples/train_tune_export.sh MODEL train.jsonl prompts.jsonl [FOLDER]
+#
+# MODEL is a folder or a hub id; the files hold JSON lines as docs/data.md says. Everything is written to FOLDER (default: runs/own).
+set -euo pipefail
+out=${4:-runs/own}
+mkdir -p "$out"
+if [ $# -ge 3 ]; then
+  model=$1 train=$2 prompts=$3
+else
+  # Pieces of the standard library: 200 to train with, 8 others as prompts.
+  model=$(python -c 'from medusa_decoding.demo import CHECKPOINT; print(CHECKPOINT / "base")')
+  train=$out/train.jsonl prompts=$out/prompts.jsonl
+  python - "$train" "$prompts" <<'PYTHON'
+import json
+import pathlib
+import sys
+import sysconfig
+
+files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+texts = [file.read_text(errors="ignore")[1000:2000] for file in files]
+lines = [json.dumps({"text": text}) + "\n" for text in texts if len(text) > 500]
+pathlib.Path(sys.argv[1]).write_text("".join(lines[8:208]))
+pathlib.Path(sys.argv[2]).write_text("".join(lines[:8]))
+PYTHON
+fi
+
+# A configuration that fits model, data and device; then what a run would take; then the run.
+medusa train --init "$model" "$train" --out "$out/heads.yaml"
+medusa train --config "$out/heads.yaml" --set output.folder="$out/run" --check
+medusa train --config "$out/heads.yaml" --set output.folder="$out/run"
+heads=$out/run/heads
+
+# How often the heads are right on these prompts; then the tree with the most tokens per second on this device. On a machine
+# that is too busy to tell, each step picks a tree.
+medusa calibrate --model "$heads" --prompts "$prompts" --max-new-tokens 64
+medusa tune --model "$heads" --undecided auto
+
+# Tokens per step and the speedup over plain decoding and transformers; the texts must be equal.
+medusa eval --model "$heads" --prompts "$prompts" --max-new-tokens 64
+
+# For vLLM 0.28 to 0.32, and as one folder with the base model.
+medusa export --model "$heads" --out "$out/for-vllm" --format vllm --overwrite
+medusa export --model "$heads" --out "$out/one-folder" --format embedded --overwrite
