@@ -31,3 +31,4 @@ output = model.generate(**inputs, max_new_tokens=args.max_new_tokens)
 new = output.sequences[0, inputs.input_ids.shape[1] :]
 print(tokenizer.decode(new, skip_special_tokens=True))
 print(f"\n{output.new_tokens[0]} tokens in {output.steps} steps: {output.tokens_per_step:.2f} per step")
+print(f"tree: {output.tree_choice}")

@@ -51,6 +51,7 @@ def test_generate(run) -> None:
     # The first token is the prefill's. No step makes less than one token.
     assert float(rate) == pytest.approx(23 / int(steps), abs=0.005)
     assert int(steps) <= 23
+    assert re.search(r"^tree: .+ \(.+\)$", printed, flags=re.MULTILINE)
 
 
 def test_custom_generate(run) -> None:
