@@ -72,7 +72,7 @@ def legend(styles: Sequence[str]) -> Text:
     first, second = styles
     return Text.assemble(
         "Coloured: ", ("draft tokens", first), " that ", ("one step", second), " accepted. "
-        "Plain: the model's own token, one per step."
+        "Plain: the model's own token."
     )  # fmt: skip
 
 

@@ -180,11 +180,11 @@ def show_result(console: Console, result: dict[str, Any]) -> None:
     """Print the comparison as a table with bars, as wide as the terminal allows."""
     rates = result["tokens_per_second"]
     width = min(console.width, _display.WIDEST)
-    table = Table(box=None, pad_edge=False, collapse_padding=True, width=width)
-    for heading in ("", "tokens/s", "x generate", "x plain loop"):
-        longest = max(map(len, (heading or "transformers").split()))
-        table.add_column(heading, justify="right" if heading else "left", min_width=longest)
     wide = width >= _display.SIDE_BY_SIDE
+    table = Table(box=None, pad_edge=False, width=width if wide else None)
+    for heading in ("", "tokens/s", "x generate", "x plain loop"):
+        longest = max(map(len, (heading or "transformers").split()))  # words stay whole
+        table.add_column(heading, justify="right" if heading else "left", width=None if wide else longest)
     if wide:
         table.add_column(ratio=1)
     for name, label in labels(result).items():
