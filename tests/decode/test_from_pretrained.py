@@ -10,7 +10,7 @@ from models import VOCAB, heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import write_heads
-from medusa_decoding.generation.tree_choice import GIVEN, NO_HEADS, UNTUNED, TreeChoice
+from medusa_decoding.generation.tree_choice import GIVEN, NO_HEADS, UNTUNED, TreeChoice, slow_quantisation
 
 
 @pytest.fixture
@@ -110,3 +110,27 @@ def test_heads_of_another_model_are_refused(folders):
     other.save_pretrained(folders / "base")
     with pytest.raises(ValueError, match=r"expected hidden size 64 \(the base model's\), got 32"):
         MedusaModel.from_pretrained(folders / "heads")
+
+
+class Linear4bit(torch.nn.Linear):
+    """Has the name of bitsandbytes' layer."""
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"), [("0.49.2", True), ("0.49.0.dev0", True), ("0.50.0", False), ("1.0", False), ("?", False)]
+)
+def test_four_bit_layers_that_are_slow_with_trees_give_one_warning(monkeypatch, caplog, version, warns):
+    """In this version every step with more than one token restores all weights (on a GPU)."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version if name == "bitsandbytes" else "?")
+    base = torch.nn.Sequential(torch.nn.ModuleList([Linear4bit(2, 2)]))
+    words = slow_quantisation(base)
+    assert bool(words) == warns
+    assert not warns or f"bitsandbytes {version}" in words
+    assert slow_quantisation(torch.nn.Sequential(torch.nn.Linear(2, 2))) == ""
+    with MedusaModel(tiny()) as model:
+        monkeypatch.setattr(type(model.backbone), "device", torch.device("cuda"))
+        monkeypatch.setattr("medusa_decoding.model.slow_quantisation", lambda causal: words)
+        for choice in (GIVEN, GIVEN, UNTUNED):
+            model._tell(TreeChoice(Tree.chain(1), choice))
+        model._tell(TreeChoice("auto", GIVEN))
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [words] * warns
