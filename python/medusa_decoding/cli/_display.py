@@ -70,10 +70,8 @@ def step_text(steps: Sequence[Sequence[str]], styles: Sequence[str], first: int 
 def legend(styles: Sequence[str]) -> Text:
     """Return what the colours mean."""
     first, second = styles
-    return Text.assemble(
-        "Coloured: ", ("draft tokens", first), " that ", ("one step", second), " accepted. "
-        "Plain: the model's own token."
-    )  # fmt: skip
+    text = ("draft tokens", first), " that ", ("a step", second), " accepted. Uncoloured: the model's own token."
+    return Text.assemble("Coloured: ", *text)
 
 
 def bar(value: float, total: float, width: int | None = None, style: str = "cyan") -> ProgressBar:
