@@ -4,14 +4,15 @@
 #   examples/train_tune_export.sh                                   the embedded demo model, a little data: some minutes
 #   examples/train_tune_export.sh MODEL train.jsonl prompts.jsonl [FOLDER]
 #
-# MODEL is a folder or a hub id; the files hold JSON lines as docs/data.md says. Everything is written to FOLDER (default: runs/own).
+# MODEL is a folder or a hub id; the files hold JSON lines as docs/data.md says. FOLDER (default: runs/own) gets the configuration
+# and the exports. The heads are written to the folder that the configuration names, which must not exist yet.
 set -euo pipefail
 out=${4:-runs/own}
 mkdir -p "$out"
 if [ $# -ge 3 ]; then
   model=$1 train=$2 prompts=$3
 else
-  # Pieces of the standard library: 200 to train with, 8 others as prompts.
+  # Pieces of the standard library: 20 of them as prompts, the others to train with.
   model=$(python -c 'from medusa_decoding.demo import CHECKPOINT; print(CHECKPOINT / "base")')
   train=$out/train.jsonl prompts=$out/prompts.jsonl
   python - "$train" "$prompts" <<'PYTHON'
@@ -23,16 +24,16 @@ import sysconfig
 files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
 texts = [file.read_text(errors="ignore")[1000:2000] for file in files]
 lines = [json.dumps({"text": text}) + "\n" for text in texts if len(text) > 500]
-pathlib.Path(sys.argv[1]).write_text("".join(lines[8:208]))
-pathlib.Path(sys.argv[2]).write_text("".join(lines[:8]))
+pathlib.Path(sys.argv[1]).write_text("".join(lines[20:]))
+pathlib.Path(sys.argv[2]).write_text("".join(lines[:20]))
 PYTHON
 fi
 
 # A configuration that fits model, data and device; then what a run would take; then the run.
 medusa train --init "$model" "$train" --out "$out/heads.yaml"
-medusa train --config "$out/heads.yaml" --set output.folder="$out/run" --check
-medusa train --config "$out/heads.yaml" --set output.folder="$out/run"
-heads=$out/run/heads
+medusa train --config "$out/heads.yaml" --check
+medusa train --config "$out/heads.yaml"
+heads=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["output"]["folder"])' "$out/heads.yaml")/heads
 
 # How often the heads are right on these prompts; then the tree with the most tokens per second on this device. On a machine
 # that is too busy to tell, each step picks a tree.
