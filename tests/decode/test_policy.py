@@ -13,7 +13,7 @@ from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulati
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
-from medusa_decoding.decode.adaptive.policy import SAVINGS, Adaptive
+from medusa_decoding.decode.adaptive.policy import ADVANCE, SAVINGS, Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree
 
@@ -44,7 +44,7 @@ def over_plain(clock: float, tokens: int) -> float:
 @pytest.mark.parametrize("accuracies", [GOOD, BETTER], ids=["good", "better"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [17, 64, 128, 256, 1024])
-def test_useless_heads_cost_two_plain_steps_and_one_percent(device, tokens, accuracies, late):
+def test_useless_heads_cost_three_plain_steps_and_one_percent(device, tokens, accuracies, late):
     simulation, policy = Simulation(DEVICES[device], late=late), adaptive(accuracies)
     lost, tried, written = 0.0, 0, 0
     while written < 4000:
@@ -52,7 +52,7 @@ def test_useless_heads_cost_two_plain_steps_and_one_percent(device, tokens, accu
         tried += sum(nodes > 1 for nodes in simulation.chosen)
         written += tokens - 1
         # On the awful device a tree takes three plain steps, one more than is risked before a size is well known.
-        assert lost <= (2.2 if device == "awful" else 1.2) + 0.0101 * (written + lost)
+        assert lost <= (4.0 if device == "awful" else 3.0) + 0.0101 * (written + lost)
     assert tried > 4, "nothing was tried"
 
 
@@ -67,7 +67,7 @@ def test_a_useless_text_after_good_ones_may_lose_a_part_of_their_gains(device, t
         simulation, policy = Simulation(DEVICES[device], seed), adaptive(BETTER)
         gained = sum(199 - simulation.generate(policy, [always(BETTER)], 200) for _ in range(3))
         lost = simulation.generate(policy, [always(USELESS)], tokens) - (tokens - 1)
-        assert lost <= SAVINGS + 0.03 * tokens + 0.2
+        assert lost <= SAVINGS + ADVANCE + 0.01 * tokens + 0.2
         assert lost < gained
         tried.append(sum(nodes > 1 for nodes in simulation.chosen[:64]))
     # Without earlier gains it gives up earlier.
@@ -89,7 +89,7 @@ def test_after_useless_heads_a_generation_starts_plain_and_keeps_probing():
     simulation.generate(policy, [always(USELESS)], 512)
     assert sum(nodes > 1 for nodes in simulation.chosen[:20]) <= 1  # a probe may be due
     probes = [step for step, nodes in enumerate(simulation.chosen) if nodes > 1]
-    assert 3 <= len(probes) <= 10
+    assert 2 <= len(probes) <= 6
     assert min(b - a for a, b in itertools.pairwise(probes)) > 50
 
 
@@ -160,7 +160,7 @@ def test_a_flat_tree_is_replaced_when_deeper_heads_improve():
     assert Counter(simulation.chosen[-100:]).most_common(1)[0][0] == 4
     simulation.generate(policy, [always(deep)], 600)
     assert sum(nodes == 4 for nodes in simulation.chosen) < 0.6 * len(simulation.chosen)
-    assert Counter(simulation.chosen[-40:])[4] == 0
+    assert Counter(simulation.chosen[-40:])[4] <= 1  # its time may be checked
 
 
 # (d) Wrong first measurements
@@ -278,7 +278,7 @@ def test_large_trees_are_reached_over_smaller_ones():
     simulation.generate(policy, [always(BETTER)], 256)
     seen = 1
     for nodes in simulation.chosen:
-        assert nodes <= 8 * seen
+        assert nodes <= 16 * seen
         seen = max(seen, nodes)
     assert simulation.chosen.count(64) <= 3, "64 nodes take five plain steps here"
 
@@ -297,7 +297,7 @@ def test_a_long_prefill_pays_for_more_trials():
     def tried(prefill: float) -> int:
         simulation, times = Simulation(CPU), StepTimes()
         measured(times, CPU)
-        simulation.generate(adaptive(times=times), [always(USELESS)], 64, prefill)
+        simulation.generate(adaptive(BETTER, times), [always(USELESS)], 64, prefill)
         return sum(nodes > 1 for nodes in simulation.chosen)
 
     assert tried(300.0) > tried(0.0)

@@ -15,12 +15,14 @@ from medusa_decoding.trees.tree import Tree
 
 LOSS_SHARE = 0.01
 """Share of the time that steps with trees may lose against plain decoding."""
-ADVANCE = 1.2
+ADVANCE = 2.5
 """Plain steps that they may also lose once, so that trees can be tried from the first step on."""
-SAVINGS = 4.0
+SAVINGS = 2.0
 """Plain steps of earlier gains that a generation may lose as well."""
 PROBE_SHARE = 0.005
 """Share of the time that probes may lose while plain decoding seems the fastest."""
+PATIENCE = 3
+"""How often that share is halved at most, once for each probe in a row that did not pay."""
 PLAIN_MARGIN = 1.01
 """How much faster than plain decoding a tree must seem."""
 LEAST_COST = 0.1
@@ -48,7 +50,8 @@ class Adaptive(Policy):
 
     Exploration: while plain decoding seems the fastest, nothing is learnt about the heads. Whenever `PROBE_SHARE` of
     the time since the last probe pays for it, one step is made with the tree that risks least for the tokens that good
-    heads would give. While trees are used, the other sizes are timed now and then, plain decoding included.
+    heads would give; probes that do not pay make the next ones rarer. While trees are used, the other sizes are timed
+    now and then, plain decoding included.
 
     A step without `seconds` (it was compiled or captured) is charged what it is believed to take. The choices depend on
     the observations alone, so processes that observe the same choose the same.
@@ -74,6 +77,7 @@ class Adaptive(Policy):
         self._index = {id(tree): index for index, tree in enumerate(self.trees)}
         self._good_heads = [tokens - 1.0 for tokens in AcceptanceModel(tree_set).tokens]
         self._lost = self._elapsed = self._probe_credit = 0.0
+        self._vain_probes = 0
         self._profile: Profile | None = None
         self.begin()
 
@@ -146,11 +150,13 @@ class Adaptive(Policy):
         if index and seconds is not None and profile.samples(tree.num_nodes) < TRUSTED:
             cost = min(max(seconds / self._plain, 1.0 + LEAST_COST), MOST_COST)
         self._elapsed += cost
-        self._probe_credit += PROBE_SHARE * cost
+        self._probe_credit += PROBE_SHARE * cost / 2 ** min(self._vain_probes, PATIENCE)
         self.acceptance.observe(index, committed)
         if index:
             self._charge(cost, committed)
-            self._probe_credit += sum(committed) / len(committed) - cost if probe else -self._probe_credit
+            gain = sum(committed) / len(committed) - cost
+            self._vain_probes = self._vain_probes + 1 if probe and gain < 0 else 0
+            self._probe_credit += gain if probe else -self._probe_credit
 
     def _charge(self, cost: float, committed: Sequence[int]) -> None:
         """Book a step with a tree: its cost, less the plain steps to where the slowest row is now."""
