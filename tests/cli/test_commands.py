@@ -18,9 +18,9 @@ def run_json(capsys, *argv):
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    for name in COMMANDS:
+    for name in [*COMMANDS, "tree show", "tree search", "tree measure"]:
         with pytest.raises(SystemExit) as end:
-            main([name, "--help"])
+            main([*name.split(), "--help"])
         assert end.value.code == 0
         assert f"    medusa {name}" in capsys.readouterr().out
 

@@ -2,9 +2,9 @@
 
 The model answers seed prompts (self-distillation, Medusa paper, section 2.3.2).
 
-    medusa distill --config recipes/llama-3-8b.yaml
-    medusa distill --config recipes/llama-3-8b.yaml --only-data --limit 100
-    medusa distill --config recipes/llama-3-8b.yaml --resume
+    medusa distill --config heads.yaml
+    medusa distill --config heads.yaml --only-data --limit 100
+    medusa distill --config heads.yaml --resume
 
 The configuration is that of `medusa train` (`medusa train --init MODEL PROMPTS` writes a first one). Its data are the
 seeds: prompts, conversations whose answers are dropped, or texts to continue (docs/data.md). Its section `generation`

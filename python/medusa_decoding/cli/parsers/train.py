@@ -1,11 +1,13 @@
-"""Train heads, and with Medusa-2 also the model, from a YAML file; `--settings` lists all settings.
+"""Train heads from a YAML file; --init writes a first one.
 
-    medusa train --init lmsys/vicuna-7b-v1.5 mine.jsonl
-    medusa train --config vicuna-7b-v1.5.yaml --check
-    medusa train --config recipes/vicuna-7b.yaml
-    medusa train --config recipes/demo-cpu.yaml --set optimisation.epochs=1 --set output.folder=trial
-    medusa train --config recipes/vicuna-7b.yaml --resume
-    accelerate launch --multi_gpu --num_processes 8 -m medusa_decoding train --config recipes/vicuna-7b.yaml
+    medusa train --init lmsys/vicuna-7b-v1.5 mine.jsonl --out heads.yaml
+    medusa train --config heads.yaml --check
+    medusa train --config heads.yaml
+    medusa train --config heads.yaml --set optimisation.epochs=1 --set output.folder=trial
+    medusa train --config heads.yaml --resume
+    accelerate launch --multi_gpu --num_processes 8 -m medusa_decoding train --config heads.yaml
+
+With method medusa-2 the model is trained too. --settings lists all settings; the repository has recipes.
 
 --init looks at the model's config, the data and this machine, writes a first config that fits them, and says why.
 --check says what a config would run: data, steps, memory, time, and which programs can read the heads.

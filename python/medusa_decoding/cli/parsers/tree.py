@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._arguments import add_option
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     summary = "Draw a tree in the terminal, and as an image; for heads, say which tree is used with them here, and why."
-    show = actions.add_parser("show", help=summary, description=summary)
+    show = _add_action(actions, "show", summary)
     words = (
         "folder or hub id of heads, for the trees that are used with them here; tuning.json; or a tree: JSON file, "
         "chain:4, cartesian:7,6, dynamic:16,4 (its candidates) or root, with or without +lookup:8"
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _arguments.add_backend(show, "how steps run, for heads: a tuning holds for one backend only (default: auto)")
     show.set_defaults(action="show")
     summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
-    search = actions.add_parser("search", help=summary, description=summary)
+    search = _add_action(actions, "search", summary)
     _add_calibration(search)
     add_option(search, "--held-out FILE", Path, "a calibration on other prompts, to judge the trees by")
     add_option(search, "--save FILE", Path, "write the tree (of one size) as JSON")
@@ -90,13 +91,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     search.set_defaults(action="search")
     summary = "Measure the tokens per step on other prompts and compare them with what a calibration expects."
-    measure = actions.add_parser("measure", help=summary, description=summary)
+    measure = _add_action(actions, "measure", summary)
     _arguments.add_model(measure)
     _arguments.add_template(measure)
     _arguments.add_prompts(measure, prompt_tokens=False)
     _add_calibration(measure)
     _arguments.add_backend(measure)
     measure.set_defaults(action="measure", tree=Tree([]))
+
+
+def _add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add the parser of an action; its help has the examples of the command that are about it."""
+    examples = [line for line in (__doc__ or "").splitlines() if line.startswith(f"    medusa tree {name} ")]
+    added: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=summary,
+        description="\n".join([summary, "", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return added
 
 
 def _add_calibration(parser: argparse.ArgumentParser) -> None:
