@@ -44,7 +44,7 @@ def over_plain(clock: float, tokens: int) -> float:
 @pytest.mark.parametrize("accuracies", [GOOD, BETTER], ids=["good", "better"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [17, 64, 128, 256, 1024])
-def test_useless_heads_cost_three_plain_steps_and_one_percent(device, tokens, accuracies, late):
+def test_useless_heads_cost_the_advance_and_one_percent(device, tokens, accuracies, late):
     simulation, policy = Simulation(DEVICES[device], late=late), adaptive(accuracies)
     lost, tried, written = 0.0, 0, 0
     while written < 4000:
@@ -54,6 +54,17 @@ def test_useless_heads_cost_three_plain_steps_and_one_percent(device, tokens, ac
         # On the awful device a tree takes three plain steps, one more than is risked before a size is well known.
         assert lost <= (4.0 if device == "awful" else 3.0) + 0.0101 * (written + lost)
     assert tried > 4, "nothing was tried"
+
+
+@pytest.mark.parametrize("cost", [5.0, 8.0])
+def test_trees_that_cost_far_more_than_was_expected_are_tried_twice(cost):
+    """As where layers are dequantised for more than one row: after two samples the true cost counts."""
+    simulation, policy = Simulation({nodes: 1.0 if nodes == 1 else cost for nodes in CPU}), adaptive()
+    simulation.generate(policy, [always(USELESS)], 128)
+    assert sum(nodes > 1 for nodes in simulation.chosen) <= 2
+    for _ in range(9):
+        simulation.generate(policy, [always(USELESS)], 128)
+        assert sum(nodes > 1 for nodes in simulation.chosen) <= 1
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])

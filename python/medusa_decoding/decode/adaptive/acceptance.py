@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from medusa_decoding.trees.tree import Tree
 
+MADE_SIZES = (16, 64)
+"""Nodes of the trees where each size needs a step that is compiled, which takes seconds, or captured."""
 SIZES = (4, 8, 16, 32, 64)
 """Nodes of the trees: small devices profit from 4 to 16, large ones from 64.
 
@@ -31,9 +33,10 @@ class TreeSet:
         accuracies: accuracies[k][i] is the probability that the i-th draft token of head k alone is right. One row per
             head, with at most as many ranks as the heads have candidates. No rows: plain decoding only.
         stored: one more tree, static and without a copied branch; it replaces the one with as many nodes.
+        sizes: nodes of the trees in ascending order, root included.
 
     Attributes:
-        trees: `Tree([])`, then the optimal trees of those `SIZES` that the heads can fill (or the full tree, if the
+        trees: `Tree([])`, then the optimal trees of those sizes that the heads can fill (or the full tree, if the
             heads cannot fill any) and the stored one, in ascending order of nodes.
         odds_against: for each tree and each of its depths, (1 - p) / p, where p is the probability that a path accepted
             down to the depth above continues at this depth, if the heads are independent and have these accuracies.
@@ -42,13 +45,15 @@ class TreeSet:
         ValueError: an accuracy is outside [0, 1], or a head has none.
     """
 
-    def __init__(self, accuracies: Sequence[Sequence[float]], stored: Tree | None = None) -> None:
+    def __init__(
+        self, accuracies: Sequence[Sequence[float]], stored: Tree | None = None, sizes: Sequence[int] = SIZES
+    ) -> None:
         possible, level = 1, 1
         for row in accuracies:
             level *= len(row)
             possible += level
-        sizes = [size for size in SIZES if size <= possible] or [possible][: len(accuracies)]
-        trees = {size: Tree.optimal(accuracies, size) for size in sizes}
+        filled = [size for size in sizes if size <= possible] or [possible][: len(accuracies)]
+        trees = {size: Tree.optimal(accuracies, size) for size in filled}
         if stored is not None and stored.num_nodes > 1:
             trees[stored.num_nodes] = stored
         self.trees: tuple[Tree, ...] = (Tree([]), *(trees[size] for size in sorted(trees)))

@@ -28,7 +28,10 @@ PLAIN_MARGIN = 1.01
 LEAST_COST = 0.1
 """Plain steps that a tree is charged at least, so that noise in the times makes none look free."""
 SETTLED, MOST_RISK, MOST_COST = 7, 1.0, 3.0
-"""Samples below which an outlier may still count. Until then, risk and charge of a step are capped (plain steps)."""
+"""Samples below which an outlier may still count. Until then, risk and charge of a step are capped (plain steps).
+
+From the second sample on, a cap is at least what the fastest one took: noise only adds time.
+"""
 CHECK_FIRST, CHECK_LAST = 4, 64
 """Steps after which another size is timed again: first, and at most; one more after each check."""
 CHECK_RATE = 0.7
@@ -45,8 +48,9 @@ class Adaptive(Policy):
     only taken if the account stays below `ADVANCE` and `LOSS_SHARE` of the generation's time so far (prefill included)
     even if the step gives nothing but its root. What a generation has taken of the advance is missing in the next ones,
     until the time pays it back; gains are carried over, up to `SAVINGS`. So useless heads cost at most the advance,
-    once, and that share of the time. Only the first step with a tree may cost more than was expected. A batch has come
-    as far as its slowest running row, because its end waits for that row.
+    once, and that share of the time, if steps take what was expected. The first two steps of a size may take longer:
+    one is charged at most `MOST_COST`. A batch has come as far as its slowest running row, because its end waits for
+    that row.
 
     Exploration: while plain decoding seems the fastest, nothing is learnt about the heads. Whenever `PROBE_SHARE` of
     the time since the last probe pays for it, one step is made with the tree that risks least for the tokens that good
@@ -174,7 +178,9 @@ class Adaptive(Policy):
         self._timed = [nodes in timed for nodes in self._nodes]
         self._costs, self._risk, self._charges = [1.0 / PLAIN_MARGIN], [0.0], [1.0]
         for nodes, (hopeful, careful) in zip(self._nodes[1:], estimates[1:], strict=False):
-            likely, unsettled = max(careful / plain, 1.0 + LEAST_COST), 0 < profile.samples(nodes) < SETTLED
+            likely, samples = max(careful / plain, 1.0 + LEAST_COST), profile.kept().get(nodes, [])
+            unsettled = 0 < len(samples) < SETTLED
+            least = min(samples) / plain if len(samples) > 1 else 0.0
             self._costs.append(max(hopeful / plain, 1.0 + LEAST_COST / 2))
-            self._charges.append(min(likely, MOST_COST) if unsettled else likely)
-            self._risk.append(min(likely - 1.0, MOST_RISK) if unsettled else likely - 1.0)
+            self._charges.append(min(likely, max(MOST_COST, least)) if unsettled else likely)
+            self._risk.append(min(likely - 1.0, max(MOST_RISK, least - 1.0)) if unsettled else likely - 1.0)
