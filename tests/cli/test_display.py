@@ -11,6 +11,7 @@ from rich.console import Console
 from terminals import HIDE, SHOW, plain
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.chat.streaming import AnswerStreamer
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _display, main
 from medusa_decoding.cli._display import COLOURS, Race, Run, step_text
@@ -124,7 +125,7 @@ def test_generate_on_a_terminal_has_the_same_text(checkpoint, at_terminal, model
     assert main(["generate", "--model", heads, "--prompt", "xyz", "--max-new-tokens", "9", "--tree", "chain:2"]) == 0
     out = capsys.readouterr().out
     # Bytes that end a line or control a terminal are not shown as they are.
-    assert plain(out) == model_text("xyz", 9).translate(_display._CONTROLS) + "\n"
+    assert plain(out) == model_text("xyz", 9).translate(_display.CONTROLS) + "\n"
 
 
 def test_the_figures_of_an_answer():
@@ -234,3 +235,18 @@ def test_a_recorded_run_is_the_generation(checkpoint):
     assert run.ends[0] > 0
     assert run.ends == sorted(run.ends)
     assert run.seconds == run.ends[-1]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_plain_answers_do_not_control_a_terminal(monkeypatch, terminal):
+    """A file gets the text as it is."""
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdout", stream)
+    AnswerStreamer(None).show("a\x1b]0;owned\x07b\n")
+    assert stream.getvalue() == ("a\ufffd]0;owned\ufffdb\n" if terminal else "a\x1b]0;owned\x07b\n")
+
+
+def test_an_answer_without_steps_has_no_tokens_per_step():
+    metrics = GenerationMetrics.from_steps([3], [1], [[]], [], [0.5])
+    assert "per step" not in _display.summary(metrics)

@@ -32,6 +32,7 @@ def run(*argv):
         (["genrate"], 2, "invalid choice: 'genrate'"),
         (["generate", "--promt", "x"], 2, "unrecognized arguments: --promt"),
         (["generate", "--tree", "chain:4", "--promt", "x"], 2, "unrecognized arguments: --promt"),
+        (["generate", "--tree", "dynamic:16,4", "--promt", "x"], 2, "unrecognized arguments: --promt"),
         (["generate", "--tree", "chain:x"], 2, "chain:x"),
         (["tune", "--batch", "0"], 2, "expected at least 1, got 0"),
         *((([name, "--help"], 0, f"    medusa {name}")) for name in COMMANDS),
@@ -88,3 +89,11 @@ def test_weights_keep_the_checkpoints_dtype_as_in_python(monkeypatch, checkpoint
         )
         _arguments.load_model(args)
     assert asked == ["auto", "float16"]
+
+
+def test_names_in_errors_do_not_control_the_terminal(capsys, tmp_path):
+    file = tmp_path / "a\x1b]0;owned\x07.txt"
+    assert main(["generate", "--file", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert r"a\x1b]0;owned\x07.txt" in err

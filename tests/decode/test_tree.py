@@ -1,5 +1,6 @@
 """Tree: order, derived tensors, refusals, search and files."""
 
+import importlib
 import itertools
 import json
 import math
@@ -218,3 +219,13 @@ def test_a_dynamic_tree_differs_from_the_tree_of_its_candidates(tmp_path):
 def test_saved_file_is_plain_json(tmp_path):
     Tree([[0]]).save(tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text()) == {"choices": [[0]]}
+
+
+def test_limits_are_those_of_the_kernels():
+    from medusa_decoding.trees import tree
+
+    modules = (
+        importlib.import_module("medusa_kernels.heads_topk"),
+        importlib.import_module("medusa_kernels.tree_select"),
+    )
+    assert (modules[0].MAX_K, modules[1].MAX_CANDIDATES) == (tree.MAX_RANKS, tree.MAX_CANDIDATES)

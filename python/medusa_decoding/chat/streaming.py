@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ class AnswerText:
         return max((n for n in range(1, len(self.stop)) if text.endswith(self.stop[:n])), default=0)
 
 
+CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd") | {ord("\r"): None}
+"""For `str.translate`: characters that move the cursor or begin escape sequences, which no text may do."""
+
+
 class AnswerStreamer(BaseStreamer):
     """Prints an answer token by token, then a line break; nothing from the string that ends it (`stop`) on."""
 
@@ -81,5 +86,5 @@ class AnswerStreamer(BaseStreamer):
             self.show(self._text.end() + "\n")
 
     def show(self, text: str) -> None:
-        """Print a piece of the answer."""
-        print(text, end="", flush=True)
+        """Print a piece of the answer, without control characters on a terminal."""
+        print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)

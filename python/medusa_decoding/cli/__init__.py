@@ -13,6 +13,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -54,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return BROKEN_PIPE
     except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError) as error:
-        print(f"medusa: {' '.join(str(error).splitlines()) or type(error).__name__}", file=sys.stderr)
+        words = " ".join(str(error).splitlines()) or type(error).__name__
+        # A name from a file must not control the terminal.
+        print("medusa:", re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], words), file=sys.stderr)
         _drop_output()
         return 2
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from medusa_decoding.chat.streaming import AnswerStreamer, AnswerText
+from medusa_decoding.chat.streaming import CONTROLS, AnswerStreamer, AnswerText
 from medusa_decoding.chat.template import PromptEncoder
 from medusa_decoding.generation.metrics import GenerationMetrics
 
@@ -42,9 +42,6 @@ SIDE_BY_SIDE = 72
 WIDEST = 132
 """Columns that are used of a wider terminal."""
 
-# Characters that move the cursor or begin an escape sequence: a model's text must not control the terminal.
-_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd") | {ord("\r"): None}
-
 
 def terminal() -> Console | None:
     """Return standard output as a terminal with colours; None if it is none, or is to have plain text."""
@@ -62,8 +59,8 @@ def step_text(steps: Sequence[Sequence[str]], styles: Sequence[str], first: int 
     """
     text = Text()
     for number, (*drafted, own) in enumerate(steps, first):
-        text.append("".join(drafted).translate(_CONTROLS), styles[number % len(styles)])
-        text.append(own.translate(_CONTROLS))
+        text.append("".join(drafted).translate(CONTROLS), styles[number % len(styles)])
+        text.append(own.translate(CONTROLS))
     return text
 
 
@@ -120,8 +117,8 @@ def summary(metrics: GenerationMetrics) -> str:
     accepted = sum(length * steps for length, steps in metrics.accepted_histogram.items())
     drafted = sum((nodes - 1) * steps for nodes, steps in metrics.tree_nodes.items())
     share = f", {accepted / drafted:.0%} of {drafted} draft tokens accepted" if drafted else ""
-    speed = f"{metrics.tokens_per_step:.2f} per step, {metrics.tokens_per_second:.1f}/s"
-    return f"[{metrics.new_tokens} tokens: {speed}{share}]"
+    steps = f"{metrics.tokens_per_step:.2f} per step, " if metrics.steps else ""
+    return f"[{metrics.new_tokens} tokens: {steps}{metrics.tokens_per_second:.1f}/s{share}]"
 
 
 @dataclass(frozen=True)
@@ -252,7 +249,7 @@ class Race:
         )
 
     def _lines(self, run: Run, seconds: float) -> list[Text]:
-        text = Text.assemble((self.prompt.translate(_CONTROLS), "dim"), step_text(_until(run, seconds), CHIPS))
+        text = Text.assemble((self.prompt.translate(CONTROLS), "dim"), step_text(_until(run, seconds), CHIPS))
         return list(text.wrap(self.console, self.width - 4, tab_size=8))
 
 

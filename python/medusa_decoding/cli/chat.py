@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from medusa_decoding.chat.streaming import CONTROLS
 from medusa_decoding.chat.template import ChatTemplate, Message
 from medusa_decoding.checks import check_text, shown, token_list
 from medusa_decoding.cli import _arguments, _display, _figures
@@ -202,7 +203,8 @@ class Chat:
         """Print the history."""
         for message in self.history:
             mark = " [interrupted]" if message.get("interrupted") else ""
-            self._say(f"{message['role']}: {message['content']}{mark}")
+            content = message["content"]
+            self._say(f"{message['role']}: {content.translate(CONTROLS) if self.out.isatty() else content}{mark}")
 
     def undo(self, rest: str) -> None:
         """Drop the last exchange."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MAX_CHOICES = 255
 """Most nodes per step without the root; also the longest path."""
+MAX_RANKS, MAX_CANDIDATES = 32, 8192
+"""Most ranks of a head, and most candidates of a dynamic tree with its root, as in the kernels."""
 FILE_BYTES = 2**21
 """Largest file that is read; the largest trees need a tenth of it."""
 
@@ -62,7 +64,7 @@ class Tree:
     """
 
     def __init__(self, choices: Iterable[Sequence[int]], lookup: int = 0, keep: int | None = None) -> None:
-        limit = MAX_CHOICES if keep is None else _kernel_limits()[1] - 1
+        limit = MAX_CHOICES if keep is None else MAX_CANDIDATES - 1
         self.choices = _ordered(choices, limit)
         if keep is not None:
             most = min(MAX_CHOICES + 1, 1 + len(self.choices))
@@ -190,11 +192,10 @@ class Tree:
         Raises:
             ValueError: a value is out of range, there are fewer paths than nodes, or more than 8,191 candidates.
         """
-        most_ranks, most_candidates = _kernel_limits()
         for name, value, least, most in (
             ("num_nodes", num_nodes, 1, MAX_CHOICES + 1),
             ("depth", depth, 0 if _is_whole(num_nodes) and num_nodes == 1 else 1, MAX_CHOICES),
-            ("top_k", top_k, 1, most_ranks),
+            ("top_k", top_k, 1, MAX_RANKS),
         ):
             if not _is_whole(value) or not least <= value <= most:
                 raise ValueError(f"{name}: expected {least} to {most}, got {shown(value)}")
@@ -206,9 +207,9 @@ class Tree:
             for rank in range(min(top_k, (num_nodes - 1 - above) // alike)):
                 found = [*path, rank]
                 choices.append(found)
-                if len(choices) >= most_candidates:
+                if len(choices) >= MAX_CANDIDATES:
                     raise ValueError(
-                        f"num_nodes, depth, top_k: expected at most {most_candidates - 1} candidates, got more with "
+                        f"num_nodes, depth, top_k: expected at most {MAX_CANDIDATES - 1} candidates, got more with "
                         f"{num_nodes}, {depth} and {top_k}"
                     )
                 if len(found) < depth:
@@ -313,14 +314,6 @@ class Tree:
         lookup = f", lookup={self.lookup}" if self.lookup else ""
         candidates = "" if self.keep is None else f", candidates={len(self.choices)}"
         return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup}{candidates})"
-
-
-def _kernel_limits() -> tuple[int, int]:
-    """Return the most ranks of a head, and the most candidates of a dynamic tree with its root."""
-    from medusa_kernels.heads_topk import MAX_K
-    from medusa_kernels.tree_select import MAX_CANDIDATES
-
-    return MAX_K, MAX_CANDIDATES
 
 
 def _int32(values: list[Any]) -> torch.Tensor:
