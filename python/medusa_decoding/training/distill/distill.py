@@ -2,7 +2,8 @@
 
 The random numbers of an answer depend only on the setting `seed`, the seed's number and the turn. So neither the batch
 nor an interruption changes a record: a continued run repeats the batch that was under way, and the file is the same to
-the byte. (Rounding depends on the other rows of a batch, and in 16 bits it can decide a token.)
+the byte. (Rounding depends on the other rows of a batch and, with heads, on the tree of each step. In 16 bits it can
+decide a token.)
 """
 
 from __future__ import annotations
