@@ -97,6 +97,22 @@ def test_texts_need_no_template(tmp_path):
     assert chosen["data.template"] == "plain"
 
 
+STRICT = "{%- if messages[0].role == 'assistant' -%}{{- raise_exception('no question') -}}{%- endif -%}"
+
+
+@pytest.mark.parametrize("template", [STRICT + toy.marked(toy.INST), None])
+def test_turns_that_training_drops_are_not_counted(tmp_path, template):
+    base = workshop.make_base(tmp_path / "base")
+    toy.tokenizer("bytes", template).save_pretrained(base)
+    if template is None:
+        (base / "chat_template.jinja").unlink(missing_ok=True)
+    turns = [("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Hello"), ("human", "Bye")]
+    raw = {"conversations": [{"from": who, "value": words} for who, words in turns]}
+    found, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *[raw] * 9))
+    assert not found.distills
+    assert "data.template" not in chosen
+
+
 def test_a_template_that_changes_earlier_turns_is_rendered_turn_by_turn(tmp_path):
     base = workshop.make_base(tmp_path / "base")
     toy.tokenizer("bytes", "{#- enable_thinking -#}" + toy.THINKING).save_pretrained(base)
@@ -162,6 +178,7 @@ def test_older_gpus_train_in_float32(tmp_path, gpu):
     [
         ([{"query": "Hi"}], "DATA: expected records .*, got 1 x none of the keys"),
         ([], "DATA: expected records .*, got an empty file"),
+        ([{"messages": [{"role": "assistant", "content": "Hi"}]}], "DATA: expected records .*, got 1 x no user turn"),
         (
             [{"prompt": "Hi"}, {"query": "Hi"}],
             r"DATA: expected at most 1 % bad records in .*, got 1 of 2 \(most often, 1 x",

@@ -23,7 +23,7 @@ from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.runtime.memory import available, size
 from medusa_decoding.training.config import Config, SourceConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
-from medusa_decoding.training.data.records import Content, Record, Report, interpret, read_records
+from medusa_decoding.training.data.records import NO_ANSWER, Record, Report, interpret, parse_record, read_records
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
 from medusa_decoding.training.loop.backbone import DTYPES
 from medusa_decoding.training.loop.estimate import memory, shapes_of
@@ -107,6 +107,13 @@ def _written(value: Any) -> str:
 
 @dataclass
 class _Data:
+    """What was found in the data.
+
+    Attributes:
+        several: records of which several turns are rendered.
+        sample: records as seeds, and as training takes them: None for those without an answer.
+    """
+
     path: str
     records: int = 0
     complete: bool = True
@@ -114,7 +121,7 @@ class _Data:
     kinds: Counter[str] = field(default_factory=Counter)
     unanswered: int = 0
     several: int = 0
-    sample: list[Content] = field(default_factory=list)
+    sample: list[tuple[Record, Record | None]] = field(default_factory=list)
 
     @property
     def texts(self) -> bool:
@@ -162,25 +169,25 @@ def first_config(model: str, data: str, device: torch.device, revision: str | No
 
 def _look_at(path: str) -> _Data:
     found, rng = _Data(_given(path)), random.Random(0)
-    for _, raw in raw_records(SourceConfig(path)):
+    for where, raw in raw_records(SourceConfig(path)):
         if found.records + found.bad.total() == RECORDS:
             found.complete = False
             break
         try:
-            content = interpret(raw)
+            seed, kind = parse_record(raw, where, seeds=True), interpret(raw).kind
+            learnt = _learnt(raw, where)
         except BadRecordError as error:
             found.bad[str(error)] += 1
             continue
         found.records += 1
-        found.kinds[content.kind] += 1
-        found.unanswered += not content.answered
-        asked = [turn for turn in content.messages if turn["role"] == "user"]
-        found.several += len(asked) > 1
+        found.kinds[kind] += 1
+        found.unanswered += learnt is None
+        found.several += _asks_again(seed if learnt is None else learnt)
         # Each record is in the sample with the same probability.
         if len(found.sample) < SAMPLE:
-            found.sample.append(content)
+            found.sample.append((seed, learnt))
         elif (place := rng.randrange(found.records)) < SAMPLE:
-            found.sample[place] = content
+            found.sample[place] = (seed, learnt)
     if found.records == 0:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in found.bad.most_common(3)) or "an empty file"
         raise ValueError(f"DATA: expected records (docs/data.md shows a line of each kind), got {reasons} in {path}")
@@ -191,6 +198,20 @@ def _look_at(path: str) -> _Data:
             f"{found.records + found.bad.total()} (most often, {count} x: {reason}); docs/data.md shows good ones"
         )
     return found
+
+
+def _learnt(raw: Any, where: str) -> Record | None:
+    """Return a good record as training takes it, or None if it has no answer to learn."""
+    try:
+        return parse_record(raw, where)
+    except BadRecordError as error:
+        if str(error) != NO_ANSWER:
+            raise
+        return None
+
+
+def _asks_again(record: Record) -> bool:
+    return sum(turn["role"] == "user" for turn in record.messages) > 1
 
 
 def _given(name: str) -> str:
@@ -303,18 +324,22 @@ def _template(values: _Values, model: str, tokenizer: Any, found: _Data) -> Chat
     return encoder
 
 
-def _encoded(encoder: ChatEncoder, sample: list[Content], new_tokens: int = 0) -> Iterator[int]:
+def _encoded(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]], new_tokens: int = 0) -> Iterator[int]:
     """Yield how many tokens each record of a sample has; of a prompt alone, with the answer to come."""
-    for content in sample:
+    for seed, learnt in sample:
         try:
-            if content.answered:
-                record = Record(content.messages, content.text, "DATA")
-                yield from (len(example.ids) for example in encoder.encode(record))
+            if learnt is not None:
+                yield from (len(example.ids) for example in encoder.encode(learnt))
             else:
-                asked = [turn for turn in content.messages if turn["role"] != "assistant"]
-                yield len(encoder.prompt(asked[: 1 + (asked[0]["role"] == "system")])[1]) + new_tokens
+                yield _prompt_tokens(encoder, seed) + new_tokens
         except BadRecordError:
             continue
+
+
+def _prompt_tokens(encoder: ChatEncoder, seed: Record) -> int:
+    """Return how many tokens a conversation has up to its first question, which a model is to answer."""
+    first = [turn["role"] for turn in seed.messages].index("user")
+    return len(encoder.prompt(seed.messages[: first + 1])[1])
 
 
 def _lengths(values: _Values, encoder: ChatEncoder, found: _Data, distills: bool) -> tuple[list[int], int]:

@@ -177,7 +177,7 @@ def read_records(
                 return
             report.read += 1
             try:
-                yield _record(raw, source.format, where, system, report.notes, seeds)
+                yield parse_record(raw, where, source.format, system=system, notes=report.notes, seeds=seeds)
                 count += 1
             except BadRecordError as error:
                 report.reject(where, str(error))
@@ -205,13 +205,27 @@ def split_records(records: Iterable[Record], share: float, seed: int = 0) -> tup
     return sides
 
 
-def _record(raw: Any, form: str, where: str, system: str | None, notes: Counter[str], seeds: bool) -> Record:
+def parse_record(
+    raw: Any,
+    where: str,
+    form: str = "auto",
+    *,
+    system: str | None = None,
+    notes: Counter[str] | None = None,
+    seeds: bool = False,
+) -> Record:
+    """Return a parsed record as training takes it, or a seed; `read_records` says how they differ.
+
+    Raises:
+        BadRecordError: no record of a known kind, or nothing in it to learn from.
+    """
     if form == "auto" and isinstance(raw, Mapping) and raw.get("input_ids") is not None:
         return _exact(raw, where)
     content = interpret(raw, form)
     if content.text is not None:
         return Record((), content.text, where)
-    return Record(tuple(_trimmed(list(content.messages), system, notes, seeds)), None, where)
+    counted = Counter() if notes is None else notes
+    return Record(tuple(_trimmed(list(content.messages), system, counted, seeds)), None, where)
 
 
 def interpret(raw: Any, form: str = "auto") -> Content:
