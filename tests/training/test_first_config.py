@@ -84,6 +84,34 @@ def test_prompts_alone_are_answered_by_the_model(tmp_path):
     assert chosen["data.length"] == 256
 
 
+def mixed(file, answered, alone):
+    lines = [{"prompt": f"Question {n}?", "response": "Yes."} for n in range(answered)]
+    return toy.write_lines(file, *lines, *({"prompt": f"Question {n}?"} for n in range(alone)))
+
+
+def test_given_answers_are_replaced_only_if_most_are_missing_and_it_is_said(tmp_path):
+    base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
+    found, chosen = make(base, mixed(tmp_path / "a.jsonl", 12, 18))
+    assert found.distills
+    reasons = {choice.key: choice.why for choice in found.choices}
+    assert reasons["generation.max_new_tokens"].endswith("`medusa distill`, and replaces the 12 given ones")
+    # An answer of 128 tokens follows every prompt, whatever answer was given.
+    assert "half of them have up to 1" in found.facts[1]
+    assert chosen["data.length"] == 256
+    found, chosen = make(base, mixed(tmp_path / "b.jsonl", 199, 1))
+    assert not found.distills
+    with pytest.raises(ValueError, match=r"DATA: expected an answer in at least 99 % .*, got 3 of 100 without one"):
+        make(base, mixed(tmp_path / "c.jsonl", 97, 3))
+
+
+def test_texts_among_prompts_are_measured_by_their_beginning(tmp_path):
+    base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
+    lines = [*({"prompt": f"Question {n}?"} for n in range(12)), *[{"text": "Paris is the capital. " * 200}] * 9]
+    _, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *lines))
+    assert chosen["data.length"] == 256
+    assert chosen["generation.prompt_tokens"] == 128
+
+
 def test_texts_need_no_template(tmp_path):
     base = workshop.make_base(tmp_path / "base")
     toy.tokenizer().save_pretrained(base)

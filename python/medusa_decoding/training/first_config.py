@@ -35,6 +35,8 @@ STEPS = 100
 ROOM = 0.8
 """Share of the free memory that a run may take by its estimate."""
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+TEXT_PROMPT = 128
+"""Tokens of a text, at most, that a model goes on with."""
 CACHE = 8 * 2**30
 """Bytes of hidden states that may be cached on disk."""
 
@@ -55,7 +57,7 @@ class FirstConfig:
     Attributes:
         facts: what was found, a line each.
         choices: all settings that the file has, in its order.
-        distills: whether the data are prompts alone, so that `medusa distill` has to write the answers.
+        distills: whether most records are prompts alone, so that `medusa distill` has to write the answers.
         title: what it is for.
     """
 
@@ -110,7 +112,8 @@ class _Data:
     """What was found in the data.
 
     Attributes:
-        several: records of which several turns are rendered.
+        several: records of which training takes several questions.
+        several_seeds: records that are several questions to a model that answers them.
         sample: records as seeds, and as training takes them: None for those without an answer.
     """
 
@@ -121,7 +124,13 @@ class _Data:
     kinds: Counter[str] = field(default_factory=Counter)
     unanswered: int = 0
     several: int = 0
+    several_seeds: int = 0
     sample: list[tuple[Record, Record | None]] = field(default_factory=list)
+
+    @property
+    def distills(self) -> bool:
+        """Whether a model has to write the answers: most records have none."""
+        return 2 * self.unanswered > self.records
 
     @property
     def texts(self) -> bool:
@@ -143,7 +152,7 @@ def first_config(model: str, data: str, device: torch.device, revision: str | No
     settings = pretrained.load_config(model, revision, argument="MODEL")
     tokenizer = pretrained.load_tokenizer(model, revision, argument="MODEL")
     found = _look_at(data)
-    distills = found.unanswered > 0.01 * found.records
+    distills = found.distills
     values = _Values(device, settings)
     values.add("method", "medusa-1", "trains heads alone: the model and its texts stay as they are")
     values.add("model.name", _given(model))
@@ -182,7 +191,8 @@ def _look_at(path: str) -> _Data:
         found.records += 1
         found.kinds[kind] += 1
         found.unanswered += learnt is None
-        found.several += _asks_again(seed if learnt is None else learnt)
+        found.several += learnt is not None and _asks_again(learnt)
+        found.several_seeds += _asks_again(seed)
         # Each record is in the sample with the same probability.
         if len(found.sample) < SAMPLE:
             found.sample.append((seed, learnt))
@@ -196,6 +206,11 @@ def _look_at(path: str) -> _Data:
         raise ValueError(
             f"DATA: expected at most 1 % bad records in {path}, got {found.bad.total()} of "
             f"{found.records + found.bad.total()} (most often, {count} x: {reason}); docs/data.md shows good ones"
+        )
+    if not found.distills and found.bad.total() + found.unanswered > 0.01 * (found.records + found.bad.total()):
+        raise ValueError(
+            f"DATA: expected an answer in at least 99 % of the records of {path}, got {found.unanswered} of "
+            f"{found.records} without one; answer or remove these, or keep prompts alone for `medusa distill`"
         )
     return found
 
@@ -309,7 +324,7 @@ def _template(values: _Values, model: str, tokenizer: Any, found: _Data) -> Chat
     elif not found.texts and "vicuna" in Path(model).name.lower():
         template = "vicuna"
         values.add("data.template", template, "the tokenizer has no chat template; this is the model's own format")
-    elif found.several:
+    elif found.several_seeds if found.distills else found.several:
         template = "plain"
         values.add("data.template", template, "the tokenizer has no chat template, and there are several turns")
     turns = "joint"
@@ -324,22 +339,27 @@ def _template(values: _Values, model: str, tokenizer: Any, found: _Data) -> Chat
     return encoder
 
 
-def _encoded(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]], new_tokens: int = 0) -> Iterator[int]:
-    """Yield how many tokens each record of a sample has; of a prompt alone, with the answer to come."""
-    for seed, learnt in sample:
+def _encoded(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[int]:
+    """Yield how many tokens the examples of a sample have that training takes."""
+    for _, learnt in sample:
         try:
             if learnt is not None:
                 yield from (len(example.ids) for example in encoder.encode(learnt))
-            else:
-                yield _prompt_tokens(encoder, seed) + new_tokens
         except BadRecordError:
             continue
 
 
-def _prompt_tokens(encoder: ChatEncoder, seed: Record) -> int:
-    """Return how many tokens a conversation has up to its first question, which a model is to answer."""
-    first = [turn["role"] for turn in seed.messages].index("user")
-    return len(encoder.prompt(seed.messages[: first + 1])[1])
+def _asked(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[int]:
+    """Yield how many tokens of each record of a sample a model is given to answer, or to go on with."""
+    for seed, _ in sample:
+        try:
+            if seed.text is not None:
+                yield min(TEXT_PROMPT, len(encoder.tokenizer(seed.text, verbose=False)["input_ids"]))
+            else:
+                first = [turn["role"] for turn in seed.messages].index("user")
+                yield len(encoder.prompt(seed.messages[: first + 1])[1])
+        except BadRecordError:
+            continue
 
 
 def _lengths(values: _Values, encoder: ChatEncoder, found: _Data, distills: bool) -> tuple[list[int], int]:
@@ -347,7 +367,10 @@ def _lengths(values: _Values, encoder: ChatEncoder, found: _Data, distills: bool
     limit = int(getattr(values.settings, "max_position_embeddings", 4096) or 4096)
     most = min(4096 if values.gpu else 512, limit)
     new_tokens = min(512 if values.gpu else 128, limit // 2)
-    lengths = sorted(_encoded(encoder, found.sample, new_tokens))
+    if distills:
+        lengths = sorted(asked + new_tokens for asked in _asked(encoder, found.sample))
+    else:
+        lengths = sorted(_encoded(encoder, found.sample))
     if not lengths:
         raise ValueError(f"DATA: expected records that the chat template takes, got none in {found.path}")
     wanted = _quantile(lengths, 0.95)
@@ -356,9 +379,11 @@ def _lengths(values: _Values, encoder: ChatEncoder, found: _Data, distills: bool
     why = "holds 95 % of the records" if wanted <= length else f"as long as fits this device; {cut:.0%} are longer"
     values.add("data.length", length, why)
     if distills:
-        values.add("generation.max_new_tokens", new_tokens, "the model writes the answers: `medusa distill`")
+        answered = found.records - found.unanswered
+        why = f", and replaces the {answered:,} given ones" if answered else ""
+        values.add("generation.max_new_tokens", new_tokens, f"the model writes the answers: `medusa distill`{why}")
         values.add("generation.batch_size", 16, "answers written at once")
-        prompt = max(16, min(128, length - new_tokens))
+        prompt = max(16, min(TEXT_PROMPT, length - new_tokens))
         if found.kinds["text"]:
             values.add("generation.prompt_tokens", prompt)
     return lengths, sum(min(one, length) for one in lengths) // len(lengths)
