@@ -91,6 +91,13 @@ def test_a_first_config_for_prompts_alone_is_for_distill(tmp_path, monkeypatch, 
     assert "expected answers to learn from, got 9 prompts alone; `medusa distill" in capsys.readouterr().err
 
 
+def test_few_bad_records_may_come_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = workshop.make_base(tmp_path / "base")
+    lines = [*[{"query": "Hi"}] * 5, *[toy.sharegpt("Hi", "Hello")] * 600]
+    assert main(["train", "--init", str(base), str(toy.write_lines(tmp_path / "mine.jsonl", *lines))]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

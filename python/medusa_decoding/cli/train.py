@@ -101,7 +101,6 @@ def _init(args: argparse.Namespace) -> int:
     if found.distills:
         commands = [f"{hidden}medusa distill --config {shlex.quote(str(out))}"]
     check(found.config, _processes(found.config))
-    found.check()
     write_text(out, found.to_yaml(commands))
     print("\n".join(found.facts))
     print()

@@ -23,7 +23,7 @@ from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.runtime.memory import available, size
 from medusa_decoding.training.config import Config, SourceConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
-from medusa_decoding.training.data.records import NO_ANSWER, Record, Report, interpret, parse_record, read_records
+from medusa_decoding.training.data.records import NO_ANSWER, Record, interpret, parse_record
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
 from medusa_decoding.training.loop.backbone import DTYPES
 from medusa_decoding.training.loop.estimate import memory, shapes_of
@@ -88,17 +88,6 @@ class FirstConfig:
                 why = f"    # {choice.why}" if choice.why else ""
                 lines.append(f"{indent}{name}: {_written(value)}{why}")
         return "\n".join(lines) + "\n"
-
-    def check(self) -> None:
-        """Read a part of the data by these settings, as a run would.
-
-        Raises:
-            ValueError: data that a run would refuse.
-        """
-        config, report = self.config, Report()
-        records = list(read_records(config.data.train, report, limit=SAMPLE, seeds=self.distills))
-        report.check(config.data.max_bad_share)
-        assert records
 
 
 def _written(value: Any) -> str:
