@@ -91,6 +91,13 @@ def test_a_first_config_for_prompts_alone_is_for_distill(tmp_path, monkeypatch, 
     assert "expected answers to learn from, got 9 prompts alone; `medusa distill" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [["--out", "heads"], ["--device", "cpu"], ["--device", "auto"]])
+def test_options_of_a_first_config_are_refused_without_it(recipe, tmp_path, capsys, option):
+    assert main(["train", "--config", str(recipe), *option]) == 2
+    assert f"{option[0]}: expected --init with it, got none" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_few_bad_records_may_come_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = workshop.make_base(tmp_path / "base")
@@ -103,8 +110,11 @@ def test_few_bad_records_may_come_first(tmp_path, monkeypatch):
     [
         (["--out", "old.yaml"], "--out: expected a new file, got old.yaml"),
         (["--out", "nowhere/new.yaml"], "--out: "),
-        (["--config", "old.yaml"], "--init: expected no --config and no --set with it"),
-        (["--set", "heads.num_heads=2"], "--init: expected no --config and no --set with it"),
+        (["--config", "old.yaml"], "--init: expected no --config with it"),
+        (["--set", "heads.num_heads=2"], "--init: expected no --set with it"),
+        (["--resume"], "--init: expected no --resume with it"),
+        (["--check"], "--init: expected no --check with it"),
+        (["--json"], "--init: expected no --json with it"),
         (["--device", "cuda"], "--device: expected cpu, because torch sees no CUDA device"),
     ],
 )

@@ -48,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.init is not None:
         return _init(args)
+    for name in ("out", "device"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name}: expected --init with it, got none")
     config = read_config(args)
     if args.check:
         return _check(config, args.resume)
@@ -82,8 +85,11 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
 
 def _init(args: argparse.Namespace) -> int:
     """Write a first config, and print what was decided and why."""
-    if args.config is not None or args.set:
-        raise ValueError("--init: expected no --config and no --set with it, got one; edit the file that --init writes")
+    for name in ("config", "set", "resume", "check", "json"):
+        if getattr(args, name):
+            raise ValueError(
+                f"--init: expected no --{name} with it, got one; edit the file that --init writes, then run it"
+            )
     import torch
 
     from medusa_decoding.training.first_config import first_config, model_name
@@ -94,6 +100,7 @@ def _init(args: argparse.Namespace) -> int:
     check_writable("--out", out)
     if out.exists():
         raise ValueError(f"--out: expected a new file, got {out}; remove it, or name another one")
+    args.device = args.device or "auto"
     _arguments.resolve_device(args)
     found = first_config(model, data, torch.device(args.device))
     hidden = "CUDA_VISIBLE_DEVICES= " if args.device == "cpu" and torch.cuda.is_available() else ""

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "with --init: where to write the config (default: MODEL.yaml, by the model's name)"
     parser.add_argument("--out", type=_arguments.path, metavar="FILE", help=words)
     words = "with --init: cpu, cuda, or auto: cuda if there is a GPU that torch can use, else cpu (default)"
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=words)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=words)
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument(
