@@ -83,6 +83,14 @@ def test_prompts_alone_are_answered_by_the_model(tmp_path):
     assert chosen["data.length"] == 256
 
 
+def test_names_with_line_breaks_stay_in_comments(tmp_path):
+    base = workshop.make_base(tmp_path / "base")
+    data = workshop.make_data(tmp_path / "mine\nmethod: medusa-2\x1b.jsonl", 40)
+    found, _ = make(base, data)
+    assert found.to_yaml([]).startswith("# Medusa heads for base from mine method: medusa-2 .jsonl, fitted to ")
+    assert "\n#   medusa train --config 'a b.yaml'\n" in found.to_yaml(["medusa train --config 'a\nb.yaml'"])
+
+
 def mixed(file, answered, alone):
     lines = [{"prompt": f"Question {n}?", "response": "Yes."} for n in range(answered)]
     return toy.write_lines(file, *lines, *({"prompt": f"Question {n}?"} for n in range(alone)))

@@ -73,7 +73,7 @@ class FirstConfig:
 
     def to_yaml(self, commands: Sequence[str]) -> str:
         """Return the file: the settings with their reasons, and in its first lines the commands to run with it."""
-        lines = [f"# {self.title}", "#", *(f"#   {command}" for command in commands), "#"]
+        lines = [f"# {_in_a_line(self.title)}", "#", *(f"#   {_in_a_line(command)}" for command in commands), "#"]
         lines.append("# Settings that are not here have the paper's values; `medusa train --settings` lists them all.")
         section = ""
         for choice in self.choices:
@@ -88,6 +88,11 @@ class FirstConfig:
                 why = f"    # {choice.why}" if choice.why else ""
                 lines.append(f"{indent}{name}: {_written(value)}{why}")
         return "\n".join(lines) + "\n"
+
+
+def _in_a_line(text: str) -> str:
+    """Return a text for a comment: a file's name may have line breaks, and characters that YAML refuses."""
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
 
 
 def _written(value: Any) -> str:
@@ -219,7 +224,10 @@ def _asks_again(record: Record) -> bool:
 
 
 def _given(name: str) -> str:
-    """Return a file's or folder's path in full, so that the config works from any folder; a hub name as it is."""
+    """Return a file's or folder's path in full, so that it is found from any folder; a hub name as it is.
+
+    What a run writes (`output.folder`, `data.cache_hidden`) is relative to the folder that the run starts in.
+    """
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name
 
