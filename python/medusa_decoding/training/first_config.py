@@ -26,7 +26,7 @@ from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import NO_ANSWER, Record, interpret, parse_record
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
 from medusa_decoding.training.loop.backbone import DTYPES
-from medusa_decoding.training.loop.estimate import memory, shapes_of
+from medusa_decoding.training.loop.estimate import device_name, memory, shapes_of
 
 RECORDS, SAMPLE = 20_000, 300
 """Records that are read at most, and of these the ones that are tokenized."""
@@ -131,27 +131,24 @@ class _Data:
         return set(self.kinds) == {"text"}
 
 
-def first_config(model: str, data: str, device: torch.device, revision: str | None = None) -> FirstConfig:
+def first_config(model: str, data: str, device: torch.device) -> FirstConfig:
     """Choose the settings of a first run.
 
     Args:
         model: folder or hub id of the base model.
         data: file, folder or hub name, as for training.
         device: to train on.
-        revision: branch, tag or commit of the model.
 
     Raises:
         ValueError: no such model or data, no record that can be used, or a model that does not fit the device.
     """
-    settings = pretrained.load_config(model, revision, argument="MODEL")
-    tokenizer = pretrained.load_tokenizer(model, revision, argument="MODEL")
+    settings = pretrained.load_config(model, argument="MODEL")
+    tokenizer = pretrained.load_tokenizer(model, argument="MODEL")
     found = _look_at(data)
     distills = found.distills
     values = _Values(device, settings)
     values.add("method", "medusa-1", "trains heads alone: the model and its texts stay as they are")
     values.add("model.name", _given(model))
-    if revision is not None:
-        values.add("model.revision", revision)
     encoder = _template(values, model, tokenizer, found)
     lengths, kept = _lengths(values, encoder, found, distills)
     _heads(values)
@@ -163,7 +160,7 @@ def first_config(model: str, data: str, device: torch.device, revision: str | No
     if importlib.util.find_spec("tensorboard") is None:
         values.add("output.tensorboard", False, "it is not installed")
     facts = [_model_words(model, values), _data_words(found, lengths, distills), _device_words(device)]
-    title = f"Medusa heads for {Path(model).name} from {Path(data).name}, fitted to {_device_name(device)}."
+    title = f"Medusa heads for {Path(model).name} from {Path(data).name}, fitted to {device_name(device)}."
     return FirstConfig(facts, values.ordered(), distills, title)
 
 
@@ -249,14 +246,10 @@ def _data_words(found: _Data, lengths: list[int], distills: bool) -> str:
     return f"data: {kinds}{more}{what}; half of them have up to {middle} tokens, 95 % up to {long} (with answers)"
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-
-
 def _device_words(device: torch.device) -> str:
     free = available(device)
     words = "unknown memory" if free is None else f"{size(free)} of memory free"
-    return f"device: {_device_name(device)}, {words}"
+    return f"device: {device_name(device)}, {words}"
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -445,7 +438,7 @@ def _fit(values: _Values) -> None:
         advice = "" if quantises or not values.gpu else "; with bitsandbytes installed, it could be held in 4 bits"
         raise ValueError(
             f"MODEL: expected one that can be trained in {ROOM:.0%} of the {size(values.free or 0)} that "
-            f"{_device_name(values.device)} has free, got about {size(values.bytes)}{advice}"
+            f"{device_name(values.device)} has free, got about {size(values.bytes)}{advice}"
         )
 
 

@@ -278,7 +278,7 @@ def describe_memory(config: Config, shapes: Shapes, device: torch.device) -> lis
     """Return the memory of a run as lines of text, with what the device has."""
     parts = memory(config, shapes)
     total, free = sum(parts.values()), available(device)
-    has = "" if free is None else f" of the {size(free)} that {_device_words(device)} has free"
+    has = "" if free is None else f" of the {size(free)} that {device_name(device)} has free"
     lines = [f"memory (estimated, without the program itself): {size(total)}{has}"]
     lines += [f"  {name:16} {size(count):>12}" for name, count in parts.items()]
     if free is not None and total > free:
@@ -289,7 +289,8 @@ def describe_memory(config: Config, shapes: Shapes, device: torch.device) -> lis
     return lines
 
 
-def _device_words(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return a GPU's name, or "this machine" for its CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
 
 
