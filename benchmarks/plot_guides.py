@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks import harness, plot
 from benchmarks.plot import COLOURS, Record
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.demo import CHECKPOINT
 
 H200 = harness.RESULTS / "nvidia-h200.jsonl"
@@ -29,7 +29,7 @@ FULL_STEP = 4
 
 def one_step(plt: Any, path: Path) -> None:
     """Draw the tree of one step of the demo model: draft tokens, and the path that verification keeps."""
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base", trust_remote_code=False)
+    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
     tree = Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype="float32") as model, torch.no_grad():
         prompt = tokenizer(PROMPT, return_tensors="pt").input_ids

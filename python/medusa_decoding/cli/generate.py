@@ -26,9 +26,9 @@ def run(args: argparse.Namespace) -> int:
     if args.template is not None and not args.chat:
         raise ValueError(f"--template: expected --chat with it, got {args.template} alone")
     _arguments.sampling(args)
-    _arguments.resolve_device(args)
     if args.tensor_parallel:
         check_tensor_parallel(args)
+    _arguments.resolve_device(args)
     text = read_prompt(args)
     with joined(args.device) if args.tensor_parallel else contextlib.nullcontext(0) as rank:
         if rank > 0:  # it would repeat what the first process says
@@ -94,7 +94,7 @@ def figures(output: MedusaOutput, seconds: float) -> dict[str, object]:
 def check_tensor_parallel(args: argparse.Namespace) -> None:
     """Raise `ValueError` for arguments that do not work with several processes."""
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device != wanted:
+    if args.device not in (wanted, "auto"):
         remedy = " (transformers shards over the GPUs it sees; hide them with CUDA_VISIBLE_DEVICES= for the CPU)"
         raise ValueError(f"--device: expected {wanted} with --tensor-parallel{remedy}, got {args.device}")
     if args.prompt is None and (args.file is None or str(args.file) == "-"):
