@@ -31,7 +31,7 @@ from medusa_decoding.checkpoints import (
 from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.checks import shown
-from medusa_decoding.decode.adaptive.acceptance import MADE_SIZES, SIZES, AcceptanceModel, TreeSet
+from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet, sizes_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree, Policy
@@ -365,8 +365,8 @@ class MedusaModel:
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is None:
             accuracies = [] if self.heads is None else (self._accuracies or default_accuracies(self.heads)).by_rank
-            eager = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size) == "eager"
-            tree_set = TreeSet(accuracies, self._stored_tree, SIZES if eager else MADE_SIZES)
+            backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
+            tree_set = TreeSet(accuracies, self._stored_tree, sizes_for(backend))
             tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
             adaptive = Adaptive(tree_set, times, AcceptanceModel(tree_set))

@@ -20,7 +20,7 @@ from medusa_decoding.checkpoints import HeadsCheckpoint, pretrained, read_heads,
 from medusa_decoding.checkpoints.accuracies import default_accuracies, find_accuracies, read_accuracies
 from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
 from medusa_decoding.cli import _arguments
-from medusa_decoding.decode.adaptive.acceptance import MADE_SIZES, SIZES, TreeSet
+from medusa_decoding.decode.adaptive.acceptance import TreeSet, sizes_for
 from medusa_decoding.evaluation import interval, read_prompts
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import read_json
@@ -104,8 +104,7 @@ def trees_in_force(args: argparse.Namespace) -> list[tuple[str, Tree]]:
         if refused:
             print(f"  {error}")
         accuracies = find_accuracies(folder, heads) or default_accuracies(heads)
-        sizes = SIZES if conditions.backend == "eager" else MADE_SIZES
-        trees = TreeSet(accuracies.by_rank, stored, sizes).trees
+        trees = TreeSet(accuracies.by_rank, stored, sizes_for(conditions.backend)).trees
         print(
             f"Each step picks plain decoding or a tree of {', '.join(str(tree.num_nodes) for tree in trees[1:])} nodes."
         )

@@ -26,6 +26,11 @@ VICUNA_7B = [
 ]
 
 
+def sizes_for(backend: str) -> tuple[int, ...]:
+    """Return the nodes of the trees that are worth choosing from with a resolved backend."""
+    return SIZES if backend == "eager" else MADE_SIZES
+
+
 class TreeSet:
     """Plain decoding and the optimal trees of growing size for given heads (Medusa paper, section 2.3.3).
 

@@ -173,12 +173,12 @@ class Adaptive(Policy):
 
     def _refresh(self, profile: Profile) -> None:
         """Read the current step times, as multiples of a plain step."""
-        estimates, timed = profile.estimates(self._nodes), profile.known()
+        estimates, timed, kept = profile.estimates(self._nodes), profile.known(), profile.kept()
         self._plain = plain = estimates[0][0] if estimates else 0.0
         self._timed = [nodes in timed for nodes in self._nodes]
         self._costs, self._risk, self._charges = [1.0 / PLAIN_MARGIN], [0.0], [1.0]
         for nodes, (hopeful, careful) in zip(self._nodes[1:], estimates[1:], strict=False):
-            likely, samples = max(careful / plain, 1.0 + LEAST_COST), profile.kept().get(nodes, [])
+            likely, samples = max(careful / plain, 1.0 + LEAST_COST), kept.get(nodes, [])
             unsettled = 0 < len(samples) < SETTLED
             least = min(samples) / plain if len(samples) > 1 else 0.0
             self._costs.append(max(hopeful / plain, 1.0 + LEAST_COST / 2))
