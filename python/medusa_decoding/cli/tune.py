@@ -29,7 +29,7 @@ from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning.select import best_trees, expected_tokens, new_case, new_tuning
+from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)
@@ -146,7 +146,7 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
 
 def words_of(case: Case) -> str:
     """Describe how the fastest tree of a case compares with plain decoding, with the spread of both."""
-    plain, best = case.sizes[0], max(case.sizes[1:], key=lambda size: size.rate)
+    plain, best = case.sizes[0], fastest(case.sizes[1:])
     spread = " and ".join(
         f"{1e3 * one.low:.3g} to {1e3 * one.high:.3g} ms {how}"
         for one, how in ((plain, "plainly"), (best, f"with {best.nodes} nodes"))
@@ -158,7 +158,7 @@ def words_of(case: Case) -> str:
 def gain_of(case: Case) -> str:
     """Return the rate of the fastest tree over that of plain decoding, with its interval."""
     if case.gain is None:
-        return f"{max(size.rate for size in case.sizes[1:]) / case.sizes[0].rate:.2f} (unknown) times the rate"
+        return f"{fastest(case.sizes[1:]).rate / case.sizes[0].rate:.2f} (unknown) times the rate"
     return "{:.2f} ({:.2f} to {:.2f}) times the rate".format(*case.gain)
 
 
