@@ -1,0 +1,118 @@
+// The C ABI of the CPU ops: chooses the instruction set once, when the library is loaded.
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "../kv_compact.h"
+#include "ops.h"
+#include "threads.h"
+
+namespace medusa {
+
+Parallel parallel = nullptr;
+
+const Ops* ops_base();
+#if defined(MEDUSA_HAS_AVX2)
+const Ops* ops_avx2();
+#endif
+#if defined(MEDUSA_HAS_AVX512)
+const Ops* ops_avx512();
+#endif
+#if defined(MEDUSA_HAS_AVX512_BF16)
+const Ops* ops_avx512_bf16();
+#endif
+
+namespace {
+
+struct Choice {
+  const Ops* (*ops)();
+  bool (*runs)();   // whether this processor has the instructions
+  bool (*pays)();   // whether they are the fastest that it has
+};
+
+bool yes() { return true; }
+
+const Choice kChoices[] = {
+    {ops_base, yes, yes},
+#if defined(MEDUSA_HAS_AVX2)
+    {ops_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, yes},
+#endif
+#if defined(MEDUSA_HAS_AVX512)
+    {ops_avx512,
+     [] {
+       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+     },
+     yes},
+#endif
+#if defined(MEDUSA_HAS_AVX512_BF16)
+    // Intel's processors multiply floats twice as fast as bfloat16 pairs, AMD's the other way round.
+    {ops_avx512_bf16, [] { return __builtin_cpu_supports("avx512bf16") != 0; },
+     [] { return __builtin_cpu_is("amd") != 0; }},
+#endif
+};
+
+const Ops* chosen(const char* name) {
+  const Ops* found = nullptr;
+  for (const Choice& choice : kChoices) {
+    if (choice.runs() && (name == nullptr ? choice.pays() : std::strcmp(choice.ops()->name, name) == 0)) {
+      found = choice.ops();
+    }
+  }
+  return found;
+}
+
+const Ops* ops = chosen(nullptr);
+
+template <class Arguments>
+int run(Result (*op)(const Arguments&), const Arguments* a) {
+  try {
+    return op(*a);
+  } catch (const std::bad_alloc&) {
+    return kNoMemory;
+  }
+}
+
+// Memory that grows and stays: a step asks for the same again, and fresh pages cost more than their use.
+struct Block {
+  void* data = nullptr;
+  int64_t size = 0;
+  ~Block() { std::free(data); }
+};
+
+}  // namespace
+
+void* scratch(Memory memory, int64_t bytes) {
+  thread_local Block blocks[2];
+  Block& block = blocks[memory];
+  if (bytes > block.size) {
+    std::free(block.data);
+    block.size = (bytes + 4095) / 4096 * 4096;
+    block.data = std::aligned_alloc(64, static_cast<size_t>(block.size));
+    if (block.data == nullptr) {
+      block.size = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return block.data;
+}
+
+}  // namespace medusa
+
+MEDUSA_EXPORT void medusa_cpu_set_parallel(void* function) {
+  medusa::parallel = reinterpret_cast<medusa::Parallel>(function);
+}
+
+MEDUSA_EXPORT const char* medusa_cpu_isa(void) { return medusa::ops->name; }
+
+MEDUSA_EXPORT int medusa_cpu_use(const char* name) {
+  const medusa::Ops* found = medusa::chosen(name);
+  if (found == nullptr) return medusa::kUnsupported;
+  medusa::ops = found;
+  return medusa::kDone;
+}
+
+MEDUSA_EXPORT int medusa_decode_linear_cpu(const medusa::Linear* a) { return medusa::run(medusa::ops->linear, a); }
+MEDUSA_EXPORT int medusa_decoder_layers_cpu(const medusa::Layers* a) { return medusa::run(medusa::ops->layers, a); }
+MEDUSA_EXPORT int medusa_heads_topk_cpu(const medusa::Heads* a) { return medusa::run(medusa::ops->heads, a); }
+MEDUSA_EXPORT int medusa_argmax_cpu(const medusa::Argmax* a) { return medusa::run(medusa::ops->argmax, a); }

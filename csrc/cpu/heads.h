@@ -1,0 +1,165 @@
+// What needs a projection to the vocabulary: the heads' drafts, and the model's next token at every node.
+
+// The k largest of some logits with their log-probabilities, best first; the first of equal ones.
+inline void top_k(const float* logits, int64_t count, int64_t k, float* logprobs, int64_t* places) {
+  for (int64_t i = 0; i < k; ++i) {
+    logprobs[i] = kHidden;
+    places[i] = i;
+  }
+  constexpr int64_t kBlock = 4 * kLanes;
+  for (int64_t first = 0; first < count; first += kBlock) {
+    F best = all(kHidden);
+    for (int64_t i = first; i < least(first + kBlock, count); i += kLanes) {
+      F v = get<Float32>(logits + i, count - i);
+      for (int64_t lane = count - i; lane < kLanes; ++lane) v[lane] = kHidden;
+      best = larger(v, best);
+    }
+    if (!(largest(best) > logprobs[k - 1])) continue;
+    for (int64_t i = first; i < least(first + kBlock, count); ++i) {
+      if (!(logits[i] > logprobs[k - 1])) continue;
+      int64_t place = k - 1;
+      for (; place > 0 && logits[i] > logprobs[place - 1]; --place) {
+        logprobs[place] = logprobs[place - 1];
+        places[place] = places[place - 1];
+      }
+      logprobs[place] = logits[i];
+      places[place] = i;
+    }
+  }
+  F total{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    F p = exponential(get<Float32>(logits + i, count - i) - logprobs[0]);
+    for (int64_t lane = count - i; lane < kLanes; ++lane) p[lane] = 0.0f;
+    total = total + p;
+  }
+  const float together = logprobs[0] + __builtin_logf(sum(total));
+  for (int64_t i = 0; i < k; ++i) logprobs[i] -= together;
+}
+
+// heads_topk, see medusa_kernels/heads_topk.py.
+template <class A>
+Result heads(const Heads& a) {
+  using T = typename A::T;
+  for (int64_t i = 0; a.gather && i < a.vocabulary; ++i) {
+    if (a.token_map[i] < 0 || a.token_map[i] >= a.rows) return kOutside;
+  }
+  const int64_t tokens = a.batch * a.heads, chunks = blocks(a.width, kChunk);
+  const int64_t state_bytes = blocks(tokens * a.width * int64_t(sizeof(T)), 64) * 64;
+  char* memory = static_cast<char*>(scratch(kBetween, state_bytes + tokens * a.vocabulary * int64_t(sizeof(float))));
+  T* states = reinterpret_cast<T*>(memory);  // [heads, batch, width]
+  float* logits = reinterpret_cast<float*>(memory + state_bytes);
+  const T* hidden = static_cast<const T*>(a.hidden);
+  const auto input = [&](int64_t head, int64_t b) {
+    return hidden + (a.hidden_stride == 0 ? b : b * a.heads + head) * a.width;
+  };
+  with_weight<A>(A::kType, [&](auto kind) {
+    using W = decltype(kind);
+    const int64_t vectors = prepared_vectors<W>(a.width);
+    auto* x = static_cast<typename W::X*>(scratch(kPrepared, tokens * vectors * kBytes));
+    for (int64_t i = 0; i < tokens; ++i) prepare<W, A>(input(i / a.batch, i % a.batch), 1, a.width, x + i * vectors);
+    in_parallel(a.threads, a.heads * chunks, [&](int64_t i) {
+      const int64_t head = i / chunks, first = i % chunks * kChunk, rows = least(kChunk, a.width - first);
+      const T* bias = a.b1 == nullptr ? nullptr : static_cast<const T*>(a.b1) + head * a.width;
+      const Matrix w1{static_cast<const char*>(a.w1) + head * a.w1_stride, nullptr, bias, a.width, a.w1_row_stride, a.type};
+      alignas(kBytes) float sums[kTokens * kChunk];
+      for (int64_t start = 0; start < a.batch; start += kTokens) {
+        const int64_t now = least(kTokens, a.batch - start);
+        affine<A, W>(w1, first, rows, x + (head * a.batch + start) * vectors, now, a.width, sums);
+        for (int64_t token = 0; token < now; ++token) {
+          T* to = states + (head * a.batch + start + token) * a.width + first;
+          for (int64_t row = 0; row < rows; row += kLanes) {
+            const F h = get<A>(input(head, start + token) + first + row, rows - row);
+            put<A>(to + row, h + silu(load<F>(sums + token * kChunk + row)), rows - row);
+          }
+        }
+      }
+    });
+  });
+  const int64_t projections = a.w2_stride == 0 ? 1 : a.heads, each = tokens / projections;
+  const bool known = with_weight<A>(a.w2_type, [&](auto kind) {
+    using W = decltype(kind);
+    const int64_t vectors = prepared_vectors<W>(a.width), pieces = blocks(a.vocabulary, kChunk);
+    auto* x = static_cast<typename W::X*>(scratch(kPrepared, tokens * vectors * kBytes));
+    prepare<W, A>(states, tokens, a.width, x);
+    in_parallel(a.threads, projections * pieces, [&](int64_t i) {
+      const int64_t own = i / pieces, first = i % pieces * kChunk, rows = least(kChunk, a.vocabulary - first);
+      const int64_t* map = a.gather ? a.token_map : nullptr;
+      float* out = logits + own * each * a.vocabulary + first;
+      product<W>(static_cast<const char*>(a.w2) + own * a.w2_stride, a.w2_row_stride, map, first, rows,
+                 x + own * each * vectors, each, a.width, out, a.vocabulary);
+      if (a.w2_scale == nullptr) return;
+      for (int64_t token = 0; token < each; ++token) {
+        for (int64_t row = 0; row < rows; ++row) {
+          out[token * a.vocabulary + row] *= a.w2_scale[own * a.scale_stride + (map ? map[first + row] : first + row)];
+        }
+      }
+    });
+  });
+  if (!known) return kUnsupported;
+  in_parallel(a.threads, tokens, [&](int64_t i) {
+    const int64_t place = (i % a.batch * a.heads + i / a.batch) * a.k;
+    top_k(logits + i * a.vocabulary, a.vocabulary, a.k, a.logprobs + place, a.tokens + place);
+    if (a.token_map == nullptr) return;
+    for (int64_t j = 0; j < a.k; ++j) a.tokens[place + j] = a.token_map[a.tokens[place + j]];
+  });
+  return kDone;
+}
+
+// The argmax of tree_verify, without statistics: medusa_kernels/tree_verify.py.
+template <class A>
+Result argmax(const Argmax& a) {
+  const int64_t piece = 8 * kChunk, pieces = blocks(a.weight.rows, piece);
+  const bool known = with_weight<A>(a.weight.type, [&](auto kind) {
+    using W = decltype(kind);
+    const int64_t vectors = prepared_vectors<W>(a.columns);
+    auto* x = static_cast<typename W::X*>(scratch(kPrepared, a.tokens * vectors * kBytes));
+    auto* values = static_cast<float*>(scratch(kBetween, 2 * pieces * a.tokens * int64_t(sizeof(float))));
+    auto* places = reinterpret_cast<int32_t*>(values + pieces * a.tokens);
+    prepare<W, A>(static_cast<const typename A::T*>(a.x), a.tokens, a.columns, x);
+    in_parallel(a.threads, pieces, [&](int64_t i) {
+      const int64_t end = least(a.weight.rows, (i + 1) * piece);
+      alignas(kBytes) float sums[kTokens * kChunk];
+      F best[kTokens];
+      I best_at[kTokens];
+      for (int64_t start = 0; start < a.tokens; start += kTokens) {
+        const int64_t tokens = least(kTokens, a.tokens - start);
+        for (int64_t token = 0; token < tokens; ++token) {
+          best[token] = all(kHidden);
+          best_at[token] = I{} + int32_t(i * piece);
+        }
+        for (int64_t first = i * piece; first < end; first += kChunk) {
+          const int64_t rows = least(kChunk, end - first);
+          affine<A, W>(a.weight, first, rows, x + start * vectors, tokens, a.columns, sums);
+          for (int64_t token = 0; token < tokens; ++token) {
+            for (int64_t row = 0; row < rows; row += kLanes) {
+              F logits = A::rounded(load<F>(sums + token * kChunk + row));
+              for (int64_t lane = rows - row; lane < kLanes; ++lane) logits[lane] = kHidden;
+              I at;
+              for (int lane = 0; lane < kLanes; ++lane) at[lane] = int32_t(first + row) + lane;
+              const auto above = logits > best[token];
+              best_at[token] = above ? at : best_at[token];
+              best[token] = above ? logits : best[token];
+            }
+          }
+        }
+        for (int64_t token = 0; token < tokens; ++token) {
+          int lane = 0;
+          for (int l = 1; l < kLanes; ++l) {
+            const float value = best[token][l], held = best[token][lane];
+            if (value > held || (value == held && best_at[token][l] < best_at[token][lane])) lane = l;
+          }
+          values[i * a.tokens + start + token] = best[token][lane];
+          places[i * a.tokens + start + token] = best_at[token][lane];
+        }
+      }
+    });
+    for (int64_t token = 0; token < a.tokens; ++token) {
+      int64_t found = 0;
+      for (int64_t i = 1; i < pieces; ++i) {
+        if (values[i * a.tokens + token] > values[found * a.tokens + token]) found = i;
+      }
+      a.next[token] = places[found * a.tokens + token];
+    }
+  });
+  return known ? kDone : kUnsupported;
+}

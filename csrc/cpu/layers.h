@@ -1,0 +1,255 @@
+// Decoder layers of the Llama family over a KV cache, a tree of nodes at a time. Results are rounded where the ops that
+// each stage names round them.
+
+// One row of add_rms_norm without a sum.
+template <class A>
+inline void rms_norm(const typename A::T* x, const typename A::T* weight, int64_t width, float eps,
+                     typename A::T* out) {
+  F squares{};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const F v = get<A>(x + i, width - i);
+    squares = v * v + squares;
+  }
+  const float factor = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + eps);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const F normed = A::rounded(get<A>(x + i, width - i) * factor);
+    put<A>(out + i, normed * get<A>(weight + i, width - i), width - i);
+  }
+}
+
+// Rotates one head in place, or into a cache row: x * cos + rotate_half(x) * sin, each product rounded (rope_append).
+template <class A>
+inline void rotate(const typename A::T* x, const typename A::T* cos, const typename A::T* sin, int64_t head_dim,
+                   typename A::T* out) {
+  const int64_t half = head_dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t count = half - i;
+    const F low = get<A>(x + i, count), high = get<A>(x + half + i, count);
+    const F left = A::rounded(low * get<A>(cos + i, count)), right = A::rounded(high * get<A>(sin + i, count));
+    const F up = A::rounded(high * get<A>(cos + half + i, count));
+    const F down = A::rounded(low * get<A>(sin + half + i, count));
+    put<A>(out + i, left - right, count);
+    put<A>(out + half + i, up + down, count);
+  }
+}
+
+constexpr int64_t kQueries = 32;  // query rows that pass over the keys together
+constexpr int64_t kKeys = 64;     // keys whose scores are held at once
+constexpr int64_t kMaxHead = 256;
+constexpr float kHidden = -__builtin_inff();
+
+// out[query, :] += sum over keys of scores[query, key] * values[key, :], for kRows queries and kWide vectors of a head.
+template <class A, int kRows, int kWide>
+inline void weigh(const float* scores, const typename A::T* values, int64_t keys, int64_t head_dim, int64_t count,
+                  float* out) {
+  F acc[kRows * kWide];
+  MEDUSA_UNROLL
+  for (int i = 0; i < kRows * kWide; ++i) acc[i] = load<F>(out + i / kWide * kMaxHead + i % kWide * kLanes);
+  for (int64_t key = 0; key < keys; ++key) {
+    F value[kWide];
+    MEDUSA_UNROLL
+    for (int v = 0; v < kWide; ++v) value[v] = get<A>(values + key * head_dim + v * kLanes, count - v * kLanes);
+    MEDUSA_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      MEDUSA_UNROLL
+      for (int v = 0; v < kWide; ++v) acc[r * kWide + v] = value[v] * scores[r * kKeys + key] + acc[r * kWide + v];
+    }
+  }
+  MEDUSA_UNROLL
+  for (int i = 0; i < kRows * kWide; ++i) store(out + i / kWide * kMaxHead + i % kWide * kLanes, acc[i]);
+}
+
+template <class A, int kRows>
+inline void weigh_rows(const float* scores, const typename A::T* values, int64_t keys, int64_t head_dim, float* out) {
+  int64_t first = 0;
+  for (; first + 4 * kLanes <= head_dim; first += 4 * kLanes) {
+    weigh<A, kRows, 4>(scores, values + first, keys, head_dim, 4 * kLanes, out + first);
+  }
+  for (; first < head_dim; first += kLanes) {
+    weigh<A, kRows, 1>(scores, values + first, keys, head_dim, head_dim - first, out + first);
+  }
+}
+
+// One batch row of one layer, as attention sees it.
+template <class A>
+struct Sequence {
+  const Layers& a;
+  const typename A::T *q_norm, *k_norm;  // or null
+  int64_t window, batch, prefix;
+  const int64_t* ancestors;  // [nodes, words]
+  typename A::T *keys, *values;  // of the first KV head
+  typename A::T* rows;  // [nodes, heads + 2 kv_heads, head_dim]: queries, keys and values of the nodes
+  typename A::T* out;   // [nodes, heads, head_dim]
+
+  int64_t words() const { return blocks(a.nodes, 64); }
+  bool sees(int64_t node, int64_t other) const { return ancestors[node * words() + other / 64] >> (other % 64) & 1; }
+  int64_t depth(int64_t node) const {
+    int64_t count = -1;
+    for (int64_t w = 0; w < words(); ++w) count += __builtin_popcountll(static_cast<uint64_t>(ancestors[node * words() + w]));
+    return count;
+  }
+
+  // Norms and rotates the queries and keys of one KV head, and appends its keys and values (rope_append).
+  void append(int64_t kv_head) const {
+    using T = typename A::T;
+    const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, all_heads = a.heads + 2 * a.kv_heads;
+    const int32_t* depths = a.depths + batch * a.depths_stride;
+    for (int64_t node = 0; node < a.nodes; ++node) {
+      const int64_t at = batch * a.table_stride + (prefix + depths[node]) * dim;
+      const T *cos = static_cast<const T*>(a.cos) + at, *sin = static_cast<const T*>(a.sin) + at;
+      T* own = rows + node * all_heads * dim;
+      T* key = own + (a.heads + kv_head) * dim;
+      const int64_t cached = (kv_head * a.rows + prefix + node) * dim;
+      if (k_norm != nullptr) rms_norm<A>(key, k_norm, dim, float(a.eps), key);
+      rotate<A>(key, cos, sin, dim, keys + cached);
+      __builtin_memcpy(values + cached, own + (a.heads + a.kv_heads + kv_head) * dim, size_t(dim) * sizeof(T));
+      for (int64_t g = 0; g < group; ++g) {
+        T* query = own + (kv_head * group + g) * dim;
+        if (q_norm != nullptr) rms_norm<A>(query, q_norm, dim, float(a.eps), query);
+        rotate<A>(query, cos, sin, dim, query);
+      }
+    }
+  }
+
+  // Query rows [first, first + count) of one KV head attend; row i is node i / group, query head i % group
+  // (tree_attention). Keys pass in blocks, with the running maximum and sum of each row (Dao et al. 2022).
+  template <class W>
+  void attend(int64_t kv_head, int64_t first, int64_t count) const {
+    const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, all_heads = a.heads + 2 * a.kv_heads;
+    const int64_t start = window == 0 || prefix + 1 < window ? 0 : prefix + 1 - window;
+    const int64_t vectors = prepared_vectors<W>(dim), end = prefix + a.nodes;
+    typename W::X queries[kQueries * 2 * kMaxHead / kLanes];
+    alignas(kBytes) float scores[kQueries * kKeys], sums[kQueries * kMaxHead];
+    float top[kQueries], total[kQueries];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t node = (first + i) / group, head = kv_head * group + (first + i) % group;
+      prepare<W, A>(rows + (node * all_heads + head) * dim, 1, dim, queries + i * vectors);
+      top[i] = -1e30f;
+      total[i] = 0.0f;
+    }
+    __builtin_memset(sums, 0, sizeof(float) * size_t(count * kMaxHead));
+    for (int64_t key = start; key < end; key += kKeys) {
+      const int64_t keys_now = least(kKeys, end - key);
+      const auto* block = keys + (kv_head * a.rows + key) * dim;
+      product<W>(block, dim * int64_t(sizeof(*block)), nullptr, 0, keys_now, queries, count, dim, scores, kKeys);
+      for (int64_t i = 0; i < count; ++i) {
+        float* row = scores + i * kKeys;
+        hide((first + i) / group, key, keys_now, row);
+        F best = all(top[i]);
+        for (int64_t k = 0; k < kKeys; k += kLanes) {
+          const F scaled = load<F>(row + k) * float(a.scale);
+          store(row + k, scaled);
+          best = larger(scaled, best);
+        }
+        const float now = largest(best);
+        F added{};
+        for (int64_t k = 0; k < kKeys; k += kLanes) {
+          const F p = exponential(load<F>(row + k) - now);
+          store(row + k, p);
+          added = added + p;
+        }
+        const float kept = exponential(all(top[i] - now))[0];
+        total[i] = total[i] * kept + sum(added);
+        top[i] = now;
+        if (kept != 1.0f) {
+          for (int64_t d = 0; d < dim; d += kLanes) {
+            float* at = sums + i * kMaxHead + d;
+            store(at, load<F>(at) * kept);
+          }
+        }
+      }
+      const auto* value = values + (kv_head * a.rows + key) * dim;
+      int64_t i = 0;
+      for (; i + 4 <= count; i += 4) weigh_rows<A, 4>(scores + i * kKeys, value, keys_now, dim, sums + i * kMaxHead);
+      for (; i < count; ++i) weigh_rows<A, 1>(scores + i * kKeys, value, keys_now, dim, sums + i * kMaxHead);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t node = (first + i) / group, head = kv_head * group + (first + i) % group;
+      for (int64_t d = 0; d < dim; d += kLanes) {
+        put<A>(out + (node * a.heads + head) * dim + d, load<F>(sums + i * kMaxHead + d) / total[i], dim - d);
+      }
+    }
+  }
+
+  // Sets the scores of keys that a node does not see, and of those after the last key, to minus infinity.
+  void hide(int64_t node, int64_t key, int64_t count, float* scores) const {
+    for (int64_t k = count; k < kKeys; ++k) scores[k] = kHidden;
+    if (key + count <= prefix && window == 0) return;
+    const int64_t position = prefix + depth(node);
+    for (int64_t k = 0; k < count; ++k) {
+      const int64_t other = key + k - prefix;
+      const int64_t at = other < 0 ? key + k : prefix + depth(other);
+      if ((other >= 0 && !sees(node, other)) || (window != 0 && position - at >= window)) scores[k] = kHidden;
+    }
+  }
+};
+
+// decoder_layers, see medusa_kernels/decoder_layers.py.
+template <class A>
+Result layers(const Layers& a) {
+  using T = typename A::T;
+  if (a.head_dim > kMaxHead || a.head_dim % 2 != 0) return kUnsupported;
+  for (int64_t index = 0; index < a.count; ++index) {
+    const auto small = [&](Slot slot) { return a.weights[index * kSlots + slot + 2] != nullptr; };
+    if (small(kQ) != small(kK) || small(kQ) != small(kV) || small(kGate) != small(kUp)) return kUnsupported;
+  }
+  for (int64_t i = 0; i < a.batch * a.nodes; ++i) {
+    const int64_t b = i / a.nodes, length = a.cache_lens[b], position = length + a.depths[b * a.depths_stride + i % a.nodes];
+    if (length < 0 || length + a.nodes > a.rows || position < 0 || position >= a.table_rows) return kOutside;
+  }
+  const int64_t tokens = a.batch * a.nodes, attended = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim;
+  const int64_t head_rows = a.rows * a.head_dim, half = a.batch * a.kv_heads * head_rows;
+  T* hidden = static_cast<T*>(a.out);
+  T* normed = static_cast<T*>(
+      scratch(kBetween, tokens * (a.width + 2 * attended + 2 * kv_width + a.inner) * int64_t(sizeof(T))));
+  T* qkv = normed + tokens * a.width;
+  T* heads_out = qkv + tokens * (attended + 2 * kv_width);
+  T* gated = heads_out + tokens * attended;
+  __builtin_memcpy(hidden, a.hidden, size_t(tokens * a.width) * sizeof(T));
+  const auto norm = [&](const void* weight) {
+    in_parallel(tokens * a.width < 32768 ? 1 : a.threads, tokens, [&](int64_t token) {
+      rms_norm<A>(hidden + token * a.width, static_cast<const T*>(weight), a.width, float(a.eps), normed + token * a.width);
+    });
+  };
+  const auto project = [&](const T* x, int64_t columns, const T* residual, T* out, bool gate, auto... weights) {
+    return linear<A>(Linear{a.threads, a.type, x, tokens, columns, residual, out, gate, int64_t(sizeof...(weights)),
+                            {weights...}}) == kDone;
+  };
+  for (int64_t index = 0; index < a.count; ++index) {
+    const void* const* weights = a.weights + index * kSlots;
+    const auto of = [&](Slot slot, int64_t rows, int64_t columns) {
+      const bool small = weights[slot + 2] != nullptr;
+      return Matrix{weights[slot], static_cast<const float*>(weights[slot + 2]), weights[slot + 1], rows,
+                    columns * int64_t(small ? 1 : sizeof(T)), small ? int64_t(kInt8) : a.type};
+    };
+    norm(weights[kInputNorm]);
+    if (!project(normed, a.width, nullptr, qkv, false, of(kQ, attended, a.width), of(kK, kv_width, a.width),
+                 of(kV, kv_width, a.width))) {
+      return kUnsupported;
+    }
+    const auto sequence = [&](int64_t b) {
+      T* keys = static_cast<T*>(a.kv) + 2 * index * half + b * a.kv_heads * head_rows;
+      return Sequence<A>{a, static_cast<const T*>(weights[kQNorm]), static_cast<const T*>(weights[kKNorm]),
+                         a.windows[index], b, a.cache_lens[b], a.ancestors + b * a.ancestors_stride, keys, keys + half,
+                         qkv + b * a.nodes * (attended + 2 * kv_width), heads_out + b * a.nodes * attended};
+    };
+    in_parallel(a.threads, a.batch * a.kv_heads, [&](int64_t i) { sequence(i / a.kv_heads).append(i % a.kv_heads); });
+    const int64_t queries = a.heads / a.kv_heads * a.nodes, pieces = blocks(queries, kQueries);
+    with_weight<A>(A::kType, [&](auto kind) {
+      in_parallel(a.threads, a.batch * a.kv_heads * pieces, [&](int64_t i) {
+        const int64_t kv_head = i / pieces % a.kv_heads, first = i % pieces * kQueries;
+        sequence(i / pieces / a.kv_heads)
+            .template attend<decltype(kind)>(kv_head, first, least(kQueries, queries - first));
+      });
+    });
+    if (!project(heads_out, attended, hidden, hidden, false, of(kO, a.width, attended))) return kUnsupported;
+    norm(weights[kPostNorm]);
+    if (!project(normed, a.width, nullptr, gated, true, of(kGate, a.inner, a.width), of(kUp, a.inner, a.width))) {
+      return kUnsupported;
+    }
+    if (!project(gated, a.inner, hidden, hidden, false, of(kDown, a.width, a.inner))) return kUnsupported;
+  }
+  norm(a.final_norm);
+  __builtin_memcpy(hidden, normed, size_t(tokens * a.width) * sizeof(T));
+  return kDone;
+}

@@ -1,0 +1,137 @@
+// The CPU ops' arguments, as the C ABI takes them, and what each instruction set implements.
+//
+// Every member has 8 bytes, so that the caller may fill a struct as an array of int64. Tensors are contiguous unless a
+// stride is given. Strides of weights are in bytes, all others in elements; 0 where an axis is missing.
+#pragma once
+
+#include <cstdint>
+
+namespace medusa {
+
+enum Type : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+
+// A weight [rows, columns] of a projection: a row's elements are adjacent, rows are `stride` bytes apart.
+struct Matrix {
+  const void* data;
+  const float* scale;  // of each row; for kInt8 only
+  const void* bias;    // [rows] in the type of the activations, or null
+  int64_t rows;
+  int64_t stride;
+  int64_t type;
+};
+
+// decode_linear: x [tokens, columns] times 1 to 3 weights.
+struct Linear {
+  int64_t threads;
+  int64_t type;  // of x, residual and out: kFloat32 or kBFloat16
+  const void* x;
+  int64_t tokens, columns;
+  const void* residual;  // [tokens, rows] or null; with one weight only
+  void* out;             // [tokens, sum of rows], gated [tokens, rows]
+  int64_t gate;
+  int64_t count;
+  Matrix weights[3];
+};
+
+// Where a layer's weights are in its row of pointers; all are contiguous. Of a projection, the weight, its bias and its
+// scale follow each other. Missing ones are null; a projection with a scale is kInt8. The same order as SLOTS in
+// medusa_kernels/decoder_layers.py.
+enum Slot : int64_t { kInputNorm, kPostNorm, kQNorm, kKNorm, kQ, kK = kQ + 3, kV = kK + 3, kO = kV + 3, kGate = kO + 3,
+                      kUp = kGate + 3, kDown = kUp + 3, kSlots = kDown + 3 };
+
+// decoder_layers: hidden [batch, nodes, width] through all layers and the final norm; appends to the cache.
+struct Layers {
+  int64_t threads;
+  int64_t type;
+  const void* hidden;
+  void* out;  // [batch, nodes, width]
+  int64_t batch, nodes, width, heads, kv_heads, head_dim, inner;
+  void* kv;  // [layers, 2, batch, kv_heads, rows, head_dim]
+  int64_t rows;
+  const void *cos, *sin;  // [positions, head_dim], or with a stride one table per batch row
+  int64_t table_rows, table_stride;
+  const int32_t* cache_lens;  // [batch]
+  const int32_t* depths;      // [nodes], or with a stride [batch, nodes]
+  int64_t depths_stride;
+  const int64_t* ancestors;  // [nodes, words], or with a stride [batch, nodes, words]
+  int64_t ancestors_stride;
+  const void* final_norm;
+  double eps, scale;
+  int64_t count;
+  const void* const* weights;  // [layers, kSlots]
+  const int64_t* windows;      // [layers], sliding windows in positions, 0 for none
+};
+
+// heads_topk: the residual block of each head, its projection, and the k likeliest tokens.
+struct Heads {
+  int64_t threads;
+  int64_t type;
+  const void* hidden;  // [batch, width], or with hidden_stride [batch, heads, width]
+  int64_t hidden_stride;
+  int64_t batch, heads, width, vocabulary, rows, k;  // rows of w2: vocabulary, or more of which token_map names some
+  const void *w1, *b1;  // [heads, width, width], [heads, width] or null
+  int64_t w1_stride, w1_row_stride;
+  const void* w2;  // with w2_stride [heads, rows, width], else [rows, width]
+  int64_t w2_stride, w2_row_stride, w2_type;
+  const float* w2_scale;
+  int64_t scale_stride;
+  const int64_t* token_map;  // [vocabulary] or null
+  int64_t gather;
+  float* logprobs;  // [batch, heads, k]
+  int64_t* tokens;  // [batch, heads, k]
+};
+
+// The argmax of x weight^T, rounded to the type of x, for each token; the lowest id on ties.
+struct Argmax {
+  int64_t threads;
+  int64_t type;
+  const void* x;
+  int64_t tokens, columns;
+  Matrix weight;
+  int64_t* next;
+};
+
+// tree_accept, see medusa_kernels/tree_accept.py for the shapes.
+struct Accept {
+  int64_t batch, nodes, places, ends, hidden_bytes, output_columns, log_columns;
+  const int64_t *tokens, *next_tokens;
+  const void* hidden;
+  const int32_t* depths;
+  int64_t depths_stride;
+  const int64_t* paths;
+  int64_t paths_stride;
+  const int64_t* eos;  // [ends]
+  const int32_t* max_new;
+  const int64_t* step;
+  int32_t* lengths;
+  int64_t* root;
+  void* state_hidden;
+  int64_t* output;
+  int32_t* count;
+  uint8_t* finished;
+  int32_t* log;
+  int32_t *path, *accept_lens, *old_lengths;
+};
+
+// What the C ABI returns.
+enum Result : int {
+  kDone = 0,
+  kUnsupported = 1,  // types or sizes that have no form
+  kNoMemory = 2,
+  kOutside = 3,  // an index, a length or a position outside its tensor; nothing has been written
+};
+
+// What one instruction set implements.
+struct Ops {
+  const char* name;
+  Result (*linear)(const Linear&);
+  Result (*layers)(const Layers&);
+  Result (*heads)(const Heads&);
+  Result (*argmax)(const Argmax&);
+};
+
+// Runs work(data) on `threads` threads at once, the caller's included, and waits for all of them.
+using Parallel = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+extern Parallel parallel;
+
+}  // namespace medusa

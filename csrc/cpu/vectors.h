@@ -1,0 +1,180 @@
+// Vectors of one instruction set, from GCC's and clang's vector extensions. Included once per instruction set, inside its
+// own namespace, so that no two of them share a symbol.
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+constexpr int kLanes = kBytes / 4;
+
+typedef float F __attribute__((vector_size(kBytes)));
+typedef uint32_t U __attribute__((vector_size(kBytes)));
+typedef int32_t I __attribute__((vector_size(kBytes)));
+typedef uint16_t Halves __attribute__((vector_size(kBytes / 2)));
+typedef int8_t Quarters __attribute__((vector_size(kBytes / 4)));
+
+#define MEDUSA_INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define MEDUSA_UNROLL _Pragma("unroll")
+#else
+#define MEDUSA_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+template <class V>
+MEDUSA_INLINE V load(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+template <class V>
+MEDUSA_INLINE void store(void* to, V v) {
+  __builtin_memcpy(to, &v, sizeof(V));
+}
+
+// The first `bytes` bytes, then zeros.
+template <class V>
+MEDUSA_INLINE V load_part(const void* from, int64_t bytes) {
+  V v{};
+  __builtin_memcpy(&v, from, static_cast<size_t>(bytes));
+  return v;
+}
+
+MEDUSA_INLINE F all(float value) { return F{} + value; }
+MEDUSA_INLINE F larger(F a, F b) { return a > b ? a : b; }
+MEDUSA_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+MEDUSA_INLINE int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
+
+template <int...>
+struct Lanes {};
+template <int kCount, int... kLane>
+struct EveryLane : EveryLane<kCount - 1, kCount - 1, kLane...> {};
+template <int... kLane>
+struct EveryLane<0, kLane...> {
+  using type = Lanes<kLane...>;
+};
+
+// Lane i is lane Index::of(i) of a followed by b.
+template <class Index, int... kLane>
+MEDUSA_INLINE F shuffled(F a, F b, Lanes<kLane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, Index::of(kLane)...);
+#else
+  return __builtin_shuffle(a, b, U{static_cast<uint32_t>(Index::of(kLane))...});
+#endif
+}
+
+// Of each block of kBlock lanes: the lower (or upper) half of a's, then of b's.
+template <int kBlock, int kUpper>
+struct HalfBlocks {
+  static constexpr int of(int lane) {
+    return lane / kBlock * kBlock + lane % (kBlock / 2) + kUpper * (kBlock / 2) + (lane % kBlock < kBlock / 2 ? 0 : kLanes);
+  }
+};
+
+// Every other lane of a, then of b.
+template <int kFirst>
+struct Alternate {
+  static constexpr int of(int lane) { return 2 * lane + kFirst; }
+};
+
+// Adds the halves of each block of kBlock lanes, which leaves a's sums in its lower half and b's in its upper half.
+template <int kBlock>
+MEDUSA_INLINE F add_halves(F a, F b) {
+  using Every = typename EveryLane<kLanes>::type;
+  return shuffled<HalfBlocks<kBlock, 0>>(a, b, Every{}) + shuffled<HalfBlocks<kBlock, 1>>(a, b, Every{});
+}
+
+// The sums of kCount vectors, a power of two up to kLanes: of vector i in lane i * (kLanes / kCount). The order of the
+// additions does not depend on kCount.
+template <int kCount, int kBlock = kLanes>
+MEDUSA_INLINE F sums(const F* v) {
+  if constexpr (kBlock == 1) {
+    return v[0];
+  } else if constexpr (kCount == 1) {
+    const F next = add_halves<kBlock>(v[0], v[0]);
+    return sums<1, kBlock / 2>(&next);
+  } else {
+    F next[kCount / 2];
+    MEDUSA_UNROLL
+    for (int i = 0; i < kCount / 2; ++i) next[i] = add_halves<kBlock>(v[i], v[i + kCount / 2]);
+    return sums<kCount / 2, kBlock / 2>(next);
+  }
+}
+
+MEDUSA_INLINE float sum(F v) { return sums<1>(&v)[0]; }
+
+MEDUSA_INLINE float largest(F v) {
+  float best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// exp(x) to 2 units in the last place; 0 below -87.3, NaN for NaN.
+MEDUSA_INLINE F exponential(F x) {
+  const F low = all(-87.3f), high = all(88.3f);
+  const F inside = x > high ? high : x;
+  F power = inside * 1.44269504f;  // of two, rounded to an integer by adding 1.5 * 2^23
+  power = (power + 12582912.0f) - 12582912.0f;
+  F rest = inside - power * 0.693359375f;
+  rest = rest + power * 2.12194440e-4f;
+  F value = all(1.9875691500e-4f);  // a polynomial of Cephes (Moshier)
+  value = value * rest + 1.3981999507e-3f;
+  value = value * rest + 8.3334519073e-3f;
+  value = value * rest + 4.1665795894e-2f;
+  value = value * rest + 1.6666665459e-1f;
+  value = value * rest + 5.0000001201e-1f;
+  value = value * rest * rest + rest + 1.0f;
+  const F bounded = power < -126.0f ? all(-126.0f) : power;
+  const I exponent = __builtin_convertvector(bounded, I) + 127;
+  const F scaled = value * reinterpret_cast<F>(exponent << 23);
+  return x < low ? all(0.0f) : scaled;
+}
+
+MEDUSA_INLINE F silu(F x) { return x / (1.0f + exponential(-x)); }
+
+// A bfloat16 is the upper half of a float; rounds to nearest even.
+MEDUSA_INLINE U bfloat16_bits(F v) {
+  const U bits = reinterpret_cast<U>(v);
+  const U rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return v == v ? rounded : U{} + 0x7fc0;
+}
+
+// What the activations are kept as in memory; in registers they are always floats.
+struct Float32 {
+  using T = float;
+  static constexpr int64_t kType = medusa::kFloat32;
+  static MEDUSA_INLINE F get(const T* from) { return load<F>(from); }
+  static MEDUSA_INLINE void put(T* to, F v) { store(to, v); }
+  static MEDUSA_INLINE F rounded(F v) { return v; }
+};
+
+struct BFloat16 {
+  using T = uint16_t;
+  static constexpr int64_t kType = medusa::kBFloat16;
+  static MEDUSA_INLINE F get(const T* from) {
+    return reinterpret_cast<F>(__builtin_convertvector(load<Halves>(from), U) << 16);
+  }
+  static MEDUSA_INLINE void put(T* to, F v) { store(to, __builtin_convertvector(bfloat16_bits(v), Halves)); }
+  static MEDUSA_INLINE F rounded(F v) { return reinterpret_cast<F>(bfloat16_bits(v) << 16); }
+};
+
+// The first `count` numbers, then zeros.
+template <class A>
+MEDUSA_INLINE F get(const typename A::T* from, int64_t count = kLanes) {
+  if (count >= kLanes) return A::get(from);
+  typename A::T part[kLanes] = {};
+  __builtin_memcpy(part, from, static_cast<size_t>(count) * sizeof(part[0]));
+  return A::get(part);
+}
+
+template <class A>
+MEDUSA_INLINE void put(typename A::T* to, F v, int64_t count = kLanes) {
+  if (count >= kLanes) return A::put(to, v);
+  typename A::T part[kLanes];
+  A::put(part, v);
+  __builtin_memcpy(to, part, static_cast<size_t>(count) * sizeof(part[0]));
+}
