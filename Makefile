@@ -35,7 +35,7 @@ PIN := $(subst =,,$(TRANSFORMERS))
 TORCH_STAMP := $(VENV)/.torch
 INSTALLED := $(VENV)/.installed$(PIN)
 EDITABLE := $(VENV)/.editable$(PIN)
-BUILD_FILES := pyproject.toml setup.py $(wildcard csrc/*)
+BUILD_FILES := pyproject.toml setup.py $(wildcard csrc/*.* csrc/cpu/*)
 SOURCES := $(BUILD_FILES) $(shell find medusa_kernels python/medusa_decoding -name _lib -prune -o -name __pycache__ -prune -o -type f -print)
 # A development install sees every change of the Python sources, so it serves the demo too.
 READY := $(if $(wildcard $(EDITABLE)),$(EDITABLE),$(INSTALLED))

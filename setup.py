@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -29,16 +30,31 @@ CXX_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra"
 # Without --threads: the nvlink calls of several targets write and read one .reg.c at once, and such a build failed.
 NVCC_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler=-fPIC,-fvisibility=hidden"
 
-NINJA = """\
-rule cpu
-  command = {cxx} {cxx_flags} -shared -MMD -MF $out.d $in -o $out
+# csrc/cpu/isa.cpp is compiled once per instruction set, each of which has the one before it.
+AVX2_FLAGS = "-mavx2 -mfma -mf16c"
+AVX512_FLAGS = f"{AVX2_FLAGS} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
+ISA_FLAGS = {
+    "base": "",
+    "avx2": AVX2_FLAGS,
+    "avx512": AVX512_FLAGS,
+    "avx512_bf16": f"{AVX512_FLAGS} -mavx512bf16",
+}
+MATH_FLAGS = "-fno-math-errno -ffp-contract=fast"
+
+CPU_RULES = """\
+rule object
+  command = {cxx} {cxx_flags} $flags -MMD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
+rule link
+  command = {cxx} {cxx_flags} $flags $in -o $out
+"""
+CUDA_RULES = """\
 rule cuda
   command = {nvcc} {nvcc_flags} -shared -MD -MF $out.d $in -o $out
   depfile = $out.d
   deps = gcc
-build libmedusa_cpu.so: cpu {csrc}/kv_compact.cpp
+build libmedusa_cuda.so: cuda {csrc}/kv_compact.cu
 """
 
 
@@ -143,17 +159,66 @@ def output_of(*command: str) -> str:
         raise BuildError(f"{' '.join(command)} failed: {getattr(error, 'stderr', '') or error}") from error
 
 
+def choose_isas(cxx: str, work: Path) -> tuple[list[str], dict[str, str]]:
+    """Return the instruction sets to compile for, and the left out ones of this machine with the compiler's reason."""
+    if platform.machine() not in ("x86_64", "AMD64", "amd64"):
+        return ["base"], {}
+    (work / "empty.cpp").touch()
+    left_out = {}
+    for name, flags in ISA_FLAGS.items():
+        command = [*cxx.split(), *flags.split(), "-c", "empty.cpp", "-o", "empty.o"]
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+        # The set that every machine of this kind has is not optional: its errors are shown when csrc is compiled.
+        if done.returncode and name != "base":
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            left_out[name] = errors[0] if errors else f"{cxx} {flags} failed"
+    return [name for name in ISA_FLAGS if name not in left_out], left_out
+
+
+def cpu_rules(cxx: str, cxx_flags: str, isas: Sequence[str]) -> tuple[str, str]:
+    """Return ninja's rules for the objects of the C++ library, and the objects in the order in which to link them.
+
+    An inline function that several objects contain is linked from the first of them. So kv_compact and dispatch come
+    first and better instruction sets later: code for a CPU never calls a copy that needs more than this CPU has.
+    """
+    has = " ".join(f"-DMEDUSA_HAS_{name.upper()}=1" for name in isas)
+    objects = {"kv_compact.o": ("kv_compact.cpp", ""), "dispatch.o": ("cpu/dispatch.cpp", has)}
+    for name in isas:
+        objects[f"isa_{name}.o"] = ("cpu/isa.cpp", f"-DMEDUSA_ISA={name} {MATH_FLAGS} {ISA_FLAGS[name]}")
+    rules = CPU_RULES.format(cxx=cxx, cxx_flags=cxx_flags)
+    for target, (source, flags) in objects.items():
+        rules += f"build {target}: object {ninja_path(ROOT / 'csrc' / source)}\n  flags = {flags}\n"
+    return rules, " ".join(objects)
+
+
+def ninja_path(path: Path) -> str:
+    """Return a path as build.ninja takes it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def run_ninja(work: Path, rules: str, *targets: str) -> bool:
+    """Build targets in `work`; return whether that succeeded."""
+    (work / "build.ninja").write_text(rules)
+    ninja = shutil.which("ninja")
+    if ninja is None:
+        raise BuildError("ninja was not found; build with isolation, or pip install ninja")
+    return subprocess.run([ninja, "-C", str(work), *targets], check=False).returncode == 0
+
+
 def compile_libraries(environ: Mapping[str, str], work: Path) -> dict[str, Any]:
     """Compile into `work` and return the build's facts, which the package ships as build.json."""
     work.mkdir(parents=True, exist_ok=True)
     cxx = find_cxx(environ)
     nvcc, why = choose_nvcc(environ)
+    compiler = output_of(*cxx.split(), "--version").splitlines()[0]
+    isas, left_out = choose_isas(cxx, work)
     facts: dict[str, Any] = {
         "platform": sysconfig.get_platform(),
-        "cpu": {"built": True, "compiler": output_of(*cxx.split(), "--version").splitlines()[0], "flags": CXX_FLAGS},
+        "cpu": {"built": True, "compiler": compiler, "flags": CXX_FLAGS, "isas": isas, "left_out": left_out},
         "cuda": {"built": nvcc is not None, "why": why},
     }
-    nvcc_flags = NVCC_FLAGS
+    rules, objects = cpu_rules(cxx, CXX_FLAGS, isas)
+    rules += f"build libmedusa_cpu.so: link {objects}\n  flags = -shared\n"
     targets = ["libmedusa_cpu.so"]
     if nvcc is None:
         print(f"medusa-kernels: installing without the CUDA library: {why}", file=sys.stderr)
@@ -162,21 +227,13 @@ def compile_libraries(environ: Mapping[str, str], work: Path) -> dict[str, Any]:
         archs = choose_archs(environ, known)
         release = re.search(r"release ([\d.]+)", output_of(nvcc, "--version"))
         facts["cuda"] |= {"nvcc": release[1] if release else "unknown", "archs": [str(arch) for arch in archs]}
-        compiler = [f"-ccbin {environ['CXX']}"] if environ.get("CXX") else []
+        host = [f"-ccbin {environ['CXX']}"] if environ.get("CXX") else []
         # The static runtime's own symbols stay private to the library.
         exclude = ["-Xlinker --exclude-libs=ALL"] if sys.platform == "linux" else []
-        nvcc_flags = " ".join([NVCC_FLAGS, *compiler, *exclude, *(flag for arch in archs for flag in arch.flags())])
+        nvcc_flags = " ".join([NVCC_FLAGS, *host, *exclude, *(flag for arch in archs for flag in arch.flags())])
+        rules += CUDA_RULES.format(nvcc=nvcc, nvcc_flags=nvcc_flags, csrc=ninja_path(ROOT / "csrc"))
         targets.append("libmedusa_cuda.so")
-    csrc = re.sub(r"([$ :])", r"$\1", str(ROOT / "csrc"))
-    rules = NINJA.format(cxx=cxx, cxx_flags=CXX_FLAGS, nvcc=nvcc, nvcc_flags=nvcc_flags, csrc=csrc)
-    if nvcc is not None:
-        rules += f"build libmedusa_cuda.so: cuda {csrc}/kv_compact.cu\n"
-    (work / "build.ninja").write_text(rules)
-    ninja = shutil.which("ninja")
-    if ninja is None:
-        raise BuildError("ninja was not found; build with isolation, or pip install ninja")
-    done = subprocess.run([ninja, "-C", str(work), *targets], check=False)
-    if done.returncode:
+    if not run_ninja(work, rules, *targets):
         hint = "" if nvcc is None else "; MEDUSA_BUILD_CUDA=0 leaves the CUDA library out"
         raise BuildError(f"compiling csrc failed, see above{hint}")
     return facts

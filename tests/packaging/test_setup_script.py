@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+ISAS = ["base", "avx2", "avx512", "avx512_bf16"]
 KNOWN = [75, 80, 86, 87, 89, 90, 100, 120]
 
 
@@ -125,9 +130,43 @@ def test_choice_of_the_host_compiler(setup_script: ModuleType, tmp_path: Path) -
         setup_script.find_cxx({"PATH": str(tmp_path), "CXX": "icpx"})
 
 
+# Objects of csrc/cpu as the build sees them, which tell with what they were compiled. They compile quickly.
+ISA_CPP = """
+#define NAMED(name) ops_##name
+#define OPS(name) NAMED(name)
+namespace medusa {
+int OPS(MEDUSA_ISA)() {
+  int has = 1;
+#ifdef __AVX2__
+  has += 2;
+#endif
+#ifdef __AVX512BW__
+  has += 4;
+#endif
+#ifdef __AVX512BF16__
+  has += 8;
+#endif
+#ifndef __NO_MATH_ERRNO__
+  has = -1;
+#endif
+  return has;
+}
+}
+"""
+DISPATCH_CPP = "".join(
+    f"""
+#ifdef MEDUSA_HAS_{name.upper()}
+namespace medusa {{ int ops_{name}(); }}
+extern "C" __attribute__((visibility("default"))) int has_{name}() {{ return medusa::ops_{name}(); }}
+#endif
+"""
+    for name in ISAS
+)
+
+
 @pytest.fixture
 def checkout(root: Path, tmp_path: Path) -> Path:
-    """A copy of what the build reads; its path holds a space."""
+    """A copy of what the build reads, with small objects in csrc/cpu; its path holds a space."""
     copy = tmp_path / "a checkout"
     for package in ("medusa_kernels", "python/medusa_decoding"):
         (copy / package).mkdir(parents=True)
@@ -135,7 +174,10 @@ def checkout(root: Path, tmp_path: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(root / name, copy)
     (copy / "README.md").touch()
-    shutil.copytree(root / "csrc", copy / "csrc")
+    shutil.copytree(root / "csrc", copy / "csrc", ignore=shutil.ignore_patterns("cpu"))
+    (copy / "csrc" / "cpu").mkdir()
+    (copy / "csrc" / "cpu" / "isa.cpp").write_text(ISA_CPP)
+    (copy / "csrc" / "cpu" / "dispatch.cpp").write_text(DISPATCH_CPP)
     return copy
 
 
@@ -157,7 +199,73 @@ def test_build_without_nvcc_says_so_once(checkout: Path) -> None:
     assert (done.stdout + done.stderr).count(why) == 1
     facts = json.loads((library_folder(checkout) / "build.json").read_text())
     assert facts["cuda"] == {"built": False, "why": why}
+    assert facts["cpu"]["isas"][0] == "base"
     assert ctypes.CDLL(str(library_folder(checkout) / "libmedusa_cpu.so")).medusa_abi_version() == 1
+
+
+def isas_of(folder: Path) -> dict[str, int]:
+    """What each instruction set of a library was compiled with."""
+    library = ctypes.CDLL(str(folder / "libmedusa_cpu.so"))
+    assert not hasattr(library, "_ZN6medusa8ops_baseEv"), "the tables of functions should be hidden"
+    return {name: getattr(library, f"has_{name}")() for name in ISAS if hasattr(library, f"has_{name}")}
+
+
+def refusing(path: Path, *flags: str) -> Path:
+    """A compiler that does not know some flags."""
+    refusals = "".join(
+        f"""[ "$arg" = {flag} ] && {{ echo "c++: error: unrecognized command-line option '{flag}'" >&2; exit 1; }}\n"""
+        for flag in flags
+    )
+    return executable(path, f'for arg; do\n:\n{refusals}done\nexec c++ "$@"')
+
+
+@pytest.fixture
+def compiled(checkout: Path, setup_script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Compile the copy, on a machine of some kind; return the facts about the C++ library and its folder."""
+    monkeypatch.setattr(setup_script, "ROOT", checkout)
+
+    def compile_on(machine: str, cxx: Path) -> tuple[dict[str, Any], Path]:
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        work = checkout / "work"
+        environ = {"PATH": os.environ["PATH"], "CXX": str(cxx), "MEDUSA_BUILD_CUDA": "0"}
+        return setup_script.compile_libraries(environ, work)["cpu"], work
+
+    return compile_on
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 machine")
+def test_one_object_per_instruction_set(compiled: Callable[..., Any], tmp_path: Path) -> None:
+    facts, work = compiled("x86_64", refusing(tmp_path / "c++"))
+    assert facts["isas"] == [name for name in ISAS if name not in facts["left_out"]]
+    expected = {"base": 1, "avx2": 3, "avx512": 7, "avx512_bf16": 15}
+    assert isas_of(work) == {name: expected[name] for name in facts["isas"]}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 machine")
+def test_instruction_sets_that_the_compiler_does_not_know(compiled: Callable[..., Any], tmp_path: Path) -> None:
+    facts, work = compiled("x86_64", refusing(tmp_path / "c++", "-mavx512bf16", "-mavx512dq"))
+    assert facts["isas"] == ["base", "avx2"]
+    assert facts["left_out"] == {
+        "avx512": "c++: error: unrecognized command-line option '-mavx512dq'",
+        "avx512_bf16": "c++: error: unrecognized command-line option '-mavx512dq'",
+    }
+    assert list(isas_of(work)) == facts["isas"]
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le"])
+def test_other_machines_have_one_instruction_set(compiled: Callable[..., Any], machine: str, tmp_path: Path) -> None:
+    facts, work = compiled(machine, refusing(tmp_path / "c++", "-mavx2"))
+    assert (facts["isas"], facts["left_out"]) == (["base"], {})
+    assert list(isas_of(work)) == ["base"]
+
+
+def test_better_instruction_sets_are_linked_later(setup_script: ModuleType) -> None:
+    """An inline function is linked from the first object that has it, so from one that every CPU can run."""
+    rules, objects = setup_script.cpu_rules("c++", "-O3", ISAS)
+    assert objects.split() == ["kv_compact.o", "dispatch.o", *(f"isa_{name}.o" for name in ISAS)]
+    flags = [set(setup_script.ISA_FLAGS[name].split()) for name in ISAS]
+    assert all(fewer < more for fewer, more in itertools.pairwise(flags))
+    assert [rules.count(f"-DMEDUSA_HAS_{name.upper()}=1") for name in ISAS] == [1] * len(ISAS)
 
 
 def test_a_library_of_an_earlier_build_is_removed(checkout: Path) -> None:
