@@ -9,7 +9,7 @@ import torch
 
 import medusa_kernels
 from medusa_decoding.cli import COMMANDS, demo, main
-from medusa_kernels import OPS
+from medusa_kernels import OPS, _native
 
 
 def run_json(capsys, *argv):
@@ -135,6 +135,15 @@ def test_doctor_reports_every_op(capsys):
     assert ops == [(name, "cpu") for name in OPS]
     assert all(op["passed"] and op["reason"] for op in report["ops"])
     assert report["packages"]["torch"]
+
+
+def test_doctor_says_what_was_built(capsys, monkeypatch):
+    facts = {"isas": ["base", "avx2"], "left_out": {"avx512": "c++: error: unknown argument: '-mavx512f'"}}
+    monkeypatch.setattr(_native, "build_info", lambda: {"cpu": facts})
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "  built for    base, avx2\n" in out
+    assert "  not built    avx512: c++: error: unknown argument: '-mavx512f'\n" in out
 
 
 def test_doctor_fails_when_an_op_is_wrong(capsys, monkeypatch):

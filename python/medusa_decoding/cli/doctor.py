@@ -59,6 +59,11 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"CPU: {cpu['cores']} cores, {cpu['threads']} threads, {cpu['isa']}; GPUs: {gpus}")
     for kind, state in report["native"].items():
         print(f"  native {kind:5} {state}")
+    built = report["build"].get("cpu", {})
+    if built.get("isas"):
+        print(f"  built for    {', '.join(built['isas'])}")
+    for name, why in built.get("left_out", {}).items():
+        print(f"  not built    {name}: {why}")
     print(f"{'op':16}{'device':8}{'served by':12}{'error':>10}  check   why")
     for op in report["ops"]:
         verdict = "ok" if op["passed"] else "FAILED"
