@@ -178,17 +178,18 @@ def choose_isas(cxx: str, work: Path) -> tuple[list[str], dict[str, str]]:
 def cpu_rules(cxx: str, cxx_flags: str, isas: Sequence[str]) -> tuple[str, str]:
     """Return ninja's rules for the objects of the C++ library, and the objects in the order in which to link them.
 
-    An inline function that several objects contain is linked from the first of them. So kv_compact and dispatch come
-    first and better instruction sets later: code for a CPU never calls a copy that needs more than this CPU has.
+    An inline function that several objects contain is linked from the first of them. So better instruction sets come
+    later: code for a CPU never calls a copy that needs more than this CPU has.
     """
     has = " ".join(f"-DMEDUSA_HAS_{name.upper()}=1" for name in isas)
-    objects = {"kv_compact.o": ("kv_compact.cpp", ""), "dispatch.o": ("cpu/dispatch.cpp", has)}
-    for name in isas:
-        objects[f"isa_{name}.o"] = ("cpu/isa.cpp", f"-DMEDUSA_ISA={name} {MATH_FLAGS} {ISA_FLAGS[name]}")
+    csrc, isa_cpp = ROOT / "csrc", ROOT / "csrc" / "cpu" / "isa.cpp"
+    sources = [path for path in sorted([*csrc.glob("*.cpp"), *csrc.glob("cpu/*.cpp")]) if path != isa_cpp]
+    objects = [(f"{path.stem}.o", path, has) for path in sources]
+    objects += [(f"isa_{name}.o", isa_cpp, f"-DMEDUSA_ISA={name} {MATH_FLAGS} {ISA_FLAGS[name]}") for name in isas]
     rules = CPU_RULES.format(cxx=cxx, cxx_flags=cxx_flags)
-    for target, (source, flags) in objects.items():
-        rules += f"build {target}: object {ninja_path(ROOT / 'csrc' / source)}\n  flags = {flags}\n"
-    return rules, " ".join(objects)
+    for target, source, flags in objects:
+        rules += f"build {target}: object {ninja_path(source)}\n  flags = {flags}\n"
+    return rules, " ".join(target for target, _, _ in objects)
 
 
 def ninja_path(path: Path) -> str:

@@ -261,11 +261,11 @@ def test_other_machines_have_one_instruction_set(compiled: Callable[..., Any], m
 
 def test_better_instruction_sets_are_linked_later(setup_script: ModuleType) -> None:
     """An inline function is linked from the first object that has it, so from one that every CPU can run."""
-    rules, objects = setup_script.cpu_rules("c++", "-O3", ISAS)
-    assert objects.split() == ["kv_compact.o", "dispatch.o", *(f"isa_{name}.o" for name in ISAS)]
+    objects = setup_script.cpu_rules("c++", "-O3", ISAS)[1].split()
+    assert objects[-4:] == [f"isa_{name}.o" for name in ISAS]
+    assert "kv_compact.o" in objects[:-4]
     flags = [set(setup_script.ISA_FLAGS[name].split()) for name in ISAS]
     assert all(fewer < more for fewer, more in itertools.pairwise(flags))
-    assert [rules.count(f"-DMEDUSA_HAS_{name.upper()}=1") for name in ISAS] == [1] * len(ISAS)
 
 
 def test_a_library_of_an_earlier_build_is_removed(checkout: Path) -> None:
