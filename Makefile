@@ -5,6 +5,7 @@
 #   make test-all        every test
 #   make test-interpreted  the Triton kernels in Triton's interpreter
 #   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
+#   make sanitize        random cases of the C++ ops under the sanitizers of addresses, undefined behaviour and threads
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
 #   make docs            the documentation site, in site/; warnings are errors
@@ -56,7 +57,7 @@ ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest lint format types bench docs ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest sanitize lint format types bench docs ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -111,6 +112,10 @@ test-transformers: $(EDITABLE)
 
 test-lowest:
 	$(MAKE) test-all VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile
+
+# The library is compiled with each sanitizer and a driver in C++: two minutes on two cores, less when compiled before.
+sanitize: $(EDITABLE)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/kernels/sanitize_cpu.py
 
 lint: $(EDITABLE)
 	$(BIN)/ruff check .
