@@ -16,7 +16,7 @@ from typing import Any, Literal
 Kind = Literal["cpu", "cuda"]
 
 # The same number as kAbiVersion in csrc/kv_compact.h.
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_FOLDER = Path(__file__).parent / "_lib"
 
 
@@ -49,6 +49,32 @@ def build_info() -> dict[str, Any]:
         return {}
 
 
+CPU_OPS = ("decode_linear", "decoder_layers", "heads_topk", "argmax", "tree_accept")
+"""Functions medusa_<op>_cpu of csrc/cpu, each of one struct."""
+
+
+def instruction_set() -> str:
+    """Return the instruction set that the C++ ops run with: base, avx2, avx512 or avx512_bf16; "" without them."""
+    library = cpu_library()
+    return "" if library is None else library.medusa_cpu_isa().decode()
+
+
+def thread_source() -> str:
+    """Return in words which threads the C++ ops run on."""
+    return "on PyTorch's threads" if _parallel() else "on one thread: PyTorch's OpenMP runtime was not found"
+
+
+def _parallel() -> int:
+    """Return the address of the function of PyTorch's OpenMP runtime that starts threads, or 0.
+
+    PyTorch loads its runtime for the whole process. GNU's function is also part of LLVM's and Intel's runtimes.
+    """
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError):
+        return 0
+
+
 @functools.cache
 def _load(folder: Path, kind: Kind) -> tuple[ctypes.CDLL | None, str]:
     name = "C++" if kind == "cpu" else "CUDA"
@@ -79,6 +105,12 @@ def _declare(library: ctypes.CDLL, kind: Kind) -> None:
         # -> 0: done. Nothing was moved if 1: a row is outside [0, rows), 2: a path does not ascend strictly from 0 or
         #    more, 3: an accepted length is outside [-1, path_len)
         library.medusa_kv_compact_cpu.argtypes = arguments
+        for op in CPU_OPS:  # struct -> the enum Result of csrc/cpu/ops.h
+            getattr(library, f"medusa_{op}_cpu").argtypes = [ctypes.c_char_p]
+        library.medusa_cpu_isa.restype = ctypes.c_char_p
+        library.medusa_cpu_use.argtypes = [ctypes.c_char_p]
+        library.medusa_cpu_set_parallel.argtypes = [pointer]
+        library.medusa_cpu_set_parallel(_parallel())
         return
     # ..., stream -> cudaError_t
     library.medusa_kv_compact_cuda.argtypes = [*arguments, pointer]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from medusa_kernels import _checks
+from medusa_kernels import _checks, _cpu
 from medusa_kernels._registry import Implementation, register, triton_or
 
 MOST_WEIGHTS = 3
@@ -28,22 +28,25 @@ def decode_linear(
     *,
     gate: bool = False,
     residual: Tensor | None = None,
+    scales: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Return `x W^T + b` for each weight side by side; gated, `SiLU(x Wg^T + bg) * (x Wu^T + bu)` (Shazeer 2020).
 
     Args:
         x: `[..., K]`, fp16, bf16 or fp32; any strides.
-        weights: 1 to 3 matrices `[N_i, K]`, dtype of x; elements of a row adjacent, rows any distance apart. Gated:
-            two, the gate's and the other's, of one shape.
+        weights: 1 to 3 matrices `[N_i, K]`, dtype of x, or int8 with scales; elements of a row adjacent, rows any
+            distance apart. Gated: two, the gate's and the other's, of one shape.
         biases: for each weight `[N_i]`, dtype of x, or None; None: no biases.
         gate: whether the first product gates the second.
         residual: `[..., N]`, dtype of x; added to the product. Only with one weight.
+        scales: for each weight fp32 `[N_i]`, the factor of each row of int8 weights; None: the weights are no integers.
 
     Returns:
         `[..., sum of N_i]` in the order of the weights (gated: `[..., N]`), dtype of x, a new contiguous tensor.
         Products are accumulated in fp32; bias, gate and residual are applied in fp32, and the result is rounded once.
-        The PyTorch implementation rounds after each of these steps. It serves CPUs, and also more than 64 rows on a
-        GPU, when the product is no longer bound by reading the weights.
+        The PyTorch implementation rounds after each of these steps. It serves more than 64 rows, when the product is
+        no longer bound by reading the weights, and what the others lack: int8 on a GPU, fp16 on a CPU. With the C++
+        implementation (a CPU's), a row's result does not depend on the rows beside it.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.
@@ -54,7 +57,11 @@ def decode_linear(
     _checks.require(1 <= count <= MOST_WEIGHTS, "weights", f"1 to {MOST_WEIGHTS} matrices", count)
     _checks.require(not gate or count == 2, "weights", "two matrices, as gate is set", count)
     for i, weight in enumerate(weights):
-        _checks.match(f"weights[{i}]", weight, (weights[0].shape[0] if gate and i else "N", size), "x", x)
+        shape = (weights[0].shape[0] if gate and i else "N", size)
+        if scales is None:
+            _checks.match(f"weights[{i}]", weight, shape, "x", x)
+        else:
+            _checks.typed(f"weights[{i}]", weight, shape, torch.int8, "x", x)
         if size > 1 and weight.stride(1) != 1:
             raise ValueError(f"weights[{i}]: expected a row's elements adjacent, got strides {weight.stride()}")
     if biases is not None:
@@ -62,15 +69,25 @@ def decode_linear(
         for i, (bias, weight) in enumerate(zip(biases, weights, strict=True)):
             if bias is not None:
                 _checks.match(f"biases[{i}]", bias, (weight.shape[0],), "x", x)
+    if scales is not None:
+        _checks.require(len(scales) == count, "scales", f"{count}, one per weight", len(scales))
+        for i, (scale, weight) in enumerate(zip(scales, weights, strict=True)):
+            _checks.typed(f"scales[{i}]", scale, (weight.shape[0],), torch.float32, "x", x)
+            _checks.contiguous(f"scales[{i}]", scale)
     if residual is not None:
         _checks.require(count == 1, "residual", "None with several weights", list(residual.shape))
         _checks.match("residual", residual, (*x.shape[:-1], weights[0].shape[0]), "x", x)
     bias_list = None if biases is None else list(biases)
-    return torch.ops.medusa_kernels.decode_linear.default(x, list(weights), bias_list, gate=gate, residual=residual)
+    scale_list = None if scales is None else list(scales)
+    return torch.ops.medusa_kernels.decode_linear.default(
+        x, list(weights), bias_list, gate=gate, residual=residual, scales=scale_list
+    )
 
 
-def with_linear(x, weights, biases=None, *, gate=False, residual=None):
+def with_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None):
     """Run the op as matrix products in the dtype of x, each written to its place in the result, on any device."""
+    if scales is not None:
+        weights = [(w.float() * scale[:, None]).to(x.dtype) for w, scale in zip(weights, scales, strict=True)]
     rows = x.reshape(-1, x.shape[-1])
     sizes = [weight.shape[0] for weight in weights]
     out = x.new_empty(rows.shape[0], sum(sizes))
@@ -87,11 +104,31 @@ def with_linear(x, weights, biases=None, *, gate=False, residual=None):
     return out.view(*x.shape[:-1], out.shape[1])
 
 
+def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None):
+    """Run the op by the C++ library, on a CPU."""
+    rows = x.numel() // max(1, x.shape[-1])
+    if rows > MOST_ROWS or rows == 0 or x.dtype not in _cpu.ACTIVATIONS or x.shape[-1] == 0:
+        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales)
+    width = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)
+    out = x.new_empty(*x.shape[:-1], width)
+    # Held until the call has returned.
+    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    biases = [None if bias is None else bias.contiguous() for bias in biases or [None] * len(weights)]
+    matrices = map(_cpu.matrix, weights, biases, scales or [None] * len(weights))
+    _cpu.call(
+        "decode_linear",
+        _cpu.threads(), _cpu.TYPES[x.dtype], x, rows, x.shape[-1], residual, out, gate, len(weights),
+        *(member for matrix in matrices for member in matrix),
+        *[0] * (6 * (MOST_WEIGHTS - len(weights))),
+    )  # fmt: skip
+    return out
+
+
 def _choose(device: torch.device) -> Implementation:
     chosen = triton_or("decode_linear", "linear", with_linear, "PyTorch matrix products")(device)
     if chosen.name != "triton":
         return chosen
-    return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows")
+    return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows and int8")
 
 
 register(
@@ -99,7 +136,11 @@ register(
     lambda a: a.x.new_empty(
         *a.x.shape[:-1], a.weights[0].shape[0] if a.gate else sum(weight.shape[0] for weight in a.weights)
     ),
-    cpu=_choose,
+    cpu=_cpu.native_or(
+        "decode_linear", _native, _choose, f"PyTorch matrix products for more than {MOST_ROWS} rows and float16"
+    ),
+    cuda=_choose,
     # Optional lists of optional tensors are not among the types that PyTorch infers.
-    schema="(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None) -> Tensor",
+    schema="(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None, "
+    "Tensor[]? scales=None) -> Tensor",
 )

@@ -1,11 +1,9 @@
 // What needs a projection to the vocabulary: the heads' drafts, and the model's next token at every node.
 
-// The k largest of some logits with their log-probabilities, best first; the first of equal ones.
+// The k largest of some logits with their log-probabilities, best first; the first of equal ones, and NaN after all
+// numbers.
 inline void top_k(const float* logits, int64_t count, int64_t k, float* logprobs, int64_t* places) {
-  for (int64_t i = 0; i < k; ++i) {
-    logprobs[i] = kHidden;
-    places[i] = i;
-  }
+  int64_t held = 0;
   constexpr int64_t kBlock = 4 * kLanes;
   for (int64_t first = 0; first < count; first += kBlock) {
     F best = all(kHidden);
@@ -14,15 +12,16 @@ inline void top_k(const float* logits, int64_t count, int64_t k, float* logprobs
       for (int64_t lane = count - i; lane < kLanes; ++lane) v[lane] = kHidden;
       best = larger(v, best);
     }
-    if (!(largest(best) > logprobs[k - 1])) continue;
+    if (held == k && !(largest(best) > logprobs[k - 1])) continue;
     for (int64_t i = first; i < least(first + kBlock, count); ++i) {
-      if (!(logits[i] > logprobs[k - 1])) continue;
-      int64_t place = k - 1;
-      for (; place > 0 && logits[i] > logprobs[place - 1]; --place) {
+      const float logit = logits[i] == logits[i] ? logits[i] : kHidden;
+      if (held == k && !(logit > logprobs[k - 1])) continue;
+      int64_t place = held < k ? held++ : k - 1;
+      for (; place > 0 && logit > logprobs[place - 1]; --place) {
         logprobs[place] = logprobs[place - 1];
         places[place] = places[place - 1];
       }
-      logprobs[place] = logits[i];
+      logprobs[place] = logit;
       places[place] = i;
     }
   }
@@ -105,6 +104,12 @@ Result heads(const Heads& a) {
   return kDone;
 }
 
+// Whether a comes before b in an argmax: NaN is the largest number, as in PyTorch.
+template <class V>
+MEDUSA_INLINE auto exceeds(V a, V b) {
+  return (a > b) | ((a != a) & (b == b));
+}
+
 // The argmax of tree_verify, without statistics: medusa_kernels/tree_verify.py.
 template <class A>
 Result argmax(const Argmax& a) {
@@ -136,7 +141,7 @@ Result argmax(const Argmax& a) {
               for (int64_t lane = rows - row; lane < kLanes; ++lane) logits[lane] = kHidden;
               I at;
               for (int lane = 0; lane < kLanes; ++lane) at[lane] = int32_t(first + row) + lane;
-              const auto above = logits > best[token];
+              const auto above = exceeds(logits, best[token]);
               best_at[token] = above ? at : best_at[token];
               best[token] = above ? logits : best[token];
             }
@@ -146,7 +151,8 @@ Result argmax(const Argmax& a) {
           int lane = 0;
           for (int l = 1; l < kLanes; ++l) {
             const float value = best[token][l], held = best[token][lane];
-            if (value > held || (value == held && best_at[token][l] < best_at[token][lane])) lane = l;
+            const bool same = !exceeds(value, held) && !exceeds(held, value);
+            if (exceeds(value, held) || (same && best_at[token][l] < best_at[token][lane])) lane = l;
           }
           values[i * a.tokens + start + token] = best[token][lane];
           places[i * a.tokens + start + token] = best_at[token][lane];
@@ -156,7 +162,7 @@ Result argmax(const Argmax& a) {
     for (int64_t token = 0; token < a.tokens; ++token) {
       int64_t found = 0;
       for (int64_t i = 1; i < pieces; ++i) {
-        if (values[i * a.tokens + token] > values[found * a.tokens + token]) found = i;
+        if (exceeds(values[i * a.tokens + token], values[found * a.tokens + token])) found = i;
       }
       a.next[token] = places[found * a.tokens + token];
     }

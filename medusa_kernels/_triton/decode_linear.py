@@ -120,11 +120,11 @@ def _decode_linear_kernel(
     tl.store(out + o_r.to(tl.int64) * width + first + o_c, b_acc.to(out.dtype.element_ty), mask=m_out)
 
 
-def decode_linear(x, weights, biases=None, *, gate=False, residual=None):
-    """Launch the kernel, or PyTorch's matrix products for many rows; see the public `decode_linear`."""
+def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None):
+    """Launch the kernel, or PyTorch's matrix products for many rows and for int8; see the public `decode_linear`."""
     size, features = x.shape[-1], [weight.shape[0] for weight in weights]
-    if x.numel() > MOST_ROWS * size:
-        return with_linear(x, weights, biases, gate=gate, residual=residual)
+    if x.numel() > MOST_ROWS * size or scales is not None:
+        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales)
     width = features[0] if gate else sum(features)
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if not out.numel():

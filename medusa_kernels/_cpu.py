@@ -1,0 +1,72 @@
+"""Calls the CPU ops of csrc/cpu through their C ABI, on PyTorch's own threads."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_kernels import _native
+from medusa_kernels._registry import Chooser, Implementation, interpreted
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+"""The enum Type of csrc/cpu/ops.h."""
+ACTIVATIONS = (torch.float32, torch.bfloat16)
+
+Word = Tensor | int | float | None
+
+
+class OutsideError(ValueError):
+    """An index, a length or a position was outside its tensor; the op has written nothing."""
+
+
+def call(op: str, *members: Word) -> None:
+    """Call a C function with the struct of its arguments, given member by member in the order of csrc/cpu/ops.h.
+
+    A tensor stands for its address, None for a null pointer. Number of threads: see `threads`.
+    """
+    library = _native.cpu_library()
+    assert library is not None, "the chooser serves this only with the library"
+    form = "".join("d" if type(member) is float else "q" for member in members)
+    words = [m.data_ptr() if isinstance(m, Tensor) else 0 if m is None else m for m in members]
+    status = getattr(library, f"medusa_{op}_cpu")(struct.pack(form, *words))
+    if status == 2:
+        raise MemoryError(f"{op}: expected room for what lies between its stages, got none")
+    if status == 3:
+        raise OutsideError(f"{op}: expected indices, lengths and positions within their tensors, got one outside")
+    if status:
+        raise RuntimeError(f"medusa_{op}_cpu refused its arguments with status {status}")
+
+
+threads = torch.get_num_threads
+
+
+def matrix(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> tuple[Word, ...]:
+    """Return the members of the struct Matrix."""
+    return weight, scale, bias, weight.shape[0], weight.stride(0) * weight.element_size(), TYPES[weight.dtype]
+
+
+def native_or(op: str, function: Callable[..., Any], otherwise: Chooser, rest: str = "") -> Chooser:
+    """Return a chooser of an op's C++ form on a CPU.
+
+    Args:
+        op: the op.
+        function: calls the C++ form.
+        otherwise: chooses in Triton's interpreter, and without the library; its reason is extended by why that is.
+        rest: what serves arguments that the C++ form does not take, for the reason.
+    """
+
+    def choose(device: torch.device) -> Implementation:
+        if interpreted():
+            return otherwise(device)
+        if _native.cpu_library() is None:
+            chosen = otherwise(device)
+            return replace(chosen, reason=f"{chosen.reason}; {_native.why_missing('cpu')}")
+        reason = f"C++ with {_native.instruction_set()}, {_native.thread_source()}"
+        return Implementation("cpp", function, f"{reason}; {rest}" if rest else reason)
+
+    return choose
