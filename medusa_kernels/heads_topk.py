@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
 
-from medusa_kernels import _checks
+from medusa_kernels import _checks, _cpu
 from medusa_kernels._registry import register, triton_or
 
 MAX_K = 32
@@ -122,4 +122,44 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return a.hidden.new_empty(shape, dtype=torch.float32), a.hidden.new_empty(shape, dtype=torch.int64)
 
 
-register(heads_topk, _outputs, cpu=triton_or("heads_topk", "matmul", _matmul, "PyTorch matrix products, then top-k"))
+def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
+    """Run the op by the C++ library, on a CPU."""
+    batch, (heads, size, _) = hidden.shape[0], w1.shape
+    shared, dense = w2.dim() == 2, w1.stride(2) == 1 and w2.stride(-1) == 1
+    if not dense or not batch or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
+        return _matmul(hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather)
+    vocabulary = len(token_map) if gather else w2.shape[-2]
+    logprobs = hidden.new_empty(batch, heads, k, dtype=torch.float32)
+    tokens = hidden.new_empty(batch, heads, k, dtype=torch.int64)
+    # Held until the call has returned.
+    hidden, b1 = hidden.contiguous(), None if b1 is None else b1.contiguous()
+    w2_scale = None if w2_scale is None else w2_scale.contiguous()
+    token_map = None if token_map is None else token_map.contiguous()
+    try:
+        _cpu.call(
+            "heads_topk",
+            _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, hidden.dim() - 2,
+            batch, heads, size, vocabulary, w2.shape[-2], k,
+            w1, b1, w1.stride(0) * w1.element_size(), w1.stride(1) * w1.element_size(),
+            w2, 0 if shared else w2.stride(0) * w2.element_size(), w2.stride(-2) * w2.element_size(),
+            _cpu.TYPES[w2.dtype], w2_scale, 0 if shared else w2.shape[-2],
+            token_map, gather, logprobs, tokens,
+        )  # fmt: skip
+    except _cpu.OutsideError:
+        low, high = (int(row) for row in token_map.aminmax())
+        raise ValueError(f"token_map: expected rows 0 to {w2.shape[-2] - 1} of w2, got {low} to {high}") from None
+    return logprobs, tokens
+
+
+_or_matmul = triton_or("heads_topk", "matmul", _matmul, "PyTorch matrix products, then top-k")
+register(
+    heads_topk,
+    _outputs,
+    cpu=_cpu.native_or(
+        "heads_topk",
+        _native,
+        _or_matmul,
+        "PyTorch for float16 and float8",
+    ),
+    cuda=_or_matmul,
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medusa_kernels import _checks, reference
+from medusa_kernels import _checks, _cpu, reference
 from medusa_kernels._registry import register, triton_or
 
 
@@ -97,9 +97,35 @@ def tree_accept(
     )  # fmt: skip
 
 
+def _native(
+    tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
+    *, lengths, root, state_hidden, output, count, finished, log,
+):  # fmt: skip
+    """Run the op by the C++ library, on a CPU."""
+    (batch, nodes), places = tokens.shape, paths.shape[-1]
+    path, accept_lens, old_lengths = (depths.new_empty(batch, *size) for size in ((places,), (), ()))
+    # Held until the call has returned.
+    read = [tensor.contiguous() for tensor in (tokens, next_tokens, hidden, depths, paths, eos, max_new, step)]
+    tokens, next_tokens, hidden, depths, paths, eos, max_new, step = read
+    try:
+        _cpu.call(
+            "tree_accept",
+            batch, nodes, places, len(eos), hidden.shape[2] * hidden.element_size(), output.shape[1], log.shape[1],
+            tokens, next_tokens, hidden,
+            depths, 0 if depths.dim() == 1 else nodes, paths, 0 if paths.dim() == 2 else nodes * places,
+            eos, max_new, step,
+            lengths, root, state_hidden, output, count, finished, log, path, accept_lens, old_lengths,
+        )  # fmt: skip
+    except _cpu.OutsideError as error:
+        raise IndexError(str(error)) from None
+    return path, accept_lens, old_lengths
+
+
+_or_reference = triton_or("tree_accept", "reference", reference.tree_accept, "PyTorch, operation by operation")
 register(
     tree_accept,
     lambda a: tuple(a.depths.new_empty(a.tokens.shape[0], *size) for size in ((a.paths.shape[-1],), (), ())),
     mutates=["lengths", "root", "state_hidden", "output", "count", "finished", "log"],
-    cpu=triton_or("tree_accept", "reference", reference.tree_accept, "PyTorch, operation by operation"),
+    cpu=_cpu.native_or("tree_accept", _native, _or_reference),
+    cuda=_or_reference,
 )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from medusa_kernels import _checks
+from medusa_kernels import _checks, _cpu
 from medusa_kernels._registry import register, triton_or
+from medusa_kernels.decode_linear import MOST_ROWS
 from medusa_kernels.reference import verify_stats
 
 
@@ -117,5 +118,31 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return a.candidates.new_empty(a.candidates.shape), logsumexp, entropy, child_logprobs
 
 
+def _native(hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True):
+    """Run the op on a CPU: without sampling and statistics by the C++ library, which stores no logits."""
+    batch, nodes, size = hidden.shape
+    rows = batch * nodes
+    fits = 0 < rows <= MOST_ROWS and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
+    if temperature > 0 or want_stats or not fits:
+        return _linear(hidden, weight, candidates, parents, temperature=temperature, noise=noise, want_stats=want_stats)
+    next_tokens = candidates.new_empty(batch, nodes)
+    hidden = hidden.contiguous()  # held until the call has returned
+    _cpu.call(
+        "argmax",
+        _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size, *_cpu.matrix(weight), next_tokens,
+    )  # fmt: skip
+    return next_tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
+
+
 _WHY = "one PyTorch linear over all nodes, then the reductions"
-register(tree_verify, _outputs, cpu=triton_or("tree_verify", "linear", _linear, _WHY))
+register(
+    tree_verify,
+    _outputs,
+    cpu=_cpu.native_or(
+        "tree_verify",
+        _native,
+        triton_or("tree_verify", "linear", _linear, _WHY),
+        f"PyTorch for statistics, sampling, more than {MOST_ROWS} rows and float16",
+    ),
+    cuda=triton_or("tree_verify", "linear", _linear, _WHY),
+)
