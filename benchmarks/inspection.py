@@ -28,7 +28,7 @@ from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device
 
-OPS = tuple(op for op in _registry.OPS if op != "kv_compact")
+OPS = tuple(op for op in _registry.OPS if op not in ("kv_compact", "decoder_layers"))
 """Ops with Triton kernels, each in the module of that name in `medusa_kernels._triton`."""
 
 TARGETS = {

@@ -8,6 +8,7 @@ is the function of the same name in `medusa_kernels.reference`.
 from medusa_kernels._registry import OPS, Implementation, served_by
 from medusa_kernels.add_rms_norm import add_rms_norm
 from medusa_kernels.decode_linear import decode_linear
+from medusa_kernels.decoder_layers import LayerWeights, Projection, decoder_layers, packed
 from medusa_kernels.heads_topk import heads_topk
 from medusa_kernels.kv_compact import kv_compact
 from medusa_kernels.reference import ancestor_words
@@ -20,11 +21,15 @@ from medusa_kernels.tree_verify import tree_verify
 __all__ = [
     "OPS",
     "Implementation",
+    "LayerWeights",
+    "Projection",
     "add_rms_norm",
     "ancestor_words",
     "decode_linear",
+    "decoder_layers",
     "heads_topk",
     "kv_compact",
+    "packed",
     "rope_append",
     "served_by",
     "tree_accept",

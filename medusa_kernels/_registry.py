@@ -32,6 +32,7 @@ OPS = (
     "kv_compact",
     "decode_linear",
     "add_rms_norm",
+    "decoder_layers",
     "tree_accept",
     "tree_select",
 )

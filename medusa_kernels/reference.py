@@ -10,6 +10,9 @@ check them.
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+import functools
+import sys
+
 import torch
 from torch import Tensor
 
@@ -164,8 +167,10 @@ def kv_compact(kv, cache_lens, path, accept_lens):
     data[:, :, row, :, target] = data[:, :, row, :, source]
 
 
-def decode_linear(x, weights, biases=None, *, gate=False, residual=None):
+def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None):
     """Products with several weights, side by side or one gating the other; see the public `decode_linear`."""
+    if scales is not None:
+        weights = [weight * scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
     products = [_wide(x) @ _wide(weight).T for weight in weights]
     for product, bias in zip(products, biases or [None] * len(products), strict=True):
         if bias is not None:
@@ -180,6 +185,47 @@ def add_rms_norm(x, delta, weight, eps):
     wide = _wide(total)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
     return total, (_wide(weight) * _wide(normed.to(x.dtype))).to(x.dtype)
+
+
+SLOTS = 25
+"""Tensors that a layer may have, in the order of the enum Slot of csrc/cpu/ops.h."""
+
+
+def layers_by(
+    ops, hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale
+):  # fmt: skip
+    """Run the decoder layers by the ops that they are made of; see the public `decoder_layers`."""
+    head_dim, kv_heads = kv.shape[5], kv.shape[3]
+    given = iter(weights)
+
+    def normed(x, weight):
+        return ops.add_rms_norm(x, None, weight, eps)[1]
+
+    def linear(x, *projections, gate=False, residual=None):
+        matrices, biases, scales = (list(tensors) for tensors in zip(*projections, strict=True))
+        biases = None if all(bias is None for bias in biases) else biases
+        scales = None if scales[0] is None else scales
+        return ops.decode_linear(x, matrices, biases, gate=gate, residual=residual, scales=scales)
+
+    for index, form in enumerate(forms):
+        slots = [next(given) if form >> slot & 1 else None for slot in range(SLOTS)]
+        input_norm, post_norm, q_norm, k_norm = slots[:4]
+        q_proj, k_proj, v_proj, o_proj, gate, up, down = (slots[first : first + 3] for first in range(4, SLOTS, 3))
+        qkv = linear(normed(hidden, input_norm), q_proj, k_proj, v_proj)
+        qkv = qkv.view(*qkv.shape[:2], -1, head_dim)
+        sizes = [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads]
+        q, k, v = qkv.split(sizes, dim=2)
+        if q_norm is not None:
+            # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
+            q, k = normed(qkv, q_norm).split(sizes, dim=2)[0], normed(qkv, k_norm).split(sizes, dim=2)[1]
+        q = ops.rope_append(q, k, v, cos, sin, kv[index, 0], kv[index, 1], cache_lens, depths)
+        attended = ops.tree_attention(
+            q, kv[index, 0], kv[index, 1], cache_lens, ancestors, scale=scale, window=windows[index] or None
+        )
+        hidden = linear(attended.reshape(*hidden.shape[:2], -1), o_proj, residual=hidden)
+        gated = linear(normed(hidden, post_norm), gate, up, gate=True)
+        hidden = linear(gated, down, residual=hidden)
+    return normed(hidden, weights[-1])
 
 
 def tree_accept(
@@ -240,3 +286,6 @@ def tree_select(tokens, logprobs, depths, paths, nodes):
     visible = torch.zeros(batch, nodes, nodes, dtype=torch.bool, device=tokens.device)
     visible = visible.scatter(2, kept_paths, torch.ones_like(kept_paths, dtype=torch.bool))
     return tokens.gather(1, chosen), parents, kept_depths, ancestor_words(visible), kept_paths
+
+
+decoder_layers = functools.partial(layers_by, sys.modules[__name__])

@@ -118,6 +118,25 @@ def _decode_linear(generator: torch.Generator) -> Iterator[Case]:
     yield (x, weights[1:2]), {"residual": torch.randn(5, 33, generator=generator)}
 
 
+def _decoder_layers(generator: torch.Generator) -> Iterator[Case]:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    def layer(window: bool) -> medusa_kernels.LayerWeights:
+        shapes = ((64, 48), (32, 48), (32, 48), (48, 64), (72, 48), (72, 48), (48, 72))
+        projections = [medusa_kernels.Projection(random(*shape), random(shape[0])) for shape in shapes]
+        head_norms = [torch.ones(16), torch.ones(16)] if window else []
+        return medusa_kernels.LayerWeights(torch.ones(48), torch.ones(48), *projections, *head_norms)
+
+    weights, forms = medusa_kernels.packed([layer(False), layer(True)], torch.ones(48))
+    visible = torch.tril(torch.ones(5, 5, dtype=torch.bool))
+    tree = _integers(0, 1, 2, 3, 4), medusa_kernels.ancestor_words(visible)
+    cos, sin = torch.randn(2, 40, 16, generator=generator)
+    cache = torch.randn(2, 2, 2, 2, 30, 16, generator=generator)
+    inputs = torch.randn(2, 5, 48, generator=generator), weights, forms, cache, cos, sin, _integers(20, 3)
+    yield (*inputs, *tree), {"windows": [0, 6], "eps": 1e-6, "scale": 0.25}
+
+
 def _add_rms_norm(generator: torch.Generator) -> Iterator[Case]:
     x, delta = torch.randn(2, 3, 200, generator=generator)
     yield (x, delta, torch.randn(200, generator=generator), 1e-6), {}

@@ -1,0 +1,234 @@
+"""All decoder layers of a Llama-family model and its final norm, over the nodes of a tree and a KV cache.
+
+On a CPU it is one call of the C++ library, so that nothing is dispatched between a step's small operations. Elsewhere
+it is the other ops in turn, nine a layer. It does not know modules, nor where the weights come from.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa_kernels import _checks, _cpu, reference
+from medusa_kernels._registry import Implementation, register
+from medusa_kernels.add_rms_norm import add_rms_norm
+from medusa_kernels.decode_linear import MOST_ROWS, decode_linear
+from medusa_kernels.rope_append import rope_append
+from medusa_kernels.tree_attention import tree_attention
+
+
+class Projection(NamedTuple):
+    """A linear layer's weight `[N, K]`, its bias `[N]` or None, and the row scales fp32 `[N]` of an int8 weight."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """The weights of one decoder layer, each contiguous.
+
+    Attributes:
+        input_norm: `[H]`, of the norm before attention.
+        post_norm: `[H]`, of the norm before the MLP.
+        q: `[Hq D, H]`.
+        k: `[Hkv D, H]`.
+        v: `[Hkv D, H]`.
+        o: `[H, Hq D]`.
+        gate: `[I, H]`.
+        up: `[I, H]`.
+        down: `[H, I]`.
+        q_norm: `[D]`, of the norm of each query head, or None.
+        k_norm: `[D]`, of the norm of each key head, or None.
+    """
+
+    input_norm: Tensor
+    post_norm: Tensor
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    gate: Projection
+    up: Projection
+    down: Projection
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Tensor], list[int]]:
+    """Return the arguments `weights` and `forms` of `decoder_layers`: the tensors that exist, and which these are."""
+    weights: list[Tensor] = []
+    forms: list[int] = []
+    for layer in layers:
+        slots = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
+        for name in PROJECTIONS:
+            slots += getattr(layer, name)
+        forms.append(sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
+        weights += [tensor for tensor in slots if tensor is not None]
+    return [*weights, final_norm], forms
+
+
+def decoder_layers(
+    hidden: Tensor,
+    weights: Sequence[Tensor],
+    forms: Sequence[int],
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache_lens: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    *,
+    windows: Sequence[int],
+    eps: float,
+    scale: float,
+) -> Tensor:
+    """Run embedded nodes through all layers and the final norm, and append their keys and values to the cache.
+
+    A layer is `add_rms_norm`, `decode_linear` of q, k and v, the norms of their heads, `rope_append`, `tree_attention`,
+    `decode_linear` with the residual, `add_rms_norm`, the gated `decode_linear` of the MLP and that with the residual;
+    each result is rounded as that op rounds it.
+
+    Args:
+        hidden: embedded tokens `[B, N, H]`; fp16, bf16 or fp32.
+        weights: all layers' tensors and the final norm's, from `packed`; dtype of hidden, or int8 with scales.
+        forms: which tensors each layer has, from `packed`.
+        kv: the cache `[L, 2, B, Hkv, S, D]`, contiguous, dtype of hidden. Mutated: rows `cache_lens[b]` to
+            `cache_lens[b] + N` of every layer.
+        cos: table `[P, D]` or `[B, P, D]`, contiguous, dtype of hidden.
+        sin: like `cos`.
+        cache_lens: int32 `[B]`, rows already cached; not changed.
+        depths: int32 `[N]` or `[B, N]`, each node's position relative to `cache_lens`.
+        ancestors: int64 `[N, W]` or `[B, N, W]`, see `tree_attention`.
+        windows: the sliding window of each layer in positions, 0 for none.
+        eps: of all norms.
+        scale: factor of the attention scores.
+
+    Returns:
+        The hidden states after the final norm, `[B, N, H]`, a new contiguous tensor.
+
+    Raises:
+        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row would be outside the
+            cache or a position outside the tables). Shapes of single weights are not checked: build them by `packed`
+            from a model's.
+    """
+    _checks.axes("hidden", hidden, "B", "N", "H")
+    batch, nodes, width = hidden.shape
+    _checks.dtype("hidden", hidden, *_checks.FLOATS)
+    count = len(forms)
+    _checks.shape("kv", kv, (count, 2, batch, "Hkv", "S", "D"))
+    _checks.match("kv", kv, kv.shape, "hidden", hidden)
+    _checks.contiguous("kv", kv)
+    head_dim = kv.shape[5]
+    tables = ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim)
+    for name, table in (("cos", cos), ("sin", sin)):
+        _checks.match(name, table, tables, "hidden", hidden)
+        _checks.contiguous(name, table)
+    _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "hidden", hidden)
+    _checks.typed("depths", depths, (nodes,) if depths.dim() == 1 else (batch, nodes), torch.int32, "hidden", hidden)
+    words = -(-nodes // reference.WORD)
+    shape = (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words)
+    _checks.typed("ancestors", ancestors, shape, torch.int64, "hidden", hidden)
+    _checks.require(len(windows) == count, "windows", f"{count}, one per layer", len(windows))
+    held = sum(form.bit_count() for form in forms) + 1
+    _checks.require(len(weights) == held, "weights", f"{held} tensors, as forms has", len(weights))
+    _checks.match("weights[-1]", weights[-1], (width,), "hidden", hidden)
+    return torch.ops.medusa_kernels.decoder_layers.default(
+        hidden, list(weights), list(forms), kv, cos, sin, cache_lens, depths, ancestors,
+        windows=list(windows), eps=eps, scale=scale,
+    )  # fmt: skip
+
+
+class _PublicOps:
+    """The ops that the layers are made of where no single call does it all."""
+
+    add_rms_norm = staticmethod(add_rms_norm)
+    decode_linear = staticmethod(decode_linear)
+    rope_append = staticmethod(rope_append)
+    tree_attention = staticmethod(tree_attention)
+
+
+_composed = functools.partial(reference.layers_by, _PublicOps)
+
+
+class _Layout(NamedTuple):
+    """Each weight's place in a table [L, SLOTS], and the index of the first q and gate weight."""
+
+    places: tuple[int, ...]
+    q: int
+    gate: int
+
+
+@functools.lru_cache(maxsize=8)
+def _layout(forms: tuple[int, ...]) -> _Layout:
+    slots = reference.SLOTS
+    places = [layer * slots + slot for layer, form in enumerate(forms) for slot in range(slots) if form >> slot & 1]
+    return _Layout(tuple(places), *(places.index(4 + 3 * PROJECTIONS.index(name)) for name in ("q", "gate")))
+
+
+def _native(
+    hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale
+):  # fmt: skip
+    """Run the op by the C++ library, on a CPU."""
+    batch, nodes, width = hidden.shape
+    _, _, _, kv_heads, rows, head_dim = kv.shape
+    few = 0 < batch * nodes <= MOST_ROWS
+    if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim % 2 or head_dim > MOST_HEAD_DIM:
+        return _composed(
+            hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale
+        )
+    layout = _layout(tuple(forms))
+    table = [0] * (len(forms) * reference.SLOTS)
+    for place, weight in zip(layout.places, weights, strict=False):
+        table[place] = weight.data_ptr()
+    pointers, sizes = torch.tensor(table), torch.tensor(windows)
+    # Held until the call has returned.
+    hidden, depths, ancestors = hidden.contiguous(), depths.contiguous(), ancestors.contiguous()
+    out = torch.empty_like(hidden)
+    try:
+        _cpu.call(
+            "decoder_layers",
+            _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, out,
+            batch, nodes, width, weights[layout.q].shape[0] // head_dim, kv_heads, head_dim,
+            weights[layout.gate].shape[0],
+            kv, rows, cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
+            cache_lens, depths, 0 if depths.dim() == 1 else nodes,
+            ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
+            weights[-1], float(eps), float(scale), len(forms), pointers, sizes,
+        )  # fmt: skip
+    except _cpu.OutsideError:
+        _checks.rows_fit(cache_lens.tolist(), nodes, rows)
+        positions = cache_lens[:, None] + depths
+        low, high = (int(position) for position in positions.aminmax())
+        raise ValueError(
+            f"depths: expected positions cache_lens + depths within the {cos.shape[-2]} rows of cos and sin, "
+            f"got positions {low} to {high}"
+        ) from None
+    return out
+
+
+MOST_HEAD_DIM = 256
+"""The largest head that the C++ library holds in a thread's own memory."""
+
+
+def _compose(device: torch.device) -> Implementation:
+    return Implementation("composed", _composed, "the other ops, nine a layer")
+
+
+register(
+    decoder_layers,
+    lambda a: a.hidden.new_empty(a.hidden.shape),
+    mutates=["kv"],
+    cpu=_cpu.native_or("decoder_layers", _native, _compose, f"the others for more than {MOST_ROWS} rows and float16"),
+    cuda=_compose,
+)
