@@ -1,7 +1,7 @@
 """Backbone: run the loaded model's own modules over the tokens of a decode pass.
 
 It calls the embedding, the decoder layers and the final norm of the loaded model; only the attention modules are
-swapped. With `fuse` set, `fused_layers` runs the layers.
+swapped. With `fuse` or `native` set, `fused_layers` runs the layers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Backbone:
         kv_heads: KV heads per layer in this process; all of them unless the model is tensor parallel.
         lock: held by one generation of this model at a time, whatever heads it uses.
         fuse: whether `fused_layers` runs the layers, in a few launches each, instead of module by module.
+        native: the layers as the C++ library runs them for a tree pass, in one call, or None.
 
     Raises:
         ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, one that a single process spreads over
@@ -58,6 +59,7 @@ class Backbone:
         self.kv_heads = local_kv_heads(causal, self.peers.size)
         self.swap = AttentionSwap(decoder.layers)
         self.fuse = False
+        self.native: fused_layers.NativeLayers | None = None
 
     def check(self, base: Any, now: bool = True) -> None:
         """Raise `ValueError` if the model has been cast, moved or patched so that it cannot be decoded.
@@ -114,6 +116,8 @@ class Backbone:
     def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H]."""
         hidden = self.decoder.embed_tokens(tokens)
+        if self.native is not None and context.ancestors is not None:
+            return self.native(hidden, context)
         if self.fuse:
             return fused_layers.forward(self.decoder, hidden, context)
         for layer in self.decoder.layers:

@@ -1,12 +1,15 @@
-"""Run a decoder layer in nine launches: this project's ops read the model's own weights in place of its modules.
+"""Run a model's layers without its modules: this project's ops read the model's own weights.
 
-The projections of q, k and v are one launch over three weights; gate, up and SiLU(gate) * up are one launch; and the
-residual is added before the product is rounded. So products are rounded once, where the modules round twice: 16-bit
-results may differ in the last bit, float32 results hardly at all. `obstacle` returns what prevents running this way.
+On a GPU a layer is nine launches (`forward`). On a CPU all layers are one call of the C++ library (`NativeLayers`), for
+the nodes of a tree; a prefill runs module by module there. The projections of q, k and v are one product over three
+weights; gate, up and SiLU(gate) * up are one; and the residual is added before the product is rounded. So products are
+rounded once, where the modules round twice: 16-bit results may differ in the last bit, float32 results hardly at all.
+`obstacle` and `native_obstacle` return what prevents running this way.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
 from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.heads import is_hooked
-from medusa_kernels import add_rms_norm, decode_linear
+from medusa_kernels import LayerWeights, Projection, add_rms_norm, decode_linear, decoder_layers, packed, served_by
 
 _LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
@@ -64,6 +67,20 @@ def obstacle(decoder: Any) -> str | None:
     return None
 
 
+def native_obstacle(decoder: Any) -> str | None:
+    """Return what prevents running a decoder on a CPU as `NativeLayers`, or None."""
+    served = served_by("decoder_layers", "cpu")
+    if served.name != "cpp":
+        return served.reason
+    if decoder.norm.weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"the weights are {decoder.norm.weight.dtype}, not float32 or bfloat16"
+    norms = {module.variance_epsilon for module in decoder.modules() if type(module) in _NORMS}
+    scales = {layer.self_attn.scaling for layer in decoder.layers}
+    if len(norms) > 1 or len(scales) > 1:
+        return f"the layers differ in epsilon ({norms}) or attention scale ({scales})"
+    return obstacle(decoder)
+
+
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Run embedded tokens [B, N, H] through all layers and the final norm, and append to the cache.
 
@@ -98,3 +115,47 @@ def _linear(x: torch.Tensor, *modules: Any, gate: bool = False, residual: torch.
     weights = [module.weight for module in modules]
     biases = None if all(module.bias is None for module in modules) else [module.bias for module in modules]
     return decode_linear(x, weights, biases, gate=gate, residual=residual)
+
+
+class NativeLayers:
+    """The layers of a decoder (such as `LlamaModel`) that has no `obstacle`, as the op `decoder_layers` takes them.
+
+    It holds the model's own tensors: what changes in place is seen, a replaced tensor needs another object.
+    """
+
+    def __init__(self, decoder: Any) -> None:
+        attentions = [layer.self_attn for layer in decoder.layers]
+        self.weights, self.forms = packed([_layer_weights(layer) for layer in decoder.layers], decoder.norm.weight)
+        self.windows = [attention.window or 0 for attention in attentions]
+        self.eps, self.scale = decoder.norm.variance_epsilon, attentions[0].original.scaling
+
+    def same(self, other: NativeLayers | None) -> bool:
+        """Return whether both are of the same tensors and settings."""
+        if other is None or len(self.weights) != len(other.weights):
+            return False
+        settings = [(layers.forms, layers.windows, layers.eps, layers.scale) for layers in (self, other)]
+        return settings[0] == settings[1] and all(map(operator.is_, self.weights, other.weights))
+
+    def __call__(self, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        """Run embedded nodes [B, N, H] through all layers and the final norm, and append to the cache."""
+        assert context.ancestors is not None, "a prefill runs module by module"
+        cache = context.cache
+        return decoder_layers(
+            hidden, self.weights, self.forms, cache.kv, cache.cos, cache.sin, cache.lengths, context.depths,
+            context.ancestors, windows=self.windows, eps=self.eps, scale=self.scale,
+        )  # fmt: skip
+
+
+def _layer_weights(layer: Any) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    modules = (
+        attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj,
+        mlp.down_proj,
+    )  # fmt: skip
+    norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else []
+    return LayerWeights(
+        layer.input_layernorm.weight,
+        layer.post_attention_layernorm.weight,
+        *(Projection(module.weight, module.bias) for module in modules),
+        *norms,
+    )

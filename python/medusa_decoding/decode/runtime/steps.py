@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.backbone.fused_layers import NativeLayers, native_obstacle, obstacle
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.runtime.compiled import CompiledStep
 from medusa_decoding.decode.runtime.cuda_graph import CapturedStep
@@ -103,17 +103,24 @@ class Steps:
         return step_for
 
     def _choose_layers(self, backend: Backend) -> None:
-        """Have captured steps run fused layers if the model allows it; log once whether, and why not."""
-        why_not = None
-        if backend == "graph":
-            why_not = obstacle(self.backbone.decoder)
+        """Run the layers without their modules if backend and model allow it; log once whether, and why not.
+
+        On CUDA captured steps do, on a CPU all steps.
+        """
+        decoder, on_cpu = self.backbone.decoder, self.backbone.device.type == "cpu"
+        why_not: str | None = "steps that are not captured"
+        if on_cpu or backend == "graph":
+            why_not = (native_obstacle if on_cpu else obstacle)(decoder)
             if self._why_not_fused != (why_not or ""):
                 self._why_not_fused = why_not or ""
-                logger.info("layers: %s", f"module by module ({why_not})" if why_not else "fused (plain modules)")
-        fuse = backend == "graph" and why_not is None
-        if fuse != self.backbone.fuse:
-            self.backbone.fuse = fuse
-            for key in [key for key in self._made if key[1] == "graph"]:
+                how = "one call of the C++ library" if on_cpu else "fused"
+                logger.info("layers: %s", f"module by module ({why_not})" if why_not else f"{how} (plain modules)")
+        native = NativeLayers(decoder) if on_cpu and why_not is None else None
+        fuse = not on_cpu and why_not is None
+        unchanged = native is self.backbone.native if native is None else native.same(self.backbone.native)
+        if fuse != self.backbone.fuse or not unchanged:
+            self.backbone.fuse, self.backbone.native = fuse, native
+            for key in [key for key in self._made if key[1] != "eager"]:
                 self._drop(key)
 
     def _drop(self, key: tuple[Tree, str, torch.device]) -> None:
