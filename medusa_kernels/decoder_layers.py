@@ -38,31 +38,17 @@ class LayerWeights:
     Attributes:
         input_norm: `[H]`, of the norm before attention.
         post_norm: `[H]`, of the norm before the MLP.
-        q: `[Hq D, H]`.
-        k: `[Hkv D, H]`.
-        v: `[Hkv D, H]`.
-        o: `[H, Hq D]`.
-        gate: `[I, H]`.
-        up: `[I, H]`.
-        down: `[H, I]`.
+        projections: q `[Hq D, H]`, k and v `[Hkv D, H]`, o `[H, Hq D]`, gate and up `[I, H]`, down `[H, I]`. Either all
+            of q, k and v are int8 or none, and so for gate and up.
         q_norm: `[D]`, of the norm of each query head, or None.
         k_norm: `[D]`, of the norm of each key head, or None.
     """
 
     input_norm: Tensor
     post_norm: Tensor
-    q: Projection
-    k: Projection
-    v: Projection
-    o: Projection
-    gate: Projection
-    up: Projection
-    down: Projection
+    projections: Sequence[Projection]
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-
-
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Tensor], list[int]]:
@@ -70,9 +56,9 @@ def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Ten
     weights: list[Tensor] = []
     forms: list[int] = []
     for layer in layers:
-        slots = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
-        for name in PROJECTIONS:
-            slots += getattr(layer, name)
+        slots: list[Tensor | None] = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
+        for projection in layer.projections:
+            slots += projection
         forms.append(sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
         weights += [tensor for tensor in slots if tensor is not None]
     return [*weights, final_norm], forms
@@ -173,7 +159,7 @@ class _Layout(NamedTuple):
 def _layout(forms: tuple[int, ...]) -> _Layout:
     slots = reference.SLOTS
     places = [layer * slots + slot for layer, form in enumerate(forms) for slot in range(slots) if form >> slot & 1]
-    return _Layout(tuple(places), *(places.index(4 + 3 * PROJECTIONS.index(name)) for name in ("q", "gate")))
+    return _Layout(tuple(places), q=places.index(4), gate=places.index(4 + 3 * 4))
 
 
 def _native(

@@ -203,9 +203,8 @@ def layers_by(
 
     def linear(x, *projections, gate=False, residual=None):
         matrices, biases, scales = (list(tensors) for tensors in zip(*projections, strict=True))
-        biases = None if all(bias is None for bias in biases) else biases
-        scales = None if scales[0] is None else scales
-        return ops.decode_linear(x, matrices, biases, gate=gate, residual=residual, scales=scales)
+        in_int8 = scales if scales[0] is not None else None
+        return ops.decode_linear(x, matrices, biases, gate=gate, residual=residual, scales=in_int8)
 
     for index, form in enumerate(forms):
         slots = [next(given) if form >> slot & 1 else None for slot in range(SLOTS)]

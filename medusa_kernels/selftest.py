@@ -125,8 +125,8 @@ def _decoder_layers(generator: torch.Generator) -> Iterator[Case]:
     def layer(window: bool) -> medusa_kernels.LayerWeights:
         shapes = ((64, 48), (32, 48), (32, 48), (48, 64), (72, 48), (72, 48), (48, 72))
         projections = [medusa_kernels.Projection(random(*shape), random(shape[0])) for shape in shapes]
-        head_norms = [torch.ones(16), torch.ones(16)] if window else []
-        return medusa_kernels.LayerWeights(torch.ones(48), torch.ones(48), *projections, *head_norms)
+        head_norms = (torch.ones(16), torch.ones(16)) if window else (None, None)
+        return medusa_kernels.LayerWeights(torch.ones(48), torch.ones(48), projections, *head_norms)
 
     weights, forms = medusa_kernels.packed([layer(False), layer(True)], torch.ones(48))
     visible = torch.tril(torch.ones(5, 5, dtype=torch.bool))

@@ -152,10 +152,10 @@ def _layer_weights(layer: Any) -> LayerWeights:
         attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj,
         mlp.down_proj,
     )  # fmt: skip
-    norms = [attention.q_norm.weight, attention.k_norm.weight] if hasattr(attention, "q_norm") else []
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
     return LayerWeights(
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
-        *(Projection(module.weight, module.bias) for module in modules),
+        [Projection(module.weight, module.bias) for module in modules],
         *norms,
     )
