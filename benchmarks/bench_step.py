@@ -30,21 +30,23 @@ from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.decode.selection.greedy import Greedy
-from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, default_tree
 from medusa_decoding.trees.tree import Tree
 
 NUM_HEADS = 4
 REPLAYS = 16
+Call = Callable[[], object]
 LAST_CLOCKS: dict[str, int] = {}
 """Clock and power when the last steps of the latest measurement were running."""
 
 
-def shape(cls: type[PretrainedConfig], vocab: int, width: int, layers: int, heads: int, kv: int, hidden: int) -> Any:
+def shape(
+    cls: type[PretrainedConfig], vocab: int, width: int, layers: int, heads: int, kv: int, hidden: int, dim: int = 128
+) -> Any:
     return cls(
         vocab_size=vocab, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv, hidden_size=hidden, head_dim=128, max_position_embeddings=1 << 17,
+        num_key_value_heads=kv, hidden_size=hidden, head_dim=dim, max_position_embeddings=1 << 17,
         tie_word_embeddings=False,
     )  # fmt: skip
 
@@ -54,6 +56,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Llama-3-8B": lambda: shape(LlamaConfig, 128256, 14336, 32, 32, 8, 4096),
     "Llama-2-13B": lambda: shape(LlamaConfig, 32000, 13824, 40, 40, 40, 5120),
     "Qwen3-8B": lambda: shape(Qwen3Config, 151936, 12288, 36, 32, 8, 4096),
+    "Llama-127M": lambda: shape(LlamaConfig, 32000, 2048, 12, 12, 6, 768, 64),
+    "Llama-254M": lambda: shape(LlamaConfig, 32000, 2816, 16, 16, 8, 1024, 64),
     "tiny": lambda: shape(LlamaConfig, 64, 48, 2, 2, 1, 64),
 }
 # Name, vocabulary of the heads (None: the model's own), whether the projection is lm_head.
@@ -133,14 +137,21 @@ def random_heads(base: Any, name: str, num_heads: int = NUM_HEADS) -> MedusaHead
 def step_bytes(base: Any, heads: MedusaHeads | None, prefix: int, nodes: int, batch: int) -> int:
     """Count what a step must read: weights but the embedding once, keys and values once, the heads' weights once."""
     config = base.config
-    weights = sum(p.numel() * p.element_size() for p in base.parameters()) - base.model.embed_tokens.weight.nbytes
+    weights = sum(map(stored_bytes, base.parameters())) - base.model.embed_tokens.weight.nbytes
     row = 2 * config.num_key_value_heads * config.head_dim * base.lm_head.weight.element_size()
     total = weights + batch * config.num_hidden_layers * (prefix + nodes) * row
     if heads is not None:
         total += sum(p.nbytes for p in heads.parameters())
         if heads.shared_projection:
-            total += heads.num_candidates * base.lm_head.weight[0].nbytes
+            total += heads.num_candidates * stored_bytes(base.lm_head.weight) // base.config.vocab_size
     return total
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes of a tensor, of a quantised one those that it is stored as."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(stored_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.nbytes
 
 
 def clocks(device: torch.device) -> dict[str, int]:
@@ -153,7 +164,7 @@ def clocks(device: torch.device) -> dict[str, int]:
         return {}
 
 
-def timed_steps(run: Callable[[], object], reset: Callable[[], object], device: torch.device, seconds: float) -> Any:
+def timed_steps(run: Call, reset: Call, device: torch.device, seconds: float) -> Any:
     """Return microseconds of single steps, `REPLAYS` at a time between resets."""
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -253,7 +264,7 @@ class Runner:
                         print("budget spent", flush=True)
                         return
                     heads = random_heads(base, kind)
-                    tree = default_tree(heads) if nodes == 64 else _tree_of(heads, nodes)
+                    tree = default_tree(heads) if nodes == 64 else tree_of(heads, nodes)
                     steps = self.steps(base, heads, tree, way, point)
                     moved = step_bytes(base, heads, point.prefix, tree.num_nodes, point.batch)
                     name = "medusa graph" if way == "graph" else f"medusa, {way}"
@@ -266,31 +277,32 @@ class Runner:
         """Time one way's step."""
         backend, fused = WAYS[way]
         with torch.no_grad(), MedusaModel(base, heads, tree, backend=backend) as model:
-            step = model._steps.get(tree, backend)
+            run, reset = prepare_step(model, tree, backend, point.prefix, point.batch)
             if not fused:
                 model.backbone.fuse = False
-            rows = point.prefix + (REPLAYS + 4) * (tree.depth + 1) + tree.num_nodes
-            state = model._steps.pool.acquire(Sizes([point.prefix] * point.batch, 1000), rows)
-            state.cache.kv.normal_()
-            state.hidden.normal_()
-            selector = Greedy()
-            # The EOS token never comes.
-            limits = Limits([1000] * point.batch, [0] * point.batch, [-1], device=self.device)
-
-            def reset() -> None:
-                _reset(state, point.prefix)
-
-            reset()
-            return timed_steps(lambda: step(state, selector, limits), reset, self.device, self.seconds)
+            return timed_steps(run, reset, self.device, self.seconds)
 
 
-def _reset(state: DecodeState, prefix: int) -> None:
-    state.cache.lengths.fill_(prefix)
-    for tensor in (state.count, state.step, state.finished):
-        tensor.zero_()
+def prepare_step(model: MedusaModel, tree: Tree, backend: Backend, prefix: int, batch: int) -> tuple[Call, Call]:
+    """Return a call that runs one step, and one that takes it back to a cache of `prefix` random rows."""
+    device, selector = model.backbone.device, Greedy()
+    step = model._steps.get(tree, backend)
+    rows = prefix + (REPLAYS + 4) * (tree.depth + 1) + tree.num_nodes
+    state = model._steps.pool.acquire(Sizes([prefix] * batch, 1000), rows)
+    state.cache.kv.normal_()
+    state.hidden.normal_()
+    limits = Limits([1000] * batch, [0] * batch, [-1], device=device)  # the EOS token never comes
+
+    def reset() -> None:
+        state.cache.lengths.fill_(prefix)
+        for tensor in (state.count, state.step, state.finished):
+            tensor.zero_()
+
+    reset()
+    return lambda: step(state, selector, limits), reset
 
 
-def _tree_of(heads: MedusaHeads, nodes: int) -> Tree:
+def tree_of(heads: MedusaHeads, nodes: int) -> Tree:
     tree = default_tree(heads)
     return tree if tree.num_nodes <= nodes else Tree(tree.choices[: nodes - 1])
 
