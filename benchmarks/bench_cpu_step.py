@@ -1,0 +1,263 @@
+"""One decoding step on a CPU with random weights: ours with 1 to 32 nodes, transformers' and llama.cpp's.
+
+    python -m benchmarks.bench_cpu_step --models Llama-127M --dtypes bf16 --ways eager transformers-eager
+
+All ways of one model and dtype run in turn within this process, some steps at a time in a random order. Weights are
+random, so hardly any draft token is accepted: this is the cost of a step, not its acceptance length. A ratio is the
+median over the rounds of a way's time over that of the same way's plain step in the same round. Bytes are counted as in
+bench_step. "int8" has torchao's int8 weights in the layers and lm_head in bf16, as transformers quantises by default;
+"int8-all" has an int8 lm_head as well. Activations are in bf16 in both.
+
+llama.cpp takes part if `llama_cpp` and `gguf` can be imported, on the same weights (Q8_0 for int8). Its times are those
+of decoding 1 to 32 tokens of one sequence, without choosing the next token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import importlib.util
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, StaticCache
+
+from benchmarks import harness
+from benchmarks.bench_step import Call, build, prepare_step, random_heads, step_bytes, tree_of
+from benchmarks.gpu import first_line
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.trees.tree import Tree
+
+CPU = torch.device("cpu")
+MODELS = ("Llama-127M", "Llama-254M")
+# Dtype of the activations, and what is quantised: nothing, the layers, or all projections.
+DTYPES = {
+    "bf16": (torch.bfloat16, ""),
+    "fp32": (torch.float32, ""),
+    "int8": (torch.bfloat16, "layers"),
+    "int8-all": (torch.bfloat16, "all"),
+}
+# What llama.cpp has them in: the layers' projections, and lm_head.
+GGUF = {"bf16": ("BF16", "BF16"), "fp32": ("F32", "F32"), "int8": ("Q8_0", "BF16"), "int8-all": ("Q8_0", "Q8_0")}
+WAYS = ("eager", "compiled", "transformers-eager", "transformers-compiled", "llama.cpp")
+STEPS = 3
+"""Timed steps of a way in each round, after one that is not timed: it finds another way's weights in the cache."""
+SAME_LOGITS = 1e-4
+"""How far llama.cpp's logits may be from transformers' in fp32, in standard deviations of the logits."""
+Turn = Callable[[int], list[float]]
+
+
+def build_base(model: str, dtype: str) -> Any:
+    """Make a model with random weights, the same in every call."""
+    activations, quantised = DTYPES[dtype]
+    base = build(model, CPU, activations)
+    if quantised:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        quantize_(base if quantised == "all" else base.model, Int8WeightOnlyConfig())
+    return base
+
+
+def turn(run: Call, reset: Call) -> Turn:
+    """Make a function that returns the milliseconds of each of some steps, after one that is not timed."""
+
+    def timed(steps: int) -> list[float]:
+        reset()
+        run()
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+
+    return timed
+
+
+def random_ids(base: Any, count: int) -> torch.Tensor:
+    """Draw token ids int64 [1, count], the same for the same model."""
+    return torch.randint(0, base.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+
+
+def transformers_step(base: Any, prefix: int, compiled: bool) -> tuple[Call, Call]:
+    """Return transformers' forward of one token, the next one read as `generate` does, and what shortens its cache."""
+    cache: Any = StaticCache(base.config, max_cache_len=prefix + 64) if compiled else DynamicCache(config=base.config)
+    token = base(random_ids(base, prefix), past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    forward = torch.compile(base.forward, fullgraph=True, dynamic=False) if compiled else base
+
+    def run() -> None:
+        nonlocal token
+        token = forward(token, past_key_values=cache).logits.argmax(-1)
+        token.tolist()
+
+    def reset() -> None:
+        if compiled:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(prefix)
+        elif cache.get_seq_length() > prefix:
+            cache.crop(prefix - cache.get_seq_length())
+
+    return run, reset
+
+
+class Steps:
+    """The steps of one model in one dtype, by way and number of nodes.
+
+    Attributes:
+        turns: what times some steps of a way.
+        bytes: what a step of a way reads.
+        more: further fields of a way's records.
+        parameters: of the model.
+    """
+
+    def __init__(self, model: str, dtype: str, ways: Sequence[str], nodes: Sequence[int], prefix: int) -> None:
+        self.turns: dict[tuple[str, int], Turn] = {}
+        self.bytes: dict[tuple[str, int], int] = {}
+        self.more: dict[str, dict[str, Any]] = {}
+        self.prefix = prefix
+        base, own = build_base(model, dtype), build_base(model, dtype)
+        self.parameters = sum(p.numel() for p in base.parameters())
+        heads = random_heads(base, "shared")
+        for way in ways:
+            if way == "llama.cpp":
+                self._add_llama_cpp(model, dtype, own, nodes)
+            elif way.startswith("transformers"):
+                make = functools.partial(transformers_step, own, prefix, way == "transformers-compiled")
+                self._add(way, 1, step_bytes(own, None, prefix, 1, 1), make)
+            else:
+                # Swaps the attention modules: transformers' steps have a model of their own.
+                wrapped = MedusaModel(base, heads, Tree([]), backend=way)
+                for count in nodes:
+                    tree = tree_of(heads, count) if count > 1 else Tree([])
+                    moved = step_bytes(base, heads if count > 1 else None, prefix, count, 1)
+                    self._add(way, count, moved, functools.partial(prepare_step, wrapped, tree, way, prefix, 1))
+
+    def _add(self, way: str, nodes: int, moved: int, make: Callable[[], tuple[Call, Call]]) -> None:
+        """Make a step and run it, which compiles it; one that cannot be made is left out."""
+        start = time.perf_counter()
+        try:
+            timed = turn(*make())
+            # The compiler packs the weights, as our compiled steps have it.
+            with torch._inductor.config.patch(freezing=True):
+                timed(1)
+        except Exception as error:
+            print(f"left out: {way}, {nodes} nodes: {type(error).__name__}: {first_line(error)}", flush=True)
+            return
+        self.turns[way, nodes], self.bytes[way, nodes] = timed, moved
+        print(f"{way}, {nodes} nodes: ready after {time.perf_counter() - start:.1f} s", flush=True)
+
+    def _add_llama_cpp(self, model: str, dtype: str, own: Any, nodes: Sequence[int]) -> None:
+        """Load the same weights in llama.cpp, and compare its next tokens with transformers'."""
+        if not all(map(importlib.util.find_spec, ("llama_cpp", "gguf"))):
+            print("left out: llama.cpp, whose packages llama-cpp-python and gguf are not installed", flush=True)
+            return
+        from benchmarks import llama_cpp_step
+
+        layers, lm_head = GGUF[dtype]
+        prefix, tokens = random_ids(own, self.prefix + max(nodes)).split((self.prefix, max(nodes)), -1)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            weights = llama_cpp_step.write_gguf(build(model, CPU, DTYPES[dtype][0]), path, layers, lm_head)
+            decoder = llama_cpp_step.Decoder(path, prefix[0].tolist(), torch.get_num_threads(), dtype == "fp32")
+        expected = own(torch.cat((prefix, tokens), -1), logits_to_keep=max(nodes)).logits[0].float()
+        found = decoder.logits(tokens[0].tolist())
+        same = int((found.argmax(-1) == expected.argmax(-1)).sum())
+        apart = float((found - expected).abs().max() / expected.std())
+        self.more["llama.cpp"] = {
+            "llama_cpp": llama_cpp_step.VERSION, "types": [layers, lm_head],
+            "same_next_tokens": [same, len(expected)], "logits_apart_in_std": apart,
+        }  # fmt: skip
+        print(f"llama.cpp: {same} of {len(expected)} next tokens as in transformers; logits {apart:.1e} std apart")
+        if dtype == "fp32" and (same < len(expected) or apart > SAME_LOGITS):
+            print("left out: llama.cpp, which decodes another model", flush=True)
+            return
+        cache = step_bytes(own, None, self.prefix, 1, 1) - step_bytes(own, None, 0, 0, 1)
+        for count in nodes:
+            run = functools.partial(decoder.step, tokens[0, :count].tolist())
+            self._add("llama.cpp", count, weights + cache, lambda run=run: (run, lambda: None))
+
+
+def measure(
+    model: str, dtype: str, ways: Sequence[str], nodes: Sequence[int], prefix: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Measure the steps of one model in one dtype, write the records and return them."""
+    torch._dynamo.reset()
+    print(f"{model}, {dtype}", flush=True)
+    with torch.no_grad():
+        steps = Steps(model, dtype, ways, nodes, prefix)
+        shuffler, found = random.Random(0), []
+        for _ in range(rounds):
+            found.append(harness.in_turn(steps.turns, STEPS, shuffler))
+    records = []
+    for way, count in steps.turns:
+        times = sorted(t for times in found for t in times[way, count])
+        median, moved = statistics.median(times), steps.bytes[way, count]
+        record = {
+            "model": model, "parameters": steps.parameters, "dtype": dtype, "way": way, "nodes": count,
+            "prefix": prefix, "batch": 1, "threads": torch.get_num_threads(), "rounds": rounds,
+            "steps": len(times), "median_us": median * 1e3, "p10_us": times[len(times) // 10] * 1e3,
+            "p90_us": times[len(times) * 9 // 10] * 1e3, "bytes": moved, "gb_s": moved / median / 1e6,
+            "ratio_to_plain": ratio(found, (way, count), (way, 1)),
+            "ratio_to_transformers": ratio(found, (way, count), ("transformers-eager", 1)),
+            **steps.more.get(way, {}),
+        }  # fmt: skip
+        records.append(record)
+        harness.write_record("cpu-step", record)
+    return records
+
+
+def ratio(rounds: Sequence[dict[tuple[str, int], list[float]]], way: tuple[str, int], to: tuple[str, int]) -> Any:
+    """Return the median over the rounds of one way's time over another's, None if that one was not measured."""
+    if to not in rounds[0]:
+        return None
+    return statistics.median(statistics.median(times[way]) / statistics.median(times[to]) for times in rounds)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table: a row for each model, dtype and way, a column for each number of nodes."""
+    counts = sorted({record["nodes"] for record in records} - {1})
+    rows = [["model", "dtype", "way", "plain ms", "p10 to p90", *(f"{n} nodes" for n in counts)]]
+    rows[0] += ["over transformers-eager", "MB", "GB/s"]
+    rows.append(["---"] * len(rows[0]))
+    cells = {(r["model"], r["dtype"], r["way"], r["nodes"]): r for r in records}
+    for (model, dtype, way, nodes), plain in cells.items():
+        if nodes != 1:
+            continue
+        others = [cells.get((model, dtype, way, n)) for n in counts]
+        rows.append([
+            model, dtype, way, f"{plain['median_us'] / 1e3:.1f}",
+            f"{plain['p10_us'] / 1e3:.1f} to {plain['p90_us'] / 1e3:.1f}",
+            *("" if other is None else f"{other['ratio_to_plain']:.2f} x" for other in others),
+            "" if plain["ratio_to_transformers"] is None else f"{plain['ratio_to_transformers']:.2f} x",
+            f"{plain['bytes'] / 1e6:.0f}", f"{plain['gb_s']:.1f}",
+        ])  # fmt: skip
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=("bf16", "fp32", "int8"))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--nodes", nargs="+", type=int, default=(4, 8, 16, 32), help="besides the plain step")
+    parser.add_argument("--prefix", type=int, default=256, help="cached rows")
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
+    nodes, records = (1, *args.nodes), []
+    for model in args.models:
+        for dtype in args.dtypes:
+            records += measure(model, dtype, args.ways, nodes, args.prefix, args.rounds)
+            gc.collect()
+            print(table(records), flush=True)
+
+
+if __name__ == "__main__":
+    main()
