@@ -123,8 +123,12 @@ def heads_topk(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=F
     return best, tokens if token_map is None else token_map[tokens]
 
 
-def tree_verify(hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True):
+def tree_verify(
+    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
+):
     """Next token and statistics of every node; see the public `tree_verify`."""
+    if weight_scale is not None:
+        weight = weight * weight_scale[:, None]
     logits = _wide(hidden) @ _wide(weight).T
     if temperature > 0:
         logits = logits / temperature

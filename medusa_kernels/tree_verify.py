@@ -27,12 +27,13 @@ def tree_verify(
     temperature: float = 0.0,
     noise: Tensor | None = None,
     want_stats: bool = True,
+    weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Project every node to the vocabulary and keep what verification needs (the paper's section 2.3.1 and 2.1.2).
 
     Args:
         hidden: final hidden states `[B, N, H]`; fp16, bf16 or fp32.
-        weight: the output projection `[V, H]`, dtype of hidden.
+        weight: the output projection `[V, H]`, dtype of hidden, or int8 with weight_scale.
         candidates: int64 `[B, N]`, the token of each node.
         parents: int32 `[N]` or `[B, N]`, the node index of each node's parent, -1 for the root. None: a chain,
             in which the parent of node i is i - 1.
@@ -41,6 +42,7 @@ def tree_verify(
             `argmax(logits / temperature + noise)`. Required at a temperature above 0; at 0, where the limit of the
             sample is the argmax whatever the noise, it is ignored.
         want_stats: whether the three statistics are computed.
+        weight_scale: fp32 `[V]`, the factor of each row of an int8 weight.
 
     Returns:
         next_tokens int64 `[B, N]` (the lowest id on exact ties), and in fp32 `[B, N]`: the log-sum-exp of
@@ -57,7 +59,12 @@ def tree_verify(
     batch, nodes, size = hidden.shape
     vocabulary = weight.shape[0]
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
-    _checks.match("weight", weight, (vocabulary, size), "hidden", hidden)
+    if weight_scale is None:
+        _checks.match("weight", weight, (vocabulary, size), "hidden", hidden)
+    else:
+        _checks.typed("weight", weight, (vocabulary, size), torch.int8, "hidden", hidden)
+        _checks.typed("weight_scale", weight_scale, (vocabulary,), torch.float32, "hidden", hidden)
+        _checks.contiguous("weight_scale", weight_scale)
     _checks.typed("candidates", candidates, (batch, nodes), torch.int64, "hidden", hidden)
     if parents is not None:
         shape = (nodes,) if parents.dim() == 1 else (batch, nodes)
@@ -67,16 +74,27 @@ def tree_verify(
         _checks.typed("noise", noise, (batch, nodes, vocabulary), torch.float32, "hidden", hidden)
     _checks.require(noise is not None or temperature == 0, "noise", "Gumbel noise at a temperature above 0", None)
     return torch.ops.medusa_kernels.tree_verify.default(
-        hidden, weight, candidates, parents, temperature=temperature, noise=noise, want_stats=want_stats
+        hidden,
+        weight,
+        candidates,
+        parents,
+        temperature=temperature,
+        noise=noise,
+        want_stats=want_stats,
+        weight_scale=weight_scale,
     )
 
 
-def _linear(hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True):
+def _linear(
+    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
+):
     """Run the op with all logits in memory, on any device. On a CPU the values of the indices are checked."""
     if want_stats and hidden.device.type == "cpu":
         _in_range("candidates", candidates, 0, weight.shape[0])
         if parents is not None:
             _in_range("parents", parents, -1, hidden.shape[1])
+    if weight_scale is not None:
+        weight = (weight.float() * weight_scale[:, None]).to(hidden.dtype)
     logits = linear(hidden, weight)
     if temperature > 0:
         logits = logits.float() / temperature
@@ -118,7 +136,9 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return a.candidates.new_empty(a.candidates.shape), logsumexp, entropy, child_logprobs
 
 
-def _native(hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True):
+def _native(
+    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
+):
     """Run the op on a CPU: without sampling and statistics by the C++ library, which stores no logits."""
     batch, nodes, size = hidden.shape
     rows = batch * nodes
@@ -129,7 +149,8 @@ def _native(hidden, weight, candidates, parents=None, *, temperature=0.0, noise=
     hidden = hidden.contiguous()  # held until the call has returned
     _cpu.call(
         "argmax",
-        _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size, *_cpu.matrix(weight), next_tokens,
+        _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size, *_cpu.matrix(weight, scale=weight_scale),
+        next_tokens,
     )  # fmt: skip
     return next_tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
 

@@ -183,9 +183,11 @@ def merge_blocks(rows: int, programs: int) -> dict[str, int]:
 
 
 def tree_verify(
-    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True
+    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
 ):  # fmt: skip
-    """Launch both kernels; see the public `tree_verify`."""
+    """Launch both kernels, with an int8 weight in the dtype of hidden; see the public `tree_verify`."""
+    if weight_scale is not None:
+        weight = (weight.float() * weight_scale[:, None]).to(hidden.dtype)
     batch, nodes, size = hidden.shape
     vocabulary, rows = weight.shape[0], batch * nodes
     hidden, candidates = hidden.contiguous(), candidates.contiguous()

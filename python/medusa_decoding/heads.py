@@ -241,8 +241,9 @@ class MedusaHeads(nn.Module):
         """
         last = self.num_layers - 1
         states = hidden if last == 0 else self.residual(hidden, last)
-        weight = self.w2 if self.w2 is not None else plain_weight(lm_head)
-        if weight is None:
+        own = None if self.w2 is None else (self.w2, self.w2_scale)
+        projected = own or projection(lm_head)
+        if projected is None:
             logits = self.forward(hidden, lm_head).float()
             values, tokens = logits.topk(k, dim=-1)
             if self.token_map is not None:
@@ -250,8 +251,9 @@ class MedusaHeads(nn.Module):
             return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
         b1 = None if self.b1 is None else self.b1[:, last]
         gather = self.w2 is None and self.token_map is not None
+        weight, scale = projected
         best = heads_topk(
-            states, self.w1[:, last], b1, weight, k, w2_scale=self.w2_scale, token_map=self.token_map, gather=gather
+            states, self.w1[:, last], b1, weight, k, w2_scale=scale, token_map=self.token_map, gather=gather
         )
         return DraftTokens(*best)
 
@@ -398,6 +400,37 @@ def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
         # A tensor subclass (a quantised weight) is for its own module's product.
         return linear.weight if type(linear.weight) in (nn.Parameter, torch.Tensor) else None
     return None
+
+
+def projection(linear: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return what the ops project with in place of a bias-free `nn.Linear`: its weight, and row scales of an int8 one.
+
+    None if only the module itself can be called. See `int8_rows` for the int8 weights.
+    """
+    weight = plain_weight(linear)
+    if weight is not None:
+        return weight, None
+    if type(linear) is not nn.Linear or linear.bias is not None or is_hooked(linear):
+        return None
+    return int8_rows(linear.weight)
+
+
+def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the int8 values [N, K] and fp32 row scales [N] that a weight-only quantised tensor of torchao holds.
+
+    Views of the tensor's own memory. None for anything else: other tensors and devices, activations quantised as well,
+    groups within a row, or zero points.
+    """
+    if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao."):
+        return None
+    held: Any = weight
+    values, scale, zero = held.qdata, held.scale, held.zero_point
+    by_row = values.dim() == 2 and scale.numel() == len(values) and list(held.block_size) == [1, values.shape[1]]
+    plain = held.act_quant_kwargs is None and (zero is None or not bool(zero.any()))
+    laid_out = values.is_contiguous() and scale.is_contiguous() and scale.dtype == torch.float32
+    if not by_row or not plain or not laid_out or values.device.type != "cpu":
+        return None
+    return values, scale.view(-1)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -9,7 +9,6 @@ rounded once, where the modules round twice: 16-bit results may differ in the la
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
 from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
 from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.backbone.unsupported import foreign_forward
-from medusa_decoding.heads import is_hooked
+from medusa_decoding.heads import int8_rows, is_hooked
 from medusa_kernels import LayerWeights, Projection, add_rms_norm, decode_linear, decoder_layers, packed, served_by
 
 _LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -32,8 +31,11 @@ _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
-def obstacle(decoder: Any) -> str | None:
-    """Return what prevents running a decoder (such as `LlamaModel`) fused, or None."""
+def obstacle(decoder: Any, int8: bool = False) -> str | None:
+    """Return what prevents running a decoder (such as `LlamaModel`) fused, or None.
+
+    With `int8`, weights that `int8_rows` can read are no obstacle.
+    """
     if any(is_sharded(parameter) for parameter in decoder.parameters()):
         return "the model is tensor parallel: its projections exchange with other processes"
     if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
@@ -55,10 +57,15 @@ def obstacle(decoder: Any) -> str | None:
         for module, plain in (*((m, (nn.Linear,)) for m in linears), *((m, _NORMS) for m in norms)):
             if type(module) not in plain:
                 return f"layer {index} has a {type(module).__module__}.{type(module).__name__}"
+            if int8 and int8_rows(module.weight) is not None:
+                continue
             if type(module.weight) not in (nn.Parameter, torch.Tensor):
                 return f"layer {index} has a weight of {type(module.weight).__module__}.{type(module.weight).__name__}"
             if module.weight.dtype != decoder.norm.weight.dtype or not module.weight.is_contiguous():
                 return f"layer {index} has a weight of another dtype or layout than the norms'"
+        for group in (linears[:3], linears[4:6]):
+            if len({int8_rows(module.weight) is None for module in group}) > 1:
+                return f"layer {index} has projections in int8 beside others that are not"
         classes.update(map(type, (*linears, *norms, layer, mlp, mlp.act_fn)))
     for cls in classes:
         other = foreign_forward(cls)
@@ -78,7 +85,7 @@ def native_obstacle(decoder: Any) -> str | None:
     scales = {layer.self_attn.scaling for layer in decoder.layers}
     if len(norms) > 1 or len(scales) > 1:
         return f"the layers differ in epsilon ({norms}) or attention scale ({scales})"
-    return obstacle(decoder)
+    return obstacle(decoder, int8=True)
 
 
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
@@ -130,11 +137,12 @@ class NativeLayers:
         self.eps, self.scale = decoder.norm.variance_epsilon, attentions[0].original.scaling
 
     def same(self, other: NativeLayers | None) -> bool:
-        """Return whether both are of the same tensors and settings."""
-        if other is None or len(self.weights) != len(other.weights):
+        """Return whether both have the same settings, and weights at the same addresses."""
+        if other is None:
             return False
         settings = [(layers.forms, layers.windows, layers.eps, layers.scale) for layers in (self, other)]
-        return settings[0] == settings[1] and all(map(operator.is_, self.weights, other.weights))
+        places = [[(weight.data_ptr(), weight.shape) for weight in layers.weights] for layers in (self, other)]
+        return settings[0] == settings[1] and places[0] == places[1]
 
     def __call__(self, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """Run embedded nodes [B, N, H] through all layers and the final norm, and append to the cache."""
@@ -144,6 +152,11 @@ class NativeLayers:
             hidden, self.weights, self.forms, cache.kv, cache.cos, cache.sin, cache.lengths, context.depths,
             context.ancestors, windows=self.windows, eps=self.eps, scale=self.scale,
         )  # fmt: skip
+
+
+def _projection(linear: Any) -> Projection:
+    values, scale = int8_rows(linear.weight) or (linear.weight, None)
+    return Projection(values, linear.bias, scale)
 
 
 def _layer_weights(layer: Any) -> LayerWeights:
@@ -156,6 +169,6 @@ def _layer_weights(layer: Any) -> LayerWeights:
     return LayerWeights(
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
-        [Projection(module.weight, module.bias) for module in modules],
+        [_projection(module) for module in modules],
         *norms,
     )
