@@ -1,4 +1,4 @@
-"""The Medusa heads of one node: residual block, vocabulary projection and top-k, for all heads at once.
+"""The Medusa heads of one node: residual blocks, vocabulary projection and top-k, for all heads at once.
 
 It does not know which hidden state it is given, how the heads were trained or how the tokens are used.
 """
@@ -32,13 +32,13 @@ def heads_topk(
 ) -> tuple[Tensor, Tensor]:
     """Return each head's k likeliest tokens with their log-probabilities (the paper's heads, section 2.1.1).
 
-    Head j computes `W2_j (h + SiLU(W1_j h + b1_j))`, then the log-softmax over the V' rows of `W2_j`.
+    Head j computes `h <- h + SiLU(W1_j h + b1_j)` for each of its residual blocks, `W2_j h`, and the log-softmax over
+    the V' rows of `W2_j`.
 
     Args:
-        hidden: hidden states `[B, H]`, or `[B, K, H]` if each head has its own (residual blocks before the last are
-            computed outside); fp16, bf16 or fp32.
-        w1: `[K, H, H]`, dtype of hidden; any strides.
-        b1: `[K, H]`, dtype of hidden, or None.
+        hidden: hidden states `[B, H]`, or `[B, K, H]` if each head has its own; fp16, bf16 or fp32.
+        w1: `[K, H, H]`, or `[K, L, H, H]` for L residual blocks; dtype of hidden; any strides.
+        b1: `[K, H]`, or `[K, L, H]`, dtype of hidden, or None.
         w2: `[K, V', H]`, or `[V', H]` for one projection shared by all heads; dtype of hidden, int8 or float8_e4m3fn.
         k: how many tokens, 1 to min(32, V').
         w2_scale: fp32 `[K, V']` (or `[V']` with a shared w2), the factor of each row of w2. Required for int8 and fp8.
@@ -50,19 +50,20 @@ def heads_topk(
         logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal logits is not specified.
         Products are accumulated in fp32 and the log-softmax is taken in fp32. The states `h + SiLU(W1 h + b1)` are
         rounded to the dtype of hidden. The PyTorch implementation rounds the result of each matrix product to that
-        dtype too, which the Triton kernels do not.
+        dtype too, which the Triton and C++ kernels do not. The Triton kernel runs the last block; PyTorch those before.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value.
     """
-    _checks.axes("w1", w1, "K", "H", "H")
-    heads, size = w1.shape[0], w1.shape[2]
-    _checks.shape("w1", w1, (heads, size, size))
+    _checks.axes("w1", w1, "K", *(["L"] if w1.dim() == 4 else []), "H", "H")
+    heads, size, blocks = w1.shape[0], w1.shape[-1], w1.shape[1:-2]
+    _checks.shape("w1", w1, (heads, *blocks, size, size))
+    _checks.require(0 not in blocks, "w1", "at least one residual block", 0)
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
     _checks.shape("hidden", hidden, ("B", size) if hidden.dim() == 2 else ("B", heads, size))
     _checks.match("w1", w1, w1.shape, "hidden", hidden)
     if b1 is not None:
-        _checks.match("b1", b1, (heads, size), "hidden", hidden)
+        _checks.match("b1", b1, (heads, *blocks, size), "hidden", hidden)
     _checks.shape("w2", w2, ("V'", size) if w2.dim() == 2 else (heads, "V'", size))
     _checks.dtype("w2", w2, hidden.dtype, *QUANTISED)
     _checks.same_device("w2", w2, "hidden", hidden)
@@ -84,6 +85,7 @@ def heads_topk(
 
 def _matmul(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
     """Run the op as matrix products in the dtype of hidden and a top-k over the logits, on any device."""
+    hidden, w1, b1 = last_block(hidden, w1, b1)
     heads, size = w1.shape[0], w1.shape[2]
     states = _residual_block(hidden, w1, b1)
     if gather:
@@ -102,6 +104,15 @@ def _matmul(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=Fals
     tokens = logits.topk(k, dim=-1).indices
     logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, tokens)
     return logprobs, tokens if token_map is None else token_map[tokens]
+
+
+def last_block(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run all residual blocks but the last; return its input, `[B, H]` or `[B, K, H]`, and its weights."""
+    if w1.dim() == 3:
+        return hidden, w1, b1
+    for block in range(w1.shape[1] - 1):
+        hidden = _residual_block(hidden, w1[:, block], None if b1 is None else b1[:, block])
+    return hidden, w1[:, -1], None if b1 is None else b1[:, -1]
 
 
 def _residual_block(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
@@ -124,8 +135,8 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
     """Run the op by the C++ library, on a CPU."""
-    batch, (heads, size, _) = hidden.shape[0], w1.shape
-    shared, dense = w2.dim() == 2, w1.stride(2) == 1 and w2.stride(-1) == 1
+    batch, heads, size = hidden.shape[0], w1.shape[0], w1.shape[-1]
+    shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1
     if not dense or not batch or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
         return _matmul(hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather)
     vocabulary = len(token_map) if gather else w2.shape[-2]
@@ -140,7 +151,8 @@ def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=Fals
             "heads_topk",
             _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, hidden.dim() - 2,
             batch, heads, size, vocabulary, w2.shape[-2], k,
-            w1, b1, w1.stride(0) * w1.element_size(), w1.stride(1) * w1.element_size(),
+            w1.shape[1] if w1.dim() == 4 else 1, w1, b1,
+            *(stride * w1.element_size() for stride in (w1.stride(0), w1.stride(1), w1.stride(-2))),
             w2, 0 if shared else w2.stride(0) * w2.element_size(), w2.stride(-2) * w2.element_size(),
             _cpu.TYPES[w2.dtype], w2_scale, 0 if shared else w2.shape[-2],
             token_map, gather, logprobs, tokens,

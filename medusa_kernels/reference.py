@@ -104,13 +104,16 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 def heads_topk(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
     """Residual block, vocabulary projection and top-k of every head; see the public `heads_topk`."""
-    hidden = _wide(hidden)
-    if hidden.dim() == 2:
-        hidden = hidden[:, None].expand(-1, w1.shape[0], -1)
-    inner = torch.einsum("bkh,kgh->bkg", hidden, _wide(w1))
-    if b1 is not None:
-        inner = inner + _wide(b1)
-    states = hidden + inner * torch.sigmoid(inner)
+    states = _wide(hidden)
+    if states.dim() == 2:
+        states = states[:, None].expand(-1, w1.shape[0], -1)
+    blocks = w1.unbind(1) if w1.dim() == 4 else [w1]
+    biases = [None] * len(blocks) if b1 is None else b1.unbind(1) if w1.dim() == 4 else [b1]
+    for block, bias in zip(blocks, biases, strict=True):
+        inner = torch.einsum("bkh,kgh->bkg", states, _wide(block))
+        if bias is not None:
+            inner = inner + _wide(bias)
+        states = states + inner * torch.sigmoid(inner)
     if gather:
         w2 = w2[..., token_map, :]
         w2_scale = None if w2_scale is None else w2_scale[..., token_map]

@@ -47,33 +47,38 @@ Result heads(const Heads& a) {
   char* memory = static_cast<char*>(scratch(kBetween, state_bytes + tokens * a.vocabulary * int64_t(sizeof(float))));
   T* states = reinterpret_cast<T*>(memory);  // [heads, batch, width]
   float* logits = reinterpret_cast<float*>(memory + state_bytes);
-  const T* hidden = static_cast<const T*>(a.hidden);
-  const auto input = [&](int64_t head, int64_t b) {
-    return hidden + (a.hidden_stride == 0 ? b : b * a.heads + head) * a.width;
-  };
-  with_weight<A>(A::kType, [&](auto kind) {
-    using W = decltype(kind);
-    const int64_t vectors = prepared_vectors<W>(a.width);
-    auto* x = static_cast<typename W::X*>(scratch(kPrepared, tokens * vectors * kBytes));
-    for (int64_t i = 0; i < tokens; ++i) prepare<W, A>(input(i / a.batch, i % a.batch), 1, a.width, x + i * vectors);
-    in_parallel(a.threads, a.heads * chunks, [&](int64_t i) {
-      const int64_t head = i / chunks, first = i % chunks * kChunk, rows = least(kChunk, a.width - first);
-      const T* bias = a.b1 == nullptr ? nullptr : static_cast<const T*>(a.b1) + head * a.width;
-      const Matrix w1{static_cast<const char*>(a.w1) + head * a.w1_stride, nullptr, bias, a.width, a.w1_row_stride, a.type};
-      alignas(kBytes) float sums[kTokens * kChunk];
-      for (int64_t start = 0; start < a.batch; start += kTokens) {
-        const int64_t now = least(kTokens, a.batch - start);
-        affine<A, W>(w1, first, rows, x + (head * a.batch + start) * vectors, now, a.width, sums);
-        for (int64_t token = 0; token < now; ++token) {
-          T* to = states + (head * a.batch + start + token) * a.width + first;
-          for (int64_t row = 0; row < rows; row += kLanes) {
-            const F h = get<A>(input(head, start + token) + first + row, rows - row);
-            put<A>(to + row, h + silu(load<F>(sums + token * kChunk + row)), rows - row);
+  T* hidden = static_cast<T*>(const_cast<void*>(a.hidden));  // only read
+  for (int64_t block = 0; block < a.blocks; ++block) {
+    // The first block reads the hidden states, the others the states of the one before, in place.
+    const auto input = [&](int64_t head, int64_t b) {
+      if (block > 0) return states + (head * a.batch + b) * a.width;
+      return hidden + (a.hidden_stride == 0 ? b : b * a.heads + head) * a.width;
+    };
+    with_weight<A>(A::kType, [&](auto kind) {
+      using W = decltype(kind);
+      const int64_t vectors = prepared_vectors<W>(a.width);
+      auto* x = static_cast<typename W::X*>(scratch(kPrepared, tokens * vectors * kBytes));
+      for (int64_t i = 0; i < tokens; ++i) prepare<W, A>(input(i / a.batch, i % a.batch), 1, a.width, x + i * vectors);
+      in_parallel(a.threads, a.heads * chunks, [&](int64_t i) {
+        const int64_t head = i / chunks, first = i % chunks * kChunk, rows = least(kChunk, a.width - first);
+        const T* bias = a.b1 == nullptr ? nullptr : static_cast<const T*>(a.b1) + (head * a.blocks + block) * a.width;
+        const char* weight = static_cast<const char*>(a.w1) + head * a.w1_stride + block * a.w1_block_stride;
+        const Matrix w1{weight, nullptr, bias, a.width, a.w1_row_stride, a.type};
+        alignas(kBytes) float sums[kTokens * kChunk];
+        for (int64_t start = 0; start < a.batch; start += kTokens) {
+          const int64_t now = least(kTokens, a.batch - start);
+          affine<A, W>(w1, first, rows, x + (head * a.batch + start) * vectors, now, a.width, sums);
+          for (int64_t token = 0; token < now; ++token) {
+            T* to = states + (head * a.batch + start + token) * a.width + first;
+            for (int64_t row = 0; row < rows; row += kLanes) {
+              const F h = get<A>(input(head, start + token) + first + row, rows - row);
+              put<A>(to + row, h + silu(load<F>(sums + token * kChunk + row)), rows - row);
+            }
           }
         }
-      }
+      });
     });
-  });
+  }
   const int64_t projections = a.w2_stride == 0 ? 1 : a.heads, each = tokens / projections;
   const bool known = with_weight<A>(a.w2_type, [&](auto kind) {
     using W = decltype(kind);

@@ -175,11 +175,14 @@ struct Sequence {
   void hide(int64_t node, int64_t key, int64_t count, float* scores) const {
     for (int64_t k = count; k < kKeys; ++k) scores[k] = kHidden;
     if (key + count <= prefix && window == 0) return;
+    for (int64_t k = prefix > key ? prefix - key : 0; k < count; ++k) {
+      if (!sees(node, key + k - prefix)) scores[k] = kHidden;
+    }
+    if (window == 0) return;
     const int64_t position = prefix + depth(node);
     for (int64_t k = 0; k < count; ++k) {
       const int64_t other = key + k - prefix;
-      const int64_t at = other < 0 ? key + k : prefix + depth(other);
-      if ((other >= 0 && !sees(node, other)) || (window != 0 && position - at >= window)) scores[k] = kHidden;
+      if (position - (other < 0 ? key + k : prefix + depth(other)) >= window) scores[k] = kHidden;
     }
   }
 };

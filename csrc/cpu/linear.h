@@ -82,9 +82,9 @@ inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, 
       if constexpr (sizeof(typename W::T) == 2) {
         const F a = get<A>(first, left), b = left > kLanes ? get<A>(first + kLanes, left - kLanes) : F{};
         if constexpr (W::kParts == 2) {
-          using Every = typename EveryLane<kLanes>::type;
-          *to++ = shuffled<Alternate<0>>(a, b, Every{});
-          *to++ = shuffled<Alternate<1>>(a, b, Every{});
+          using InOrder = typename EveryLane<kLanes>::type;
+          *to++ = shuffled<Alternate<0>>(a, b, InOrder{});
+          *to++ = shuffled<Alternate<1>>(a, b, InOrder{});
         } else {
           uint16_t pairs[2 * kLanes];
           BFloat16::put(pairs, a);
@@ -96,6 +96,20 @@ inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, 
       }
     }
   }
+}
+
+// Adds the lanes of each sum, of as many tokens at once as have a lane for each: out[token * stride + row].
+template <int kRows, int kTokens>
+MEDUSA_INLINE void finish(const F* acc, float* out, int64_t stride) {
+  constexpr int kNow = kTokens * kRows >= kLanes ? kLanes / kRows : kTokens >= 2 && 2 * kRows < kLanes ? 2 : 1;
+  constexpr int kApart = kLanes / (kNow * kRows);
+  F found = sums<kNow * kRows>(acc);
+  if constexpr (kApart > 1) found = shuffled<Every<kApart>>(found, found, typename EveryLane<kLanes>::type{});
+  MEDUSA_UNROLL
+  for (int t = 0; t < kNow; ++t) {
+    __builtin_memcpy(out + t * stride, reinterpret_cast<const float*>(&found) + t * kRows, kRows * sizeof(float));
+  }
+  if constexpr (kTokens > kNow) finish<kRows, kTokens - kNow>(acc + kNow * kRows, out + kNow * stride, stride);
 }
 
 // kRows rows of a weight times kTokens tokens: out[token * stride + row].
@@ -137,12 +151,7 @@ inline void tile(const char* const* w, const typename W::X* x, int64_t columns, 
     }
     multiply(padded, x + steps * W::kParts);
   }
-  MEDUSA_UNROLL
-  for (int t = 0; t < kTokens; ++t) {
-    const F found = sums<kRows>(acc + t * kRows);
-    MEDUSA_UNROLL
-    for (int r = 0; r < kRows; ++r) out[t * stride + r] = found[r * (kLanes / kRows)];
-  }
+  finish<kRows, kTokens>(acc, out, stride);
 }
 
 // Those rows times `tokens` tokens, kTokens at most.

@@ -62,15 +62,16 @@ struct Layers {
   const int64_t* windows;      // [layers], sliding windows in positions, 0 for none
 };
 
-// heads_topk: the residual block of each head, its projection, and the k likeliest tokens.
+// heads_topk: the residual blocks of each head, its projection, and the k likeliest tokens.
 struct Heads {
   int64_t threads;
   int64_t type;
   const void* hidden;  // [batch, width], or with hidden_stride [batch, heads, width]
   int64_t hidden_stride;
   int64_t batch, heads, width, vocabulary, rows, k;  // rows of w2: vocabulary, or more of which token_map names some
-  const void *w1, *b1;  // [heads, width, width], [heads, width] or null
-  int64_t w1_stride, w1_row_stride;
+  int64_t blocks;
+  const void *w1, *b1;  // [heads, blocks, width, width], [heads, blocks, width] or null
+  int64_t w1_stride, w1_block_stride, w1_row_stride;
   const void* w2;  // with w2_stride [heads, rows, width], else [rows, width]
   int64_t w2_stride, w2_row_stride, w2_type;
   const float* w2_scale;

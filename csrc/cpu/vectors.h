@@ -81,11 +81,17 @@ struct Alternate {
   static constexpr int of(int lane) { return 2 * lane + kFirst; }
 };
 
+// Every kApart-th lane, at the front.
+template <int kApart>
+struct Every {
+  static constexpr int of(int lane) { return lane * kApart % kLanes; }
+};
+
 // Adds the halves of each block of kBlock lanes, which leaves a's sums in its lower half and b's in its upper half.
 template <int kBlock>
 MEDUSA_INLINE F add_halves(F a, F b) {
-  using Every = typename EveryLane<kLanes>::type;
-  return shuffled<HalfBlocks<kBlock, 0>>(a, b, Every{}) + shuffled<HalfBlocks<kBlock, 1>>(a, b, Every{});
+  using InOrder = typename EveryLane<kLanes>::type;
+  return shuffled<HalfBlocks<kBlock, 0>>(a, b, InOrder{}) + shuffled<HalfBlocks<kBlock, 1>>(a, b, InOrder{});
 }
 
 // The sums of kCount vectors, a power of two up to kLanes: of vector i in lane i * (kLanes / kCount). The order of the

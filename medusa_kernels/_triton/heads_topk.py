@@ -27,6 +27,7 @@ from medusa_kernels._triton.streaming import (
     wide,
 )
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
+from medusa_kernels.heads_topk import last_block
 
 MERGE = Warps(num_warps=4, num_stages=3)
 
@@ -178,9 +179,9 @@ def rows_first(tensor: Tensor) -> Tensor:
 
 
 def heads_topk(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
-    """Launch the three kernels; see the public `heads_topk`."""
+    """Launch the three kernels, after PyTorch has run the blocks but the last; see the public `heads_topk`."""
     with on_device(hidden):
-        return _top_k(_states(hidden, w1, b1), rows_first(w2), k, w2_scale, token_map, gather)
+        return _top_k(_states(*last_block(hidden, w1, b1)), rows_first(w2), k, w2_scale, token_map, gather)
 
 
 def _states(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:

@@ -188,14 +188,14 @@ class MedusaHeads(nn.Module):
             raise ValueError("heads: expected some whose drafts depend on their parent, got parent_rank 0")
         return self.parent_tokens, self.parent_mix, self.candidate_tokens
 
-    def residual(self, hidden: torch.Tensor, layers: int | None = None) -> torch.Tensor:
-        """Run the first `layers` residual blocks (all by default): hidden [B, H] -> [B, K, H]."""
-        return self._states(hidden, self.num_layers if layers is None else layers).transpose(0, 1)
+    def residual(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run the residual blocks: hidden [B, H] -> [B, K, H]."""
+        return self._states(hidden).transpose(0, 1)
 
-    def _states(self, hidden: torch.Tensor, layers: int) -> torch.Tensor:
+    def _states(self, hidden: torch.Tensor) -> torch.Tensor:
         # Heads first, [K, B, H]: every product is then one batched matrix product of contiguous blocks.
         states = hidden.expand(self.num_heads, -1, -1)
-        for layer in range(layers):
+        for layer in range(self.num_layers):
             update = torch.bmm(states, self.w1[:, layer].transpose(1, 2))
             if self.b1 is not None:
                 update = update + self.b1[:, layer, None]
@@ -212,7 +212,7 @@ class MedusaHeads(nn.Module):
             lm_head: the base model's lm_head; needed exactly when the projection is shared.
             parents: int64 [B, K], the token before each head's draft; without it the logits lack the parent's term.
         """
-        states = self._states(hidden, self.num_layers)
+        states = self._states(hidden)
         if self.w2 is not None:
             w2 = self.w2
             if self.w2_scale is not None:
@@ -239,8 +239,6 @@ class MedusaHeads(nn.Module):
             lm_head: the base model's lm_head; needed exactly when the projection is shared. Anything but a plain Linear
                 without bias (quantised, LoRA-wrapped) is called as a module.
         """
-        last = self.num_layers - 1
-        states = hidden if last == 0 else self.residual(hidden, last)
         own = None if self.w2 is None else (self.w2, self.w2_scale)
         projected = own or projection(lm_head)
         if projected is None:
@@ -249,12 +247,9 @@ class MedusaHeads(nn.Module):
             if self.token_map is not None:
                 tokens = self.token_map[tokens]
             return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
-        b1 = None if self.b1 is None else self.b1[:, last]
         gather = self.w2 is None and self.token_map is not None
         weight, scale = projected
-        best = heads_topk(
-            states, self.w1[:, last], b1, weight, k, w2_scale=scale, token_map=self.token_map, gather=gather
-        )
+        best = heads_topk(hidden, self.w1, self.b1, weight, k, w2_scale=scale, token_map=self.token_map, gather=gather)
         return DraftTokens(*best)
 
     def propose_children(
