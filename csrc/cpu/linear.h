@@ -10,7 +10,6 @@ constexpr int kTileRows = 4, kTileTokens = 6;
 #else
 constexpr int kTileRows = 4, kTileTokens = 2;
 #endif
-constexpr int kAhead = 512;  // bytes that are prefetched before they are read
 
 // Weights of one type. `kParts` vectors of tokens meet one step of `kStep` columns; tokens are `prepared` in that order.
 struct Float32Weight {
@@ -112,9 +111,11 @@ MEDUSA_INLINE void finish(const F* acc, float* out, int64_t stride) {
   if constexpr (kTokens > kNow) finish<kRows, kTokens - kNow>(acc + kNow * kRows, out + kNow * stride, stride);
 }
 
-// kRows rows of a weight times kTokens tokens: out[token * stride + row].
+// kRows rows of a weight times kTokens tokens: out[token * stride + row]. Each row's memory `ahead` bytes further on is
+// prefetched.
 template <class W, int kRows, int kTokens>
-inline void tile(const char* const* w, const typename W::X* x, int64_t columns, float* out, int64_t stride) {
+inline void tile(const char* const* w, int64_t ahead, const typename W::X* x, int64_t columns, float* out,
+                 int64_t stride) {
   const int64_t vectors = prepared_vectors<W>(columns), steps = columns / W::kStep;
   F acc[kRows * kTokens] = {};
   const auto multiply = [&](const char* const* rows, const typename W::X* at) {
@@ -138,7 +139,7 @@ inline void tile(const char* const* w, const typename W::X* x, int64_t columns, 
     MEDUSA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       rows[r] += kStepBytes<W>;
-      if (kTokens <= 8) __builtin_prefetch(rows[r] + kAhead);
+      __builtin_prefetch(rows[r] + ahead, 0, 2);
     }
   }
   const int64_t rest = columns - steps * W::kStep;
@@ -156,20 +157,22 @@ inline void tile(const char* const* w, const typename W::X* x, int64_t columns, 
 
 // Those rows times `tokens` tokens, kTokens at most.
 template <class W, int kRows, int kTokens>
-inline void pass(const char* const* w, const typename W::X* x, int64_t tokens, int64_t columns, float* out,
-                 int64_t stride) {
-  if (tokens == kTokens) return tile<W, kRows, kTokens>(w, x, columns, out, stride);
-  if constexpr (kTokens > 1) pass<W, kRows, kTokens - 1>(w, x, tokens, columns, out, stride);
+inline void pass(const char* const* w, int64_t ahead, const typename W::X* x, int64_t tokens, int64_t columns,
+                 float* out, int64_t stride) {
+  if (tokens == kTokens) return tile<W, kRows, kTokens>(w, ahead, x, columns, out, stride);
+  if constexpr (kTokens > 1) pass<W, kRows, kTokens - 1>(w, ahead, x, tokens, columns, out, stride);
 }
 
-// Those rows times any number of tokens, in passes of equal size: the rows stay in the nearest cache.
+// Those rows times any number of tokens, in passes of equal size: the rows stay in the nearest cache, and the first pass
+// prefetches the rows that come next.
 template <class W, int kRows>
-inline void passes(const char* const* w, const typename W::X* x, int64_t tokens, int64_t columns, float* out,
-                   int64_t stride) {
+inline void passes(const char* const* w, int64_t ahead, const typename W::X* x, int64_t tokens, int64_t columns,
+                   float* out, int64_t stride) {
   const int64_t vectors = prepared_vectors<W>(columns);
   for (int64_t left = blocks(tokens, kTileTokens); left > 0; --left) {
     const int64_t now = blocks(tokens, left);
-    pass<W, kRows, kTileTokens>(w, x, now, columns, out, stride);
+    pass<W, kRows, kTileTokens>(w, ahead, x, now, columns, out, stride);
+    ahead = 0;
     x += now * vectors;
     out += now * stride;
     tokens -= now;
@@ -187,11 +190,11 @@ inline void product(const void* weight, int64_t w_stride, const int64_t* map, in
   for (; row + kTileRows <= rows; row += kTileRows) {
     const char* w[kTileRows];
     for (int r = 0; r < kTileRows; ++r) w[r] = at(row + r);
-    passes<W, kTileRows>(w, x, tokens, columns, out + row, stride);
+    passes<W, kTileRows>(w, kTileRows * w_stride, x, tokens, columns, out + row, stride);
   }
   for (; row < rows; ++row) {
     const char* w[1] = {at(row)};
-    passes<W, 1>(w, x, tokens, columns, out + row, stride);
+    passes<W, 1>(w, w_stride, x, tokens, columns, out + row, stride);
   }
 }
 
