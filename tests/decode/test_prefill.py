@@ -225,7 +225,7 @@ def brute_force(q, keys, values, offset, scale, window):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [None, 1, 40, 300, 5000])
-@pytest.mark.parametrize(("length", "offset"), [(1, 1), (600, 37), (17, 500), (256, 64), (257, 1)])
+@pytest.mark.parametrize(("length", "offset"), [(1, 1), (600, 37), (17, 500), (256, 64), (257, 1), (600, 0)])
 def test_attention_after_a_prefix_equals_fp64(attend, dtype, size, length, offset):
     """Windows smaller and larger than the chunk, chunks of several pieces; at most twice PyTorch's error."""
     generator = torch.Generator().manual_seed(length)

@@ -145,13 +145,14 @@ def prefill_attention(
     Takes rotated queries [B, T, Hq, D] of positions `offset` to `offset + T`, caches [B, Hkv, S, D] of which rows
     [0, offset + T) are filled, and int32 [B] lengths, `offset` in every row. Returns [B, T, Hq, D].
     """
-    if offset > 0:
+    length = q.shape[1]
+    hides = window is not None and length > window
+    if offset > 0 or (hides and not q.is_cuda):
         attend = _prefill_by_chains if q.is_cuda else _prefill_by_mask
         return attend(q, k_cache, v_cache, cache_lens, offset, scale, window)
-    length = q.shape[1]
     keys, values = k_cache[:, :, :length], v_cache[:, :, :length]
     mask = None
-    if window is not None and length > window:
+    if window is not None and hides:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -191,6 +192,10 @@ def _chain(device: torch.device) -> torch.Tensor:
     return ancestor_words(torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()).to(device)
 
 
+MASKED_PIECE = 256
+"""Queries that attend at once under a mask. PyTorch computes what a mask hides: half a piece per query, on average."""
+
+
 def _prefill_by_mask(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -200,7 +205,18 @@ def _prefill_by_mask(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend by PyTorch's function with a mask of one line of memory, where each row begins one element later.
+    """Attend by PyTorch's function with masks, piece by piece: each piece reads only the rows that one of it sees."""
+    out = torch.empty_like(q)
+    for first in range(0, q.shape[1], MASKED_PIECE):
+        piece = slice(first, first + MASKED_PIECE)
+        out[:, piece] = _masked_piece(q[:, piece], k_cache, v_cache, offset + first, scale, window)
+    return out
+
+
+def _masked_piece(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, offset: int, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attend with a mask of one line of memory, where each row begins one element later.
 
     Whether a query sees a key depends only on their distance. With the queries in reverse order, the distance depends
     only on row + column, so a view of one line with strides (1, 1) is the whole mask.
