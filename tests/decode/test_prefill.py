@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import attention_swap
 from medusa_decoding.backbone.attention_swap import DecodeContext
+from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
@@ -50,8 +51,9 @@ variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), i
 
 @pytest.fixture(params=["here", "as on a GPU"])
 def way(request, monkeypatch):
-    """Both ways to attend after the first chunk, on this machine's CPU."""
+    """Both ways to attend after the first chunk and to run the last layer, on this machine's CPU."""
     if request.param == "as on a GPU":
+        monkeypatch.setattr(Backbone, "can_hold_last", False)
         monkeypatch.setattr(attention_swap, "_prefill_by_mask", attention_swap._prefill_by_chains)
 
 
@@ -146,6 +148,49 @@ def test_rows_share_a_chunk(monkeypatch, chunk, passes):
         monkeypatch.setattr(medusa.backbone, "forward", recorded)
         prefill(medusa.backbone, rows, acquire(medusa, [7, 2, 6]), *greedy(3), chunk=chunk)
     assert seen == passes
+
+
+@variants
+def test_the_last_layer_runs_for_the_last_tokens_alone(family, overrides, monkeypatch):
+    rows, seen = prompts(3, [7, 2, 6]), []
+    make = functools.partial(tiny, family, **overrides)
+    agrees = agreement(make, rows)
+    with MedusaModel(make()) as medusa, torch.no_grad():
+        last = medusa.backbone.decoder.layers[-1]
+        forward = type(last.mlp).forward
+
+        def recorded(mlp, hidden):
+            if mlp is last.mlp:
+                seen.append(hidden.shape[:2])
+            return forward(mlp, hidden)
+
+        monkeypatch.setattr(type(last.mlp), "forward", recorded)
+        state = acquire(medusa, [7, 2, 6])
+        prefill(medusa.backbone, rows, state, *greedy(3), chunk=12)
+        assert seen == [(3, 1)]
+        agrees(state)
+
+
+@pytest.mark.parametrize("name", ["mlp", "self_attn.k_proj", "", "subclass"])
+def test_hooks_and_other_classes_of_the_last_layer_see_every_token(name):
+    rows, seen = prompts(3, [7, 2, 6]), []
+    model = tiny()
+    last = model.model.layers[-1]
+
+    class Other(type(last)):
+        def forward(self, hidden_states, *args, **kwargs):
+            seen.append(hidden_states.shape[:2])
+            return super().forward(hidden_states, *args, **kwargs)
+
+    if name == "subclass":
+        last.__class__ = Other
+    else:
+        last.get_submodule(name).register_forward_hook(lambda module, args, out: seen.append(args[0].shape[:2]))
+    with MedusaModel(model) as medusa, torch.no_grad():
+        state = acquire(medusa, [7, 2, 6])
+        prefill(medusa.backbone, rows, state, *greedy(3), chunk=12)
+    assert seen == [(3, 4), (3, 3)]
+    agreement(tiny, rows)(state)
 
 
 # With dynamic scaling, keys of another length have other frequencies: see test_memory.py.
@@ -264,7 +309,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("size", [None, 3000], ids=["", "window"])
 def test_prefill_memory_does_not_grow_with_the_square_of_the_prompt(size):
     length = 8192
-    model = tiny("mistral", num_hidden_layers=1, max_position_embeddings=2 * length, sliding_window=size)
+    # Two layers: the last one runs for the last token alone.
+    model = tiny("mistral", num_hidden_layers=2, max_position_embeddings=2 * length, sliding_window=size)
     [row] = prompts(1, [length])
     with MedusaModel(model) as medusa, torch.no_grad():
         state = medusa._steps.pool.acquire(Sizes([length], 4), length + 10)

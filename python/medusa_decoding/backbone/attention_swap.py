@@ -41,12 +41,14 @@ class DecodeContext:
         depths: int32 [N] or [B, N], each token's position relative to `cache.lengths`.
         ancestors: int64 [N, W] or [B, N, W] bit words of a tree pass; None for a prefill (causal).
         offset: of a prefill, the number of cache rows before it, on the host; equals `cache.lengths` in every row.
+        hold_last: of a prefill, whether the last layer only appends its keys and values; see `Backbone.forward`.
     """
 
     cache: TreeCache
     depths: torch.Tensor
     ancestors: torch.Tensor | None
     offset: int = 0
+    hold_last: bool = False
 
 
 class TreeAttention(nn.Module):
@@ -94,6 +96,17 @@ class TreeAttention(nn.Module):
         if "q_norm" in self._modules:
             q, k = self.q_norm(q), self.k_norm(k)
         return self.o_proj(self.attend(q, k, v, medusa_context)), None
+
+    def append(self, hidden_states: torch.Tensor, context: DecodeContext) -> None:
+        """Append the keys and values of normed hidden states [B, N, H] to the cache, without queries."""
+        heads = (*hidden_states.shape[:2], -1, self.original.head_dim)
+        k, v = (module(hidden_states).view(heads) for module in (self.k_proj, self.v_proj))
+        if "k_norm" in self._modules:
+            k = self.k_norm(k)
+        cache = context.cache
+        unused = k[:, :, :1]  # the op also rotates queries
+        layer = cache.layer(self.original.layer_idx)
+        rope_append(unused, k, v, cache.cos, cache.sin, *layer, cache.lengths, context.depths)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """View the three projections' joint output [B, N, (Hq + 2 Hkv) D] as q, k and v, each [B, N, heads, D].

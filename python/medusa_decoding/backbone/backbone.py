@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from medusa_decoding.backbone import fused_layers, unsupported
 from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext, check_layers
 from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
+from medusa_decoding.heads import is_hooked
+
+# Layers that norm their input by `input_layernorm`, attend to that, and do everything else token by token.
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 
 
 class Backbone:
@@ -113,14 +121,43 @@ class Backbone:
         """Return rotary tables by position for prompts of these lengths, see `rope_tables`."""
         return rope_tables(self.decoder.rotary_emb, prompt_lengths, capacity, self.dtype, self.device)
 
+    @property
+    def can_hold_last(self) -> bool:
+        """Whether a prefill may run the last layer for its last tokens alone: on a CPU, a layer as transformers has it.
+
+        Hooks in that layer see all tokens: with any, it runs in full.
+        """
+        layer = self.decoder.layers[-1]
+        return (
+            self.device.type == "cpu"
+            and not self.fuse
+            and type(layer) in LAYERS
+            and unsupported.foreign_forward(type(layer)) is None
+            and not any(is_hooked(module) for module in layer.modules())
+        )
+
     def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-        """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H]."""
+        """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H].
+
+        With `context.hold_last` the last layer only appends, and the result is its input, for `finish`.
+        """
         hidden = self.decoder.embed_tokens(tokens)
         if self.native is not None and context.ancestors is not None:
             return self.native(hidden, context)
         if self.fuse:
             return fused_layers.forward(self.decoder, hidden, context)
         for layer in self.decoder.layers:
-            out = unsupported.without_recording_hooks(layer)(hidden, position_embeddings=None, medusa_context=context)
-            hidden = out[0] if isinstance(out, tuple) else out
+            if context.hold_last and layer is self.decoder.layers[-1]:
+                layer.self_attn.append(layer.input_layernorm(hidden), context)
+                return hidden
+            hidden = _run(layer, hidden, context)
         return self.decoder.norm(hidden)
+
+    def finish(self, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        """Run the last layer and the final norm on the last layer's input, [B, N, H] to [B, N, H]."""
+        return self.decoder.norm(_run(self.decoder.layers[-1], hidden, context))
+
+
+def _run(layer: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+    out = unsupported.without_recording_hooks(layer)(hidden, position_embeddings=None, medusa_context=context)
+    return out[0] if isinstance(out, tuple) else out

@@ -1,6 +1,7 @@
 """Prefill: the prompt through the model, its keys and values cached, the first root chosen. Prefill is not a step.
 
-A long prompt runs in chunks, so that its activations do not grow with it.
+A long prompt runs in chunks, so that its activations do not grow with it. On a CPU the last layer runs only for the
+last token of each row: of the others it appends keys and values, and nothing reads its output.
 """
 
 from __future__ import annotations
@@ -64,22 +65,26 @@ def prefill(
         tokens[row, : len(prompt)] = prompt
     at_once = max(1, chunk // batch)
     positions = torch.arange(min(at_once, width - reuse), dtype=torch.int32, device=device)
+    hold_last = backbone.can_hold_last
     last = torch.empty(batch, 1, backbone.config.hidden_size, dtype=state.hidden.dtype, device=device)
     for first in range(reuse, width, at_once):
         piece = tokens[:, first : first + at_once]
         state.cache.lengths.fill_(first)
         depths = positions[: piece.shape[1]]
-        hidden = backbone.forward(piece, DecodeContext(state.cache, depths, ancestors=None, offset=first))
+        context = DecodeContext(state.cache, depths, ancestors=None, offset=first, hold_last=hold_last)
+        hidden = backbone.forward(piece, context)
         ends = [row for row, length in enumerate(lengths) if first < length <= first + at_once]
         if ends:
             last[ends, 0] = hidden[ends, [lengths[row] - 1 - first for row in ends]]
         del hidden  # not kept in memory next to the following chunk's activations
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
     root_only = TreeTensors.from_tree(Tree([]), device)
+    # The prompt's last token is treated as a root that has just been accepted, in the cache row after the others.
+    state.cache.lengths.copy_(filled - 1)
+    if hold_last:
+        last = backbone.finish(last, DecodeContext(state.cache, root_only.depths, root_only.ancestors))
     root = selector(Nodes(last, tokens[:, :1], root_only), backbone.lm_head, state, limits)
     if not selector.makes_logits:
         # Such steps check hidden states alone, so the projection is checked here.
         state.check.add_(backbone.lm_head(last).amax((1, 2)))
-    # The prompt's last token is treated as a root that has just been accepted, in the cache row after the others.
-    state.cache.lengths.copy_(filled - 1)
     accept(tokens[:, :1], root, last, root_only, state, limits)
