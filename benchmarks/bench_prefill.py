@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -61,8 +61,8 @@ def make_ways(shape: str, dtype: torch.dtype) -> tuple[Ways, int]:
     return {"transformers": transformers, "ours": ours}, vocabulary
 
 
-def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Time both ways on `rounds` prompts per length; return one record per length."""
+def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Time both ways on `rounds` prompts per length; yield one record per length."""
     ways, vocabulary = make_ways(shape, DTYPES[dtype])
 
     def clocked(way: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], tuple[float, int]]:
@@ -74,7 +74,7 @@ def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> list
         return run
 
     timed = {name: clocked(way) for name, way in ways.items()}
-    shuffler, generator, records = random.Random(0), torch.Generator().manual_seed(0), []
+    shuffler, generator = random.Random(0), torch.Generator().manual_seed(0)
     for length in lengths:
         prompts = [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(rounds + 1)]
         found = [harness.in_turn(timed, ids, shuffler) for ids in prompts][1:]  # the first warms up
@@ -92,14 +92,13 @@ def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> list
             "same_first_token": sum(one["ours"][1] == one["transformers"][1] for one in found),
         }
         print(json.dumps(record), flush=True)
-        records.append(record)
-    return records
+        yield record
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill(benchmark: Any, dtype: str) -> None:
     """A small model: both ways give the same first token."""
-    [record] = benchmark.pedantic(measure, args=("tiny", dtype, (300,), 3), rounds=1)
+    [record] = benchmark.pedantic(lambda: list(measure("tiny", dtype, (300,), 3)), rounds=1)
     assert record["same_first_token"] == 3 or dtype != "float32"
 
 
