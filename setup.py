@@ -47,7 +47,7 @@ rule object
   depfile = $out.d
   deps = gcc
 rule link
-  command = {cxx} {cxx_flags} $flags $in -o $out
+  command = {cxx} {cxx_flags} $flags $in -pthread -o $out
 """
 CUDA_RULES = """\
 rule cuda

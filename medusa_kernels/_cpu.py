@@ -1,4 +1,4 @@
-"""Calls the CPU ops of csrc/cpu through their C ABI, on PyTorch's own threads."""
+"""Calls the CPU ops of csrc/cpu through their C ABI, on as many threads as PyTorch uses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def native_or(op: str, function: Callable[..., Any], otherwise: Chooser, rest: s
         if _native.cpu_library() is None:
             chosen = otherwise(device)
             return replace(chosen, reason=f"{chosen.reason}; {_native.why_missing('cpu')}")
-        reason = f"C++ with {_native.instruction_set()}, {_native.thread_source()}"
+        reason = f"C++ with {_native.instruction_set()}"
         return Implementation("cpp", function, f"{reason}; {rest}" if rest else reason)
 
     return choose

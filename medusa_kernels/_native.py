@@ -59,22 +59,6 @@ def instruction_set() -> str:
     return "" if library is None else library.medusa_cpu_isa().decode()
 
 
-def thread_source() -> str:
-    """Return in words which threads the C++ ops run on."""
-    return "on PyTorch's threads" if _parallel() else "on one thread: PyTorch's OpenMP runtime was not found"
-
-
-def _parallel() -> int:
-    """Return the address of the function of PyTorch's OpenMP runtime that starts threads, or 0.
-
-    PyTorch loads its runtime for the whole process. GNU's function is also part of LLVM's and Intel's runtimes.
-    """
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
-    except (AttributeError, OSError):
-        return 0
-
-
 @functools.cache
 def _load(folder: Path, kind: Kind) -> tuple[ctypes.CDLL | None, str]:
     name = "C++" if kind == "cpu" else "CUDA"
@@ -109,8 +93,6 @@ def _declare(library: ctypes.CDLL, kind: Kind) -> None:
             getattr(library, f"medusa_{op}_cpu").argtypes = [ctypes.c_char_p]
         library.medusa_cpu_isa.restype = ctypes.c_char_p
         library.medusa_cpu_use.argtypes = [ctypes.c_char_p]
-        library.medusa_cpu_set_parallel.argtypes = [pointer]
-        library.medusa_cpu_set_parallel(_parallel())
         return
     # ..., stream -> cudaError_t
     library.medusa_kv_compact_cuda.argtypes = [*arguments, pointer]

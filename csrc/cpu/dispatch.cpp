@@ -1,15 +1,11 @@
 // The C ABI of the CPU ops: chooses the instruction set once, when the library is loaded.
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
 #include "../kv_compact.h"
 #include "ops.h"
-#include "threads.h"
 
 namespace medusa {
-
-Parallel parallel = nullptr;
 
 const Ops* ops_base();
 #if defined(MEDUSA_HAS_AVX2)
@@ -73,35 +69,8 @@ int run(Result (*op)(const Arguments&), const Arguments* a) {
   }
 }
 
-// Memory that grows and stays: a step asks for the same again, and fresh pages cost more than their use.
-struct Block {
-  void* data = nullptr;
-  int64_t size = 0;
-  ~Block() { std::free(data); }
-};
-
 }  // namespace
-
-void* scratch(Memory memory, int64_t bytes) {
-  thread_local Block blocks[2];
-  Block& block = blocks[memory];
-  if (bytes > block.size) {
-    std::free(block.data);
-    block.size = (bytes + 4095) / 4096 * 4096;
-    block.data = std::aligned_alloc(64, static_cast<size_t>(block.size));
-    if (block.data == nullptr) {
-      block.size = 0;
-      throw std::bad_alloc();
-    }
-  }
-  return block.data;
-}
-
 }  // namespace medusa
-
-MEDUSA_EXPORT void medusa_cpu_set_parallel(void* function) {
-  medusa::parallel = reinterpret_cast<medusa::Parallel>(function);
-}
 
 MEDUSA_EXPORT const char* medusa_cpu_isa(void) { return medusa::ops->name; }
 

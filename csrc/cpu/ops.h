@@ -131,8 +131,4 @@ struct Ops {
   Result (*argmax)(const Argmax&);
 };
 
-// Runs work(data) on `threads` threads at once, the caller's included, and waits for all of them.
-using Parallel = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
-extern Parallel parallel;
-
 }  // namespace medusa
