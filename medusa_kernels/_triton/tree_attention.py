@@ -88,6 +88,7 @@ def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, wi
     size = max(abs(scale), 1e-30)
     sizes = (nodes, groups, splits, 0 if window is None else window)
     words = ancestors if ancestors.dim() == 3 else ancestors.expand(batch, -1, -1)
+    cache_lens = cache_lens.contiguous()
     with on_device(q):
         attend_kernel[(tiles * splits, kv_heads, batch)](
             q, k_cache, v_cache, cache_lens, words, out, parts, stats, size, 1.0 if softcap is None else softcap,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from budget import assert_within_twice
+from budget import assert_typical_error_within_twice, assert_within_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from modes import DTYPES, of_the_cpu, reads_values
@@ -104,14 +104,6 @@ def brute_force(case: Case, dtype: torch.dtype, **options: Any) -> Tensor:
                     scores = cap * torch.tanh(scores / cap)
                 out[b, i, h] = torch.softmax(scores, 0) @ values[b, h // groups, rows]
     return out
-
-
-def assert_typical_error_within_twice(got: Tensor, same_precision: Tensor, exact: Tensor) -> None:
-    """Root mean square errors instead of the largest ones, which on a few numbers depend on chance."""
-    assert got.shape == exact.shape
-    error, plain = ((t.double().cpu() - exact).square().mean().sqrt().item() for t in (got, same_precision))
-    granted = torch.finfo(got.dtype).eps / 2 * exact.abs().max().item()
-    assert error <= max(2 * plain, granted), f"error {error:.3e}, PyTorch's {plain:.3e}"
 
 
 @settings(max_examples=15 if interpreted() else 40)
@@ -332,6 +324,13 @@ def test_caches_of_any_strides(device: str) -> None:
     apart[..., 1::2] = case["v_cache"]
     got = run(case | {"k_cache": keys, "v_cache": apart[..., 1::2]})
     torch.testing.assert_close(got, expected)  # the CPU's own kernel adds up in another order
+
+
+def test_lengths_of_any_stride(device: str) -> None:
+    case = make(5, [40, 7, 20], device=device)
+    apart = torch.full((3, 2), 1, dtype=torch.int32, device=device)
+    apart[:, 0] = case["cache_lens"]
+    assert torch.equal(run(case | {"cache_lens": apart[:, 0]}), run(case))
 
 
 @given(st.integers(1, 200), st.integers(0, 2**16))

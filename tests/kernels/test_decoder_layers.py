@@ -1,0 +1,378 @@
+"""decoder_layers against the reference in fp64, and against the ops that it is made of, served by PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from budget import assert_typical_error_within_twice, assert_within_twice
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modes import NO_BF16, of_the_cpu, reads_values
+from torch import Tensor
+
+from medusa_kernels import LayerWeights, Projection, ancestor_words, decoder_layers, packed, reference, served_by
+from medusa_kernels._registry import interpreted
+from medusa_kernels.decode_linear import with_linear
+
+Case = dict[str, Any]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=NO_BF16)]
+
+
+class PlainOps:
+    """The ops in PyTorch, matrix products in the dtype of the activations."""
+
+    add_rms_norm = staticmethod(reference.add_rms_norm)
+    decode_linear = staticmethod(with_linear)
+    rope_append = staticmethod(reference.rope_append)
+    tree_attention = staticmethod(reference.tree_attention)
+
+
+def make(
+    nodes: int,
+    lens: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    width: int = 40,
+    inner: int = 52,
+    windows: tuple[int, ...] = (0, 0),
+    norms: bool = False,
+    biases: bool = False,
+    int8: tuple[str, ...] = (),
+    own_tables: bool = False,
+    own_trees: bool = False,
+    spare: int = 5,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Case:
+    """Random inputs; the cache is NaN from row cache_lens on, so that only rows that were written are numbers.
+
+    Of the projections, those in `int8` (of "qkv", "o", "gate" and "down") are int8 with scales.
+    """
+    batch, rows, layers = len(lens), max(lens) + nodes + spare, len(windows)
+    # One sequence's trees: each node's parent is an earlier node.
+    trees = []
+    for _ in range(batch if own_trees else 1):
+        visible, depths = torch.eye(nodes, dtype=torch.bool), torch.zeros(nodes, dtype=torch.int32)
+        for node in range(1, nodes):
+            parent = int(torch.randint(node, ()))
+            visible[node] |= visible[parent]
+            depths[node] = depths[parent] + 1
+        trees.append((visible, depths))
+    visible, depths = (torch.stack(parts) if own_trees else parts[0] for parts in zip(*trees, strict=True))
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes).to(device, dtype)
+
+    def projection(name: str, n: int, k: int) -> Projection:
+        bias = random(n) / 4 if biases else None
+        if name not in int8:
+            return Projection(random(n, k) / k**0.5, bias)
+        weight = torch.randint(-127, 128, (n, k), dtype=torch.int8).to(device)
+        return Projection(weight, bias, (torch.rand(n) + 0.5).to(device) / 64 / k**0.5)
+
+    def layer() -> LayerWeights:
+        shapes = {
+            "q": (heads * dim, width), "k": (kv_heads * dim, width), "v": (kv_heads * dim, width),
+            "o": (width, heads * dim), "gate": (inner, width), "up": (inner, width), "down": (width, inner),
+        }  # fmt: skip
+        groups = {"q": "qkv", "k": "qkv", "v": "qkv", "up": "gate"}
+        own = (1 + random(dim) / 8, 1 + random(dim) / 8) if norms else (None, None)
+        projections = [projection(groups.get(name, name), *shape) for name, shape in shapes.items()]
+        return LayerWeights(1 + random(width) / 8, 1 + random(width) / 8, projections, *own)
+
+    weights, forms = packed([layer() for _ in windows], 1 + random(width) / 8)
+    kv = torch.randn(layers, 2, batch, kv_heads, rows, dim)
+    for b, length in enumerate(lens):
+        kv[:, :, b, :, length:] = torch.nan
+    angles = torch.rand((batch, rows, dim // 2) if own_tables else (rows, dim // 2)) * 6
+    angles = torch.cat((angles, angles), -1)
+    return {
+        "hidden": random(batch, nodes, width),
+        "weights": weights,
+        "forms": forms,
+        "kv": kv.to(device, dtype),
+        "cos": angles.cos().to(device, dtype),
+        "sin": angles.sin().to(device, dtype),
+        "cache_lens": torch.tensor(lens, dtype=torch.int32, device=device),
+        "depths": depths.to(device),
+        "ancestors": ancestor_words(visible).to(device),
+        "windows": list(windows),
+        "eps": 1e-5,
+        "scale": dim**-0.5,
+    }
+
+
+def run(case: Case, op: Any = decoder_layers) -> tuple[Tensor, Tensor]:
+    """Return the hidden states and the cache after a call on a copy of it."""
+    kv = case["kv"].clone()
+    return op(**(case | {"kv": kv})), kv
+
+
+def plain(case: Case) -> tuple[Tensor, Tensor]:
+    return run(case, lambda **arguments: reference.layers_by(PlainOps, **arguments))
+
+
+def wide(case: Case) -> Case:
+    """The case in fp64; int8 weights stay as they are, and their scales become fp64 too."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [of(item) for item in value]
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: of(value) for name, value in case.items()}
+
+
+def written(case: Case) -> Tensor:
+    """Bool `[B, S]`: the cache rows that the op writes."""
+    row = torch.arange(case["kv"].shape[4], device=case["kv"].device)
+    start = case["cache_lens"][:, None]
+    return (row >= start) & (row < start + case["hidden"].shape[1])
+
+
+def of_rows(kv: Tensor, rows: Tensor) -> Tensor:
+    """The cache rows named by bool `[B, S]`, of every layer and head."""
+    return kv.movedim((2, 4), (0, 1))[rows]
+
+
+def check(case: Case, within_twice: Any = assert_within_twice) -> None:
+    """Check the hidden states, the appended rows, and that the bits of all others are as they were."""
+    (got, kv), (same, same_kv), (exact, exact_kv) = run(case), plain(case), run(wide(case), reference.decoder_layers)
+    assert got.dtype == case["hidden"].dtype
+    assert got.is_contiguous()
+    within_twice(got, same, exact)
+    rows = written(case)
+    within_twice(of_rows(kv, rows), of_rows(same_kv, rows), of_rows(exact_kv, rows))
+    bits = torch.int32 if kv.dtype == torch.float32 else torch.int16
+    assert torch.equal(of_rows(kv.view(bits), ~rows), of_rows(case["kv"].view(bits), ~rows))
+
+
+def test_reference_agrees_with_a_layer_written_out() -> None:
+    """One layer without norms of heads, biases and windows: a chain of nodes is causal attention."""
+    case = make(5, [0], heads=2, kv_heads=1, dim=4, windows=(0,), dtype=torch.float64)
+    case["ancestors"] = ancestor_words(torch.ones(5, 5, dtype=torch.bool).tril())
+    case["depths"] = torch.arange(5, dtype=torch.int32)
+    x, cos, sin = case["hidden"][0], case["cos"][:5], case["sin"][:5]
+    norm, post, q, k, v, o, gate, up, down, last = case["weights"]
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
+
+    def rotated(heads: Tensor) -> Tensor:
+        first, second = heads[..., :2], heads[..., 2:]
+        return heads * cos + torch.cat((-second, first), -1) * sin
+
+    inner = normed(x, norm)
+    queries = rotated((inner @ q.T).view(5, 2, 4).transpose(0, 1))
+    keys, values = rotated(inner @ k.T), inner @ v.T
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys.expand(2, -1, -1), values.expand(2, -1, -1), is_causal=True, scale=case["scale"]
+    )
+    x = x + attended.transpose(0, 1).reshape(5, 8) @ o.T
+    inner = normed(x, post)
+    x = x + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
+    got, kv = run(case, reference.decoder_layers)
+    torch.testing.assert_close(got[0], normed(x, last), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(kv[0, :, 0, 0, :5], torch.stack((keys, values)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [False, True])
+def test_matches_fp64_on_every_device(device: str, norms: bool, dtype: torch.dtype) -> None:
+    check(make(9, [3, 70, 0], dim=64, width=128, inner=192, norms=norms, biases=norms, dtype=dtype, device=device))
+
+
+@of_the_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_matches_fp64(dtype: torch.dtype, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    kv_heads = data.draw(st.integers(1, 2), label="kv_heads")
+    lens = data.draw(st.lists(st.sampled_from([0, 1, 9, 63, 64, 130]), min_size=1, max_size=3), label="lens")
+    case = make(
+        data.draw(st.integers(1, 20), label="nodes"),
+        lens,
+        kv_heads=kv_heads,
+        heads=kv_heads * data.draw(st.sampled_from([1, 2, 4]), label="groups"),
+        dim=data.draw(st.sampled_from([2, 16, 24, 64, 80, 128, 256]), label="dim"),
+        width=data.draw(st.sampled_from([7, 32, 50, 129]), label="width"),
+        inner=data.draw(st.sampled_from([7, 33, 64, 100]), label="inner"),
+        windows=data.draw(st.sampled_from([(0,), (0, 0), (1, 5), (0, 70)]), label="windows"),
+        norms=data.draw(st.booleans(), label="norms"),
+        biases=data.draw(st.booleans(), label="biases"),
+        int8=data.draw(st.sampled_from([(), ("qkv",), ("o", "gate"), ("qkv", "o", "gate", "down")]), label="int8"),
+        own_tables=data.draw(st.booleans(), label="own_tables"),
+        own_trees=data.draw(st.booleans(), label="own_trees"),
+        spare=data.draw(st.integers(0, 3), label="spare"),
+        dtype=dtype,
+    )
+    check(case, assert_typical_error_within_twice)
+
+
+@of_the_cpu
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [2, 16, 24, 64, 80, 128, 256])
+def test_every_head_size(dim: int, dtype: torch.dtype) -> None:
+    check(make(11, [100, 7], heads=4, kv_heads=1, dim=dim, dtype=dtype))
+
+
+@of_the_cpu
+@pytest.mark.parametrize(
+    "change",
+    [{"nodes": 33, "lens": [4, 9]}, {"nodes": 5, "lens": [4], "dtype": torch.float16}],
+    ids=["more than 64 rows", "float16"],
+)
+def test_what_is_not_served_by_the_library_is_right_too(change: dict[str, Any]) -> None:
+    assert served_by("decoder_layers", "cpu").name == "cpp"
+    check(make(**change))
+
+
+@of_the_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_repeated_calls_are_bit_equal(threads: int, dtype: torch.dtype) -> None:
+    """Whatever the number of threads, and the rows beside a sequence."""
+    case = make(8, [70, 5], norms=True, biases=True, own_trees=True, own_tables=True, dtype=dtype)
+    wanted, wanted_kv = run(case)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(3):
+            got, kv = run(case)
+            assert torch.equal(got, wanted)
+            assert torch.equal(kv.nan_to_num(), wanted_kv.nan_to_num())
+        for b in range(2):
+            alone = {name: case[name][b : b + 1] for name in ("hidden", "cos", "sin", "cache_lens", "depths")}
+            alone |= {"kv": case["kv"][:, :, b : b + 1].contiguous(), "ancestors": case["ancestors"][b : b + 1]}
+            assert torch.equal(run(case | alone)[0], wanted[b : b + 1])
+    finally:
+        torch.set_num_threads(before)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers, every second of a larger tensor's along each axis."""
+    larger = tensor.new_full([2 * size for size in tensor.shape], 99)
+    view = larger[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    return view.copy_(tensor)
+
+
+@pytest.mark.parametrize("name", ["hidden", "depths", "ancestors"])
+@pytest.mark.parametrize("own_trees", [False, True])
+def test_strides_are_supported(device: str, name: str, own_trees: bool) -> None:
+    case = make(6, [9, 3, 1], dim=16, own_trees=own_trees, device=device)
+    (wanted, _), (got, _) = run(case), run(case | {name: strided(case[name])})
+    assert torch.equal(got, wanted)
+
+
+@of_the_cpu
+def test_rows_may_share_memory() -> None:
+    """Arguments that expand one row have stride 0 along the batch."""
+    case = make(6, [9, 9])
+    own = {name: case[name].expand(2, *case[name].shape) for name in ("depths", "ancestors")}
+    own["hidden"] = case["hidden"][:1].expand(2, -1, -1)
+    contiguous = {name: tensor.contiguous() for name, tensor in own.items()}
+    assert torch.equal(run(case | own)[0], run(case | contiguous)[0])
+
+
+def test_inference_tensors_are_taken() -> None:
+    with torch.inference_mode():
+        case = make(4, [3])
+        inside = run(case)[0]
+    assert torch.equal(run({n: t.clone() if isinstance(t, Tensor) else t for n, t in case.items()})[0], inside)
+
+
+@reads_values
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "cache_lens",
+            [2, 8],
+            "cache_lens: expected 0 to 7 so that 5 more rows fit 12 cache rows, got 8 in batch row 1",
+        ),
+        ("cache_lens", [-1, 2], "cache_lens: expected 0 to 7 .* got -1 in batch row 0"),
+        ("cache_lens", [2, 2**31 - 1], "cache_lens: expected 0 to 7 .* got 2147483647 in batch row 1"),
+        (
+            "depths",
+            [0, 1, 1, -9, 2],
+            "depths: expected positions .* within the 12 rows of cos and sin, got positions -7",
+        ),
+        ("depths", [0, 1, 1, 2, 10], "depths: expected positions .* 12 rows of cos and sin, got positions 2 to 12"),
+    ],
+)
+def test_rows_and_positions_outside_are_refused(name: str, value: list[int], message: str) -> None:
+    case = make(5, [2, 2])
+    case[name] = torch.tensor(value, dtype=torch.int32)
+    kv = case["kv"].clone()
+    with pytest.raises(ValueError, match=message):
+        decoder_layers(**(case | {"kv": kv}))
+    assert torch.equal(kv.view(torch.int32), case["kv"].view(torch.int32))
+
+
+BAD = {
+    "hidden-axes": ({"hidden": torch.zeros(5, 40)}, "hidden: expected shape"),
+    "hidden-dtype": ({"hidden": torch.zeros(2, 5, 40).double()}, "hidden: expected dtype"),
+    "kv-layers": ({"kv": torch.zeros(3, 2, 2, 2, 12, 16)}, r"kv: expected shape \[2, 2, 2, Hkv, S, D\]"),
+    "kv-dtype": ({"kv": torch.zeros(2, 2, 2, 2, 12, 16).half()}, "kv: expected dtype float32 like hidden"),
+    "kv-strides": ({"kv": torch.zeros(2, 2, 2, 12, 2, 16).transpose(3, 4)}, "kv: expected a contiguous tensor"),
+    "cos-shape": ({"cos": torch.zeros(12, 8)}, r"cos: expected shape \[P, 16\]"),
+    "cos-batch": ({"cos": torch.zeros(3, 12, 16)}, r"cos: expected shape \[2, P, 16\]"),
+    "sin-strides": ({"sin": torch.zeros(16, 12).T}, "sin: expected a contiguous tensor"),
+    "lens-dtype": ({"cache_lens": torch.zeros(2).long()}, "cache_lens: expected dtype int32"),
+    "lens-shape": ({"cache_lens": torch.zeros(3).int()}, r"cache_lens: expected shape \[2\]"),
+    "depths-shape": ({"depths": torch.zeros(3, 5).int()}, r"depths: expected shape \[2, 5\]"),
+    "ancestors-shape": ({"ancestors": torch.zeros(5, 2).long()}, r"ancestors: expected shape \[5, 1\]"),
+    "windows": ({"windows": [0]}, "windows: expected 2, one per layer, got 1"),
+    "weights": ({"weights": [torch.zeros(40)]}, "weights: expected 19 tensors, as forms has, got 1"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoder_layers(**(make(5, [2, 2]) | change))
+
+
+def test_the_final_norm_is_checked() -> None:
+    case = make(5, [2, 2])
+    case["weights"][-1] = torch.zeros(41)
+    with pytest.raises(ValueError, match=r"weights\[-1\]: expected shape \[40\]"):
+        decoder_layers(**case)
+
+
+def test_packed_leaves_missing_tensors_out() -> None:
+    weights = [torch.full((1, 1), float(i)) for i in range(7)]
+    norm = torch.zeros(1)
+    bare = LayerWeights(norm, norm, [Projection(weight) for weight in weights])
+    whole = dataclasses.replace(
+        bare, projections=[Projection(weight, norm, norm) for weight in weights], q_norm=norm, k_norm=norm
+    )
+    tensors, forms = packed([bare, whole], norm)
+    assert [form.bit_count() for form in forms] == [9, reference.SLOTS]
+    assert [float(tensor) for tensor in tensors[2:9]] == [0, 1, 2, 3, 4, 5, 6]
+    assert len(tensors) == 9 + reference.SLOTS + 1
+
+
+def test_passes_opcheck(device: str) -> None:
+    case = make(4, [3, 1], biases=True, norms=True, dim=16, device=device)
+    # opcheck compares clones of the inputs, for which NaN would never be equal.
+    case["kv"] = case["kv"].nan_to_num()
+    options = {name: case.pop(name) for name in ("windows", "eps", "scale")}
+    torch.library.opcheck(torch.ops.medusa_kernels.decoder_layers.default, tuple(case.values()), options)
+
+
+@pytest.mark.skipif(interpreted(), reason="nothing but the call is tested, which takes long in Triton's interpreter")
+def test_compiles_into_one_graph(device: str) -> None:
+    case = make(4, [3, 1], dim=16, device=device)
+    torch._dynamo.reset()
+    compiled = torch.compile(decoder_layers, fullgraph=True, dynamic=False, backend="aot_eager")
+    (wanted, wanted_kv), (got, kv) = run(case), run(case, compiled)
+    assert torch.equal(got, wanted)
+    assert torch.equal(kv.nan_to_num(), wanted_kv.nan_to_num())
