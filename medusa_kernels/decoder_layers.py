@@ -117,14 +117,14 @@ def decoder_layers(
     _checks.contiguous("kv", kv)
     head_dim = kv.shape[5]
     tables = ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim)
-    for name, table in (("cos", cos), ("sin", sin)):
-        _checks.match(name, table, tables, "hidden", hidden)
+    for name, table, shape in (("cos", cos, tables), ("sin", sin, cos.shape)):
+        _checks.match(name, table, shape, "hidden", hidden)
         _checks.contiguous(name, table)
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "hidden", hidden)
     _checks.typed("depths", depths, (nodes,) if depths.dim() == 1 else (batch, nodes), torch.int32, "hidden", hidden)
     words = -(-nodes // reference.WORD)
-    shape = (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words)
-    _checks.typed("ancestors", ancestors, shape, torch.int64, "hidden", hidden)
+    sets = (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words)
+    _checks.typed("ancestors", ancestors, sets, torch.int64, "hidden", hidden)
     _checks.require(len(windows) == count, "windows", f"{count}, one per layer", len(windows))
     held = sum(form.bit_count() for form in forms) + 1
     _checks.require(len(weights) == held, "weights", f"{held} tensors, as forms has", len(weights))
@@ -179,7 +179,7 @@ def _native(
         table[place] = weight.data_ptr()
     pointers, sizes = torch.tensor(table), torch.tensor(windows)
     # Held until the call has returned.
-    hidden, depths, ancestors = hidden.contiguous(), depths.contiguous(), ancestors.contiguous()
+    hidden, cache_lens, depths, ancestors = (t.contiguous() for t in (hidden, cache_lens, depths, ancestors))
     out = torch.empty_like(hidden)
     try:
         _cpu.call(

@@ -218,7 +218,7 @@ def layers_by(
         input_norm, post_norm, q_norm, k_norm = slots[:4]
         q_proj, k_proj, v_proj, o_proj, gate, up, down = (slots[first : first + 3] for first in range(4, SLOTS, 3))
         qkv = linear(normed(hidden, input_norm), q_proj, k_proj, v_proj)
-        qkv = qkv.view(*qkv.shape[:2], -1, head_dim)
+        qkv = qkv.unflatten(2, (qkv.shape[2] // head_dim, head_dim))
         sizes = [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads]
         q, k, v = qkv.split(sizes, dim=2)
         if q_norm is not None:
@@ -228,7 +228,7 @@ def layers_by(
         attended = ops.tree_attention(
             q, kv[index, 0], kv[index, 1], cache_lens, ancestors, scale=scale, window=windows[index] or None
         )
-        hidden = linear(attended.reshape(*hidden.shape[:2], -1), o_proj, residual=hidden)
+        hidden = linear(attended.flatten(2), o_proj, residual=hidden)
         gated = linear(normed(hidden, post_norm), gate, up, gate=True)
         hidden = linear(gated, down, residual=hidden)
     return normed(hidden, weights[-1])

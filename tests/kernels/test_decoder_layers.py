@@ -226,10 +226,16 @@ def test_every_head_size(dim: int, dtype: torch.dtype) -> None:
 @of_the_cpu
 @pytest.mark.parametrize(
     "change",
-    [{"nodes": 33, "lens": [4, 9]}, {"nodes": 5, "lens": [4], "dtype": torch.float16}],
-    ids=["more than 64 rows", "float16"],
+    [{"nodes": 33, "lens": [4, 9]}, {"nodes": 5, "lens": [4], "dtype": torch.float16}, {"nodes": 3, "lens": []}],
+    ids=["more than 64 rows", "float16", "no rows"],
 )
 def test_what_is_not_served_by_the_library_is_right_too(change: dict[str, Any]) -> None:
+    if not change["lens"]:
+        case = make(change["nodes"], [2])
+        empty = {name: case[name][:0] for name in ("hidden", "cache_lens")} | {"kv": case["kv"][:, :, :0]}
+        got, _ = run(case | empty)
+        assert got.shape == (0, 3, 40)
+        return
     assert served_by("decoder_layers", "cpu").name == "cpp"
     check(make(**change))
 
@@ -263,7 +269,7 @@ def strided(tensor: Tensor) -> Tensor:
     return view.copy_(tensor)
 
 
-@pytest.mark.parametrize("name", ["hidden", "depths", "ancestors"])
+@pytest.mark.parametrize("name", ["hidden", "cache_lens", "depths", "ancestors"])
 @pytest.mark.parametrize("own_trees", [False, True])
 def test_strides_are_supported(device: str, name: str, own_trees: bool) -> None:
     case = make(6, [9, 3, 1], dim=16, own_trees=own_trees, device=device)
@@ -324,6 +330,8 @@ BAD = {
     "kv-strides": ({"kv": torch.zeros(2, 2, 2, 12, 2, 16).transpose(3, 4)}, "kv: expected a contiguous tensor"),
     "cos-shape": ({"cos": torch.zeros(12, 8)}, r"cos: expected shape \[P, 16\]"),
     "cos-batch": ({"cos": torch.zeros(3, 12, 16)}, r"cos: expected shape \[2, P, 16\]"),
+    "sin-rows": ({"sin": torch.zeros(11, 16)}, r"sin: expected shape \[12, 16\], got \[11, 16\]"),
+    "sin-batch": ({"sin": torch.zeros(2, 12, 16)}, r"sin: expected shape \[12, 16\]"),
     "sin-strides": ({"sin": torch.zeros(16, 12).T}, "sin: expected a contiguous tensor"),
     "lens-dtype": ({"cache_lens": torch.zeros(2).long()}, "cache_lens: expected dtype int32"),
     "lens-shape": ({"cache_lens": torch.zeros(3).int()}, r"cache_lens: expected shape \[2\]"),
