@@ -58,6 +58,7 @@ def tree_verify(
     _checks.axes("weight", weight, "V", "H")
     batch, nodes, size = hidden.shape
     vocabulary = weight.shape[0]
+    _checks.require(vocabulary >= 1, "weight", "at least 1 row", vocabulary)
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
     if weight_scale is None:
         _checks.match("weight", weight, (vocabulary, size), "hidden", hidden)

@@ -295,6 +295,7 @@ def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, 
 BAD = {
     "hidden-axes": ({"hidden": torch.zeros(3, 4)}, "hidden: expected shape"),
     "hidden-dtype": ({"hidden": torch.zeros(2, 3, 4).double()}, "hidden: expected dtype"),
+    "weight-rows": ({"weight": torch.zeros(0, 4)}, "weight: expected at least 1 row, got 0"),
     "weight-size": ({"weight": torch.zeros(9, 5)}, "weight: expected shape"),
     "weight-dtype": ({"weight": torch.zeros(9, 4).half()}, "weight: expected dtype float32 like hidden"),
     "candidates-shape": ({"candidates": torch.zeros(3, dtype=torch.int64)}, "candidates: expected shape"),
