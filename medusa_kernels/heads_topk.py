@@ -58,6 +58,7 @@ def heads_topk(
     _checks.axes("w1", w1, "K", *(["L"] if w1.dim() == 4 else []), "H", "H")
     heads, size, blocks = w1.shape[0], w1.shape[-1], w1.shape[1:-2]
     _checks.shape("w1", w1, (heads, *blocks, size, size))
+    _checks.require(heads >= 1, "w1", "at least 1 head", heads)
     _checks.require(0 not in blocks, "w1", "at least one residual block", 0)
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
     _checks.shape("hidden", hidden, ("B", size) if hidden.dim() == 2 else ("B", heads, size))
@@ -136,7 +137,8 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
     """Run the op by the C++ library, on a CPU."""
     batch, heads, size = hidden.shape[0], w1.shape[0], w1.shape[-1]
-    shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1
+    # For the library a w2 whose heads are 0 apart is a shared one, with one scale for all heads.
+    shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1 and w2.stride(0) != 0
     if not dense or not batch or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
         return _matmul(hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather)
     vocabulary = len(token_map) if gather else w2.shape[-2]

@@ -10,7 +10,7 @@ import torch
 from budget import allowed
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, NOT_FINITE, not_finite
+from modes import DTYPES, NOT_FINITE, not_finite, of_the_cpu, reads_values
 from torch import Tensor
 
 from medusa_kernels import heads_topk, reference
@@ -282,6 +282,21 @@ def test_strided_weights(device: str) -> None:
     check(heads_topk(*case.values(), 6), case, 6)
 
 
+def test_weights_that_share_memory(device: str) -> None:
+    """One head's weights expanded to all heads, which have scales of their own."""
+    case = make(2, 3, 16, 50, device=device)
+    case["w1"] = case["w1"][:1].expand(3, -1, -1)
+    case["w2"] = (case["w2"][:1] * 30).round().clamp(-127, 127).to(torch.int8).expand(3, -1, -1)
+    scale = torch.rand(3, 50, device=device) / 30
+    check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
+
+
+@of_the_cpu
+def test_no_rows() -> None:
+    case = make(2, 3, 16, 50)
+    assert [out.shape for out in heads_topk(*(case | {"hidden": case["hidden"][:0]}).values(), 5)] == [(0, 3, 5)] * 2
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("own_states", [False, True])
 def test_reference_in_fp64_is_exact(shared: bool, own_states: bool) -> None:
@@ -293,12 +308,21 @@ def test_reference_in_fp64_is_exact(shared: bool, own_states: bool) -> None:
     torch.testing.assert_close(logprobs, best.values, rtol=1e-12, atol=1e-12)
 
 
+@reads_values
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_rows_to_gather_outside_are_refused(bad: int) -> None:
+    ids = torch.tensor([0, bad, 2])
+    with pytest.raises(ValueError, match="token_map: expected rows 0 to 8 of w2, got"):
+        heads_topk(*make(2, 3, 4, 9).values(), 2, token_map=ids, gather=True)
+
+
 BAD = {
     "hidden-size": ({"hidden": torch.zeros(2, 5)}, "hidden: expected shape"),
     "hidden-heads": ({"hidden": torch.zeros(2, 2, 4)}, "hidden: expected shape"),
     "hidden-dtype": ({"hidden": torch.zeros(2, 4).double()}, "hidden: expected dtype"),
     "w1-axes": ({"w1": torch.zeros(4, 4)}, "w1: expected shape"),
     "w1-square": ({"w1": torch.zeros(3, 5, 4)}, "w1: expected shape"),
+    "w1-heads": ({"w1": torch.zeros(0, 4, 4), "hidden": torch.zeros(2, 4)}, "w1: expected at least 1 head, got 0"),
     "w1-dtype": ({"w1": torch.zeros(3, 4, 4).half()}, "w1: expected dtype float32 like hidden"),
     "b1-shape": ({"b1": torch.zeros(4)}, "b1: expected shape"),
     "b1-dtype": ({"b1": torch.zeros(3, 4).half()}, "b1: expected dtype"),
