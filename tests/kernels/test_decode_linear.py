@@ -10,7 +10,7 @@ import torch
 from budget import assert_within_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import DTYPES
+from modes import DTYPES, of_the_cpu
 from torch import Tensor
 
 from benchmarks.inspection import TARGETS
@@ -29,10 +29,11 @@ def make(
     biases: tuple[bool, ...] | None = None,
     gate: bool = False,
     residual: bool = False,
+    int8: bool = False,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Case:
-    """Random inputs; every weight is a slice of a larger matrix that is NaN elsewhere."""
+    """Random inputs; every weight is a slice of a larger matrix that is NaN elsewhere (int8: 127, with scales)."""
     shape = rows if isinstance(rows, tuple) else (rows,)
 
     def random(*sizes: int) -> Tensor:
@@ -40,8 +41,9 @@ def make(
 
     weights = []
     for n in features:
-        room = torch.full((n + 3, size + 16), torch.nan, dtype=dtype, device=device)
-        room[1 : n + 1, :size] = random(n, size) / size**0.5
+        room = torch.full((n + 3, size + 16), 127 if int8 else torch.nan, device=device)
+        room = room.to(torch.int8 if int8 else dtype)
+        room[1 : n + 1, :size] = torch.randint(-128, 128, (n, size)) if int8 else random(n, size) / size**0.5
         weights.append(room[1 : n + 1, :size])
     return {
         "x": random(*shape, size),
@@ -49,11 +51,12 @@ def make(
         "biases": None if biases is None else [random(n) if b else None for n, b in zip(features, biases, strict=True)],
         "gate": gate,
         "residual": random(*shape, features[0]) if residual else None,
+        "scales": [(torch.rand(n) + 0.5).to(device) / 64 / size**0.5 for n in features] if int8 else None,
     }
 
 
 def run(case: Case) -> Tensor:
-    options = {name: case[name] for name in ("gate", "residual")}
+    options = {name: case[name] for name in ("gate", "residual", "scales")}
     return decode_linear(case["x"], case["weights"], case["biases"], **options)
 
 
@@ -61,6 +64,8 @@ def products(case: Case) -> list[Tensor]:
     """`x W^T + b` of every weight, as a broadcast product summed over the last axis, in the dtype of the case."""
     found = []
     for i, weight in enumerate(case["weights"]):
+        if case["scales"] is not None:
+            weight = weight * case["scales"][i][:, None]
         product = (case["x"][..., None, :] * weight).sum(-1)
         bias = None if case["biases"] is None else case["biases"][i]
         found.append(product if bias is None else product + bias)
@@ -78,8 +83,11 @@ def exact(case: Case) -> Tensor:
 def plain(case: Case) -> Tensor:
     """The same in PyTorch's own layers, in the dtype of the case."""
     linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
-    given_biases = case["biases"] or [None] * len(case["weights"])
-    found = [linear(case["x"], w, b) for w, b in zip(case["weights"], given_biases, strict=True)]
+    weights = case["weights"]
+    if case["scales"] is not None:
+        weights = [(w * scale[:, None]).to(case["x"].dtype) for w, scale in zip(weights, case["scales"], strict=True)]
+    given_biases = case["biases"] or [None] * len(weights)
+    found = [linear(case["x"], w, b) for w, b in zip(weights, given_biases, strict=True)]
     if case["gate"]:
         return silu(found[0]) * found[1]
     out = torch.cat(found, -1)
@@ -157,6 +165,47 @@ def test_matches_fp64_for_all_rows_and_dtypes(device: str, form: str, rows: int,
 def test_columns_that_do_not_fill_the_last_step(device: str, form: str, size: int, dtype: torch.dtype) -> None:
     for rows in (3, 40):
         check(make_form(form, rows, size, (65, 128, 1), dtype=dtype, device=device))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 40, 257])
+@pytest.mark.parametrize("form", FORMS)
+def test_int8_weights_have_a_scale_for_each_row(device: str, form: str, size: int, dtype: torch.dtype) -> None:
+    for rows in (1, 7, 64, 65):
+        check(make_form(form, rows, size, (65, 33, 1), int8=True, dtype=dtype, device=device))
+    check(make(5, size, (20, 20), biases=(True, False), gate=form == "gate", int8=True, dtype=dtype, device=device))
+
+
+@of_the_cpu
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_depends_neither_on_rows_beside_it_nor_on_threads(form: str, dtype: torch.dtype, int8: bool) -> None:
+    assert served_by("decode_linear", "cpu").name == "cpp"
+    case = make_form(form, 64, 200, (140, 70, 33), int8=int8, dtype=dtype)
+    wanted, threads = run(case), torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(run(case), wanted)
+            for first, end in [(0, rows) for rows in range(1, 64)] + [(row, row + 1) for row in range(64)] + [(7, 20)]:
+                part = {name: None if case[name] is None else case[name][first:end] for name in ("x", "residual")}
+                assert torch.equal(run(case | part), wanted[first:end])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_of_a_weight_may_share_memory(device: str) -> None:
+    case = make(3, 48, (30,), device=device)
+    case["weights"] = [case["weights"][0][:1].expand(9, 48), case["weights"][0]]
+    check(case)
+
+
+def test_inference_tensors_are_taken(device: str) -> None:
+    with torch.inference_mode():
+        case = make(3, 48, (30,), residual=True, device=device)
+    check(case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -353,6 +402,23 @@ BAD = {
     "residual-shape": ({"residual": torch.zeros(3, 5)}, r"residual: expected shape \[2, 5\]"),
     "residual-dtype": ({"residual": torch.zeros(2, 5).half()}, "residual: expected dtype"),
     "residual-weights": ({"residual": torch.zeros(2, 5), "weights": [W, W]}, "residual: expected None with several"),
+}
+
+
+I8, SCALE = torch.zeros(5, 4, dtype=torch.int8), torch.ones(5)
+BAD |= {
+    "int8-without-scales": ({"weights": [I8]}, r"weights\[0\]: expected dtype float32 like x, got int8"),
+    "scales-of-floats": ({"scales": [SCALE]}, r"weights\[0\]: expected dtype int8, got float32"),
+    "scales-count": ({"weights": [I8], "scales": [SCALE] * 2}, "scales: expected 1, one per weight, got 2"),
+    "scales-shape": ({"weights": [I8], "scales": [torch.ones(4)]}, r"scales\[0\]: expected shape \[5\], got \[4\]"),
+    "scales-dtype": ({"weights": [I8], "scales": [SCALE.half()]}, r"scales\[0\]: expected dtype float32, got float16"),
+    "scales-strides": ({"weights": [I8], "scales": [torch.ones(10)[::2]]}, r"scales\[0\]: expected a contiguous"),
+    "scales-mixed": ({"weights": [I8, W], "scales": [SCALE, SCALE]}, r"weights\[1\]: expected dtype int8"),
+    "scales-device": (
+        {"weights": [I8], "scales": [SCALE.to("meta")]},
+        r"scales\[0\]: expected on cpu like x, got meta",
+    ),
+    "weights-device": ({"weights": [W.to("meta")]}, r"weights\[0\]: expected on cpu like x, got meta"),
 }
 
 
