@@ -1,0 +1,155 @@
+"""The C++ ops with every instruction set that this CPU has, against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import test_decode_linear
+import test_decoder_layers
+import test_heads_topk
+import torch
+from budget import assert_typical_error_within_twice
+from modes import of_the_cpu
+from torch import Tensor
+
+from medusa_kernels import _native, decode_linear, heads_topk, reference, served_by, tree_verify
+
+pytestmark = of_the_cpu
+SETS = ("base", "avx2", "avx512", "avx512_bf16")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=SETS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the C++ ops with one instruction set; skip if it was not compiled or the CPU lacks it."""
+    library, name = _native.cpu_library(), str(request.param)
+    assert library is not None, _native.why_missing("cpu")
+    before = _native.instruction_set()
+    if library.medusa_cpu_use(name.encode()) != 0:
+        built = _native.build_info()["cpu"]["isas"]
+        pytest.skip("this CPU lacks it" if name in built else f"not built: it was built for {', '.join(built)}")
+    try:
+        assert _native.instruction_set() == name
+        yield name
+    finally:
+        assert library.medusa_cpu_use(before.encode()) == 0
+
+
+def test_the_base_set_always_runs_and_unknown_ones_never() -> None:
+    library, before = _native.cpu_library(), _native.instruction_set()
+    assert library is not None
+    assert library.medusa_cpu_use(b"avx1024") != 0
+    assert _native.instruction_set() == before
+    assert library.medusa_cpu_use(b"base") == 0
+    assert library.medusa_cpu_use(before.encode()) == 0
+
+
+def test_sets_are_those_of_the_source() -> None:
+    """A set that is added needs a parameter here."""
+    source = (Path(_native.__file__).parents[1] / "csrc" / "cpu" / "dispatch.cpp").read_text()
+    assert {name for name in SETS if f"ops_{name}()" in source} == set(SETS)
+    assert source.count("const Ops* ops_") == len(SETS)
+    assert set(_native.build_info()["cpu"]["isas"]) <= set(SETS)
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("form", test_decode_linear.FORMS)
+def test_set_serves_decode_linear(form: str, int8: bool, dtype: torch.dtype) -> None:
+    assert served_by("decode_linear", "cpu").name == "cpp"
+    for rows in (1, 2, 3, 7, 64):
+        for size in (5, 64, 193):
+            test_decode_linear.check(
+                test_decode_linear.make_form(form, rows, size, (70, 33, 1), int8=int8, dtype=dtype)
+            )
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_decode_linear_stands_alone(dtype: torch.dtype, int8: bool) -> None:
+    case = test_decode_linear.make_form("three", 64, 200, (140, 70, 33), int8=int8, dtype=dtype)
+    wanted = test_decode_linear.run(case)
+    for rows in range(1, 64):
+        part = decode_linear(case["x"][64 - rows :], case["weights"], scales=case["scales"])
+        assert torch.equal(part, wanted[64 - rows :])
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [2, 24, 80, 256])
+@pytest.mark.parametrize("int8", [(), ("qkv", "o", "gate", "down")], ids=["floats", "int8"])
+def test_set_serves_decoder_layers(int8: tuple[str, ...], dim: int, dtype: torch.dtype) -> None:
+    case = test_decoder_layers.make(
+        11, [100, 7], dim=dim, windows=(0, 70), norms=True, biases=True, int8=int8, own_trees=True, dtype=dtype
+    )
+    test_decoder_layers.check(case, assert_typical_error_within_twice)
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("stored", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_set_serves_heads_topk(gather: bool, shared: bool, stored: torch.dtype | None, dtype: torch.dtype) -> None:
+    for size, k in ((7, 1), (64, 32), (150, 9)):
+        case = test_heads_topk.make(3, 2, size, 333, shared=shared, own_states=shared, dtype=dtype)
+        scale = None
+        if stored is not None:
+            case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
+            scale = torch.rand(case["w2"].shape[:-1]) / 30
+        ids = torch.randperm(333)[:101] if gather else None
+        logprobs, tokens = heads_topk(*case.values(), k, w2_scale=scale, token_map=ids, gather=gather)
+        if ids is not None:
+            assert torch.isin(tokens, ids).all()
+            tokens = (tokens[..., None] == ids).int().argmax(-1)
+            case["w2"], scale = case["w2"][..., ids, :], None if scale is None else scale[..., ids]
+        test_heads_topk.check((logprobs, tokens), case, k, scale)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_topk_takes_the_first_of_equal_logits_and_nan_last(dtype: torch.dtype) -> None:
+    """Logits of small whole numbers, exact in any order of additions: some equal, some NaN, most below."""
+    for vocabulary in (33, 100, 1000):
+        logits = torch.randint(0, 6, (vocabulary,)).float()
+        w2 = torch.stack((logits, torch.zeros(vocabulary)), -1)
+        places = torch.randperm(vocabulary)[: vocabulary // 4]
+        w2[places] = torch.nan
+        hidden, w1 = torch.tensor([[1.0, 0.0]]), torch.zeros(1, 2, 2)
+        _, tokens = heads_topk(hidden.to(dtype), w1.to(dtype), None, w2[None].to(dtype), 20)
+        logits[places] = -torch.inf
+        assert tokens[0, 0].tolist() == logits.sort(descending=True, stable=True).indices[:20].tolist()
+
+
+def verify(hidden: Tensor, weight: Tensor) -> Tensor:
+    candidates = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+    return tree_verify(hidden, weight, candidates, want_stats=False)[0]
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_set_serves_tree_verify(rows: int, dtype: torch.dtype) -> None:
+    for size, vocabulary in ((3, 1), (64, 1000), (150, 2049)):
+        hidden, weight = torch.randn(1, rows, size).to(dtype), torch.randn(vocabulary, size).to(dtype)
+        tokens, logits = verify(hidden, weight), hidden.double() @ weight.double().T
+        # Logits are rounded to the dtype: another token may be chosen within two roundings.
+        error = 2 * torch.finfo(dtype).eps * (hidden.abs().double() @ weight.abs().double().T).max()
+        assert (logits.gather(-1, tokens[..., None])[..., 0] >= logits.amax(-1) - error).all()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tree_verify_takes_the_first_of_equal_logits_and_nan(dtype: torch.dtype) -> None:
+    for vocabulary in (2, 63, 512, 513, 3000):
+        weight = torch.randint(-3, 4, (vocabulary, 8)).to(dtype)
+        hidden = torch.randint(-3, 4, (2, 9, 8)).to(dtype)
+        candidates = torch.zeros(2, 9, dtype=torch.int64)
+        assert torch.equal(verify(hidden, weight), reference.tree_verify(hidden, weight, candidates)[0])
+        weight[torch.randperm(vocabulary)[:2], 3] = torch.nan
+        assert torch.equal(verify(hidden, weight), reference.tree_verify(hidden, weight, candidates)[0])
+        assert torch.equal(verify(hidden * torch.nan, weight), torch.zeros_like(candidates))
