@@ -40,6 +40,8 @@ def obstacle(decoder: Any, int8: bool = False) -> str | None:
         return "the model is tensor parallel: its projections exchange with other processes"
     if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
         return f"the final norm is not a plain RMSNorm: {type(decoder.norm).__name__}"
+    if not decoder.norm.weight.is_contiguous():
+        return "the final norm's weight is not contiguous"
     classes: set[type[nn.Module]] = {type(decoder.norm)}
     for index, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, layer.mlp
@@ -57,6 +59,9 @@ def obstacle(decoder: Any, int8: bool = False) -> str | None:
         for module, plain in (*((m, (nn.Linear,)) for m in linears), *((m, _NORMS) for m in norms)):
             if type(module) not in plain:
                 return f"layer {index} has a {type(module).__module__}.{type(module).__name__}"
+            bias = getattr(module, "bias", None)
+            if bias is not None and (bias.dtype != decoder.norm.weight.dtype or not bias.is_contiguous()):
+                return f"layer {index} has a bias of another dtype or layout than the norms'"
             if int8 and int8_rows(module.weight) is not None:
                 continue
             if type(module.weight) not in (nn.Parameter, torch.Tensor):

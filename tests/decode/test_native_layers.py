@@ -1,0 +1,157 @@
+"""All layers of a step in one call of the C++ library: when it is so, why not otherwise, and that changes are seen."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.backbone.fused_layers import NativeLayers
+from medusa_decoding.cli import main
+from medusa_kernels import _cpu, _native, _registry
+from medusa_kernels._registry import interpreted
+
+pytestmark = pytest.mark.skipif(interpreted(), reason="the C++ library does not serve in Triton's interpreter")
+NEW = 20
+TREE = Tree.cartesian([3, 2])
+[ROW] = prompts(1, [7])
+
+
+def text(medusa):
+    return medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, len(ROW) :].tolist()
+
+
+@pytest.fixture
+def chosen_anew(monkeypatch):
+    monkeypatch.setattr(_registry, "_chosen", {})
+
+
+def lora(model):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)).eval()
+
+
+def hooked(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+def strided_bias(model):
+    linear = model.model.layers[1].mlp.down_proj
+    linear.bias = nn.Parameter(torch.randn(2 * linear.out_features)[::2])
+    return model
+
+
+def strided_norm(model):
+    model.model.norm.weight = nn.Parameter(torch.rand(2 * model.config.hidden_size)[::2])
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_that_of_transformers_and_every_step_is_one_call(family, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="medusa_decoding")
+    model = tiny(family)
+    rows = prompts(3, [7, 1, 12])
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), TREE) as medusa:
+        calls = []
+        run = NativeLayers.__call__
+        monkeypatch.setattr(NativeLayers, "__call__", lambda *arguments: calls.append(1) or run(*arguments))
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+        assert medusa.backbone.native is not None
+    assert 0 < len(calls) <= output.steps
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected
+    assert "layers: one call of the C++ library (plain modules)" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda model: model.half(), "the weights are torch.float16, not float32 or bfloat16"),
+        (lora, "layer 0 has a peft."),
+        (hooked, "layer 1 has forward hooks on its LlamaMLP"),
+        (strided_bias, "layer 1 has a bias of another dtype or layout"),
+        (strided_norm, "the final norm's weight is not contiguous"),
+    ],
+    ids=["float16", "lora", "hook", "strided bias", "strided norm"],
+)
+def test_other_models_run_module_by_module_and_the_log_says_why(change, why, caplog):
+    caplog.set_level(logging.INFO, logger="medusa_decoding")
+    model = tiny()
+    heads = heads_for(model)
+    model = change(model)
+    with MedusaModel(model, heads.to(next(model.parameters()).dtype), TREE) as medusa:
+        text(medusa)
+        assert medusa.backbone.native is None
+    [message] = [message for message in caplog.messages if message.startswith("layers: ")]
+    assert message.startswith(f"layers: module by module ({why}")
+
+
+@pytest.mark.usefixtures("chosen_anew")
+def test_in_triton_s_interpreter_modules_run(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="medusa_decoding")
+    for module in (_registry, _cpu):
+        monkeypatch.setattr(module, "interpreted", lambda: True)
+    with MedusaModel(tiny()) as medusa:
+        medusa._steps._choose_layers("eager")
+        assert medusa.backbone.native is None
+    assert caplog.messages[-1] == "layers: module by module (the other ops, nine a layer)"
+
+
+@pytest.mark.usefixtures("chosen_anew")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_the_library_the_text_is_the_same(family, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="medusa_decoding")
+    model = tiny(family)
+    expected = transformers_greedy(model, ROW, NEW)
+    monkeypatch.setattr(_native, "LIBRARY_FOLDER", tmp_path)
+    with MedusaModel(model, heads_for(model), TREE) as medusa:
+        assert text(medusa) == expected
+        assert medusa.backbone.native is None
+    assert f"layers: module by module (the other ops, nine a layer; {_native.why_missing('cpu')})" in caplog.messages
+
+
+@pytest.mark.usefixtures("chosen_anew")
+def test_doctor_says_why_the_library_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_native, "LIBRARY_FOLDER", tmp_path)
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert out.count("install with `pip install .`") >= 5
+
+
+def replaced(linear, tensor):
+    linear.weight = nn.Parameter(tensor)
+
+
+def written(linear, tensor):
+    with torch.no_grad():
+        linear.weight.copy_(tensor)
+
+
+def assigned(linear, tensor):
+    linear.weight.data = tensor
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("change", [replaced, written, assigned])
+def test_weights_that_change_between_generations_are_seen(change, backend):
+    model, other = tiny(), tiny(seed=5)
+    expected = []
+    with MedusaModel(model, heads_for(model), TREE, backend=backend) as medusa:
+        before = text(medusa)
+        for name in ("q_proj", "o_proj"):
+            new = getattr(other.model.layers[1].self_attn, name).weight.detach().clone()
+            change(getattr(model.model.layers[1].self_attn, name), new)
+            after = text(medusa)
+            assert medusa.backbone.native is not None
+            expected.append(after)
+    plain = copy.deepcopy(tiny())
+    assert before == transformers_greedy(plain, ROW, NEW)
+    for name, after in zip(("q_proj", "o_proj"), expected, strict=True):
+        replaced(getattr(plain.model.layers[1].self_attn, name), getattr(other.model.layers[1].self_attn, name).weight)
+        assert after == transformers_greedy(plain, ROW, NEW)
+        assert after != before
