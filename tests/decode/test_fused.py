@@ -10,10 +10,11 @@ from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import DecodeContext
-from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.backbone.fused_layers import NativeLayers, native_obstacle, obstacle
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.steps import Steps
 from medusa_kernels._registry import interpreted
+from medusa_kernels.reference import visible_nodes
 
 # In Triton's interpreter, where all ops but kv_compact are then its kernels, a pass takes a second.
 NEW = 6 if interpreted() else 20
@@ -62,6 +63,48 @@ def test_fused_layers_are_as_accurate_as_the_modules():
         exact = model.double().model(ids).last_hidden_state
     errors = {fuse: (got - exact).abs().max().item() for fuse, got in hidden.items()}
     assert 0 < errors[True] <= 2 * errors[False] + torch.finfo(torch.float32).eps * exact.abs().max().item()
+
+
+@pytest.mark.skipif(interpreted(), reason="the C++ library does not serve in Triton's interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_in_one_call_are_as_accurate_as_the_modules(family, dtype):
+    """Hidden states of one tree pass, both compared with fp64: the error is at most twice that of the modules."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 3, "initializer_range": 0.2}
+    model = tiny(family, dtype=dtype, **sizes)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+    tree, prefix = Tree.cartesian([4, 3, 2]), 17
+    [ids] = prompts(1, [prefix + tree.num_nodes])
+    positions = torch.arange(prefix, dtype=torch.int32)
+    hidden = {}
+    with MedusaModel(model) as medusa, torch.no_grad():
+        backbone = medusa.backbone
+        assert native_obstacle(backbone.decoder) is None
+        for native in (None, NativeLayers(backbone.decoder)):
+            backbone.native = native
+            cache = medusa._steps.pool.acquire(Sizes([prefix], tree.num_nodes), 40).cache
+            backbone.forward(ids[None, :prefix], DecodeContext(cache, positions, None))
+            cache.lengths.fill_(prefix)
+            context = DecodeContext(cache, tree.depths, tree.ancestors)
+            hidden[native is not None] = backbone.forward(ids[None, prefix:], context).double()
+    mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    mask[prefix:, prefix:] = visible_nodes(tree.ancestors, tree.num_nodes)
+    with torch.no_grad():
+        exact = (
+            model.double()
+            .model(
+                ids[None],
+                attention_mask=torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf)[None, None],
+                position_ids=torch.cat((positions, prefix + tree.depths)).long()[None],
+            )
+            .last_hidden_state[:, prefix:]
+        )
+    errors = {native: (got - exact).abs().max().item() for native, got in hidden.items()}
+    assert 0 < errors[True] <= 2 * errors[False] + torch.finfo(dtype).eps * exact.abs().max().item()
+    # The fp64 pass sees the same tree.
+    assert errors[False] <= 0.1 * exact.abs().max().item()
 
 
 def lora(model):
