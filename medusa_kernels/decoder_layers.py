@@ -52,16 +52,37 @@ class LayerWeights:
 
 
 def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Tensor], list[int]]:
-    """Return the arguments `weights` and `forms` of `decoder_layers`: the tensors that exist, and which these are."""
+    """Return the arguments `weights` and `forms` of `decoder_layers`: the tensors that exist, and which these are.
+
+    Raises:
+        ValueError: a tensor is not contiguous, or its shape does not fit the others'; all layers have the same sizes.
+    """
     weights: list[Tensor] = []
     forms: list[int] = []
-    for layer in layers:
+    for index, layer in enumerate(layers):
+        _check_sizes(index, layer, layers[0])
         slots: list[Tensor | None] = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
         for projection in layer.projections:
             slots += projection
         forms.append(sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
         weights += [tensor for tensor in slots if tensor is not None]
     return [*weights, final_norm], forms
+
+
+def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights) -> None:
+    (width,), heads = first.input_norm.shape, first.projections[0].weight.shape[0]
+    kv_width, inner = first.projections[1].weight.shape[0], first.projections[4].weight.shape[0]
+    rows = (heads, kv_width, kv_width, width, inner, inner, width)
+    columns = (width, width, width, heads, width, width, inner)
+    sizes: list[tuple[Tensor | None, tuple[int | str, ...]]] = [
+        (layer.input_norm, (width,)), (layer.post_norm, (width,)), (layer.q_norm, ("D",)), (layer.k_norm, ("D",)),
+    ]  # fmt: skip
+    for projection, n, k in zip(layer.projections, rows, columns, strict=True):
+        sizes += [(projection.weight, (n, k)), (projection.bias, (n,)), (projection.scale, (n,))]
+    for tensor, size in sizes:
+        if tensor is not None:
+            _checks.shape(f"layers[{index}]", tensor, size)
+            _checks.contiguous(f"layers[{index}]", tensor)
 
 
 def decoder_layers(
@@ -105,8 +126,8 @@ def decoder_layers(
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row would be outside the
-            cache or a position outside the tables). Shapes of single weights are not checked: build them by `packed`
-            from a model's.
+            cache or a position outside the tables). Shapes of single weights are checked by `packed`, which builds
+            them, except how they fit the heads of the cache, which is checked on the CPU.
     """
     _checks.axes("hidden", hidden, "B", "N", "H")
     batch, nodes, width = hidden.shape
@@ -148,10 +169,11 @@ _composed = functools.partial(reference.layers_by, _PublicOps)
 
 
 class _Layout(NamedTuple):
-    """Each weight's place in a table [L, SLOTS], and the index of the first q and gate weight."""
+    """Each weight's place in a table [L, SLOTS], and the index of the first q, k and gate weight."""
 
     places: tuple[int, ...]
     q: int
+    k: int
     gate: int
 
 
@@ -159,7 +181,7 @@ class _Layout(NamedTuple):
 def _layout(forms: tuple[int, ...]) -> _Layout:
     slots = reference.SLOTS
     places = [layer * slots + slot for layer, form in enumerate(forms) for slot in range(slots) if form >> slot & 1]
-    return _Layout(tuple(places), q=places.index(4), gate=places.index(4 + 3 * 4))
+    return _Layout(tuple(places), q=places.index(4), k=places.index(7), gate=places.index(4 + 3 * 4))
 
 
 def _native(
@@ -174,6 +196,10 @@ def _native(
             hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale
         )
     layout = _layout(tuple(forms))
+    query_rows, key_rows = weights[layout.q].shape[0], weights[layout.k].shape[0]
+    if key_rows != kv_heads * head_dim or query_rows % key_rows:
+        expected = f"{kv_heads} key heads of size {head_dim} and a multiple of query heads"
+        raise ValueError(f"weights: expected {expected}, got {key_rows} and {query_rows} rows")
     table = [0] * (len(forms) * reference.SLOTS)
     for place, weight in zip(layout.places, weights, strict=False):
         table[place] = weight.data_ptr()
@@ -185,7 +211,7 @@ def _native(
         _cpu.call(
             "decoder_layers",
             _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, out,
-            batch, nodes, width, weights[layout.q].shape[0] // head_dim, kv_heads, head_dim,
+            batch, nodes, width, query_rows // head_dim, kv_heads, head_dim,
             weights[layout.gate].shape[0],
             kv, rows, cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
             cache_lens, depths, 0 if depths.dim() == 1 else nodes,

@@ -50,6 +50,13 @@ def strided_norm(model):
     return model
 
 
+def narrower(model):
+    config = copy.deepcopy(model.config)
+    config.intermediate_size //= 2
+    model.model.layers[1].mlp = type(model.model.layers[1].mlp)(config)
+    return model
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_that_of_transformers_and_every_step_is_one_call(family, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="medusa_decoding")
@@ -75,9 +82,10 @@ def test_text_is_that_of_transformers_and_every_step_is_one_call(family, monkeyp
         (lora, "layer 0 has a peft."),
         (hooked, "layer 1 has forward hooks on its LlamaMLP"),
         (strided_bias, "layer 1 has a bias of another dtype or layout"),
+        (narrower, "the layers differ in the sizes of their weights"),
         (strided_norm, "the final norm's weight is not contiguous"),
     ],
-    ids=["float16", "lora", "hook", "strided bias", "strided norm"],
+    ids=["float16", "lora", "hook", "strided bias", "narrower layer", "strided norm"],
 )
 def test_other_models_run_module_by_module_and_the_log_says_why(change, why, caplog):
     caplog.set_level(logging.INFO, logger="medusa_decoding")

@@ -355,6 +355,35 @@ def test_the_final_norm_is_checked() -> None:
         decoder_layers(**case)
 
 
+@of_the_cpu
+def test_heads_that_do_not_fit_the_cache_are_refused() -> None:
+    for options in ({"heads": 5}, {"heads": 1}):
+        with pytest.raises(ValueError, match="weights: expected 2 key heads of size 16 and a multiple of query heads"):
+            run(make(5, [2], **options))
+    case = make(5, [2], heads=2)
+    with pytest.raises(ValueError, match=r"weights: expected 1 key heads of size 16 .*, got 32 and 32 rows"):
+        run(case | {"kv": case["kv"][:, :, :, :1].contiguous()})
+
+
+def test_packed_refuses_weights_that_do_not_fit() -> None:
+    sizes = ((8, 6), (4, 6), (4, 6), (6, 8), (10, 6), (10, 6), (6, 10))
+    norm = torch.zeros(6)
+    layer = LayerWeights(norm, norm, [Projection(torch.zeros(size)) for size in sizes])
+    packed([layer, layer], norm)
+    for place, (n, k) in enumerate(sizes):
+        wrong = [
+            (Projection(torch.zeros(n + 1, k)), rf"layers\[1\]: expected shape \[{n}, {k}\]"),
+            (Projection(torch.zeros(n, k), torch.zeros(n + 1)), rf"layers\[1\]: expected shape \[{n}\]"),
+            (Projection(torch.zeros(n, k), scale=torch.zeros(n, 1)), rf"layers\[1\]: expected shape \[{n}\]"),
+            (Projection(torch.zeros(k, n).T), r"layers\[1\]: expected a contiguous tensor"),
+            (Projection(torch.zeros(n, k), torch.zeros(2 * n)[::2]), r"layers\[1\]: expected a contiguous tensor"),
+        ]
+        for projection, message in wrong:
+            projections = [*layer.projections[:place], projection, *layer.projections[place + 1 :]]
+            with pytest.raises(ValueError, match=message):
+                packed([layer, dataclasses.replace(layer, projections=projections)], norm)
+
+
 def test_packed_leaves_missing_tensors_out() -> None:
     weights = [torch.full((1, 1), float(i)) for i in range(7)]
     norm = torch.zeros(1)

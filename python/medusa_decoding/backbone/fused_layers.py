@@ -90,7 +90,13 @@ def native_obstacle(decoder: Any) -> str | None:
     scales = {layer.self_attn.scaling for layer in decoder.layers}
     if len(norms) > 1 or len(scales) > 1:
         return f"the layers differ in epsilon ({norms}) or attention scale ({scales})"
-    return obstacle(decoder, int8=True)
+    found = obstacle(decoder, int8=True)
+    if found is not None:
+        return found
+    sizes = {
+        tuple(p.shape for name, p in layer.named_parameters() if name.endswith("weight")) for layer in decoder.layers
+    }
+    return "the layers differ in the sizes of their weights" if len(sizes) > 1 else None
 
 
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
