@@ -1,10 +1,9 @@
-"""What serves the CPU ops with and without the C++ library, and the threads that it runs on."""
+"""What serves the CPU ops with and without the C++ library, and in a forked process."""
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-from collections.abc import Iterator
+import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_ops_that_the_library_serves() -> None:
     assert {"decode_linear", "decoder_layers", "heads_topk", "tree_verify", "tree_accept"} <= SERVED
     for op in SERVED - {"kv_compact"}:
-        assert f"C++ with {_native.instruction_set()}, on PyTorch's threads" in served_by(op, "cpu").reason
+        assert f"C++ with {_native.instruction_set()}" in served_by(op, "cpu").reason
 
 
 @pytest.mark.usefixtures("folder")
@@ -52,51 +51,27 @@ def test_without_the_library_int8_and_layers_are_right(dtype: torch.dtype) -> No
     test_decoder_layers.check(test_decoder_layers.make(7, [9, 70], norms=True, biases=True, int8=("o",), dtype=dtype))
 
 
-def test_without_openmp_one_thread_serves_and_the_reason_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = test_decoder_layers.make(7, [9, 70])
-    monkeypatch.undo()
-    wanted, _ = test_decoder_layers.run(case)
-    monkeypatch.setattr(_registry, "_chosen", {})
-    monkeypatch.setattr(_native, "_parallel", lambda: 0)
-    # A copy is another library, with its own variables.
-    shutil.copy(_native.LIBRARY_FOLDER / "libmedusa_cpu.so", folder)
-    monkeypatch.setattr(_native, "LIBRARY_FOLDER", folder)
-    got, _ = test_decoder_layers.run(case)
-    assert torch.equal(got, wanted)
-    for op in SERVED - {"kv_compact"}:
-        assert "on one thread: PyTorch's OpenMP runtime was not found" in served_by(op, "cpu").reason
+def forked(case: test_decoder_layers.Case, wanted: torch.Tensor) -> None:
+    os._exit(0 if torch.equal(test_decoder_layers.run(case)[0], wanted) else 3)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of threads that the library asks for; its work is then done by this one."""
-    numbers: list[int] = []
-    work_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-    @ctypes.CFUNCTYPE(None, work_type, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    def parallel(work, data, threads, flags):  # type: ignore[no-untyped-def]
-        numbers.append(threads)
-        for _ in range(threads):
-            work(data)
-
-    library = _native.cpu_library()
-    assert library is not None, _native.why_missing("cpu")
-    library.medusa_cpu_set_parallel(ctypes.cast(parallel, ctypes.c_void_p))
-    yield numbers
-    library.medusa_cpu_set_parallel(_native._parallel())
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_ops_ask_for_as_many_threads_as_pytorch_has(asked: list[int], threads: int) -> None:
+def test_a_process_forked_after_a_call_computes_too() -> None:
+    """The threads of the library are not in the new process."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     try:
-        test_decode_linear.check(test_decode_linear.make_form("one", 5, 64, (1000, 0, 0)))
-        test_decoder_layers.check(test_decoder_layers.make(7, [9, 70]))
+        case = test_decoder_layers.make(7, [9, 70], width=256, inner=512)
+        wanted, _ = test_decoder_layers.run(case)
+        child = multiprocessing.get_context("fork").Process(target=forked, args=(case, wanted))
+        child.start()
+        child.join(60)
+        still_running = child.is_alive()
+        if still_running:
+            child.kill()
+        assert not still_running
+        assert child.exitcode == 0
     finally:
         torch.set_num_threads(before)
-    assert max(asked, default=1) == threads
-    assert (min(asked, default=1) >= 2) or threads == 1
 
 
 @pytest.mark.usefixtures("folder")
