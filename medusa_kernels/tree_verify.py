@@ -145,7 +145,10 @@ def _native(
     rows = batch * nodes
     fits = 0 < rows <= MOST_ROWS and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
     if temperature > 0 or want_stats or not fits:
-        return _linear(hidden, weight, candidates, parents, temperature=temperature, noise=noise, want_stats=want_stats)
+        return _linear(
+            hidden, weight, candidates, parents,
+            temperature=temperature, noise=noise, want_stats=want_stats, weight_scale=weight_scale,
+        )  # fmt: skip
     next_tokens = candidates.new_empty(batch, nodes)
     hidden = hidden.contiguous()  # held until the call has returned
     _cpu.call(

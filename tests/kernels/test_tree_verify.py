@@ -266,6 +266,24 @@ def test_an_index_out_of_range_gives_nan(device: str) -> None:
     assert [math.isnan(x) for x in tree_verify(**case)[3][0].tolist()] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("want_stats", [False, True])
+@pytest.mark.parametrize("nodes", [3, 65])
+def test_int8_weights_are_scaled(device: str, nodes: int, want_stats: bool) -> None:
+    """Against the same numbers in fp64, whose best logit leads by more than the error."""
+    case = make(1, nodes, 24, 90, device=device)
+    values, scale = torch.randint(-127, 128, (90, 24)), torch.rand(90) / 100 + 0.001
+    case["weight"] = values.to(device, torch.int8)
+    found = tree_verify(**case, want_stats=want_stats, weight_scale=scale.to(device))
+    logits = case["hidden"].double().cpu() @ (values.double() * scale.double()[:, None]).T
+    assert found[0].tolist() == logits.argmax(-1).tolist()
+    if want_stats:
+        torch.testing.assert_close(found[1].double().cpu(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="weight: expected dtype int8, got float32"):
+        tree_verify(**(case | {"weight": values.float().to(device)}), weight_scale=scale.to(device))
+    with pytest.raises(ValueError, match="weight_scale: expected shape"):
+        tree_verify(**case, weight_scale=scale[1:].to(device))
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NOT_FINITE)
