@@ -405,7 +405,9 @@ def projection(linear: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | N
     weight = plain_weight(linear)
     if weight is not None:
         return weight, None
-    if type(linear) is not nn.Linear or linear.bias is not None or is_hooked(linear):
+    # While a step is traced, what a quantised tensor holds cannot be checked.
+    unchecked = torch.compiler.is_compiling()
+    if unchecked or type(linear) is not nn.Linear or linear.bias is not None or is_hooked(linear):
         return None
     return int8_rows(linear.weight)
 
@@ -413,15 +415,16 @@ def projection(linear: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | N
 def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the int8 values [N, K] and fp32 row scales [N] that a weight-only quantised tensor of torchao holds.
 
-    Views of the tensor's own memory. None for anything else: other tensors and devices, activations quantised as well,
-    groups within a row, or zero points.
+    Views of the tensor's own memory. None for anything else: other tensors and devices, activations quantised or scaled
+    as well, groups within a row, or zero points.
     """
     if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao."):
         return None
     held: Any = weight
     values, scale, zero = held.qdata, held.scale, held.zero_point
     by_row = values.dim() == 2 and scale.numel() == len(values) and list(held.block_size) == [1, values.shape[1]]
-    plain = held.act_quant_kwargs is None and (zero is None or not bool(zero.any()))
+    plain = held.act_quant_kwargs is None and getattr(held, "act_pre_scale", None) is None
+    plain = plain and (zero is None or not bool(zero.any()))
     laid_out = values.is_contiguous() and scale.is_contiguous() and scale.dtype == torch.float32
     if not by_row or not plain or not laid_out or values.device.type != "cpu":
         return None

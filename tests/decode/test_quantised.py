@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.fused_layers import obstacle
 from medusa_decoding.checkpoints import write_heads
-from medusa_decoding.heads import plain_weight
+from medusa_decoding.heads import int8_rows, plain_weight
 
 # torchao, imported for the first time, uses what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -365,3 +365,33 @@ def test_accelerates_hooks_are_refused_until_they_are_taken_off(folder):
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     with MedusaModel(model, heads_for(small()), TREE) as medusa:
         assert medusa.generate(ROWS[0][None], max_new_tokens=NEW).sequences[0, 9:].tolist() == expected
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["torchao int8", "torchao int8, lm_head"])
+def test_int8_rows_are_read_as_they_are(name, backend, folder):
+    """The C++ library runs the layers, with the int8 values and scales that the quantised tensors hold."""
+    config = CASES[name][0]()
+    options = {"quantization_config": config, "dtype": torch.float32, "tree": TREE, "backend": backend}
+    with MedusaModel.from_pretrained(folder / "heads", **options) as medusa:
+        found = texts(medusa)
+        native = medusa.backbone.native
+        assert native is not None
+        held = medusa.base.model.layers[0].mlp.up_proj.weight.qdata
+        assert held.data_ptr() in {weight.data_ptr() for weight in native.weights}
+        for row, text in zip(ROWS, found, strict=True):
+            assert_own_text(medusa.base, row, text, 0)
+
+
+def test_quantised_activations_run_module_by_module(folder):
+    """What the int8 values stand for then depends on more than their scales."""
+    config = CASES["torchao int8 dynamic"][0]()
+    with MedusaModel.from_pretrained(folder / "heads", quantization_config=config, dtype=torch.float32) as medusa:
+        texts(medusa)
+        assert medusa.backbone.native is None
+        weight = medusa.base.model.layers[0].mlp.up_proj.weight
+        assert int8_rows(weight) is None
+        weight.act_quant_kwargs = None
+        assert int8_rows(weight) is not None
+        weight.act_pre_scale = torch.ones(1)
+        assert int8_rows(weight) is None
