@@ -1,7 +1,7 @@
 """All decoder layers of a Llama-family model and its final norm, over the nodes of a tree and a KV cache.
 
 On a CPU it is one call of the C++ library, so that nothing is dispatched between a step's small operations. Elsewhere
-it is the other ops in turn, nine a layer. It does not know modules, nor where the weights come from.
+it is the other ops in turn. It does not know modules, nor where the weights come from.
 """
 
 # mypy: allow-untyped-defs
@@ -55,7 +55,8 @@ def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Ten
     """Return the arguments `weights` and `forms` of `decoder_layers`: the tensors that exist, and which these are.
 
     Raises:
-        ValueError: a tensor is not contiguous, or its shape does not fit the others'; all layers have the same sizes.
+        ValueError: a tensor is not contiguous, or its shape, dtype or device does not fit the others'; all layers have
+            the same sizes.
     """
     weights: list[Tensor] = []
     forms: list[int] = []
@@ -66,6 +67,10 @@ def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Ten
             slots += projection
         forms.append(sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
         weights += [tensor for tensor in slots if tensor is not None]
+    if layers:
+        first = layers[0].input_norm
+        _checks.match("final_norm", final_norm, tuple(first.shape), "layers[0]", first)
+        _checks.contiguous("final_norm", final_norm)
     return [*weights, final_norm], forms
 
 
@@ -74,14 +79,19 @@ def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights) -> None:
     kv_width, inner = first.projections[1].weight.shape[0], first.projections[4].weight.shape[0]
     rows = (heads, kv_width, kv_width, width, inner, inner, width)
     columns = (width, width, width, heads, width, width, inner)
-    sizes: list[tuple[Tensor | None, tuple[int | str, ...]]] = [
-        (layer.input_norm, (width,)), (layer.post_norm, (width,)), (layer.q_norm, ("D",)), (layer.k_norm, ("D",)),
+    dtype = first.input_norm.dtype
+    expected: list[tuple[Tensor | None, tuple[int | str, ...], torch.dtype]] = [
+        (layer.input_norm, (width,), dtype), (layer.post_norm, (width,), dtype),
+        (layer.q_norm, ("D",), dtype), (layer.k_norm, ("D",), dtype),
     ]  # fmt: skip
     for projection, n, k in zip(layer.projections, rows, columns, strict=True):
-        sizes += [(projection.weight, (n, k)), (projection.bias, (n,)), (projection.scale, (n,))]
-    for tensor, size in sizes:
+        stored = dtype if projection.scale is None else torch.int8
+        expected += [
+            (projection.weight, (n, k), stored), (projection.bias, (n,), dtype), (projection.scale, (n,), torch.float32)
+        ]  # fmt: skip
+    for tensor, size, wanted in expected:
         if tensor is not None:
-            _checks.shape(f"layers[{index}]", tensor, size)
+            _checks.typed(f"layers[{index}]", tensor, size, wanted, "layers[0]", first.input_norm)
             _checks.contiguous(f"layers[{index}]", tensor)
 
 
@@ -198,12 +208,14 @@ def _native(
     layout = _layout(tuple(forms))
     query_rows, key_rows = weights[layout.q].shape[0], weights[layout.k].shape[0]
     if key_rows != kv_heads * head_dim or query_rows % key_rows:
-        expected = f"{kv_heads} key heads of size {head_dim} and a multiple of query heads"
-        raise ValueError(f"weights: expected {expected}, got {key_rows} and {query_rows} rows")
+        expected = f"{kv_heads * head_dim} rows of k ({kv_heads} heads of {head_dim}) and a multiple of that of q"
+        raise ValueError(f"weights: expected {expected}, got {key_rows} and {query_rows}")
     table = [0] * (len(forms) * reference.SLOTS)
     for place, weight in zip(layout.places, weights, strict=False):
+        if place % reference.SLOTS in (2, 3) and len(weight) != head_dim:
+            raise ValueError(f"weights: expected norms of heads of size {head_dim}, got one of {len(weight)}")
         table[place] = weight.data_ptr()
-    pointers, sizes = torch.tensor(table), torch.tensor(windows)
+    pointers, sizes = (torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, windows))
     # Held until the call has returned.
     hidden, cache_lens, depths, ancestors = (t.contiguous() for t in (hidden, cache_lens, depths, ancestors))
     out = torch.empty_like(hidden)
@@ -234,7 +246,7 @@ MOST_HEAD_DIM = 256
 
 
 def _compose(device: torch.device) -> Implementation:
-    return Implementation("composed", _composed, "the other ops, nine a layer")
+    return Implementation("composed", _composed, "the other ops in turn")
 
 
 register(

@@ -107,7 +107,7 @@ def test_in_triton_s_interpreter_modules_run(monkeypatch, caplog):
     with MedusaModel(tiny()) as medusa:
         medusa._steps._choose_layers("eager")
         assert medusa.backbone.native is None
-    assert caplog.messages[-1] == "layers: module by module (the other ops, nine a layer)"
+    assert caplog.messages[-1] == "layers: module by module (the other ops in turn)"
 
 
 @pytest.mark.usefixtures("chosen_anew")
@@ -120,7 +120,7 @@ def test_without_the_library_the_text_is_the_same(family, tmp_path, monkeypatch,
     with MedusaModel(model, heads_for(model), TREE) as medusa:
         assert text(medusa) == expected
         assert medusa.backbone.native is None
-    assert f"layers: module by module (the other ops, nine a layer; {_native.why_missing('cpu')})" in caplog.messages
+    assert f"layers: module by module (the other ops in turn; {_native.why_missing('cpu')})" in caplog.messages
 
 
 @pytest.mark.usefixtures("chosen_anew")

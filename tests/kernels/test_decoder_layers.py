@@ -358,10 +358,12 @@ def test_the_final_norm_is_checked() -> None:
 @of_the_cpu
 def test_heads_that_do_not_fit_the_cache_are_refused() -> None:
     for options in ({"heads": 5}, {"heads": 1}):
-        with pytest.raises(ValueError, match="weights: expected 2 key heads of size 16 and a multiple of query heads"):
+        with pytest.raises(
+            ValueError, match=r"weights: expected 32 rows of k \(2 heads of 16\) and a multiple of that of q"
+        ):
             run(make(5, [2], **options))
     case = make(5, [2], heads=2)
-    with pytest.raises(ValueError, match=r"weights: expected 1 key heads of size 16 .*, got 32 and 32 rows"):
+    with pytest.raises(ValueError, match=r"weights: expected 16 rows of k \(1 heads of 16\) .*, got 32 and 32"):
         run(case | {"kv": case["kv"][:, :, :, :1].contiguous()})
 
 
