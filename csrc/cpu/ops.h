@@ -34,8 +34,8 @@ struct Linear {
 };
 
 // Where a layer's weights are in its row of pointers; all are contiguous. Of a projection, the weight, its bias and its
-// scale follow each other. Missing ones are null; a projection with a scale is kInt8. The same order as SLOTS in
-// medusa_kernels/decoder_layers.py.
+// scale follow each other. Missing ones are null; a projection with a scale is kInt8. The same order as in
+// `packed` of medusa_kernels/decoder_layers.py.
 enum Slot : int64_t { kInputNorm, kPostNorm, kQNorm, kKNorm, kQ, kK = kQ + 3, kV = kK + 3, kO = kV + 3, kGate = kO + 3,
                       kUp = kGate + 3, kDown = kUp + 3, kSlots = kDown + 3 };
 

@@ -3,6 +3,8 @@
 // barrier after each stage (OpenMP's) waits for the scheduler dozens of times.
 #include "threads.h"
 
+#include <pthread.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -106,9 +108,11 @@ class Pool {
   std::condition_variable wake_;
 };
 
-// Never destroyed: its threads may outlive everything else. In a forked child they are gone, and callers work alone.
+std::atomic<bool> forked{false};  // a forked child has no threads but its own, and a lock may be held for ever
+
+// Never destroyed: its threads may outlive everything else.
 Pool& pool() {
-  static Pool* const one = new Pool;
+  static Pool* const one = (pthread_atfork(nullptr, nullptr, [] { forked.store(true); }), new Pool);
   return *one;
 }
 
@@ -123,7 +127,9 @@ struct Block {
 
 void run_tasks(int64_t threads, int64_t tasks, void (*task)(const void*, int64_t), const void* data) {
   const int64_t used = threads < tasks ? threads : tasks;
-  if (used > 1 && tasks < kMostTasks && pool().run(used, tasks, task, data)) return;
+  // Every thread may draw one ticket past the last task.
+  const bool shared = used > 1 && tasks < kMostTasks / 2 && !forked.load(std::memory_order_relaxed);
+  if (shared && pool().run(used, tasks, task, data)) return;
   for (int64_t i = 0; i < tasks; ++i) task(data, i);
 }
 
