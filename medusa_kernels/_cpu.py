@@ -27,7 +27,7 @@ class OutsideError(ValueError):
 def call(op: str, *members: Word) -> None:
     """Call a C function with the struct of its arguments, given member by member in the order of csrc/cpu/ops.h.
 
-    A tensor stands for its address, None for a null pointer. Number of threads: see `threads`.
+    A tensor stands for its address, None for a null pointer.
     """
     library = _native.cpu_library()
     assert library is not None, "the chooser serves this only with the library"
@@ -43,6 +43,7 @@ def call(op: str, *members: Word) -> None:
 
 
 threads = torch.get_num_threads
+"""The number of threads that an op may use, its first member."""
 
 
 def matrix(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> tuple[Word, ...]:

@@ -14,6 +14,7 @@ from torch.nn.functional import linear, log_softmax, silu
 
 from medusa_kernels import _checks, _cpu
 from medusa_kernels._registry import register, triton_or
+from medusa_kernels.decode_linear import MOST_ROWS
 
 MAX_K = 32
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -139,7 +140,8 @@ def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=Fals
     batch, heads, size = hidden.shape[0], w1.shape[0], w1.shape[-1]
     # For the library a w2 whose heads are 0 apart is a shared one, with one scale for all heads.
     shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1 and w2.stride(0) != 0
-    if not dense or not batch or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
+    few = 0 < batch <= MOST_ROWS
+    if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
         return _matmul(hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather)
     vocabulary = len(token_map) if gather else w2.shape[-2]
     logprobs = hidden.new_empty(batch, heads, k, dtype=torch.float32)
@@ -173,7 +175,7 @@ register(
         "heads_topk",
         _native,
         _or_matmul,
-        "PyTorch for float16 and float8",
+        f"PyTorch for more than {MOST_ROWS} rows, float16 and float8",
     ),
     cuda=_or_matmul,
 )

@@ -61,7 +61,8 @@ def tree_accept(
         below the root, -1 in a row that had ended before; int32 `[B]`, lengths as they were.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or strides. Values are not read.
+        ValueError: an argument has a wrong shape, dtype, device or strides.
+        IndexError: on a CPU, an index is outside its tensor; on a GPU values are not checked.
     """
     _checks.axes("tokens", tokens, "B", "N")
     _checks.axes("hidden", hidden, "B", "N", "H")
