@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from medusa_decoding.backbone import fused_layers, unsupported
 from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext, check_layers
@@ -21,9 +17,6 @@ from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
 from medusa_decoding.heads import is_hooked
-
-# Layers that norm their input by `input_layernorm`, attend to that, and do everything else token by token.
-LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 
 
 class Backbone:
@@ -131,7 +124,7 @@ class Backbone:
         return (
             self.device.type == "cpu"
             and not self.fuse
-            and type(layer) in LAYERS
+            and type(layer) in fused_layers.LAYERS
             and unsupported.foreign_forward(type(layer)) is None
             and not any(is_hooked(module) for module in layer.modules())
         )

@@ -25,7 +25,8 @@ from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.heads import int8_rows, is_hooked
 from medusa_kernels import LayerWeights, Projection, add_rms_norm, decode_linear, decoder_layers, packed, served_by
 
-_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+# Layers that norm their input by `input_layernorm`, attend to that, and do everything else token by token.
+LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 _MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
@@ -45,7 +46,7 @@ def obstacle(decoder: Any, int8: bool = False) -> str | None:
     classes: set[type[nn.Module]] = {type(decoder.norm)}
     for index, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        if type(layer) not in _LAYERS or type(mlp) not in _MLPS or not isinstance(attention, TreeAttention):
+        if type(layer) not in LAYERS or type(mlp) not in _MLPS or not isinstance(attention, TreeAttention):
             return f"layer {index} is a {type(layer).__name__} with a {type(mlp).__name__}"
         linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]

@@ -1,4 +1,4 @@
-"""Compiled steps: torch.compile fuses the model's small operations, and on a CPU packs the weights."""
+"""Compiled steps: torch.compile fuses small operations; on a CPU it packs the weights of modules that it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompiledStep:
 
     Args:
         step: the eager step.
-        freeze: treat the weights as constants (CPU), which lets the compiler pack them for the step's row count.
+        freeze: treat the weights as constants (CPU), so that the compiler can pack those of modules that it runs.
     """
 
     def __init__(self, step: Step, freeze: bool) -> None:

@@ -120,7 +120,7 @@ class Steps:
         unchanged = native is self.backbone.native if native is None else native.same(self.backbone.native)
         if fuse != self.backbone.fuse or not unchanged:
             self.backbone.fuse, self.backbone.native = fuse, native
-            for key in [key for key in self._made if key[1] != "eager"]:
+            for key in [key for key in self._made if key[1] == ("compiled" if on_cpu else "graph")]:
                 self._drop(key)
 
     def _drop(self, key: tuple[Tree, str, torch.device]) -> None:
