@@ -4,12 +4,17 @@
 
 What a decoding step cannot be faster than with these kernels, and what more rows (a tree's nodes) cost by themselves.
 Beside `decode_linear`: PyTorch's linear for each weight, and for q, k, v and gate, up packed into one weight each.
+
+On a CPU one projection is timed, with copies of the weight that exceed the caches: `decode_linear` with every
+instruction set that the processor has, and PyTorch's linear, in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from benchmarks import gpu, harness
-from medusa_kernels import decode_linear
+from medusa_kernels import _native, decode_linear
 
 
 @dataclass(frozen=True)
@@ -125,12 +130,67 @@ def test_projections_on_a_gpu(benchmark: Any) -> None:
     assert all(record["error"] < 1e-2 for record in records)
 
 
+CPU_ROWS = (1, 4, 8, 16, 32)
+CPU_BYTES = 2**30
+"""Copies of the weight together: several times the largest cache."""
+
+
+def measure_on_cpu(
+    stored: torch.dtype, rows: int, features: int = 32000, size: int = 1024, total: int = CPU_BYTES, rounds: int = 7
+) -> dict[str, Any]:
+    """Time one projection [features, size] of float32, bfloat16 or int8 weights (with bfloat16 activations)."""
+    dtype = torch.bfloat16 if stored == torch.int8 else stored
+    x, scale = torch.randn(rows, size).to(dtype), torch.rand(features) / 100
+    drawn = torch.randint(-127, 128, (features, size))
+    weight = drawn.to(torch.int8) if stored == torch.int8 else (drawn * scale[:, None]).to(stored)
+    copies = [weight.clone() for _ in range(max(1, total // weight.nbytes))]
+    scales = [scale] if stored == torch.int8 else None
+    library = _native.cpu_library()
+    assert library is not None, _native.why_missing("cpu")
+    before = _native.instruction_set()
+    sets = [name for name in _native.build_info()["cpu"]["isas"] if library.medusa_cpu_use(name.encode()) == 0]
+    ways: dict[str, Callable[[], list[Tensor]]] = {
+        name: lambda: [decode_linear(x, [copy], scales=scales) for copy in copies] for name in sets
+    }
+    if stored != torch.int8:
+        ways["torch"] = lambda: [linear(x, copy) for copy in copies]
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    try:
+        for _ in range(rounds):
+            for name, way in ways.items():
+                library.medusa_cpu_use((name if name in sets else before).encode())
+                start = time.perf_counter()
+                way()
+                seconds[name].append((time.perf_counter() - start) / len(copies))
+    finally:
+        library.medusa_cpu_use(before.encode())
+    medians = {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
+    line = ", ".join(f"{name} {median * 1e3:.2f}" for name, median in medians.items())
+    print(
+        f"{stored}, {rows} rows, ms: {line}; {weight.nbytes / medians[before] / 1e9:.0f} GB/s with {before}", flush=True
+    )
+    return {
+        "op": "decode_linear", "weights": str(stored).removeprefix("torch."), "shape": [features, size], "rows": rows,
+        "bytes": weight.nbytes, "ms": {name: median * 1e3 for name, median in medians.items()}, "chosen": before,
+    }  # fmt: skip
+
+
+def test_one_projection_on_a_cpu(benchmark: Any) -> None:
+    """The way through the benchmark; nothing is recorded."""
+    record = benchmark.pedantic(lambda: measure_on_cpu(torch.bfloat16, 3, 64, 48, total=1, rounds=2), rounds=1)
+    assert {"base", "torch", record["chosen"]} <= set(record["ms"])
+    assert _native.instruction_set() == record["chosen"]
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(2, "bench_decode_linear: needs a CUDA device, and torch sees none\n")
+        for stored in (torch.float32, torch.bfloat16, torch.int8):
+            for rows in CPU_ROWS:
+                harness.write_record("decode_linear", measure_on_cpu(stored, rows))
+        return
     device = torch.device("cuda")
     copy = gpu.copy_bandwidth(device)
     for shape in SHAPES:
