@@ -373,10 +373,13 @@ def test_packed_refuses_weights_that_do_not_fit() -> None:
     layer = LayerWeights(norm, norm, [Projection(torch.zeros(size)) for size in sizes])
     packed([layer, layer], norm)
     for place, (n, k) in enumerate(sizes):
+        in_int8 = torch.zeros(n, k, dtype=torch.int8)
         wrong = [
             (Projection(torch.zeros(n + 1, k)), rf"layers\[1\]: expected shape \[{n}, {k}\]"),
             (Projection(torch.zeros(n, k), torch.zeros(n + 1)), rf"layers\[1\]: expected shape \[{n}\]"),
-            (Projection(torch.zeros(n, k), scale=torch.zeros(n, 1)), rf"layers\[1\]: expected shape \[{n}\]"),
+            (Projection(in_int8, scale=torch.zeros(n, 1)), rf"layers\[1\]: expected shape \[{n}\]"),
+            (Projection(torch.zeros(n, k), scale=torch.zeros(n)), r"layers\[1\]: expected dtype int8, got float32"),
+            (Projection(in_int8), r"layers\[1\]: expected dtype float32, got int8"),
             (Projection(torch.zeros(k, n).T), r"layers\[1\]: expected a contiguous tensor"),
             (Projection(torch.zeros(n, k), torch.zeros(2 * n)[::2]), r"layers\[1\]: expected a contiguous tensor"),
         ]
@@ -391,7 +394,7 @@ def test_packed_leaves_missing_tensors_out() -> None:
     norm = torch.zeros(1)
     bare = LayerWeights(norm, norm, [Projection(weight) for weight in weights])
     whole = dataclasses.replace(
-        bare, projections=[Projection(weight, norm, norm) for weight in weights], q_norm=norm, k_norm=norm
+        bare, projections=[Projection(w.to(torch.int8), norm, norm) for w in weights], q_norm=norm, k_norm=norm
     )
     tensors, forms = packed([bare, whole], norm)
     assert [form.bit_count() for form in forms] == [9, reference.SLOTS]
