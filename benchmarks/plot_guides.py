@@ -21,6 +21,7 @@ from medusa_decoding.demo import CHECKPOINT
 
 H200 = harness.RESULTS / "nvidia-h200.jsonl"
 CPU = harness.RESULTS / "amd-epyc.jsonl"
+XEON = harness.RESULTS / "intel-r--xeon-r--processor.jsonl"
 
 PROMPT = "def read_lines(path):"
 FULL_STEP = 4
@@ -210,7 +211,7 @@ def draw(out: Path) -> list[Path]:
     one_step(plt, files[0])
     step_cost(plt, gpu, files[1])
     heads_cost(plt, gpu, files[2])
-    generations(plt, last(cpu, "generate-demo"), files[3])
+    generations(plt, last(plot.read(XEON), "generate-demo"), files[3])
     head_kinds(plt, last(cpu, "head-variants-demo"), files[4])
     return files
 
