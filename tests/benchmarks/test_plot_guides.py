@@ -31,5 +31,5 @@ def test_figures_show_what_the_guides_quote(tmp_path: Path) -> None:
     assert "def read_lines(path):" in files["one-step"]
     assert {"1.08", "1.18", "1.42"} <= set(shown["step-cost"])
     assert {"1002", "294", "261", "199"} <= set(shown["heads-cost"])
-    assert {"412", "451", "759", "418", "646"} <= set(shown["generations"])
+    assert {"394", "1071", "1446", "970", "1285"} <= set(shown["generations"])
     assert "two blocks per head" in shown["head-kinds"]

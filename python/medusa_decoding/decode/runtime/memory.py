@@ -15,7 +15,10 @@ import torch
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import bucket
 from medusa_decoding.decode.prefill import PREFILL_CHUNK
+from medusa_decoding.heads import projection
 from medusa_decoding.trees.tree import Tree
+from medusa_kernels import served_by
+from medusa_kernels.decode_linear import MOST_ROWS
 
 UNCHECKED = 64 * 2**20
 """Bytes below which free memory is not checked: the check takes a fraction of a millisecond."""
@@ -33,7 +36,7 @@ class Sizes:
         budget: the most new tokens that a row may get.
         nodes: N of the widest tree, root included; 1 for plain decoding.
         spare: cache rows that a step needs after a row's last token.
-        logits: whether steps make the logits of all nodes (sampling, processors). On a CPU they always do.
+        logits: whether steps make the logits of all nodes (sampling, processors). On a CPU greedy steps may, too.
         row_trees: whether every row has its own tree (a dynamic one), and so, on a CPU, its own mask.
     """
 
@@ -147,7 +150,8 @@ def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
     config, on_cpu = backbone.config, backbone.device.type == "cpu"
     batch, nodes = len(sizes.prompt_lengths), sizes.nodes
     # Logits come with a copy in fp32, and with another one that selectors change.
-    width = item + 4 * (item < 4) + 4 * sizes.logits if sizes.logits or on_cpu else 0
+    stored = sizes.logits or (on_cpu and _verifies_by_logits(backbone, batch * nodes))
+    width = item + 4 * (item < 4) + 4 * sizes.logits if stored else 0
     wide = batch * nodes * backbone.vocab_size * width
     if not on_cpu or nodes == 1:
         return max(_pass(backbone, batch * nodes, item), wide)
@@ -158,7 +162,15 @@ def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
         windows = [layer.self_attn.window or capacity for layer in backbone.decoder.layers]
         columns, masks = min(capacity, max(windows) + nodes), batch
     made, expanded = masks * nodes * columns * (1 + item), masks * nodes * columns * groups * item
-    return max(_pass(backbone, batch * nodes, item) + made, wide) + expanded
+    # PyTorch's attention holds the scores of 32 queries and 512 keys for each thread, in fp32 and in the dtype.
+    scores = 0 if stored else torch.get_num_threads() * 32 * 512 * (4 + item * (item < 4))
+    return max(_pass(backbone, batch * nodes, item) + made + scores, wide) + expanded
+
+
+def _verifies_by_logits(backbone: Backbone, rows: int) -> bool:
+    """Return whether greedy verification of `rows` nodes on a CPU stores their logits: whether PyTorch serves it."""
+    native = served_by("tree_verify", "cpu").name == "cpp" and projection(backbone.lm_head) is not None
+    return not native or rows > MOST_ROWS or backbone.dtype == torch.float16
 
 
 def available(device: torch.device) -> int | None:
