@@ -82,6 +82,9 @@ def obstacle(decoder: Any, int8: bool = False) -> str | None:
 
 def native_obstacle(decoder: Any) -> str | None:
     """Return what prevents running a decoder on a CPU as `NativeLayers`, or None."""
+    found = obstacle(decoder, int8=True)
+    if found is not None:
+        return found
     served = served_by("decoder_layers", "cpu")
     if served.name != "cpp":
         return served.reason
@@ -91,9 +94,6 @@ def native_obstacle(decoder: Any) -> str | None:
     scales = {layer.self_attn.scaling for layer in decoder.layers}
     if len(norms) > 1 or len(scales) > 1:
         return f"the layers differ in epsilon ({norms}) or attention scale ({scales})"
-    found = obstacle(decoder, int8=True)
-    if found is not None:
-        return found
     sizes = {
         tuple(p.shape for name, p in layer.named_parameters() if name.endswith("weight")) for layer in decoder.layers
     }
