@@ -35,6 +35,7 @@ OPS = (
     "decoder_layers",
     "tree_accept",
     "tree_select",
+    "gumbel_noise",
 )
 
 logger = logging.getLogger(NAMESPACE)

@@ -234,6 +234,31 @@ def layers_by(
     return normed(hidden, weights[-1])
 
 
+def gumbel_noise(seeds, first, rows, vocabulary):
+    """Counter-based Gumbel noise; see the public `gumbel_noise`."""
+    places = first[:, None].long() + torch.arange(rows, device=seeds.device)
+    block = torch.arange(-(-vocabulary // 4), device=seeds.device)
+    zero = torch.zeros_like(block)
+    key = [half[:, None, None] & _LOW for half in (seeds, seeds >> 32)]
+    bits = torch.stack(philox([block, places[..., None] & _LOW, zero, zero], key), -1).flatten(-2)[..., :vocabulary]
+    v = (bits.float() * 2**-32 + 2**-33).clamp(max=1 - 2**-24)
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v / 6)))))
+    return -torch.where(v < 1 / 16, series, -torch.log(1 - v)).log()
+
+
+_LOW = 2**32 - 1
+
+
+def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+    """Return the four words of Philox4x32-10 for four words of counter and two of key, all in int64."""
+    for number in range(10):
+        # Products of 64 bits; that int64 takes their highest bit for a sign does not change the two halves.
+        even, odd = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        low, high = (half + number * step & _LOW for half, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        counter = [odd >> 32 & _LOW ^ counter[1] ^ low, odd & _LOW, even >> 32 & _LOW ^ counter[3] ^ high, even & _LOW]
+    return counter
+
+
 def tree_accept(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
     *, lengths, root, state_hidden, output, count, finished, log,

@@ -168,3 +168,7 @@ def _tree_select(generator: torch.Generator) -> Iterator[Case]:
     tokens = torch.randint(9, (3, len(_PATHS)), generator=generator)
     logprobs = -torch.randn(3, len(_PATHS), generator=generator).abs()
     yield (tokens, logprobs, _integers(*_DEPTHS), torch.tensor(_PATHS), 3), {}
+
+
+def _gumbel_noise(generator: torch.Generator) -> Iterator[Case]:
+    yield (torch.randint(-(2**63), 2**63 - 1, (3,), generator=generator), _integers(0, 9, 70_000), 2, 301), {}
