@@ -17,6 +17,7 @@ import triton
 from medusa_kernels._triton import (
     add_rms_norm,
     decode_linear,
+    gumbel_noise,
     heads_topk,
     rope_append,
     tree_accept,
@@ -397,6 +398,19 @@ def _tree_select(device: Device) -> Iterator[Specialisation]:
         )
 
 
+def _gumbel_noise(device: Device) -> Iterator[Specialisation]:
+    """Yield both types of places, and a vocabulary that is no multiple of 16."""
+    for first, aligned in (("i32", ("vocabulary",)), ("i32", ()), ("i64", ("vocabulary",))):
+        yield specialise(
+            f"gumbel_noise {first}" + ("" if aligned else " unit1"),
+            gumbel_noise._gumbel_noise_kernel,
+            {"seeds": "*i64", "first": f"*{first}", "out": "*fp32"},
+            {"COUNTERS": gumbel_noise.COUNTERS},
+            gumbel_noise.WARPS,
+            aligned=aligned,
+        )
+
+
 FORMS: dict[str, Callable[[Device], Iterator[Specialisation]]] = {
     "tree_attention": _tree_attention,
     "rope_append": _rope_append,
@@ -406,4 +420,5 @@ FORMS: dict[str, Callable[[Device], Iterator[Specialisation]]] = {
     "add_rms_norm": _add_rms_norm,
     "tree_accept": _tree_accept,
     "tree_select": _tree_select,
+    "gumbel_noise": _gumbel_noise,
 }

@@ -27,7 +27,7 @@
 namespace medusa {
 
 // Raise it when the arguments or the meaning of an exported function change, also in medusa_kernels/_native.py.
-constexpr int kAbiVersion = 2;
+constexpr int kAbiVersion = 3;
 
 enum Status : int {
   kOk = 0,

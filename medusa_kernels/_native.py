@@ -16,7 +16,7 @@ from typing import Any, Literal
 Kind = Literal["cpu", "cuda"]
 
 # The same number as kAbiVersion in csrc/kv_compact.h.
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY_FOLDER = Path(__file__).parent / "_lib"
 
 
@@ -49,7 +49,7 @@ def build_info() -> dict[str, Any]:
         return {}
 
 
-CPU_OPS = ("decode_linear", "decoder_layers", "heads_topk", "argmax", "tree_accept")
+CPU_OPS = ("decode_linear", "decoder_layers", "heads_topk", "argmax", "gumbel_noise", "tree_accept")
 """Functions medusa_<op>_cpu of csrc/cpu, each of one struct."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medusa_kernels import _checks, reference
+from medusa_kernels import _checks, _cpu, reference
 from medusa_kernels._registry import register, triton_or
 
 
@@ -46,8 +46,18 @@ def gumbel_noise(seeds: Tensor, first: Tensor, rows: int, vocabulary: int) -> Te
     return torch.ops.medusa_kernels.gumbel_noise.default(seeds, first, rows, vocabulary)
 
 
+def _native(seeds: Tensor, first: Tensor, rows: int, vocabulary: int) -> Tensor:
+    """Run the op on a CPU by the C++ library."""
+    out = seeds.new_empty(len(seeds), rows, vocabulary, dtype=torch.float32)
+    seeds, first = seeds.contiguous(), first.long().contiguous()  # held until the call has returned
+    _cpu.call("gumbel_noise", _cpu.threads(), *out.shape, seeds, first, out)
+    return out
+
+
+_EAGER = triton_or("gumbel_noise", "reference", reference.gumbel_noise, "PyTorch, operation by operation")
 register(
     gumbel_noise,
     lambda a: a.seeds.new_empty(len(a.seeds), a.rows, a.vocabulary, dtype=torch.float32),
-    cpu=triton_or("gumbel_noise", "reference", reference.gumbel_noise, "PyTorch, operation by operation"),
+    cpu=_cpu.native_or("gumbel_noise", _native, _EAGER),
+    cuda=_EAGER,
 )

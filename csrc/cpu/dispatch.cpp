@@ -85,3 +85,4 @@ MEDUSA_EXPORT int medusa_decode_linear_cpu(const medusa::Linear* a) { return med
 MEDUSA_EXPORT int medusa_decoder_layers_cpu(const medusa::Layers* a) { return medusa::run(medusa::ops->layers, a); }
 MEDUSA_EXPORT int medusa_heads_topk_cpu(const medusa::Heads* a) { return medusa::run(medusa::ops->heads, a); }
 MEDUSA_EXPORT int medusa_argmax_cpu(const medusa::Argmax* a) { return medusa::run(medusa::ops->argmax, a); }
+MEDUSA_EXPORT int medusa_gumbel_noise_cpu(const medusa::Noise* a) { return medusa::run(medusa::ops->noise, a); }

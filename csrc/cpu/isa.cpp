@@ -22,6 +22,7 @@ namespace {
 #include "linear.h"
 #include "layers.h"
 #include "heads.h"
+#include "noise.h"
 
 template <class Arguments>
 using Run = Result (*)(const Arguments&);
@@ -40,6 +41,7 @@ const Ops kOps = {
     typed<Layers, layers<Float32>, layers<BFloat16>>,
     typed<Heads, heads<Float32>, heads<BFloat16>>,
     typed<Argmax, argmax<Float32>, argmax<BFloat16>>,
+    gumbel_noise,
 };
 
 }  // namespace MEDUSA_ISA

@@ -92,6 +92,14 @@ struct Argmax {
   int64_t* next;
 };
 
+// gumbel_noise, see medusa_kernels/gumbel_noise.py.
+struct Noise {
+  int64_t threads;
+  int64_t batch, rows, vocabulary;
+  const int64_t *seeds, *first;  // [batch]
+  float* out;                    // [batch, rows, vocabulary]
+};
+
 // tree_accept, see medusa_kernels/tree_accept.py for the shapes.
 struct Accept {
   int64_t batch, nodes, places, ends, hidden_bytes, output_columns, log_columns;
@@ -129,6 +137,7 @@ struct Ops {
   Result (*layers)(const Layers&);
   Result (*heads)(const Heads&);
   Result (*argmax)(const Argmax&);
+  Result (*noise)(const Noise&);
 };
 
 }  // namespace medusa

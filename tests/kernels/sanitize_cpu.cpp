@@ -24,6 +24,7 @@ int medusa_decode_linear_cpu(const medusa::Linear*);
 int medusa_decoder_layers_cpu(const medusa::Layers*);
 int medusa_heads_topk_cpu(const medusa::Heads*);
 int medusa_argmax_cpu(const medusa::Argmax*);
+int medusa_gumbel_noise_cpu(const medusa::Noise*);
 int medusa_tree_accept_cpu(const medusa::Accept*);
 const char* medusa_cpu_isa(void);
 int medusa_cpu_use(const char* name);
@@ -306,6 +307,34 @@ void argmax() {
       if (logit > most) best = row, most = logit;
     }
     check("next", token, static_cast<double>(next.data()[token]), static_cast<double>(best), 0);
+  }
+}
+
+void gumbel_noise() {
+  const int64_t batch = any(1, 3), rows = any(1, 3), vocabulary = maybe() ? odd_size(300) : any(1, 9000);
+  const int64_t threads = any(1, 4);
+  what = "noise [" + std::to_string(batch) + ", " + std::to_string(rows) + ", " + std::to_string(vocabulary) + "] on " +
+         std::to_string(threads) + " threads";
+  std::vector<int64_t> keys, places;
+  for (int64_t b = 0; b < batch; ++b) keys.push_back(any(INT64_MIN, INT64_MAX)), places.push_back(any(0, INT32_MAX));
+  Integers<int64_t> seeds(keys), first(places);
+  Array out(kFloat32, batch * rows, vocabulary);
+  medusa::Noise call{threads, batch, rows, vocabulary, seeds.data(), first.data(), static_cast<float*>(out.data())};
+  expect_done(medusa_gumbel_noise_cpu(&call));
+  const std::vector<double> found = out.read();
+  for (int64_t i = 0; i < batch * rows * vocabulary; ++i) {
+    const int64_t row = i / vocabulary, token = i % vocabulary;
+    uint32_t c[4] = {static_cast<uint32_t>(token / 4), static_cast<uint32_t>(places[row / rows] + row % rows), 0, 0};
+    uint32_t k[2] = {static_cast<uint32_t>(keys[row / rows]), static_cast<uint32_t>(keys[row / rows] >> 32)};
+    for (int round = 0; round < 10; ++round, k[0] += 0x9E3779B9, k[1] += 0xBB67AE85) {
+      const uint64_t even = uint64_t{0xD2511F53} * c[0], odd = uint64_t{0xCD9E8D57} * c[2];
+      const uint32_t next[4] = {static_cast<uint32_t>(odd >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(odd),
+                                static_cast<uint32_t>(even >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(even)};
+      std::copy(next, next + 4, c);
+    }
+    const float v = std::min(static_cast<float>(c[token % 4]) * 0x1p-32f + 0x1p-33f, 1 - 0x1p-24f);
+    const double expected = -std::log(-std::log1p(-static_cast<double>(v)));
+    check("noise", i, found[i], expected, 0x1p-20 + 0x1p-22 * std::fabs(expected));
   }
 }
 
@@ -700,7 +729,7 @@ int main(int argc, char** argv) {
     void (*run)();
     int cases;
   } ops[] = {{"decode_linear", linear, cases}, {"argmax", argmax, cases / 3 + 1}, {"heads_topk", heads, cases / 3 + 1},
-             {"decoder_layers", layers, cases / 3 + 1}, {"tree_accept", accept, cases}};
+             {"gumbel_noise", gumbel_noise, cases / 3 + 1}, {"decoder_layers", layers, cases / 3 + 1}, {"tree_accept", accept, cases}};
   if (__sanitizer_set_death_callback != nullptr) __sanitizer_set_death_callback(say_case);
   int sets = 0, all_wrong = 0;
   for (const char* isa : {"base", "avx2", "avx512", "avx512_bf16"}) {

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import test_decode_linear
 import test_decoder_layers
+import test_gumbel_noise
 import test_heads_topk
 import torch
 from budget import assert_typical_error_within_twice
 from modes import of_the_cpu
 from torch import Tensor
 
-from medusa_kernels import _native, decode_linear, heads_topk, reference, served_by, tree_verify
+from medusa_kernels import _native, decode_linear, gumbel_noise, heads_topk, reference, served_by, tree_verify
 
 pytestmark = of_the_cpu
 SETS = ("base", "avx2", "avx512", "avx512_bf16")
@@ -153,3 +154,21 @@ def test_tree_verify_takes_the_first_of_equal_logits_and_nan(dtype: torch.dtype)
         weight[torch.randperm(vocabulary)[:2], 3] = torch.nan
         assert torch.equal(verify(hidden, weight), reference.tree_verify(hidden, weight, candidates)[0])
         assert torch.equal(verify(hidden * torch.nan, weight), torch.zeros_like(candidates))
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+def test_set_serves_gumbel_noise() -> None:
+    """Whole vectors and parts of one, more than a thread's piece, places beyond 31 bits; with any number of threads."""
+    assert served_by("gumbel_noise", "cpu").name == "cpp"
+    seeds, first = torch.tensor([7, -7]), torch.tensor([0, 2**31 - 1])
+    before = torch.get_num_threads()
+    try:
+        for vocabulary in (1, 3, 16, 33, 100, 9001):
+            torch.set_num_threads(1)
+            alone = gumbel_noise(seeds, first, 3, vocabulary)
+            torch.set_num_threads(3)
+            assert torch.equal(gumbel_noise(seeds, first, 3, vocabulary), alone)
+            test_gumbel_noise.check(alone[0, 2], 7, 2)
+            test_gumbel_noise.check(alone[1, 1], -7, 2**31)
+    finally:
+        torch.set_num_threads(before)
