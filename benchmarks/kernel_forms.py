@@ -175,26 +175,30 @@ def _rope_append(device: Device) -> Iterator[Specialisation]:
 def _heads_topk(device: Device) -> Iterator[Specialisation]:
     """Yield each tile of rows in bf16, and one form of each other kind."""
     fp16, bf16, fp32, int8, fp8 = torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.float8_e4m3fn
-    for dtype, rows, elements in (
-        (bf16, 1, 16), (bf16, 32, 16), (bf16, 64, 16), (bf16, 1, 8), (bf16, 1, 1), (fp16, 1, 16), (fp32, 1, 16)
+    for dtype, rows, elements, bias in (
+        (bf16, 1, 16, True), (bf16, 32, 16, True), (bf16, 64, 16, True), (bf16, 1, 8, True), (bf16, 1, 1, True),
+        (fp16, 1, 16, True), (fp32, 1, 16, True), (bf16, 1, 16, False), (bf16, 32, 16, False), (bf16, 64, 16, False),
     ):  # fmt: skip
         config = heads_topk.configuration(device, dtype, dtype, rows, "residual", vectors=wide(elements, dtype))
         kind = TRITON_TYPES[dtype]
         yield specialise(
-            f"heads_topk residual {kind} {_tile(config, elements)}",
+            f"heads_topk {'residual' if bias else 'root'} {kind} {_tile(config, elements)}",
             heads_topk.residual_kernel,
-            {"hidden w1 b1 states": f"*{kind}"},
-            config.blocks() | {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": True},
+            {"x hidden w1 b1 states": f"*{kind}"},
+            config.blocks() | {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": bias, "ACTIVATE": bias},
             config,
         )
-    for rows in (1, 32, 64):
-        yield _vocabulary(device, bf16, bf16, rows)
+    for rows, noise in itertools.product((1, 32, 64), (False, True)):
+        yield _vocabulary(device, bf16, bf16, rows, noise=noise)
     for elements in (8, 1):
         yield _vocabulary(device, bf16, bf16, 1, elements=elements)
     yield _vocabulary(device, bf16, bf16, 1, k=32)
     yield _vocabulary(device, bf16, bf16, 1, gather=True)
     for dtype, stored in itertools.product((fp16, bf16, fp32), (int8, fp8)):
         yield _vocabulary(device, dtype, stored, 1)
+    for rows, gather in ((1, False), (64, True)):
+        yield _vocabulary(device, bf16, int8, rows, gather=gather, noise=True)
+    yield _vocabulary(device, fp32, fp32, 1, noise=True)
     yield _vocabulary(device, bf16, int8, 32, gather=True)
     yield _vocabulary(device, fp16, fp16, 1)
     yield _vocabulary(device, fp32, fp32, 1)
@@ -209,24 +213,28 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
         )
 
 
-def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, elements=16):
+def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False, elements=16):
+    # With noise also the rest that sampling may ask for: a temperature and a token map.
     config = heads_topk.configuration(device, dtype, stored, rows, "vocabulary", vectors=wide(elements, dtype, stored))
     as_bytes, kind, weight = heads_topk.decodes_bytes(device, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
-    tile = _tile(config, elements, " gather" * gather)
+    tile = _tile(config, elements, " gather" * gather + " noise" * noise)
     types = {"states": f"*{kind}", "w2": "*u8" if as_bytes else f"*{weight}", "token_map keys": "*i64"}
     flags = {"UNIT": elements, "EVEN": elements == 16, "E4M3": as_bytes, "HAS_SCALE": stored.itemsize == 1}
     return specialise(
         f"heads_topk vocabulary {kind} x {weight} k{k} {tile}",
         heads_topk.vocabulary_kernel,
-        types | {"scale peaks sums": "*fp32"},
-        config.blocks() | flags | {"GATHER": gather, "K": k, "PLACES": triton.next_power_of_2(k)},
+        types | {"scale noise peaks sums": "*fp32", "temperature": "fp32"},
+        config.blocks()
+        | flags
+        | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_TEMPERATURE": noise, "HAS_NOISE": noise}
+        | {"K": k, "PLACES": triton.next_power_of_2(k)},
         config,
     )
 
 
-def _tile(config: Config, elements: int, gather: str = "") -> str:
+def _tile(config: Config, elements: int, more: str = "") -> str:
     unaligned = f" unit{elements} masked" if elements < 16 else ""
-    return f"{config.block_m}x{config.block_v}x{config.block_k}{gather}{unaligned}"
+    return f"{config.block_m}x{config.block_v}x{config.block_k}{more}{unaligned}"
 
 
 def _tree_verify(device: Device) -> Iterator[Specialisation]:

@@ -6,6 +6,7 @@ It does not know which hidden state it is given, how the heads were trained or h
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -30,11 +31,15 @@ def heads_topk(
     w2_scale: Tensor | None = None,
     token_map: Tensor | None = None,
     gather: bool = False,
+    root: Tensor | None = None,
+    w_root: Tensor | None = None,
+    temperature: float = 1.0,
+    noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each head's k likeliest tokens with their log-probabilities (the paper's heads, section 2.1.1).
 
-    Head j computes `h <- h + SiLU(W1_j h + b1_j)` for each of its residual blocks, `W2_j h`, and the log-softmax over
-    the V' rows of `W2_j`.
+    Head j computes `h <- h + W_root_j root` if there is a root, `h <- h + SiLU(W1_j h + b1_j)` for each of its residual
+    blocks, `x = W2_j h / temperature + noise`, and the log-softmax of x over the V' rows of `W2_j`.
 
     Args:
         hidden: hidden states `[B, H]`, or `[B, K, H]` if each head has its own; fp16, bf16 or fp32.
@@ -46,12 +51,19 @@ def heads_topk(
         token_map: int64 `[V']`, the real token id of each row of a trimmed vocabulary. None: the row is the id.
         gather: w2 and w2_scale hold the whole vocabulary of V instead (`[K, V, H]` or `[V, H]`), of which the
             projection has the rows that token_map names, in its order; token_map is required.
+        root: `[B, H]`, dtype of hidden, a second input of every head: the embedding of the last drawn token.
+        w_root: `[K, H, H]`, dtype of hidden; any strides. Required with root, and only then.
+        temperature: finite, above 0.
+        noise: fp32 `[B, R, V]`, R at least K: head j of batch row b adds element `noise[b, j, token id]` to each logit.
+            V is the number of ids (without a token_map V', with `gather` that of the rows of w2). With standard Gumbel
+            noise the first token is a sample of the softmax, and the k are samples without replacement (Gumbel-top-k,
+            arXiv:1903.06059). None: none.
 
     Returns:
-        logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal logits is not specified.
-        Products are accumulated in fp32 and the log-softmax is taken in fp32. The states `h + SiLU(W1 h + b1)` are
-        rounded to the dtype of hidden. The PyTorch implementation rounds the result of each matrix product to that
-        dtype too, which the Triton and C++ kernels do not. The Triton kernel runs the last block; PyTorch those before.
+        logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal x is not specified.
+        Products are accumulated in fp32, and x and its log-softmax are fp32. Each new h is rounded to the dtype of
+        hidden. The PyTorch implementation rounds the result of each matrix product to that dtype too, which the Triton
+        and C++ kernels do not.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value.
@@ -80,16 +92,35 @@ def heads_topk(
         _checks.typed("w2_scale", w2_scale, w2.shape[:-1], torch.float32, "hidden", hidden)
     scaled = w2_scale is not None or w2.dtype not in QUANTISED
     _checks.require(scaled, "w2_scale", "one scale per row of int8 and fp8 weights", None)
+    if root is not None:
+        _checks.match("root", root, (hidden.shape[0], size), "hidden", hidden)
+        _checks.require(w_root is not None, "w_root", "the weights of root", None)
+    if w_root is not None:
+        _checks.require(root is not None, "root", "the input of w_root", None)
+        _checks.match("w_root", w_root, (heads, size, size), "hidden", hidden)
+    _checks.require(0 < temperature < float("inf"), "temperature", "a finite number above 0", temperature)
+    if noise is not None:
+        ids = "V" if token_map is not None and not gather else w2.shape[-2]
+        _checks.typed("noise", noise, (hidden.shape[0], "R", ids), torch.float32, "hidden", hidden)
+        _checks.require(noise.shape[1] >= heads, "noise", f"a row for each of {heads} heads", noise.shape[1])
     return torch.ops.medusa_kernels.heads_topk.default(
-        hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather
-    )
+        hidden, w1, b1, w2, k,
+        w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
+        noise=noise,
+    )  # fmt: skip
 
 
-def _matmul(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
+def _matmul(
+    hidden, w1, b1, w2, k,
+    *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+):  # fmt: skip
     """Run the op as matrix products in the dtype of hidden and a top-k over the logits, on any device."""
-    hidden, w1, b1 = last_block(hidden, w1, b1)
-    heads, size = w1.shape[0], w1.shape[2]
-    states = _residual_block(hidden, w1, b1)
+    heads, size = w1.shape[0], w1.shape[-1]
+    states = hidden if hidden.dim() == 3 else hidden[:, None]
+    if root is not None:
+        states = states + _of_every_head(root[:, None], w_root, None)
+    for weight, bias in residual_blocks(w1, b1):
+        states = states + silu(_of_every_head(states, weight, bias))
     if gather:
         w2 = w2[..., token_map, :]
         w2_scale = None if w2_scale is None else w2_scale[..., token_map]
@@ -103,31 +134,32 @@ def _matmul(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=Fals
         logits = torch.matmul(states.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
     if w2_scale is not None:
         logits = logits.float() * w2_scale
+    if temperature != 1:
+        logits = logits.float() / temperature
+    if noise is not None:
+        logits = logits + (noise[:, :heads] if token_map is None else noise[:, :heads, token_map])
     tokens = logits.topk(k, dim=-1).indices
     logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, tokens)
     return logprobs, tokens if token_map is None else token_map[tokens]
 
 
-def last_block(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run all residual blocks but the last; return its input, `[B, H]` or `[B, K, H]`, and its weights."""
+def residual_blocks(w1: Tensor, b1: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield the weights `[K, H, H]` and the biases `[K, H]` of each residual block."""
     if w1.dim() == 3:
-        return hidden, w1, b1
-    for block in range(w1.shape[1] - 1):
-        hidden = _residual_block(hidden, w1[:, block], None if b1 is None else b1[:, block])
-    return hidden, w1[:, -1], None if b1 is None else b1[:, -1]
+        yield w1, b1
+        return
+    for block in range(w1.shape[1]):
+        yield w1[:, block], None if b1 is None else b1[:, block]
 
 
-def _residual_block(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
-    """Return `h + SiLU(W1 h + b1)` of every head, `[B, K, H]`."""
-    heads, size = w1.shape[0], w1.shape[2]
-    if hidden.dim() == 2:
-        hidden = hidden[:, None]
-        if w1.is_contiguous():
-            # All heads read one input: their weights are one matrix.
-            flat_bias = None if b1 is None else b1.reshape(-1)
-            return hidden + silu(linear(hidden, w1.view(-1, size), flat_bias)).view(-1, heads, size)
-    inner = torch.matmul(hidden.transpose(0, 1), w1.transpose(1, 2)).transpose(0, 1)
-    return hidden + silu(inner if b1 is None else inner + b1)
+def _of_every_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `W x + b` of every head, `[B, K, H]`, of inputs `[B, K, H]`, or `[B, 1, H]` if all have the same."""
+    heads, size, _ = weight.shape
+    if x.shape[1] == 1 and weight.is_contiguous():
+        # All heads read one input: their weights are one matrix.
+        return linear(x, weight.view(-1, size), None if bias is None else bias.reshape(-1)).view(-1, heads, size)
+    inner = torch.matmul(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
+    return inner if bias is None else inner + bias
 
 
 def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
@@ -135,14 +167,22 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return a.hidden.new_empty(shape, dtype=torch.float32), a.hidden.new_empty(shape, dtype=torch.int64)
 
 
-def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
+def _native(
+    hidden, w1, b1, w2, k,
+    *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     batch, heads, size = hidden.shape[0], w1.shape[0], w1.shape[-1]
     # For the library a w2 whose heads are 0 apart is a shared one, with one scale for all heads.
     shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1 and w2.stride(0) != 0
+    dense &= w_root is None or w_root.stride(-1) == 1
     few = 0 < batch <= MOST_ROWS
     if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
-        return _matmul(hidden, w1, b1, w2, k, w2_scale=w2_scale, token_map=token_map, gather=gather)
+        return _matmul(
+            hidden, w1, b1, w2, k,
+            w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
+            noise=noise,
+        )  # fmt: skip
     vocabulary = len(token_map) if gather else w2.shape[-2]
     logprobs = hidden.new_empty(batch, heads, k, dtype=torch.float32)
     tokens = hidden.new_empty(batch, heads, k, dtype=torch.int64)
@@ -150,6 +190,8 @@ def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=Fals
     hidden, b1 = hidden.contiguous(), None if b1 is None else b1.contiguous()
     w2_scale = None if w2_scale is None else w2_scale.contiguous()
     token_map = None if token_map is None else token_map.contiguous()
+    root = None if root is None else root.contiguous()
+    noise = None if noise is None else noise.contiguous()
     try:
         _cpu.call(
             "heads_topk",
@@ -157,13 +199,16 @@ def _native(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=Fals
             batch, heads, size, vocabulary, w2.shape[-2], k,
             w1.shape[1] if w1.dim() == 4 else 1, w1, b1,
             *(stride * w1.element_size() for stride in (w1.stride(0), w1.stride(1), w1.stride(-2))),
+            root, w_root, *((0, 0) if w_root is None else (s * w_root.element_size() for s in w_root.stride()[:2])),
             w2, 0 if shared else w2.stride(0) * w2.element_size(), w2.stride(-2) * w2.element_size(),
             _cpu.TYPES[w2.dtype], w2_scale, 0 if shared else w2.shape[-2],
-            token_map, gather, logprobs, tokens,
+            token_map, gather, float(temperature), noise, *((0, 0) if noise is None else noise.shape[1:]),
+            logprobs, tokens,
         )  # fmt: skip
     except _cpu.OutsideError:
         low, high = (int(row) for row in token_map.aminmax())
-        raise ValueError(f"token_map: expected rows 0 to {w2.shape[-2] - 1} of w2, got {low} to {high}") from None
+        rows = f"{w2.shape[-2] - 1} of w2" if gather else f"{noise.shape[-1] - 1} of noise"
+        raise ValueError(f"token_map: expected rows 0 to {rows}, got {low} to {high}") from None
     return logprobs, tokens
 
 

@@ -102,11 +102,16 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def heads_topk(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
-    """Residual block, vocabulary projection and top-k of every head; see the public `heads_topk`."""
+def heads_topk(
+    hidden, w1, b1, w2, k,
+    *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+):  # fmt: skip
+    """Root's term, residual blocks, vocabulary projection and top-k of every head; see the public `heads_topk`."""
     states = _wide(hidden)
     if states.dim() == 2:
         states = states[:, None].expand(-1, w1.shape[0], -1)
+    if root is not None:
+        states = states + torch.einsum("bh,kgh->bkg", _wide(root), _wide(w_root))
     blocks = w1.unbind(1) if w1.dim() == 4 else [w1]
     biases = [None] * len(blocks) if b1 is None else b1.unbind(1) if w1.dim() == 4 else [b1]
     for block, bias in zip(blocks, biases, strict=True):
@@ -121,6 +126,9 @@ def heads_topk(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=F
     logits = torch.einsum("bkh,vh->bkv" if w2.dim() == 2 else "bkh,kvh->bkv", states, projection)
     if w2_scale is not None:
         logits = logits * w2_scale.to(logits.dtype)
+    logits = logits / temperature
+    if noise is not None:
+        logits = logits + (noise if token_map is None else noise[..., token_map])[:, : w1.shape[0]]
     logprobs = logits - logits.logsumexp(-1, keepdim=True)
     best, tokens = logprobs.topk(k, dim=-1)
     return best, tokens if token_map is None else token_map[tokens]

@@ -97,6 +97,9 @@ def _heads_topk(generator: torch.Generator) -> Iterator[Case]:
     hidden, b1 = torch.randn(2, 64, generator=generator), torch.randn(3, 64, generator=generator)
     w1, w2 = torch.randn(3, 64, 64, generator=generator) / 8, torch.randn(3, 500, 64, generator=generator)
     yield (hidden, w1, b1, w2, 5), {}
+    root, w_root = torch.randn(2, 64, generator=generator), torch.randn(3, 64, 64, generator=generator) / 8
+    noise = torch.randn(2, 4, 500, generator=generator)
+    yield (hidden, w1, b1, w2, 5), {"root": root, "w_root": w_root, "temperature": 0.8, "noise": noise}
 
 
 def _tree_verify(generator: torch.Generator) -> Iterator[Case]:

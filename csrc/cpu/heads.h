@@ -39,20 +39,25 @@ inline void top_k(const float* logits, int64_t count, int64_t k, float* logprobs
 template <class A>
 Result heads(const Heads& a) {
   using T = typename A::T;
-  for (int64_t i = 0; a.gather && i < a.vocabulary; ++i) {
-    if (a.token_map[i] < 0 || a.token_map[i] >= a.rows) return kOutside;
+  for (int64_t i = 0; a.token_map != nullptr && i < a.vocabulary; ++i) {
+    const bool row = a.token_map[i] >= 0 && a.token_map[i] < a.rows;
+    const bool id = a.token_map[i] >= 0 && a.token_map[i] < a.noise_ids;
+    if ((a.gather && !row) || (a.noise != nullptr && !id)) return kOutside;
   }
   const int64_t tokens = a.batch * a.heads, chunks = blocks(a.width, kChunk);
   const int64_t state_bytes = blocks(tokens * a.width * int64_t(sizeof(T)), 64) * 64;
   char* memory = static_cast<char*>(scratch(kBetween, state_bytes + tokens * a.vocabulary * int64_t(sizeof(float))));
   T* states = reinterpret_cast<T*>(memory);  // [heads, batch, width]
   float* logits = reinterpret_cast<float*>(memory + state_bytes);
-  T* hidden = static_cast<T*>(const_cast<void*>(a.hidden));  // only read
-  for (int64_t block = 0; block < a.blocks; ++block) {
-    // The first block reads the hidden states, the others the states of the one before, in place.
+  const int64_t start_block = a.root == nullptr ? 0 : -1;  // block -1 adds the root's term
+  for (int64_t block = start_block; block < a.blocks; ++block) {
+    // The first adds to the hidden states, the others to the states of the one before, in place.
+    const auto before = [&](int64_t head, int64_t b) {
+      if (block > start_block) return const_cast<const T*>(states) + (head * a.batch + b) * a.width;
+      return static_cast<const T*>(a.hidden) + (a.hidden_stride == 0 ? b : b * a.heads + head) * a.width;
+    };
     const auto input = [&](int64_t head, int64_t b) {
-      if (block > 0) return states + (head * a.batch + b) * a.width;
-      return hidden + (a.hidden_stride == 0 ? b : b * a.heads + head) * a.width;
+      return block < 0 ? static_cast<const T*>(a.root) + b * a.width : before(head, b);
     };
     with_weight<A>(A::kType, [&](auto kind) {
       using W = decltype(kind);
@@ -61,18 +66,23 @@ Result heads(const Heads& a) {
       for (int64_t i = 0; i < tokens; ++i) prepare<W, A>(input(i / a.batch, i % a.batch), 1, a.width, x + i * vectors);
       in_parallel(a.threads, a.heads * chunks, [&](int64_t i) {
         const int64_t head = i / chunks, first = i % chunks * kChunk, rows = least(kChunk, a.width - first);
-        const T* bias = a.b1 == nullptr ? nullptr : static_cast<const T*>(a.b1) + (head * a.blocks + block) * a.width;
-        const char* weight = static_cast<const char*>(a.w1) + head * a.w1_stride + block * a.w1_block_stride;
-        const Matrix w1{weight, nullptr, bias, a.width, a.w1_row_stride, a.type};
+        Matrix w{static_cast<const char*>(a.w_root) + head * a.w_root_stride, nullptr, nullptr, a.width,
+                 a.w_root_row_stride, a.type};
+        if (block >= 0) {
+          w.data = static_cast<const char*>(a.w1) + head * a.w1_stride + block * a.w1_block_stride;
+          w.bias = a.b1 == nullptr ? nullptr : static_cast<const T*>(a.b1) + (head * a.blocks + block) * a.width;
+          w.stride = a.w1_row_stride;
+        }
         alignas(kBytes) float sums[kTokens * kChunk];
         for (int64_t start = 0; start < a.batch; start += kTokens) {
           const int64_t now = least(kTokens, a.batch - start);
-          affine<A, W>(w1, first, rows, x + (head * a.batch + start) * vectors, now, a.width, sums);
+          affine<A, W>(w, first, rows, x + (head * a.batch + start) * vectors, now, a.width, sums);
           for (int64_t token = 0; token < now; ++token) {
             T* to = states + (head * a.batch + start + token) * a.width + first;
             for (int64_t row = 0; row < rows; row += kLanes) {
-              const F h = get<A>(input(head, start + token) + first + row, rows - row);
-              put<A>(to + row, h + silu(load<F>(sums + token * kChunk + row)), rows - row);
+              const F h = get<A>(before(head, start + token) + first + row, rows - row);
+              const F inner = load<F>(sums + token * kChunk + row);
+              put<A>(to + row, h + (block < 0 ? inner : silu(inner)), rows - row);
             }
           }
         }
@@ -80,6 +90,7 @@ Result heads(const Heads& a) {
     });
   }
   const int64_t projections = a.w2_stride == 0 ? 1 : a.heads, each = tokens / projections;
+  const float temperature = static_cast<float>(a.temperature);
   const bool known = with_weight<A>(a.w2_type, [&](auto kind) {
     using W = decltype(kind);
     const int64_t vectors = prepared_vectors<W>(a.width), pieces = blocks(a.vocabulary, kChunk);
@@ -91,11 +102,16 @@ Result heads(const Heads& a) {
       float* out = logits + own * each * a.vocabulary + first;
       product<W>(static_cast<const char*>(a.w2) + own * a.w2_stride, a.w2_row_stride, map, first, rows,
                  x + own * each * vectors, each, a.width, out, a.vocabulary);
-      if (a.w2_scale == nullptr) return;
       for (int64_t token = 0; token < each; ++token) {
-        for (int64_t row = 0; row < rows; ++row) {
-          out[token * a.vocabulary + row] *= a.w2_scale[own * a.scale_stride + (map ? map[first + row] : first + row)];
+        float* x = out + token * a.vocabulary;
+        for (int64_t row = 0; a.w2_scale != nullptr && row < rows; ++row) {
+          x[row] *= a.w2_scale[own * a.scale_stride + (map ? map[first + row] : first + row)];
         }
+        for (int64_t row = 0; temperature != 1 && row < rows; ++row) x[row] /= temperature;
+        if (a.noise == nullptr) continue;
+        const int64_t state = own * each + token, b = state % a.batch, head = state / a.batch;
+        const float* noise = a.noise + (b * a.noise_rows + head) * a.noise_ids;
+        for (int64_t row = 0; row < rows; ++row) x[row] += noise[a.token_map ? a.token_map[first + row] : first + row];
       }
     });
   });

@@ -62,7 +62,7 @@ struct Layers {
   const int64_t* windows;      // [layers], sliding windows in positions, 0 for none
 };
 
-// heads_topk: the residual blocks of each head, its projection, and the k likeliest tokens.
+// heads_topk: the root's term and the residual blocks of each head, its projection, and the k likeliest tokens.
 struct Heads {
   int64_t threads;
   int64_t type;
@@ -72,12 +72,17 @@ struct Heads {
   int64_t blocks;
   const void *w1, *b1;  // [heads, blocks, width, width], [heads, blocks, width] or null
   int64_t w1_stride, w1_block_stride, w1_row_stride;
+  const void *root, *w_root;  // [batch, width], [heads, width, width]; or both null
+  int64_t w_root_stride, w_root_row_stride;
   const void* w2;  // with w2_stride [heads, rows, width], else [rows, width]
   int64_t w2_stride, w2_row_stride, w2_type;
   const float* w2_scale;
   int64_t scale_stride;
   const int64_t* token_map;  // [vocabulary] or null
   int64_t gather;
+  double temperature;
+  const float* noise;  // [batch, noise_rows, noise_ids] or null
+  int64_t noise_rows, noise_ids;
   float* logprobs;  // [batch, heads, k]
   int64_t* tokens;  // [batch, heads, k]
 };

@@ -1,8 +1,8 @@
-"""`heads_topk` as three Triton launches: residual blocks, vocabulary projections with top-k, merge.
+"""`heads_topk` as Triton launches: the root's term, each residual block, vocabulary projections with top-k, merge.
 
-The first two stream the weights once past all rows that use them. The second keeps, per row and program, the top k
-tokens and the sum of exponentials over the program's share of the vocabulary. The third merges the shares in a fixed
-order. Only the heads' states and these partial results are stored in between, never logits.
+All but the last stream the weights once past all rows that use them. The projections keep, per row and program, the
+top k tokens and the sum of exponentials over the program's share of the vocabulary. The merge has a fixed order. Only
+the heads' states and these partial results are stored in between, never logits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -27,22 +27,24 @@ from medusa_kernels._triton.streaming import (
     wide,
 )
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
-from medusa_kernels.heads_topk import last_block
+from medusa_kernels.heads_topk import residual_blocks
 
 MERGE = Warps(num_warps=4, num_stages=3)
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "step"])
 def residual_kernel(
-    hidden, w1, b1, states,
-    batch, heads, size, stride_hidden_b, stride_hidden_k, stride_w1_k, stride_w1_r, stride_b1_k, tiles, step,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    x, hidden, w1, b1, states,
+    batch, heads, size, stride_x_b, stride_x_k, stride_hidden_b, stride_hidden_k, stride_w1_k, stride_w1_r, stride_b1_k,
+    tiles, step,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute h + SiLU(W1 h + b1) for BLOCK_M rows and one program's share of the rows of one head's W1.
+    """Compute h + SiLU(W1 x + b1) for BLOCK_M rows and one program's share of the rows of one head's W1.
 
-    hidden [B, H] or [B, K, H], w1 [K, H, H], b1 [K, H] give states [B, K, H]. Everything is fp32 until the one rounding
-    to the dtype of the states. Sizes and strides come in units of UNIT elements.
+    x and hidden (h) [B, H] or [B, K, H], w1 [K, H, H], b1 [K, H] give states [B, K, H]; without ACTIVATE
+    h + W1 x + b1. Everything is fp32 until the one rounding to the dtype of the states. Sizes and strides come in units
+    of UNIT elements.
     """
     i_m, i_p, i_k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -50,7 +52,8 @@ def residual_kernel(
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_v = tl.arange(0, BLOCK_V)
     m_m = o_m < batch
-    p_a = hidden + i_k * (stride_hidden_k * UNIT) + o_m.to(tl.int64) * (stride_hidden_b * UNIT)
+    p_a = x + i_k * (stride_x_k * UNIT) + o_m.to(tl.int64) * (stride_x_b * UNIT)
+    p_h = hidden + i_k * (stride_hidden_k * UNIT) + o_m.to(tl.int64) * (stride_hidden_b * UNIT)
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
         o_r = first + o_v
@@ -63,26 +66,29 @@ def residual_kernel(
             b_inner += tl.load(b1 + i_k * stride_b1_k + o_r, mask=m_r, other=0.0).to(tl.float32)[None, :]
         m_state = m_m[:, None] & m_r[None, :]
         # [BLOCK_M, BLOCK_V]
-        b_state = tl.load(p_a[:, None] + o_r[None, :], mask=m_state, other=0.0).to(tl.float32)
-        b_state += b_inner * tl.sigmoid(b_inner)
+        b_state = tl.load(p_h[:, None] + o_r[None, :], mask=m_state, other=0.0).to(tl.float32)
+        b_state += b_inner * tl.sigmoid(b_inner) if ACTIVATE else b_inner
         p_state = states + (o_m.to(tl.int64)[:, None] * heads + i_k) * size + o_r[None, :]
         tl.store(p_state, b_state.to(states.dtype.element_ty), mask=m_state)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])
 def vocabulary_kernel(
-    states, w2, scale, token_map, keys, peaks, sums,
-    rows, groups, vocabulary, size, stride_w2_g, stride_w2_v, stride_scale_g, tiles, step,
+    states, w2, scale, token_map, noise, keys, peaks, sums,
+    rows, groups, heads, vocabulary, size, stride_w2_g, stride_w2_v, stride_scale_g, stride_noise_b, stride_noise_k,
+    tiles, step, temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, E4M3: tl.constexpr, HAS_SCALE: tl.constexpr, GATHER: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_NOISE: tl.constexpr,
     K: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Reduce x = W2 s over one program's share of the vocabulary: its top K keys, m = max x and sum of exp(x - m).
+    """Reduce x = W2 s / temperature + noise over a share of the vocabulary: top K keys, m = max x, sum of exp(x - m).
 
-    states [R * G, H], w2 [G, V, H] and scale [G, V] (a factor of x) give keys [R * G, P, K], peaks (m) and sums
+    states [R * G, H], w2 [G, V, H] and scale [G, V] (a factor of W2 s) give keys [R * G, P, K], peaks (m) and sums
     [R * G, P]. With one projection per head the G groups are the heads and the R rows the batch; a shared projection is
     one group whose rows are all states. Row r of group g is state r * G + g. GATHER: token_map names the V rows of W2.
-    x is the fp32 accumulator, which is not rounded.
+    State b * heads + j takes row j of noise [B, .., ids]; with a token_map (HAS_MAP) it names the ids. W2 s is the fp32
+    accumulator, which is not rounded.
     """
     i_m, i_p, i_g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -92,6 +98,7 @@ def vocabulary_kernel(
     m_m = o_m < rows
     o_state = o_m.to(tl.int64) * groups + i_g
     p_a = states + o_state * size
+    p_noise = noise + o_state // heads * stride_noise_b + o_state % heads * stride_noise_k
     b_topk = empty_topk(BLOCK_M, K, PLACES)
     b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -99,9 +106,12 @@ def vocabulary_kernel(
         first = (tile * programs + i_p) * step
         m_v = (o_v < step) & (first + o_v < vocabulary)
         o_w = (first + o_v).to(tl.int64)
-        if GATHER:
+        o_id = o_w
+        if HAS_MAP:
             # [BLOCK_V]
-            o_w = tl.load(token_map + o_w, mask=m_v, other=0)
+            o_id = tl.load(token_map + o_w, mask=m_v, other=0)
+        if GATHER:
+            o_w = o_id
         p_w = w2 + i_g * (stride_w2_g * UNIT) + o_w * (stride_w2_v * UNIT)
         # [BLOCK_M, BLOCK_V]
         b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, E4M3)
@@ -110,6 +120,11 @@ def vocabulary_kernel(
             b_scale = tl.load(scale + i_g * stride_scale_g + o_w, mask=m_v, other=0.0)
             b_x *= (b_scale * 256.0 if E4M3 else b_scale)[None, :]
         m_x = m_m[:, None] & m_v[None, :]
+        if HAS_TEMPERATURE:
+            b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + temperature)
+        if HAS_NOISE:
+            # [BLOCK_M, BLOCK_V]
+            b_x += tl.load(p_noise[:, None] + o_id[None, :], mask=m_x, other=0.0)
         b_topk = merge_topk_of_tile(b_topk, tl.where(m_x, ordered(b_x), NO_ORDER), first)
         b_x = tl.where(m_v[None, :], b_x, -float("inf"))
         b_high = tl.maximum(b_peak, tl.max(b_x, 1))
@@ -178,18 +193,25 @@ def rows_first(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def heads_topk(hidden, w1, b1, w2, k, *, w2_scale=None, token_map=None, gather=False):
-    """Launch the three kernels, after PyTorch has run the blocks but the last; see the public `heads_topk`."""
+def heads_topk(
+    hidden, w1, b1, w2, k,
+    *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+):  # fmt: skip
+    """Launch the kernels; see the public `heads_topk`."""
     with on_device(hidden):
-        return _top_k(_states(*last_block(hidden, w1, b1)), rows_first(w2), k, w2_scale, token_map, gather)
+        states = hidden if root is None else _states(root, hidden, w_root, None, activate=False)
+        for weight, bias in residual_blocks(w1, b1):
+            states = _states(states, states, weight, bias)
+        return _top_k(states, rows_first(w2), k, w2_scale, token_map, gather, temperature, noise)
 
 
-def _states(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
-    """Return `[B, K, H]`, every head's state."""
-    hidden, w1 = rows_first(hidden), rows_first(w1)
+def _states(x: Tensor, hidden: Tensor, w1: Tensor, b1: Tensor | None, *, activate: bool = True) -> Tensor:
+    """Return `[B, K, H]`, hidden plus SiLU(W1 x + b1), or without the activation, of every head."""
+    x, hidden, w1 = rows_first(x), rows_first(hidden), rows_first(w1)
     batch, (heads, size, _) = hidden.shape[0], w1.shape
-    stride_hidden_k = hidden.stride(1) if hidden.dim() == 3 else 0
-    elements = unit(size, hidden.stride(0), stride_hidden_k, w1.stride(0), w1.stride(1))
+    strides = [tensor.stride()[i] if tensor.dim() > i + 1 else 0 for tensor in (x, hidden) for i in (0, 1)]
+    strides += w1.stride()[:2]
+    elements = unit(size, *strides)
     vectors = wide(elements, hidden.dtype)
     device = describe(hidden.device)
     config = configuration(device, hidden.dtype, w1.dtype, batch, "residual", vectors=vectors)
@@ -198,18 +220,19 @@ def _states(hidden: Tensor, w1: Tensor, b1: Tensor | None) -> Tensor:
     bias = hidden if b1 is None else rows_first(b1)
     states = hidden.new_empty(batch, heads, size)
     residual_kernel[tiles, share.programs, heads](
-        hidden, w1, bias, states,
-        batch, heads, size // elements, hidden.stride(0) // elements, stride_hidden_k // elements,
-        w1.stride(0) // elements, w1.stride(1) // elements, bias.stride(0), share.tiles, share.step,
-        UNIT=elements, EVEN=size % config.block_k == 0, HAS_BIAS=b1 is not None,
+        x, hidden, w1, bias, states,
+        batch, heads, size // elements, *(stride // elements for stride in strides), bias.stride(0),
+        share.tiles, share.step,
+        UNIT=elements, EVEN=size % config.block_k == 0, HAS_BIAS=b1 is not None, ACTIVATE=activate,
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
     return states
 
 
 def _top_k(
-    states: Tensor, w2: Tensor, k: int, scale: Tensor | None, token_map: Tensor | None, gather: bool
-) -> tuple[Tensor, Tensor]:
+    states: Tensor, w2: Tensor, k: int, scale: Tensor | None, token_map: Tensor | None, gather: bool,
+    temperature: float, noise: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the top k log-probabilities and tokens of every state, `[B, K, k]`."""
     batch, heads, size = states.shape
     groups = heads if w2.dim() == 3 else 1
@@ -227,13 +250,17 @@ def _top_k(
     peaks, sums = states.new_empty(2, batch * heads, share.programs, dtype=torch.float32).unbind()
     scale = None if scale is None else scale.contiguous()
     ids = keys if token_map is None else token_map.contiguous()
+    noise = None if noise is None else rows_first(noise)
     places = triton.next_power_of_2(k)
     vocabulary_kernel[tiles, share.programs, groups](
-        states, w2.view(torch.uint8) if as_bytes else w2, peaks if scale is None else scale, ids, keys, peaks, sums,
-        rows, groups, vocabulary, size // elements, stride_w2_g // elements, w2.stride(-2) // elements,
-        scale.stride(0) if scale is not None and groups > 1 else 0, share.tiles, share.step,
+        states, w2.view(torch.uint8) if as_bytes else w2, peaks if scale is None else scale, ids,
+        peaks if noise is None else noise, keys, peaks, sums,
+        rows, groups, heads, vocabulary, size // elements, stride_w2_g // elements, w2.stride(-2) // elements,
+        scale.stride(0) if scale is not None and groups > 1 else 0, *((0, 0) if noise is None else noise.stride()[:2]),
+        share.tiles, share.step, temperature,
         UNIT=elements, EVEN=size % config.block_k == 0, E4M3=as_bytes,
-        HAS_SCALE=scale is not None, GATHER=gather, K=k, PLACES=places,
+        HAS_SCALE=scale is not None, GATHER=gather, HAS_MAP=token_map is not None, HAS_TEMPERATURE=temperature != 1,
+        HAS_NOISE=noise is not None, K=k, PLACES=places,
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
     logprobs = states.new_empty(batch, heads, k, dtype=torch.float32)

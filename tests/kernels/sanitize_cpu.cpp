@@ -348,10 +348,17 @@ void heads() {
          std::to_string(count) + ", " + std::to_string(width) + "] of " + std::to_string(vocabulary) + " best " +
          std::to_string(k) + (gather ? " gathered" : "") + (shared ? " shared" : "") + " on " +
          std::to_string(threads) + " threads, " + std::to_string(blocks) + " blocks";
+  const bool has_root = maybe(), has_noise = maybe();
+  what += std::string(has_root ? " root" : "") + (has_noise ? " noise" : "");
+  const int64_t noise_rows = count + any(0, 2), noise_ids = gather || !map ? all : 1000 + all;
+  const double temperature = maybe() ? 1 : 0.7;
   const int64_t projections = shared ? 1 : count, gap = maybe() ? 0 : any(1, 9);
   Array hidden(type, batch * (own_hidden ? count : 1), width), w1(type, count * blocks * width, width, width + gap);
   Array b1(type, count * blocks, width), w2(w2_type, projections * all, width, width + gap), scale(kFloat32, projections, all);
   const double size = 1 / std::sqrt(static_cast<double>(width));
+  Array root(type, batch, width), w_root(type, count * width, width, width + gap);
+  Array noise(kFloat32, batch * noise_rows, noise_ids);
+  root.fill(normal), w_root.fill([&] { return normal() * size; }), noise.fill(normal);
   hidden.fill(normal), w1.fill([&] { return normal() * size; }), b1.fill(normal);
   w2.fill([&] { return w2_type == kInt8 ? static_cast<double>(any(-127, 127)) : normal(); });
   scale.fill([&] { return static_cast<double>(any(50, 100)) / 5000; });
@@ -374,6 +381,10 @@ void heads() {
   call.w2_scale = w2_type == kInt8 ? static_cast<const float*>(scale.data()) : nullptr;
   call.scale_stride = shared || w2_type != kInt8 ? 0 : all;
   call.token_map = map ? token_map.data() : nullptr, call.gather = gather;
+  if (has_root) call.root = root.data(), call.w_root = w_root.data();
+  call.w_root_stride = width * w_root.stride_bytes(), call.w_root_row_stride = w_root.stride_bytes();
+  call.noise = has_noise ? static_cast<const float*>(noise.data()) : nullptr;
+  call.noise_rows = noise_rows, call.noise_ids = noise_ids, call.temperature = temperature;
   call.logprobs = static_cast<float*>(logprobs.data()), call.tokens = tokens.data();
   expect_done(medusa_heads_topk_cpu(&call));
 
@@ -382,7 +393,11 @@ void heads() {
     for (int64_t head = 0; head < count; ++head) {
       const int64_t from = own_hidden ? b * count + head : b, place = b * count + head;
       std::vector<double> state(width), logits(vocabulary);
-      for (int64_t column = 0; column < width; ++column) state[column] = hidden.get(from, column);
+      for (int64_t row = 0; row < width; ++row) {
+        double sum = 0;
+        for (int64_t column = 0; column < width; ++column) sum += root.get(b, column) * w_root.get(head * width + row, column);
+        state[row] = has_root ? rounded(hidden.get(from, row) + sum, type) : hidden.get(from, row);
+      }
       for (int64_t block = head * blocks; block < (head + 1) * blocks; ++block) {
         const std::vector<double> before = state;
         for (int64_t row = 0; row < width; ++row) {
@@ -398,6 +413,8 @@ void heads() {
           logits[token] += state[column] * w2.get(projection * all + row, column);
         }
         if (w2_type == kInt8) logits[token] *= scale.get(projection, row);
+        logits[token] /= temperature;
+        if (has_noise) logits[token] += noise.get(b * noise_rows + head, map ? ids[token] : token);
         total += std::exp(logits[token]);
       }
       std::vector<double> sorted = logits;

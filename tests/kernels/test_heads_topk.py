@@ -27,44 +27,74 @@ def make(
     shared: bool = False,
     bias: bool = True,
     own_states: bool = False,
+    blocks: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Case:
+    of_blocks = (heads,) if blocks is None else (heads, blocks)
     tensors = {
         "hidden": torch.randn((batch, heads, size) if own_states else (batch, size)),
-        "w1": torch.randn(heads, size, size) / size**0.5,
-        "b1": torch.randn(heads, size) if bias else None,
+        "w1": torch.randn(*of_blocks, size, size) / size**0.5,
+        "b1": torch.randn(*of_blocks, size) if bias else None,
         "w2": torch.randn((vocabulary, size) if shared else (heads, vocabulary, size)),
     }
     return {name: None if t is None else t.to(device, dtype) for name, t in tensors.items()}
 
 
-def exact_logits(case: Case, scale: Tensor | None = None) -> Tensor:
-    """Every head's logit of every token in fp64, `[B, K, V']`, one head and one row at a time."""
+def make_inputs(case: Case, rows: int, ids: int) -> Case:
+    """A root, noise of so many rows and ids in a larger tensor, and a temperature."""
+    hidden, (heads, *_, size) = case["hidden"], case["w1"].shape
+    noise = torch.full((len(hidden), rows + 1, ids + 3), torch.nan, device=hidden.device)
+    noise = noise[:, 1:, 2:-1].copy_(-torch.empty(len(hidden), rows, ids).exponential_().log())
+    root, w_root = torch.randn(len(hidden), size), torch.randn(heads, size, size) / size**0.5
+    return {"root": root.to(hidden), "w_root": w_root.to(hidden), "temperature": 0.7, "noise": noise}
+
+
+def exact_logits(
+    case: Case,
+    scale: Tensor | None = None,
+    *,
+    root: Tensor | None = None,
+    w_root: Tensor | None = None,
+    temperature: float = 1.0,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """Every head's x of every token in fp64, `[B, K, V']`, one head and one row at a time; noise is `[B, R, V']`."""
 
     def of_head(b: int, head: int) -> Tensor:
         state = (case["hidden"][b] if case["hidden"].dim() == 2 else case["hidden"][b, head]).double()
-        inner = case["w1"][head].double() @ state
-        if case["b1"] is not None:
-            inner = inner + case["b1"][head].double()
-        state = state + inner / (1 + torch.exp(-inner))
+        size = len(state)
+        if root is not None and w_root is not None:
+            state = state + w_root[head].double() @ root[b].double()
+        for block, weight in enumerate(case["w1"][head].double().view(-1, size, size)):
+            inner = weight @ state
+            if case["b1"] is not None:
+                inner = inner + case["b1"][head].view(-1, size)[block].double()
+            state = state + inner / (1 + torch.exp(-inner))
         logits = (case["w2"] if case["w2"].dim() == 2 else case["w2"][head]).double() @ state
-        return logits if scale is None else logits * (scale if scale.dim() == 1 else scale[head]).double()
+        logits = logits if scale is None else logits * (scale if scale.dim() == 1 else scale[head]).double()
+        return logits / temperature + (0 if noise is None else noise[b, head].double())
 
     heads = range(case["w1"].shape[0])
     return torch.stack([torch.stack([of_head(b, head) for head in heads]) for b in range(case["hidden"].shape[0])])
 
 
-def plain_logits(case: Case, scale: Tensor | None = None) -> Tensor:
+def plain_logits(case: Case, scale: Tensor | None = None, **options: Any) -> Tensor:
     """The same in plain PyTorch: matrix products in the dtype of the inputs, the rest in fp32."""
     hidden, w2 = case["hidden"], case["w2"].to(case["hidden"].dtype)
-    hidden = hidden[:, None] if hidden.dim() == 2 else hidden
-    inner = (case["w1"] @ hidden[..., None])[..., 0]
-    if case["b1"] is not None:
-        inner = inner + case["b1"]
-    state = hidden + torch.nn.functional.silu(inner)
+    state = hidden[:, None] if hidden.dim() == 2 else hidden
+    if "root" in options:
+        state = state + (options["w_root"] @ options["root"][:, None, :, None])[..., 0]
+    for block, weight in enumerate(case["w1"].unbind(1) if case["w1"].dim() == 4 else [case["w1"]]):
+        inner = (weight @ state[..., None])[..., 0]
+        if case["b1"] is not None:
+            inner = inner + (case["b1"][:, block] if case["w1"].dim() == 4 else case["b1"])
+        state = state + torch.nn.functional.silu(inner)
     logits = (w2 @ state[..., None])[..., 0].float()
-    return logits if scale is None else logits * scale
+    logits = logits if scale is None else logits * scale
+    return logits / options.get("temperature", 1.0) + (
+        options["noise"][:, : logits.shape[1]] if "noise" in options else 0
+    )
 
 
 def all_logprobs(logits: Tensor) -> Tensor:
@@ -81,13 +111,18 @@ def largest_dot_product(case: Case) -> float:
 
 
 def check(
-    got: tuple[Tensor, Tensor], case: Case, k: int, scale: Tensor | None = None, largest: float | None = None
+    got: tuple[Tensor, Tensor],
+    case: Case,
+    k: int,
+    scale: Tensor | None = None,
+    largest: float | None = None,
+    **options: Any,
 ) -> None:
     """Check the log-probabilities of the tokens, their order, and that no other token is better beyond rounding."""
     logprobs, tokens = got
     dtype = case["hidden"].dtype
-    logits = exact_logits(case, scale)
-    exact, plain = all_logprobs(logits), all_logprobs(plain_logits(case, scale)).to(dtype)
+    logits = exact_logits(case, scale, **options)
+    exact, plain = all_logprobs(logits), all_logprobs(plain_logits(case, scale, **options)).to(dtype)
     assert logprobs.dtype == torch.float32
     assert tokens.dtype == torch.int64
     assert logprobs.shape == tokens.shape == (*exact.shape[:2], k)
@@ -182,6 +217,82 @@ def test_gather_reads_only_the_rows_in_the_map(device: str, shared: bool, stored
     rows = torch.tensor([[[row_of[token] for token in head] for head in b] for b in tokens.tolist()], device=device)
     of_rows = case | {"w2": (case["w2"].float()[..., ids, :])}
     check((logprobs, rows), of_rows, 7, None if scale is None else scale[..., ids])
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("form", ["plain", "int8", "trimmed", "gathered"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_root_temperature_and_noise_match_fp64(
+    device: str, dtype: torch.dtype, blocks: int, form: str, shared: bool
+) -> None:
+    case = make(3, 2, 24, 90, shared=shared, own_states=blocks == 2, blocks=blocks, dtype=dtype, device=device)
+    inputs, scale, ids = make_inputs(case, 4, 120 if form == "trimmed" else 90), None, None
+    if form == "int8":
+        case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(torch.int8)
+        scale = torch.rand(case["w2"].shape[:-1], device=device) / 30
+    if form in ("trimmed", "gathered"):
+        ids = torch.randperm(inputs["noise"].shape[-1], device=device)[: 90 if form == "trimmed" else 70]
+    got = heads_topk(*case.values(), 6, w2_scale=scale, token_map=ids, gather=form == "gathered", **inputs)
+    if ids is not None:
+        rows = (got[1][..., None] == ids).int().argmax(-1)
+        assert torch.equal(ids[rows], got[1])
+        got = got[0], rows
+        inputs["noise"] = inputs["noise"][..., ids]
+        case["w2"] = case["w2"][..., ids, :] if form == "gathered" else case["w2"]
+    check(got, case, 6, scale, **inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("names", [("root", "w_root"), ("temperature",), ("noise",), ("temperature", "noise")], ids=str)
+def test_root_temperature_and_noise_alone(device: str, dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    case = make(3, 4, 80, 333, dtype=dtype, device=device)
+    inputs = make_inputs(case, 4, 333)
+    chosen = {name: inputs[name] for name in names}
+    check(heads_topk(*case.values(), 32, **chosen), case, 32, **chosen)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form", ["plain", "trimmed", "gathered"])
+def test_noise_of_row_head_and_id(device: str, shared: bool, form: str) -> None:
+    """Logits of zero leave the noise alone: the k largest of its row j for head j, at the ids in the map."""
+    case = make(5, 3, 16, 700, shared=shared, device=device)
+    case["w2"].zero_()
+    noise = torch.randn(5, 4, 700 if form != "trimmed" else 800, device=device)
+    ids = torch.randperm(noise.shape[-1], device=device)[: {"plain": 0, "trimmed": 700, "gathered": 400}[form]]
+    options = {} if form == "plain" else {"token_map": ids, "gather": form == "gathered"}
+    logprobs, tokens = heads_topk(*case.values(), 9, noise=noise, temperature=3.0, **options)
+    x = noise[:, :3].double()
+    if form != "plain":
+        x = torch.full_like(x, -torch.inf).index_copy(-1, ids, x[..., ids])
+    best = x.log_softmax(-1).topk(9)
+    assert torch.equal(tokens, best.indices)
+    torch.testing.assert_close(logprobs.double(), best.values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_root_and_noise_of_zeros_change_no_bit(device: str, dtype: torch.dtype, shared: bool) -> None:
+    case = make(3, 3, 40, 500, shared=shared, blocks=2, dtype=dtype, device=device)
+    zeros = {name: t.zero_() for name, t in make_inputs(case, 3, 500).items() if name in ("root", "noise")}
+    weights = torch.randn(3, 40, 40, device=device).to(dtype)
+    plain = heads_topk(*case.values(), 8)
+    for got, wanted in zip(heads_topk(*case.values(), 8, w_root=weights, **zeros), plain, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@of_the_cpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_row_stands_alone(dtype: torch.dtype, shared: bool) -> None:
+    case = make(7, 3, 40, 500, shared=shared, own_states=shared, blocks=2, dtype=dtype)
+    inputs = make_inputs(case, 3, 500)
+    together = heads_topk(*case.values(), 8, **inputs)
+    for row in range(7):
+        own = {name: inputs[name][row : row + 1] for name in ("root", "noise")}
+        alone = heads_topk(**(case | inputs | own | {"hidden": case["hidden"][row : row + 1]}), k=8)
+        assert all(torch.equal(got[0], wanted[row]) for got, wanted in zip(alone, together, strict=True))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -299,12 +410,19 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("own_states", [False, True])
-def test_reference_in_fp64_is_exact(shared: bool, own_states: bool) -> None:
-    case = make(2, 3, 16, 20, shared=shared, own_states=own_states, dtype=torch.float64)
-    scale = torch.rand(case["w2"].shape[:-1])
-    logprobs, tokens = reference.heads_topk(*case.values(), 6, w2_scale=scale)
-    best = all_logprobs(exact_logits(case, scale)).topk(6)
-    assert torch.equal(tokens, best.indices)
+@pytest.mark.parametrize("form", ["plain", "trimmed", "gathered"])
+def test_reference_in_fp64_is_exact(shared: bool, own_states: bool, form: str) -> None:
+    case = make(2, 3, 16, 20, shared=shared, own_states=own_states, blocks=2, dtype=torch.float64)
+    scale, inputs = torch.rand(case["w2"].shape[:-1]), make_inputs(case, 5, 20)
+    ids = None if form == "plain" else torch.randperm(20)[: 20 if form == "trimmed" else 9]
+    gather = form == "gathered"
+    logprobs, tokens = reference.heads_topk(*case.values(), 6, w2_scale=scale, token_map=ids, gather=gather, **inputs)
+    if ids is not None:
+        inputs["noise"] = inputs["noise"][..., ids]
+    if gather:
+        case["w2"], scale = case["w2"][..., ids, :], scale[..., ids]
+    best = all_logprobs(exact_logits(case, scale, **inputs)).topk(6)
+    assert torch.equal(tokens, best.indices if ids is None else ids[best.indices])
     torch.testing.assert_close(logprobs, best.values, rtol=1e-12, atol=1e-12)
 
 
@@ -314,6 +432,8 @@ def test_rows_to_gather_outside_are_refused(bad: int) -> None:
     ids = torch.tensor([0, bad, 2])
     with pytest.raises(ValueError, match="token_map: expected rows 0 to 8 of w2, got"):
         heads_topk(*make(2, 3, 4, 9).values(), 2, token_map=ids, gather=True)
+    with pytest.raises(ValueError, match="token_map: expected rows 0 to 8 of noise, got"):
+        heads_topk(*make(2, 3, 4, 3).values(), 2, token_map=ids, noise=torch.zeros(2, 3, 9))
 
 
 BAD = {
@@ -339,6 +459,24 @@ BAD = {
     "gather-map": ({"gather": True}, "token_map: expected the rows to gather, got None"),
     "gather-map-shape": ({"gather": True, "token_map": torch.zeros(1, 2).long()}, "token_map: expected shape"),
     "gather-k": ({"gather": True, "token_map": torch.tensor([3]), "k": 2}, "k: expected 1 to 1, got 2"),
+    "root-shape": ({"root": torch.zeros(1, 4), "w_root": torch.zeros(3, 4, 4)}, "root: expected shape"),
+    "root-dtype": ({"root": torch.zeros(2, 4).half(), "w_root": torch.zeros(3, 4, 4)}, "root: expected dtype float32"),
+    "root-missing": ({"w_root": torch.zeros(3, 4, 4)}, "root: expected the input of w_root, got None"),
+    "w_root-missing": ({"root": torch.zeros(2, 4)}, "w_root: expected the weights of root, got None"),
+    "w_root-shape": ({"root": torch.zeros(2, 4), "w_root": torch.zeros(4, 4)}, "w_root: expected shape"),
+    "w_root-dtype": ({"root": torch.zeros(2, 4), "w_root": torch.zeros(3, 4, 4).half()}, "w_root: expected dtype"),
+    "temperature-0": ({"temperature": 0.0}, "temperature: expected a finite number above 0, got 0.0"),
+    "temperature-negative": ({"temperature": -1.0}, "temperature: expected a finite number above 0, got -1.0"),
+    "temperature-inf": ({"temperature": math.inf}, "temperature: expected a finite number above 0, got inf"),
+    "temperature-nan": ({"temperature": math.nan}, "temperature: expected a finite number above 0, got nan"),
+    "noise-rows": ({"noise": torch.zeros(2, 2, 9)}, "noise: expected a row for each of 3 heads, got 2"),
+    "noise-batch": ({"noise": torch.zeros(1, 3, 9)}, "noise: expected shape"),
+    "noise-ids": ({"noise": torch.zeros(2, 3, 8)}, "noise: expected shape"),
+    "noise-gather": (
+        {"gather": True, "token_map": torch.arange(4), "noise": torch.zeros(2, 3, 4)},
+        "noise: expected shape",
+    ),
+    "noise-dtype": ({"noise": torch.zeros(2, 3, 9).half()}, "noise: expected dtype float32"),
     "token_map-dtype": ({"token_map": torch.zeros(9, dtype=torch.int32)}, "token_map: expected dtype int64"),
 }
 
@@ -357,6 +495,8 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
         (True, False, ("token_map",)),
         (True, True, ("token_map", "gather")),
         (False, False, ("w2_scale",)),
+        (True, True, ("root", "w_root")),
+        (False, True, ("token_map", "root", "w_root", "temperature", "noise")),
     ],
 )
 def test_passes_opcheck(device: str, shared: bool, bias: bool, extra: tuple[str, ...]) -> None:
@@ -365,6 +505,7 @@ def test_passes_opcheck(device: str, shared: bool, bias: bool, extra: tuple[str,
         "token_map": torch.arange(20, device=device),
         "gather": True,
         "w2_scale": torch.rand(3, 20, device=device),
+        **make_inputs(case, 4, 20),
     }
     torch.library.opcheck(
         torch.ops.medusa_kernels.heads_topk.default, (*case.values(), 4), {name: options[name] for name in extra}

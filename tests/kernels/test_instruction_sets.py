@@ -103,12 +103,14 @@ def test_set_serves_heads_topk(gather: bool, shared: bool, stored: torch.dtype |
             case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
             scale = torch.rand(case["w2"].shape[:-1]) / 30
         ids = torch.randperm(333)[:101] if gather else None
-        logprobs, tokens = heads_topk(*case.values(), k, w2_scale=scale, token_map=ids, gather=gather)
+        inputs = test_heads_topk.make_inputs(case, 2, 333) if size == 64 else {}
+        logprobs, tokens = heads_topk(*case.values(), k, w2_scale=scale, token_map=ids, gather=gather, **inputs)
         if ids is not None:
             assert torch.isin(tokens, ids).all()
             tokens = (tokens[..., None] == ids).int().argmax(-1)
             case["w2"], scale = case["w2"][..., ids, :], None if scale is None else scale[..., ids]
-        test_heads_topk.check((logprobs, tokens), case, k, scale)
+            inputs |= {"noise": inputs["noise"][..., ids]} if inputs else {}
+        test_heads_topk.check((logprobs, tokens), case, k, scale, **inputs)
 
 
 @pytest.mark.usefixtures("isa")
