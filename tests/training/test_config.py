@@ -33,7 +33,8 @@ def values_at(config, keys):
 
 # Appendix B of the paper (and 3.1, 3.2 for epochs, lengths and batches), copied by hand.
 SHARED = {
-    "heads.num_heads": 5, "heads.num_layers": 1, "loss.head_decay": 0.8, "optimisation.optimizer": "adamw_8bit",
+    "heads.num_heads": 5, "heads.num_layers": 1, "loss.head_decay": 0.8,
+    "loss.targets": "hard", "optimisation.optimizer": "adamw_8bit",
     "optimisation.schedule": "cosine", "optimisation.heads_factor": 4.0, "lora.rank": 32, "lora.alpha": 16.0,
     "lora.dropout": 0.05, "lora.lm_head": True, "lora.target": "all-linear", "heads.shared_projection": False,
 }  # fmt: skip
@@ -189,6 +190,11 @@ BAD = [
         r"^optimisation.learning_rate: expected a finite number above 0, got 0.0$",
     ),
     ({"lora": {"dropout": 1.0}}, r"^lora.dropout: expected a number from 0 to below 1, got 1.0$"),
+    ({"loss": {"targets": "soft"}}, r"^loss.targets: expected 'hard' or 'kl' or 'tv', got 'soft'$"),
+    (
+        {"loss": {"targets": "kl", "hard_share": 1}},
+        r"^loss.hard_share: expected a number from 0 to below 1, got 1.0$",
+    ),
     ({"loss": {"head_decay": 1.5}}, r"^loss.head_decay: expected a number above 0 and at most 1, got 1.5$"),
     ({"model": {"name": " "}}, r"^model.name: expected at least one character, got ' '$"),
     ({"data": {"train": []}}, r"^data.train: expected at least one entry, got \(\)$"),
@@ -232,6 +238,7 @@ EXCLUDED = [
     ),
     ("medusa-2", {"data": {"cache_hidden": "c"}}, "data.cache_hidden: expected null with method medusa-2"),
     ("medusa-1", {"heads": {"shared_projection": True, "storage": "int8"}}, "heads.storage: expected float with"),
+    ("medusa-1", {"loss": {"hard_share": 0.5}}, "loss.hard_share: expected 0 with loss.targets hard .*, got 0.5"),
     (
         "medusa-1",
         {"model": {"attention": "flash_attention_2", "dtype": "float32"}},
@@ -258,6 +265,7 @@ def test_settings_that_exclude_each_other_are_refused(method, change, message):
 
 
 def test_settings_close_to_those_are_allowed():
+    assert of(loss={"targets": "tv", "hard_share": 0.5}).loss.hard_share == 0.5
     assert of("medusa-2", lora={"enabled": False}, model={"quantization": "none"}).trains_backbone
     assert of(data={"cache_hidden": "c"}).data.cache_hidden == "c"
     assert not of().trains_backbone

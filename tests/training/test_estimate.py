@@ -81,8 +81,11 @@ def test_quantised_weights_and_8_bit_moments_take_less():
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_operations_are_those_that_torch_counts(tmp_path, shared):
-    config, rows, trainer = loaded(tmp_path, heads={"num_heads": 3, "shared_projection": shared})
+@pytest.mark.parametrize("targets", ["hard", "kl"])
+def test_operations_are_those_that_torch_counts(tmp_path, shared, targets):
+    config, rows, trainer = loaded(
+        tmp_path, heads={"num_heads": 3, "shared_projection": shared}, loss={"targets": targets}
+    )
     batch = trainer._batch([0, 1], {number: rows.train[number] for number in (0, 1)})
     positions = batch["input_ids"].numel()
     # All heads project the positions that have a target for some head: those of the first one.

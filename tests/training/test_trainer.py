@@ -406,6 +406,50 @@ def test_a_run_resumes_from_any_checkpoint_to_the_same_bits(shop, tmp_path, fini
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
+def test_checkpoints_of_before_the_targets_resume(shop, tmp_path, finished):
+    whole, folder = finished("medusa-1").folder, tmp_path / "run"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("heads"))
+    *_, kept, last = sorted((folder / "checkpoints").iterdir())
+    shutil.rmtree(last)
+    state = json.loads((kept / saving.STATE).read_text())
+    text = "".join(
+        line
+        for line in state["config"].splitlines(keepends=True)
+        if not line.strip().startswith(("targets:", "hard_share:"))
+    )
+    assert len(text.splitlines()) == len(state["config"].splitlines()) - 2
+    del state["digest"], state["files"]
+    saving._write_state(kept, state | {"config": text})
+    train(workshop.config(folder, *shop), resume=True)
+    assert curve(folder) == curve(whole)
+
+
+@pytest.mark.parametrize("targets", ["kl", "tv"])
+def test_soft_labels_are_those_of_the_model_on_the_text(shop, tmp_path, targets):
+    base, data = shop
+    options = {"held_out_share": 0.0}
+    rates = {"batch_size": 64, "micro_batch_size": 4}
+    folder = tmp_path / "run"
+    train(workshop.config(folder, base, data, data=options, optimisation=rates, loss={"targets": targets}))
+    # New heads repeat the model's own prediction; its prediction of their targets is that of one place before each.
+    model = AutoModelForCausalLM.from_pretrained(base)
+    sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
+    for example in examples_of(base, data):
+        ids = torch.from_numpy(example.ids).long()
+        with torch.no_grad():
+            chances = model(ids[None]).logits[0].double().softmax(-1)
+        for head in range(3):
+            for place in range(len(ids) - 2 - head):
+                if example.learnt[place + 2 + head]:
+                    q, p = chances[place], chances[place + 1 + head]
+                    sums[head] += F.kl_div(q.log(), p, reduction="sum") if targets == "kl" else (p - q).clamp(0).sum()
+                    counts[head] += 1
+    first = curve(folder)[0]
+    assert first["head_losses"] == pytest.approx((sums / counts).tolist(), rel=1e-5)
+    found = losses(folder)
+    assert found[-1] < found[0]
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -844,6 +888,7 @@ def launch(script, folder, sharding):
 )
 def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
     options = {} if method == "medusa-1" else {"lora": {"dropout": 0.0}}
+    options["loss"] = {"targets": "kl"}
     train(workshop.config(tmp_path / "one", *shop, method, **options))
     folder = tmp_path / "two"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}

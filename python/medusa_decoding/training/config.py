@@ -124,8 +124,15 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights in the loss."""
+    """Targets and weights in the loss."""
 
+    targets: Literal["hard", "kl", "tv"] = setting(
+        "hard",
+        "what heads learn: hard, the text's tokens; the model's own distributions, by their divergence (kl) or their "
+        "total variation (tv)",
+        "2.2.1: hard",
+    )
+    hard_share: float = setting(0.0, "share of the text's tokens in the loss with targets kl or tv", OURS, SHARE)
     head_decay: float = setting(0.8, "lambda_k is its k-th power, k from 1", "2.2.1; B.2", DECAY)
     lambda_0: float | None = setting(
         None,
@@ -243,7 +250,7 @@ class Config:
     method: Method = setting("medusa-1", "which of the papers' recipes", "2.2.1; 2.2.2; 2.3.2")
     heads: HeadsConfig = setting(HeadsConfig, "the heads")
     lora: LoraConfig = setting(LoraConfig, "the adapter")
-    loss: LossConfig = setting(LossConfig, "weights in the loss")
+    loss: LossConfig = setting(LossConfig, "targets and weights in the loss")
     optimisation: OptimisationConfig = setting(OptimisationConfig, "steps and rates")
     generation: GenerationConfig = setting(GenerationConfig, "the model's own data")
 
@@ -355,6 +362,8 @@ class Config:
                 yield "data.cache_hidden", f"null with method {method} (hidden states change during training)"
         if method == "self-distillation" and not lora.enabled:
             yield "lora.enabled", f"true with method {method} (its teacher is the model without the adapter)"
+        if loss.targets == "hard" and loss.hard_share > 0:
+            yield "loss.hard_share", "0 with loss.targets hard (there are no others)"
         if heads.shared_projection and heads.storage != "float":
             yield "heads.storage", "float with heads.shared_projection (there are no own matrices)"
         if rates.sharding == "full" and quantised:

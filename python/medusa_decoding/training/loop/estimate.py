@@ -119,7 +119,8 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
       checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
     - heads' states: 4 K n H (3 L + 3).
     - logits: 12 C V' (logits, exponentials, gradient) and for own projections 2 V' H (chunks that wait for their
-      product) + 4 V' H (one head's operand). If the backbone is trained, 12 C V more.
+      product) + 4 V' H (one head's operand). If the backbone is trained, 12 C V more; with soft labels 8 C V' + 2 V' H
+      (the teacher's logits, its probabilities, and its operand).
 
     Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), and fragmentation.
     """
@@ -152,6 +153,8 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
     if config.trains_backbone:
         operands += 12 * chunk * shapes.vocabulary
+    if config.loss.targets != "hard":
+        operands += (8 * chunk + 2 * shapes.hidden) * candidates
     again = 4 * shapes.own if rates.batch_size > rates.micro_batch_size else 0
     return {
         "backbone": backbone,
@@ -170,7 +173,8 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
     A multiply-add counts as two. Backbone: 2 Q + 2 layers * length * A (half of attention is masked). If it is trained
     with an adapter, twice that again for the gradient of its activations; with all weights, three times; and once more
     each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, and
-    2 K V' H for their logits, times 3 with own projections (gradients of states and weights), 2 with the shared one.
+    2 K V' H for their logits, times 3 with own projections (gradients of states and weights), 2 with the shared one,
+    and once more for the teacher's with soft labels.
     Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits.
     """
     forward = 2.0 * shapes.linear + 2.0 * shapes.layers * config.data.length * shapes.attention
@@ -180,7 +184,8 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
         passes += config.model.gradient_checkpointing + (config.method == "self-distillation")
     heads, candidates = config.heads.num_heads, config.heads.token_map_size or shapes.vocabulary
     after = 6.0 * heads * config.heads.num_layers * shapes.hidden**2
-    after += 2.0 * heads * candidates * shapes.hidden * (2 if config.heads.shared_projection else 3)
+    products = (2 if config.heads.shared_projection else 3) + (config.loss.targets != "hard")
+    after += 2.0 * heads * candidates * shapes.hidden * products
     if config.trains_backbone:
         after += 6.0 * shapes.vocabulary * shapes.hidden
     return forward * passes, after

@@ -150,12 +150,12 @@ class CrossEntropy:
     def __init__(self, targets: Tensor, top: int, dtype: torch.dtype) -> None:
         self.sums = torch.zeros(len(targets), dtype=dtype, device=targets.device)
         self.hits = torch.zeros(len(targets), top, dtype=torch.int64, device=targets.device)
-        self._targets, self._top = targets, top
+        self.targets, self._top = targets, top
         self._ranks = torch.arange(top, device=targets.device)
 
     def __call__(self, head: int, rows: slice, logits: Tensor, wants_gradient: bool) -> Tensor:
         """See `Criterion`."""
-        targets = self._targets[head, rows]
+        targets = self.targets[head, rows]
         valid = targets != IGNORE
         index = targets.clamp(min=0)[:, None]
         chosen = logits.gather(1, index)
