@@ -165,17 +165,36 @@ def test_bad_input_is_one_line_and_code_2(capsys, place, trained, changes, words
     assert not place.file.exists() or place.file.read_bytes() == b""
 
 
-@pytest.mark.parametrize("quantization", ["none", "4bit"])
-def test_a_quantised_model_gives_a_warning_before_it_is_loaded(capsys, place, monkeypatch, quantization):
+@pytest.mark.parametrize("only_data", [True, False])
+def test_a_quantised_copy_does_not_answer_unless_the_model_is_deployed_so(
+    capsys, place, monkeypatch, trained, only_data
+):
     def loads(config):
         raise ValueError("loads now")
 
     monkeypatch.setattr("medusa_decoding.cli.distill.load", loads)
-    assert place.run("--only-data", method="medusa-1", model={"quantization": quantization}) == 2
+    option = ["--only-data"] if only_data else []
+    quantised = {"quantization": "4bit"}
+    assert place.run(*option, method="medusa-1", model=quantised) == 2
+    assert re.search(r"medusa: model.quantization: expected none .*, got 4bit\n", capsys.readouterr().err)
+    for model, generation in ((quantised, {"quantized": True}), ({"quantization": "none"}, {})):
+        assert place.run("--only-data", method="medusa-1", model=model, generation=generation) == 2
+        said = capsys.readouterr().err
+        assert "medusa: loads now" in said
+        assert "quantised" not in said
+
+
+def test_whose_answers_are_learnt_is_not_left_to_the_command(capsys, place, trained):
+    from medusa_decoding.cli.distill import on_own_data
+    from medusa_decoding.training import Config
+
+    assert place.run(data={"answers": "given"}) == 2
     said = capsys.readouterr().err
-    assert "medusa: loads now" in said
-    warned = f"model.quantization: {quantization} makes the quantised model write the answers; set none" in said
-    assert warned == (quantization != "none")
+    assert re.search(r"medusa: data.answers: expected own or null with `medusa distill` .*, got given", said)
+    assert not place.file.exists()
+    needed = {"model": {"name": "m"}, "output": {"folder": "o"}}
+    own = Config.of({**needed, "data": {"train": [{"path": "seeds.jsonl"}], "answers": "own"}})
+    assert on_own_data(own, place.file).data.answers == "given"
 
 
 def test_existing_heads_are_not_overwritten(capsys, place, trained):

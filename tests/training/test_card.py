@@ -126,15 +126,17 @@ def test_data_sources_and_bad_records_are_listed():
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "drawn"),
+    ("sampling", "drawn"),
     [
-        (0.3, 1.0, "drawn at temperature 0.3,"),
-        (0.7, 0.9, "drawn at temperature 0.7, top-p 0.9,"),
-        (0.0, 0.9, "greedy,"),
+        ({"temperature": 0.3, "top_p": 1.0}, "drawn at temperature 0.3,"),  # records without top_k are older
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, "drawn at temperature 0.7, top-p 0.9, top-k 20,"),
+        ({"temperature": 0.0, "top_p": 0.9}, "greedy,"),
+        ({"temperature": None, "top_p": None, "top_k": 0}, "decoded as its generation config says,"),
+        ({"temperature": None, "top_p": None, "min_p": 0.05}, "decoded as its generation config says, min-p 0.05,"),
     ],
 )
-def test_self_generated_data_names_its_prompts(temperature, top_p, drawn):
-    how = {"temperature": temperature, "top_p": top_p, "max_new_tokens": 64, "turns": 2, "seed": 7}
+def test_self_generated_data_names_its_prompts(sampling, drawn):
+    how = {**sampling, "max_new_tokens": 64, "turns": 2, "seed": 7}
     seeds = {"train": [{"path": "seeds_1.jsonl"}, {"path": "more.jsonl"}]}
     settings = {"generation": how, "data": seeds, "model": {"name": "/there/base"}}
     text = card_text(facts(generated={"out/records.jsonl": settings}))

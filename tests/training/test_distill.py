@@ -199,6 +199,25 @@ def test_answers_end_with_the_templates_end_token_if_the_model_config_has_no_eos
     assert any(line["input_ids"][end - 1] == IM_END for _, end in line["learnt"])
 
 
+def test_answers_are_sampled_as_the_models_generation_config_says(generate, chatml):
+    model = language_model(chatml)
+    unset = replace(GREEDY, temperature=None)
+    greedy = by_number(generate(model, chatml, records()))
+    assert by_number(generate(model, chatml, records(), unset, "without do_sample")) == greedy
+    drawn = by_number(generate(model, chatml, records(), DRAWN, "drawn"))
+    assert drawn != greedy
+    own = model.generation_config
+    own.do_sample, own.temperature, own.top_p = True, DRAWN.temperature, DRAWN.top_p
+    assert by_number(generate(model, chatml, records(), unset, "own")) == drawn
+    # A single token is left to sample from: transformers' greedy answers, from tests of their own.
+    assert by_number(generate(model, chatml, records(), replace(unset, top_k=1), "narrow")) == greedy
+    assert by_number(generate(model, chatml, records(), replace(unset, min_p=0.999), "likely")) == greedy
+    assert by_number(generate(model, chatml, records(), GREEDY, "zero")) == greedy
+    words = r"generation.top_k: expected null with greedy answers .*temperature 0\), got 5"
+    with pytest.raises(ValueError, match=words):
+        generate(model, chatml, records(), replace(GREEDY, top_k=5), "contradiction")
+
+
 def test_sampled_answers_have_the_models_distribution(generate, chatml):
     model = language_model(chatml)
     settings = replace(DRAWN, max_new_tokens=1, temperature=0.6, top_p=1.0, batch_size=400, turns=1)

@@ -30,6 +30,7 @@ FILE = Path("generated") / "records.jsonl"
 def run(args: argparse.Namespace) -> int:
     """Generate, then train."""
     config = read_config(args)
+    _check_answers(config)
     if args.limit is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, limit=args.limit))
     if args.only_data:
@@ -71,8 +72,23 @@ def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int
 
 def on_own_data(config: Config, file: Path) -> Config:
     """Return a configuration that trains on generated records instead of the seeds."""
-    data = dataclasses.replace(config.data, train=(SourceConfig(str(file)),), limit=None)
+    data = dataclasses.replace(config.data, train=(SourceConfig(str(file)),), answers="given", limit=None)
     return dataclasses.replace(config, data=data)
+
+
+def _check_answers(config: Config) -> None:
+    """Raise `ValueError` unless the answers asked for are those of the model as it is deployed."""
+    if config.data.answers == "given":
+        raise ValueError(
+            "data.answers: expected own or null with `medusa distill` (the model writes the answers; `medusa train` "
+            "learns those of the data), got given"
+        )
+    if config.model.quantization != "none" and not config.generation.quantized:
+        raise ValueError(
+            "model.quantization: expected none (heads learn what the model answers as it is deployed; "
+            "generation.quantized: true says that it is deployed quantised in this way), got "
+            f"{config.model.quantization}"
+        )
 
 
 def _check_trainable(config: Config, resume: bool) -> None:
@@ -111,7 +127,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
     seeds = list(read_records(data.train, found, system=data.system, limit=data.limit, seeds=True))
     found.check(data.max_bad_share)
     if not args.json:
-        print(f"{len(seeds)} seeds; {found}", *config.warnings(distills=True), sep="\n", file=sys.stderr)
+        print(f"{len(seeds)} seeds; {found}", *config.warnings(), sep="\n", file=sys.stderr)
     tokenizer = load_tokenizer(config.model)
     model = load(config)
     try:

@@ -1,7 +1,8 @@
 """All settings of a training run, with their defaults and sources; `medusa train --config FILE.yaml`.
 
-The defaults are those of the paper's appendix B ("B.2", "B.3", "B.4"). Settings that the paper does not mention are
-marked. The method decides some of the defaults (`PRESETS`). This module knows no training libraries.
+The defaults are those of the paper's appendix B ("B.2", "B.3", "B.4"), except that nothing is quantised and answers are
+sampled as the model is deployed. Settings that the paper does not mention are marked. The method decides some of the
+defaults (`PRESETS`). This module knows no training libraries.
 """
 
 # ruff: noqa: RUF009  (`setting` returns a dataclass field)
@@ -42,9 +43,9 @@ class ModelConfig:
         "bfloat16", "dtype of weights that are not quantised", OURS
     )
     quantization: Literal["none", "8bit", "4bit"] = setting(
-        "4bit",
-        "of the frozen weights, with bitsandbytes; none with self-distillation, as it would quantise the teacher too",
-        "B.3; 2.3.2",
+        "none",
+        "of the frozen weights, with bitsandbytes; heads fit the model that they learn from",
+        "ours; B.3: 4bit",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = setting("sdpa", "implementation in transformers", OURS)
     gradient_checkpointing: bool = setting(False, "recompute activations instead of storing them", OURS)
@@ -94,6 +95,11 @@ class DataConfig:
         SHARE,
     )
     split_seed: int = setting(0, "seed of that hash", OURS)
+    answers: Literal["own", "given"] | None = setting(
+        None,
+        "to learn: own, the model's (medusa distill); given, the data's (medusa train); null: by the command",
+        OURS,
+    )
     limit: int | None = setting(None, "how many conversations to read; null for all", OURS, at_least(1))
     template: str = setting("auto", "auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, WORDS)
     template_arguments: dict[str, Any] = setting(dict, "further variables of the template (enable_thinking)", OURS)
@@ -169,6 +175,9 @@ class OptimisationConfig:
     warmup_steps: int | None = setting(
         None, "of each stage; null: 40 (self-distillation: 20), at most a quarter of its steps", "B.3; B.4", at_least(0)
     )
+    warmup_share: float | None = setting(
+        None, "of each stage's steps, instead of warmup_steps; 0.3 with cosine is one cycle", "arXiv 1708.07120", SHARE
+    )
     epochs: float = setting(2.0, "over the data, of the last or only stage", "3.1", POSITIVE)
     heads_first_epochs: float = setting(
         0.0, "first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", at_least(0)
@@ -216,8 +225,20 @@ class GenerationConfig:
         None, "folder or hub id of heads to generate with; null: heads.initial, or plain decoding", OURS, WORDS
     )
     max_new_tokens: int = setting(512, "most tokens per answer", OURS, at_least(1))
-    temperature: float = setting(0.3, "of sampling; 0: greedy", "3.2", at_least(0))
-    top_p: float = setting(1.0, "nucleus of sampling; 1: all tokens", OURS, POSITIVE)
+    temperature: float | None = setting(
+        None,
+        "of sampling; 0: greedy; null: as the model's generation_config says, greedy without do_sample",
+        "ours; 3.2: 0.3",
+        at_least(0),
+    )
+    top_p: float | None = setting(None, "nucleus of sampling; 1: all tokens; null: the model's own", OURS, POSITIVE)
+    top_k: int | None = setting(None, "tokens to sample from; 0: all; null: the model's own", OURS, at_least(0))
+    min_p: float | None = setting(
+        None, "least probability of a token, relative to the likeliest; null: the model's own", OURS, SHARE
+    )
+    quantized: bool = setting(
+        False, "let a model that is quantised (model.quantization) answer: it is deployed that way", OURS
+    )
     turns: int = setting(4, "most user turns of a seed that are answered", OURS, at_least(1))
     prompt_tokens: int = setting(128, "tokens at the start of a text that are its prompt", OURS, at_least(1))
     batch_size: int = setting(8, "answers generated at once", OURS, at_least(1))
@@ -232,7 +253,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "optimisation": {"heads_first_epochs": 2.0},
     },
     "self-distillation": {
-        "model": {"quantization": "none"},
         "data": {"length": 2048},
         "lora": {"enabled": True},
         "loss": {"lambda_0": 0.01, "lambda_0_schedule": "sine"},
@@ -306,47 +326,42 @@ class Config:
 
     def warmup_steps(self, steps: int) -> int:
         """Return the warm-up steps of a stage of so many steps."""
-        given = self.optimisation.warmup_steps
-        return min(20 if self.method == "self-distillation" else 40, steps // 4) if given is None else given
+        rates = self.optimisation
+        if rates.warmup_share is not None:
+            return int(rates.warmup_share * steps)
+        usual = min(20 if self.method == "self-distillation" else 40, steps // 4)
+        return usual if rates.warmup_steps is None else rates.warmup_steps
 
-    def warnings(self, distills: bool = False, gpu: bool = True) -> list[str]:
+    def warnings(self, gpu: bool = True) -> list[str]:
         """Return warnings about settings that work but are easily overlooked.
 
-        A quantised model is another model. Without a GPU, defaults that are meant for one are slow.
-
-        Args:
-            distills: whether the model also writes the data (`medusa distill`).
-            gpu: whether there is a GPU to train on.
+        A quantised model is another model. Without a GPU (`gpu`), defaults that are meant for one are slow.
         """
         slow = [] if gpu else self._gpu_defaults()
         advice = "`medusa train --init MODEL DATA` writes a config that fits a CPU"
         warnings = [f"no GPU, but the settings are the defaults for one: {', '.join(slow)}; {advice}"] if slow else []
-        return warnings + self._quantised_warnings(distills)
+        return warnings + self._quantised_warnings()
 
     def _gpu_defaults(self) -> list[str]:
         needed = {"model": {"name": self.model.name}, "data": {"train": [{"path": "-"}]}, "output": {"folder": "-"}}
         usual = Config.of({"method": self.method, **needed})
         found = []
-        for key in ("model.dtype", "model.quantization", "data.length", "optimisation.optimizer"):
+        for key in ("model.dtype", "data.length", "optimisation.optimizer"):
             value = operator.attrgetter(key)(self)
-            if value == operator.attrgetter(key)(usual) and value != "none":
+            if value == operator.attrgetter(key)(usual):
                 found.append(f"{key} {value}")
         return found
 
-    def _quantised_warnings(self, distills: bool) -> list[str]:
-        if self.model.quantization == "none":
+    def _quantised_warnings(self) -> list[str]:
+        if self.model.quantization == "none" or self.generation.quantized:
             return []
-        found = []
-        if distills:
-            found.append("model write the answers; set none unless the model is served quantised in the same way")
+        words = (
+            "model's states the input of the heads (the paper's setting, B.3); they predict best for a model that "
+            "is served quantised in the same way, or set none"
+        )
         if self.method == "self-distillation":
-            found.append("model the teacher (the paper advises against it, section 2.3.2)")
-        else:
-            found.append(
-                "model's states the input of the heads (the paper's setting, B.3); they predict best for a model that "
-                "is served quantised in the same way, or set none"
-            )
-        return [f"model.quantization: {self.model.quantization} makes the quantised {words}" for words in found]
+            words = "model the teacher (the paper advises against it, section 2.3.2)"
+        return [f"model.quantization: {self.model.quantization} makes the quantised {words}"]
 
     def _exclusions(self) -> Iterator[tuple[str, str]]:
         model, data, heads, lora, loss = self.model, self.data, self.heads, self.lora, self.loss
@@ -376,6 +391,8 @@ class Config:
             yield "optimisation.sharding", f"none or auto with model.quantization {model.quantization}"
         if model.attention.startswith("flash") and model.dtype == "float32":
             yield "model.dtype", f"bfloat16 or float16 with model.attention {model.attention}"
+        if rates.warmup_steps is not None and rates.warmup_share is not None:
+            yield "optimisation.warmup_share", "null with optimisation.warmup_steps (one of them decides)"
         if data.held_out and data.held_out_share:
             yield "data.held_out_share", "null or 0 with data.held_out (one of them decides)"
         if heads.num_heads + 2 > data.length:

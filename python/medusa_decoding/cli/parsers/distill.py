@@ -6,9 +6,11 @@ The model answers seed prompts (self-distillation, Medusa paper, section 2.3.2).
     medusa distill --config heads.yaml --only-data --limit 100
     medusa distill --config heads.yaml --resume
 
-The configuration is that of `medusa train` (`medusa train --init MODEL PROMPTS` writes a first one). Its data are the
-seeds: prompts, conversations whose answers are dropped, or texts to continue (docs/data.md). Its section `generation`
-says how the model answers them. If generation.heads or heads.initial names heads, the model generates with them: the
+The configuration is that of `medusa train` (`medusa train --init MODEL DATA` writes a first one). Its data are the
+seeds: prompts, conversations whose answers are dropped, or texts to continue (docs/data.md). The model answers up to
+generation.turns questions of each, sampling as its own generation config says unless the section `generation` says
+otherwise. It must be the model as it is deployed: a copy quantised for training is refused, unless
+generation.quantized is true. If generation.heads or heads.initial names heads, the model generates with them: the
 same text, faster with small batches. Records are in OUTPUT/generated. --resume continues a stopped run, during
 generation or training. Method self-distillation trains the model's adapter towards the model itself; medusa-1 trains
 only the heads.

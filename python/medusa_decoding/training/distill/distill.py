@@ -132,8 +132,9 @@ def generate_records(
 ) -> GenerationReport:
     """Have a model answer the user turns of seeds, and write one record per answered seed.
 
-    Tokens are drawn from the model's distribution at the temperature and top_p of the settings. Other settings are
-    those of the model's own generation config. An answer ends with one of that config's end tokens or the template's.
+    Tokens are drawn from the model's distribution at the temperature, top_p, top_k and min_p of the settings. Those
+    that are None, and all other settings, are the model's own generation config's. An answer ends with one of that
+    config's end tokens or the template's.
 
     Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With `turns="each"`
     there is one record per answer, with prompts that are rendered anew. A record has at most `length` tokens (None: the
@@ -144,8 +145,9 @@ def generate_records(
         The final report, which is also written next to the file.
 
     Raises:
-        ValueError: no template, or seeds of several turns with a template that does not keep earlier answers; existing
-            records of other settings, another model, other heads or other seeds; a file that another process writes.
+        ValueError: no template, limits of sampling for greedy answers, or seeds of several turns with a template that
+            does not keep earlier answers; existing records of other settings, another model, other heads or other
+            seeds; a file that another process writes.
         OSError: the file could not be written.
         FloatingPointError, MemoryError: as `MedusaModel.generate`.
     """
@@ -196,9 +198,15 @@ def _batches(seeds: Iterator[Seed], size: int) -> Iterator[list[Seed]]:
 
 
 def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[int]) -> Any:
-    drawn = {"temperature": settings.temperature, "top_p": settings.top_p} if settings.temperature > 0 else {}
-    changes: dict[str, Any] = {"do_sample": settings.temperature > 0, "eos_token_id": list(ends), **drawn}
-    config = decoding.merge_configs(model.backbone.causal_lm.generation_config, None, changes)
+    own = model.backbone.causal_lm.generation_config
+    samples = bool(own.do_sample) if settings.temperature is None else settings.temperature > 0
+    limits = {name: getattr(settings, name) for name in ("top_p", "top_k", "min_p")}
+    for name, value in limits.items():
+        if value is not None and not samples:
+            why = "the model's generation config" if settings.temperature is None else "generation.temperature 0"
+            raise ValueError(f"generation.{name}: expected null with greedy answers ({why}), got {value}")
+    drawn = {"temperature": settings.temperature, **limits} if samples else {}
+    config = decoding.merge_configs(own, None, {"do_sample": samples, "eos_token_id": list(ends), **drawn})
     config.max_length = config.max_new_tokens = None  # each row has its own
     config.num_return_sequences = 1
     return config
@@ -232,7 +240,8 @@ def _settings(
     model: MedusaModel, encoder: ChatEncoder, settings: GenerationConfig, limit: int, config: Any
 ) -> dict[str, Any]:
     """Return everything that decides what is written, as JSON."""
-    given = {f"generation.{name}": value for name, value in dataclasses.asdict(settings).items() if name != "heads"}
+    told = dataclasses.asdict(settings).items()
+    given = {f"generation.{name}": value for name, value in told if name not in ("heads", "quantized")}
     stated = {
         name: value
         for name, value in config.to_diff_dict().items()

@@ -34,9 +34,15 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
     The model's vocabulary size bounds the ids of tokenized records; without it, the tokenizer's does.
 
     Raises:
-        ValueError: unreadable data, too many bad records, or nothing to learn.
+        ValueError: unreadable data, too many bad records, nothing to learn, or settings that leave the answers to the
+            model.
     """
     settings = config.data
+    if settings.answers == "own":
+        raise ValueError(
+            "data.answers: expected given or null, to learn the data's answers (`medusa distill` has the model write "
+            "its own and learns those), got own"
+        )
     encoder = encoding.ChatEncoder(
         tokenizer,
         settings.template,
