@@ -5,7 +5,7 @@
 Four heads of a model with hidden size 4096: own, trimmed and shared projections, and int8 and fp8 weights. Bytes: the
 weights that are read once (with `gather`, the rows of the shared projection that the token map names), their scales and
 biases. PyTorch has no product of quantised weights with the same meaning, so its peer there has the same weights in
-bf16, and its bytes.
+bf16, and its bytes. Our op is also timed with a root, noise and a temperature, next to itself without.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ OP = "heads_topk"
 K, HIDDEN, BEST = 4, 4096, 10
 # Logits near 4.5 are rounded to bf16, in a spacing of 2^-5, after sums in another order: two spacings at most.
 TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
+ROOTED = "medusa_kernels, root and noise"
 WEIGHTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -85,7 +86,10 @@ def cases() -> Iterator[Case]:
 
 @dataclass
 class Inputs:
-    """One copy of a case's inputs; `plain` is the projection as PyTorch takes it: not quantised, rows gathered."""
+    """One copy of a case's inputs.
+
+    `plain` is the projection as PyTorch takes it (not quantised, rows gathered), `sampling` what `ROOTED` has on top.
+    """
 
     hidden: Tensor
     w1: Tensor
@@ -94,6 +98,7 @@ class Inputs:
     scale: Tensor | None
     token_map: Tensor | None
     plain: Tensor
+    sampling: dict[str, Any]
 
 
 def inputs(case: Case, run: suite.Run) -> Inputs:
@@ -126,13 +131,19 @@ def inputs(case: Case, run: suite.Run) -> Inputs:
         scale,
         token_map,
         plain,
+        {
+            "root": make(case.batch, case.hidden).normal_(),
+            "w_root": make(case.heads, case.hidden, case.hidden).normal_(std=spread),
+            "noise": -make(case.batch, case.heads, case.vocabulary, dtype=torch.float32).exponential_().log(),
+            "temperature": 0.8,
+        },
     )
 
 
-def ours(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
+def ours(case: Case, x: Inputs, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Our op."""
     more: dict[str, Any] = {"gather": True} if case.form == "gather" else {}
-    return heads_topk(x.hidden, x.w1, x.b1, x.w2, case.k, w2_scale=x.scale, token_map=x.token_map, **more)
+    return heads_topk(x.hidden, x.w1, x.b1, x.w2, case.k, w2_scale=x.scale, token_map=x.token_map, **more, **sampling)
 
 
 def _top(case: Case, x: Inputs, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +182,7 @@ def measure(case: Case, run: suite.Run) -> None:
     def difference(x: Inputs, way: Callable[[Inputs], tuple[Tensor, Tensor]]) -> float:
         return float((way(x)[0] - ours(case, x)[0]).abs().max())
 
-    run.compare(
+    timing = run.compare(
         case,
         copies,
         functools.partial(ours, case),
@@ -180,6 +191,15 @@ def measure(case: Case, run: suite.Run) -> None:
         TOLERANCE[run.dtype],
         bytes=read,
         peer_bytes=plain,
+    )
+    run.time(
+        case,
+        ROOTED,
+        lambda i: functools.partial(ours, case, copies[i], **copies[i].sampling),
+        len(copies),
+        bytes=read + case.heads * (case.hidden**2 * run.dtype.itemsize + case.batch * case.rows * 4),
+        ours_us=round(timing.median_us, 2),
+        **suite.served(OP, run.device),
     )
 
 

@@ -130,7 +130,7 @@ class Run:
         bytes: int,
         peer_bytes: int | None = None,
         **more: Any,
-    ) -> None:
+    ) -> gpu.Timing:
         """Measure our way on copies of a case's inputs, then every peer whose result agrees with ours.
 
         Args:
@@ -143,6 +143,9 @@ class Run:
             bytes: that our way must move.
             peer_bytes: those of the peers, if others.
             **more: further figures of all, such as flop.
+
+        Returns:
+            The timing of our way.
         """
 
         def call_on(way: Callable[[X], object]) -> Callable[[int], gpu.Call]:
@@ -159,6 +162,7 @@ class Run:
 
         for name, way in peers.items():
             self.attempt(case, name, functools.partial(measure_peer, name, way))
+        return timing
 
     def skip(self, case: Case, implementation: str, reason: str) -> None:
         """Record why an implementation was not measured."""

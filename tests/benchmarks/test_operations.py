@@ -81,7 +81,10 @@ def test_heads_peers_agree(weights: str) -> None:
     case = bench_heads_topk.Case("own", 130, 300, weights, batch=3, heads=2, hidden=64, k=4)
     found = measured(bench_heads_topk, case)
     suffix = "" if weights == "full" else ", float32 weights"
+    rooted = found.pop(bench_heads_topk.ROOTED)
     assert set(found) == {"medusa_kernels", f"torch batched{suffix}", f"torch a head{suffix}"}
+    assert rooted["bytes"] - found["medusa_kernels"]["bytes"] == 2 * 64 * 64 * 4 + 3 * 2 * 130 * 4
+    assert rooted["ours_us"] == pytest.approx(found["medusa_kernels"]["median_us"], abs=0.01)
     blocks = 2 * 64 * 65 * 4
     plain = 2 * 130 * 64 * 4 + blocks
     assert found["medusa_kernels"]["bytes"] == (plain if weights == "full" else 2 * 130 * (64 + 4) + blocks)
@@ -94,7 +97,7 @@ def test_shared_heads_count_the_projection_once() -> None:
         bench_heads_topk, bench_heads_topk.Case("shared", 130, 130, "full", batch=1, heads=2, hidden=64, k=4)
     )
     assert found["medusa_kernels"]["bytes"] == 130 * 64 * 4 + 2 * 64 * 65 * 4
-    assert set(found) == {"medusa_kernels", "torch batched"}
+    assert set(found) == {"medusa_kernels", "torch batched", bench_heads_topk.ROOTED}
     assert "median_us" in found["torch batched"]
 
 
