@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_sampling --budget 60
 
-The choice alone is timed, with the logits of all nodes made already: what sampling adds to a step after lm_head. It is
+The choice alone is timed, its noise included, with the logits of all nodes made already: what sampling adds to a step
+after lm_head, except for a temperature alone, which the op `tree_verify` applies where logits are not stored. It is
 captured as within a step; with a processor that needs the text, the host follows the path between two captured graphs,
 and the record says that it was not captured. The peer runs transformers' own objects, whose top-p sorts the vocabulary
 at every depth. Bytes: the logits of the nodes on one path, once.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -86,13 +87,10 @@ class State:
     """What a choice reads of a generation's state (see `DecodeState`)."""
 
     check: Tensor
-    draws: Tensor
+    seeds: Tensor
+    count: Tensor
     finished: Tensor
     step: Tensor
-
-    def uniform(self, depth: int) -> Tensor:
-        """Return the number for a depth."""
-        return self.draws[:, depth]
 
 
 @dataclass
@@ -113,7 +111,8 @@ def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
         logits = 3 * torch.randn(shape, device=run.device, dtype=torch.float32).to(run.dtype)
         state = State(
             torch.zeros(case.batch, device=run.device),
-            torch.rand(case.batch, 8, dtype=torch.float64, device=run.device),
+            torch.randint(2**62, (case.batch,), device=run.device),
+            torch.zeros(case.batch, dtype=torch.int32, device=run.device),
             torch.zeros(case.batch, dtype=torch.bool, device=run.device),
             torch.zeros(1, dtype=torch.int64, device=run.device),
         )
@@ -154,11 +153,10 @@ def chosen(
     choice = make(case, device)
 
     def call(x: Inputs) -> Tensor:
-        if not isinstance(choice, LogitsProcessors):
-            return choice(x.nodes, projection, x.state, x.limits)  # type: ignore[arg-type]
-        for row in choice.rows:
+        noise = choice.noise(x.state, case.tree.depth + 1, case.vocabulary)  # type: ignore[arg-type]
+        for row in choice.rows if isinstance(choice, LogitsProcessors) else ():
             row.length = LENGTH  # it remembers what it has drawn
-        return choice(x.nodes, projection, x.state, x.limits)  # type: ignore[arg-type]
+        return choice(replace(x.nodes, noise=noise), projection, x.state, x.limits)  # type: ignore[arg-type]
 
     return call
 

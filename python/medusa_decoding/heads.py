@@ -228,7 +228,15 @@ class MedusaHeads(nn.Module):
             logits = logits + torch.bmm(tokens[parents.t()], mix) @ candidates.t()
         return logits.transpose(0, 1)
 
-    def propose(self, hidden: torch.Tensor, k: int, lm_head: nn.Module | None = None) -> DraftTokens:
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        k: int,
+        lm_head: nn.Module | None = None,
+        *,
+        temperature: float = 1.0,
+        noise: torch.Tensor | None = None,
+    ) -> DraftTokens:
         """Return each head's top k tokens at one position per row, best first, by the op `heads_topk`.
 
         The parents' term is not included: see `propose_children`.
@@ -238,42 +246,60 @@ class MedusaHeads(nn.Module):
             k: tokens per head, 1 to 32.
             lm_head: the base model's lm_head; needed exactly when the projection is shared. Anything but a plain Linear
                 without bias (quantised, LoRA-wrapped) is called as a module.
+            temperature: divides the logits, above 0.
+            noise: fp32 [B, at least K, V], added to the logits of head j and token t: noise[:, j, t]. With the numbers
+                that sampling adds at the same place, tokens are ranked by how likely they are to be drawn there.
         """
         own = None if self.w2 is None else (self.w2, self.w2_scale)
         projected = own or projection(lm_head)
         if projected is None:
-            logits = self.forward(hidden, lm_head).float()
+            logits = self.forward(hidden, lm_head).float() / temperature
+            if noise is not None:
+                of_heads = noise[:, : self.num_heads]
+                logits = logits + (of_heads if self.token_map is None else of_heads[..., self.token_map])
             values, tokens = logits.topk(k, dim=-1)
             if self.token_map is not None:
                 tokens = self.token_map[tokens]
             return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
         gather = self.w2 is None and self.token_map is not None
         weight, scale = projected
-        best = heads_topk(hidden, self.w1, self.b1, weight, k, w2_scale=scale, token_map=self.token_map, gather=gather)
+        best = heads_topk(
+            hidden, self.w1, self.b1, weight, k,
+            w2_scale=scale, token_map=self.token_map, gather=gather, temperature=temperature, noise=noise,
+        )  # fmt: skip
         return DraftTokens(*best)
 
     def propose_children(
-        self, hidden: torch.Tensor, root: torch.Tensor, k: int, lm_head: nn.Module | None = None
+        self,
+        hidden: torch.Tensor,
+        root: torch.Tensor,
+        k: int,
+        lm_head: nn.Module | None = None,
+        *,
+        temperature: float = 1.0,
+        noise: torch.Tensor | None = None,
     ) -> Children:
         """Return each head's top tokens, and the top k of them after each token of the previous head.
 
         The top 32 of `propose` (all, in a smaller vocabulary) are ranked again by log-probability plus the parents'
-        term, in fp32. Equal scores keep the order of `propose`. For heads with a parent_rank.
+        term over the temperature, in fp32. Equal scores keep the order of `propose`. For heads with a parent_rank.
 
         Args:
             hidden: [B, H], as in `propose`.
             root: int64 [B], the token before the drafts of head 0: the model's own next token.
             k: drafts after each token, 1 to min(32, V').
             lm_head: as in `propose`.
+            temperature: as in `propose`.
+            noise: as in `propose`.
         """
         of_parents, mix, of_candidates = self.parent_term
         size = min(MAX_TOP_K, self.num_candidates)
-        logprobs, tokens = self.propose(hidden, size, lm_head)
+        logprobs, tokens = self.propose(hidden, size, lm_head, temperature=temperature, noise=noise)
         rows = tokens if self._candidate_rows is None else self._candidate_rows[tokens]
         before = torch.cat([root[:, None, None].expand(-1, 1, size), tokens[:, :-1]], dim=1)
         # [B, K, parents, r], then [B, K, parents, candidates].
         mixed = of_parents[before].float() @ mix.float()
-        scores = mixed @ of_candidates[rows].float().transpose(-1, -2) + logprobs[:, :, None]
+        scores = mixed @ of_candidates[rows].float().transpose(-1, -2) / temperature + logprobs[:, :, None]
         ranked = scores.sort(dim=-1, descending=True, stable=True)
         return Children(tokens, ranked.indices[..., :k], logprobs, ranked.values)
 

@@ -17,13 +17,14 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as lp
 
-from medusa_decoding import MedusaModel, Tree
+from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.backbone.tensor_parallel import Peers
 from medusa_decoding.decode.limits import Limits
-from medusa_decoding.decode.selection.sampling import Sampling, draw, follow
+from medusa_decoding.decode.selection.sampling import Sampling, follow
 from medusa_decoding.decode.tree_tensors import TreeTensors
-from medusa_decoding.decode.verify import allowed_logits
-from medusa_decoding.generation.request import Request
+from medusa_decoding.decode.verify import Nodes, allowed_logits
+from medusa_decoding.generation.request import Request, row_seed
+from medusa_kernels import gumbel_noise
 
 TREES = {
     "plain": Tree([]),
@@ -177,7 +178,7 @@ def by_greedy_agreement(self, nodes, lm_head, state, limits):
             scores = processor(None, scores)
         best = scores.argmax(-1)
         below = (nodes.shape.parents == node[:, None]) & (nodes.tokens == best[:, None])
-        return torch.where(below.any(1), best, draw(scores, state.uniform(depth)))
+        return torch.where(below.any(1), best, (scores + nodes.noise[:, depth]).argmax(-1))
 
     return follow(nodes.tokens, nodes.shape, choose)
 
@@ -215,9 +216,14 @@ def by_a_draw_for_each_draft(self, nodes, lm_head, state, limits):
     ],
 )
 def test_wrong_acceptance_rules_fail_these_checks(small, monkeypatch, wrong, tree):
-    """The power of the checks above: with as many rows they reject rules that draw from other distributions."""
+    """The power of the checks above: with as many rows they reject rules that draw from other distributions.
+
+    The rules are most wrong about the likeliest tokens, so these are the drafts here.
+    """
     exact = joint(model_of(4), PROMPT, 3, **SETTINGS["hot"])
     monkeypatch.setattr(Sampling, "__call__", wrong)
+    propose = small.heads.propose
+    monkeypatch.setattr(small.heads, "propose", lambda *args, temperature, noise: propose(*args))
     texts, output = sampled(small, PROMPT, 3, tree=TREES[tree], seed=7, **SETTINGS["hot"])
     assert_some_accepted(output)
     assert not fits(counted(texts, 4), exact)
@@ -344,10 +350,10 @@ def request(rows, budget, seed):
 
 
 def test_random_numbers_are_uniform_and_independent():
-    draws = request(300, 40, seed=1).uniform_numbers(Peers()).numpy()
-    assert draws.dtype == np.float64
-    assert draws.min() >= 0.0
-    assert draws.max() < 1.0
+    """The noise of one token: its distribution function maps it to uniform numbers, one per row and place."""
+    seeds = request(300, 40, seed=1).row_seeds(Peers())
+    draws = gumbel_noise(seeds, torch.zeros(300, dtype=torch.int32), 40, 1)[..., 0].double().neg().exp().neg().exp()
+    draws = draws.numpy()
     # Each position over the rows, and all together: Dvoretzky, Kiefer and Wolfowitz bound the largest deviation of the
     # observed distribution function by sqrt(log(2 / alpha) / 2 n) with probability 1 - alpha.
     for values in [*draws.T, draws.ravel()]:
@@ -363,72 +369,150 @@ def test_random_numbers_are_uniform_and_independent():
         np.stack([quarters[:, 0::2].ravel(), quarters[:, 1::2].ravel()], 1),
     ):
         assert fits(counted(pairs, 4), even)
-    assert len(np.unique(draws)) == draws.size
-    longer = request(3, 90, seed=1).uniform_numbers(Peers()).numpy()
-    assert np.array_equal(longer[:, :40], draws[:3])
 
 
-def test_draw_is_the_inverse_of_the_distribution_function():
-    generator = np.random.default_rng(0)
-    scores = torch.tensor(generator.normal(size=(40, 7)) * 3, dtype=torch.float32)
-    scores[::3, 2] = -math.inf
-    probabilities = scores.softmax(-1).double().numpy()
-    for row, shares in enumerate(probabilities):
-        edges = [sum(shares[: token + 1]) / sum(shares) for token in range(7)]
-        numbers = [*generator.random(20), *(edge - 1e-12 for edge in edges), *(edge + 1e-12 for edge in edges[:-1])]
-        for number in numbers:
-            token = next(token for token, edge in enumerate(edges) if edge > number)
-            assert draw(scores[row : row + 1], torch.tensor([number], dtype=torch.float64)).item() == token
+def test_row_seeds_belong_to_seed_and_row():
+    """Neither the batch nor the budget matters; a list of seeds gives each row what it would get alone."""
+    seeds = request(300, 40, seed=1).row_seeds(Peers())
+    assert (seeds.dtype, len(seeds.unique())) == (torch.int64, 300)
+    assert request(3, 90, seed=1).row_seeds(Peers()).tolist() == seeds[:3].tolist()
+    alone = [request(1, 5, seed=seed).row_seeds(Peers()).item() for seed in (7, 1, 2**63)]
+    assert request(3, 5, seed=[7, 1, 2**63]).row_seeds(Peers()).tolist() == alone
+    assert not set(alone) & set(seeds[1:].tolist())
+    greedy = Request(None, [], GenerationConfig(do_sample=False), Limits([5], [0], []), seed=1)
+    assert greedy.row_seeds(Peers()) is None
 
 
-LAST = 1.0 - 2.0**-53
-"""The largest number below 1 that numpy draws."""
+class Counts:
+    """As much of a state as a selector reads: one row per seed, before its first token."""
+
+    def __init__(self, rows):
+        self.seeds = torch.tensor([row_seed(seed) for seed in range(rows)])
+        self.count = torch.zeros(rows, dtype=torch.int32)
+        self.check = torch.zeros(rows)
 
 
-@pytest.mark.parametrize("vocab", [1, 5, 1000, 32000])
-def test_a_token_of_probability_0_is_never_drawn(vocab):
-    generator = torch.Generator().manual_seed(vocab)
-    for trial in range(20):
-        scores = torch.randn(4, vocab, generator=generator) * (1 + trial)
-        for row in range(4):
-            # Zeros at the front, zeros at the end, and zeros except for one token.
-            scores[row, : min(trial * (row % 2), vocab // 3)] = -math.inf
-            scores[row, vocab - min(trial * (row // 2), vocab // 3) :] = -math.inf
-        if trial % 3 == 0:
-            only = trial % vocab
-            scores[3] = -math.inf
-            scores[3, only] = 0.0
-        for number in (0.0, 5e-324, 0.5, LAST):
-            tokens = draw(scores, torch.full((4,), number, dtype=torch.float64))
-            chosen = scores.softmax(-1)[torch.arange(4), tokens]
-            assert (chosen > 0).all(), (number, trial)
-            if number == LAST:
-                possible = [row.nonzero().max() for row in scores.softmax(-1)]
-                # All tokens after the drawn one together have less probability than rounding can distinguish from 0.
-                after = [scores.softmax(-1)[row, token + 1 :].double().sum() for row, token in enumerate(tokens)]
-                assert all(token <= last for token, last in zip(tokens, possible, strict=True))
-                assert max(after) < 1e-15
+DRAWN = {
+    "temperature": ([lp.TemperatureLogitsWarper(0.7)], {"temperature": 0.7}),
+    "hot": ([lp.TemperatureLogitsWarper(2.5)], {"temperature": 2.5}),
+    "nucleus": ([lp.TemperatureLogitsWarper(1.3), lp.TopPLogitsWarper(0.8)], {"temperature": 1.3, "top_p": 0.8}),
+    "top k": ([lp.TopKLogitsWarper(5)], {"top_k": 5}),
+}
 
 
-def test_cumulative_sums_may_be_off_by_rounding():
-    """As in parallel sums: each is off by one ulp, also at tokens of probability 0."""
-    scores = torch.tensor([[-math.inf, 1.0, -math.inf, 2.0, -math.inf, -math.inf]])
-    shares = scores.softmax(-1).double()
-    exact = shares.cumsum(-1)
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_tokens_have_their_exact_probabilities_over_many_seeds(name):
+    """At one node, given its logits: 40,000 seeds against the formula's distribution of 60 tokens."""
+    processors, settings = DRAWN[name]
+    rows, vocabulary = 40_000, 60
+    logits = 2.0 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(4))
+    selector, state = Sampling(processors), Counts(rows)
+    one = TreeTensors.from_tree(Tree([]), torch.device("cpu"))
+    lm_head = torch.nn.Linear(vocabulary, vocabulary, bias=False)
+    torch.nn.init.eye_(lm_head.weight)
+    nodes = Nodes(
+        logits.expand(rows, 1, -1).contiguous(), torch.zeros(rows, 1, dtype=torch.int64), one,
+        selector.noise(state, 1, vocabulary),
+    )  # fmt: skip
+    limits = Limits([5] * rows, [0] * rows, [])
+    with torch.no_grad():
+        tokens = selector(nodes, lm_head, state, limits)
+    assert selector.makes_logits == (len(processors) > 1 or "temperature" not in settings)
+    exact = distribution(logits.numpy(), **settings)
+    assert fits(counted(tokens.numpy(), vocabulary), exact)
+    # The check has power: of slightly other probabilities it is not explained.
+    assert not fits(
+        counted(tokens.numpy(), vocabulary), distribution(logits.numpy(), **{**settings, "temperature": 1.8})
+    )
 
-    class Probabilities(torch.Tensor):
-        def cumsum(self, *args, **kwargs):
-            return nudged
 
-    class Scores(torch.Tensor):
-        def softmax(self, *args, **kwargs):
-            return scores.softmax(-1).as_subclass(Probabilities)
+def the_same_everywhere():
+    """A model whose hidden state, and so its distribution, is the same at every place of every text."""
+    model = tiny(vocab_size=VOCAB)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight[:1].expand(VOCAB, -1))
+    return model
 
-    for nudge in ([1, 0, 1, 0, 1, 1], [0, 1, -1, 0, 1, 2], [1, -1, 2, -1, 0, 3]):
-        nudged = exact + torch.tensor(nudge) * 2.0**-53
-        for number in (0.0, float(shares[0, 1]), LAST):
-            uniform = torch.tensor([number], dtype=torch.float64)
-            assert int(draw(scores.as_subclass(Scores), uniform)) in (1, 3)
+
+def knowing(model, **kwargs):
+    """Heads that repeat the model's own distribution, which is right at every place."""
+    heads = MedusaHeads(model.config.hidden_size, VOCAB, 4, **kwargs)
+    if heads.w2 is not None:
+        rows = slice(None) if heads.token_map is None else heads.token_map
+        with torch.no_grad():
+            heads.w2.copy_(model.lm_head.weight[rows].expand_as(heads.w2))
+    return heads.eval()
+
+
+KNOWING = {
+    "own": {},
+    "shared": {"shared_projection": True},
+    "another order": {"token_map": torch.tensor([3, 9, 0, 10, 1, 7, 4, 2, 8, 6, 5])},
+    "another order, shared": {"token_map": torch.tensor([3, 9, 0, 10, 1, 7, 4, 2, 8, 6, 5]), "shared_projection": True},
+    "parents": {"parent_rank": 3},
+}
+OTHER_WAYS = {
+    "fused": {},
+    "device": {"top_k": VOCAB - 1},
+    "host": {"logits_processor": [identity]},
+    "no early end": {"min_new_tokens": 5, "eos_token_id": [VOCAB - 1]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, "fused") for name in KNOWING), *(("own", way) for way in [*OTHER_WAYS][1:])]
+)
+@pytest.mark.parametrize("tree", [Tree.chain(4), Tree.chain(2), Tree.dynamic(5, depth=4, top_k=1)], ids=str)
+def test_heads_that_know_the_distribution_draft_the_very_draws(name, way, tree):
+    """Their first candidates are always accepted, which the likeliest tokens would not be."""
+    model = the_same_everywhere()
+    ids, mask = padded(prompts(3, [7, 2, 12]))
+    kwargs = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.4, "seed": 3, **OTHER_WAYS[way]}
+    with MedusaModel(model, knowing(model, **KNOWING[name])) as medusa:
+        output = medusa.generate(ids, mask, tree=tree, **kwargs)
+        plain = medusa.generate(ids, mask, tree=Tree([]), **kwargs)
+    assert output.sequences.tolist() == plain.sequences.tolist()
+    assert len(output.sequences[:, ids.shape[1] :].unique()) > 4, "the distribution is not nearly certain"
+    for row in output.accept_lengths:
+        # The first token is the prefill's, the last step is cut.
+        assert set(row[:-2]) == {tree.depth}
+
+
+@pytest.mark.parametrize("extra", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.1}], ids=["fused", "device", "host"])
+@pytest.mark.parametrize("parent_rank", [0, 3])
+def test_no_ranking_of_candidates_changes_the_text(monkeypatch, extra, parent_rank):
+    """With the step's own noise more drafts are right than with other noise, or with none; the texts are equal."""
+    model = the_same_everywhere()
+    ids, mask = padded(prompts(3, [7, 2, 12]))
+    kwargs = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 5, "tree": Tree.cartesian([2, 1])}
+    noises = {
+        "own": lambda noise: noise,
+        "none": lambda noise: None,
+        "of the next place": lambda noise: noise.roll(1, dims=1),
+        "against": lambda noise: -noise,
+    }
+    accepted, texts = {}, set()
+    with MedusaModel(model, knowing(model, parent_rank=parent_rank)) as medusa:
+        propose = medusa.heads.propose
+        for name, change in noises.items():
+            monkeypatch.setattr(
+                medusa.heads, "propose", lambda *a, noise, _change=change, **k: propose(*a, noise=_change(noise), **k)
+            )
+            output = medusa.generate(ids, mask, **kwargs, **extra)
+            accepted[name] = sum(map(sum, output.accept_lengths))
+            texts.add(str(output.sequences.tolist()))
+    assert len(texts) == 1
+    assert accepted["own"] > max(count for name, count in accepted.items() if name != "own")
+
+
+@pytest.mark.parametrize("route", ["device", "host"])
+def test_tokens_that_are_filtered_out_are_never_drawn(small, route):
+    """Whatever their noise: with one token left the text is the likeliest one."""
+    extra = {"logits_processor": [identity]} if route == "host" else {}
+    likeliest = small.generate(torch.tensor([PROMPT]), max_new_tokens=4, tree=Tree([])).sequences[0, len(PROMPT) :]
+    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-5}):
+        texts, _ = sampled(small, PROMPT, 4, rows=200, seed=1, tree=TREES["siblings"], **settings, **extra)
+        assert (texts == likeliest.numpy()).all()
 
 
 def test_following_a_tree_with_copied_tokens():

@@ -1,8 +1,9 @@
 """Calibrate heads: the model answers the user's prompts, and its tokens are ranked among the heads' candidates.
 
 The texts are written without the heads, so that they are the model's own in any dtype: greedy, or sampled at a
-temperature, because heads are right less often about sampled texts. This module does not know what the ranks are for
-(see `trees.calibration`, `trees.replay` and `trees.search`).
+temperature, because heads are right less often about sampled texts. Heads rank candidates for a sampled text with the
+random numbers that it was drawn with, as in decoding. This module does not know what the ranks are for (see
+`trees.calibration`, `trees.replay` and `trees.search`).
 """
 
 from __future__ import annotations
@@ -119,9 +120,12 @@ def rank_answers(writer: Writer, prompt: Prompt, number: int) -> tuple[list[Text
     written = [answer for answer in answers if answer is not None]
     texts = []
     for answer in written:
+        ranks = own_text_ranks(
+            writer.model, answer.prompt + answer.new, len(answer.prompt),
+            temperature=writer.settings.temperature, seed=answer.seed,
+        )  # fmt: skip
         # There is no token to rank after the text's end (IGNORE, which is negative too).
-        ranks = own_text_ranks(writer.model, answer.prompt + answer.new, len(answer.prompt)).clamp(min=NONE)
-        texts.append(tuple(map(tuple, ranks.tolist())))
+        texts.append(tuple(map(tuple, ranks.clamp(min=NONE).tolist())))
     return texts, len(answers) - len(written)
 
 

@@ -27,6 +27,8 @@ from medusa_decoding.trees.tree import Tree
 
 SAMPLING = ("top_k", "top_p", "min_p")
 """Fields of a model's generation config that, in addition to the temperature, affect sampling."""
+RANKED = "with the noise of the draws"
+"""How heads rank candidates for sampled texts; files of earlier versions, which ranked without it, do not say."""
 SAMPLE_CHAT: list[Message] = [
     {"role": "user", "content": "Which one is it?"},
     {"role": "assistant", "content": "The first one."},
@@ -55,24 +57,28 @@ class Settings:
 
 @dataclass(frozen=True)
 class Written:
-    """One text: the tokens of the prompt, the new ones, and how many draft tokens each step accepted."""
+    """One text: the tokens of the prompt, the new ones, and how many draft tokens each step accepted.
+
+    `seed` is that of `MedusaModel.generate` for a sampled text, None for a greedy one.
+    """
 
     prompt: list[int]
     new: list[int]
     accept_lengths: list[int]
+    seed: int | None
 
 
 class Writer:
     """Has a model answer prompts; every turn follows the model's own answer to the previous one."""
 
     def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
-        self.model, self._settings = model, settings
+        self.model, self.settings = model, settings
         self._conversations = Conversations(model, tokenizer, settings.template, settings.prompt_tokens)
         self._chat, self.encode = self._conversations.chat, self._conversations.encode
 
     def describe(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Return everything that the texts and the heads' ranks in them depend on, as JSON values."""
-        model, settings = self.model, self._settings
+        model, settings = self.model, self.settings
         assert model.heads is not None
         digest = hashlib.blake2b(digest_size=8)
         each: list[str] = []
@@ -82,7 +88,7 @@ class Writer:
             digest.update((json.dumps([ids, prompt.system, prompt.turns, prompt.is_text]) + "\n").encode())
             each.append(_hash(ids if prompt.is_text else prompt.messages, 6))
         device, own = model.backbone.device, model.backbone.causal_lm.generation_config
-        sampling = {"seed": settings.seed} | {name: getattr(own, name, None) for name in SAMPLING}
+        sampling = {"seed": settings.seed, "ranked": RANKED} | {name: getattr(own, name, None) for name in SAMPLING}
         ends, stops = self._chat.ends(self._conversations.eos), self._chat.stop_strings(None)
         return {
             "heads": fingerprint(model.heads),
@@ -108,7 +114,7 @@ class Writer:
 
         Random numbers depend on `number`, the prompt's index among all. Steps verify the tree.
         """
-        settings, turns, new = self._settings, self._conversations.turns(prompt), None
+        settings, turns, new = self.settings, self._conversations.turns(prompt), None
         for turn in range(len(prompt.turns)):
             ids = turns.send(new)
             room = self.model.backbone.context_limit - len(ids)
@@ -116,6 +122,7 @@ class Writer:
                 yield from [None] * (len(prompt.turns) - turn)
                 return
             sampling: dict[str, Any] = {}
+            seed: int | None = None
             if settings.temperature:
                 # Each text has its own random numbers, also in a run that goes on after a stop.
                 name = json.dumps([settings.seed, number, turn]).encode()
@@ -123,7 +130,7 @@ class Writer:
                 sampling = {"do_sample": True, "temperature": settings.temperature, "seed": seed}
             output = self.generate(prompt, ids, tree, min(settings.max_new_tokens, room), **sampling)
             new = output.sequences[0, len(ids) :].tolist()
-            yield Written(ids, new, output.accept_lengths[0])
+            yield Written(ids, new, output.accept_lengths[0], seed)
 
     def generate(self, prompt: Prompt, ids: list[int], tree: Tree, max_new_tokens: int, **more: Any) -> MedusaOutput:
         """Continue the tokens of a prompt up to the end of an answer; `more` arguments as in `MedusaModel.generate`."""

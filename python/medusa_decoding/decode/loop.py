@@ -19,7 +19,7 @@ from medusa_decoding.decode.compact import compact
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import prefill
-from medusa_decoding.decode.propose import propose
+from medusa_decoding.decode.propose import places, propose
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.decode.verify import Nodes, TokenSelector
@@ -39,10 +39,11 @@ def decode_step(
     limits: Limits,
 ) -> None:
     """Run one step of Medusa decoding: changes `state` in place and reads nothing back to the host."""
-    drafts = propose(state, heads, backbone.lm_head, tree)
+    noise = selector.noise(state, places(heads, tree), backbone.vocab_size)
+    drafts = propose(state, heads, backbone.lm_head, tree, selector.draw_temperature, noise)
     tokens, shape = arrange(state, drafts, tree)
     hidden = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = selector(Nodes(hidden, tokens, shape), backbone.lm_head, state, limits)  # verify
+    next_tokens = selector(Nodes(hidden, tokens, shape, noise), backbone.lm_head, state, limits)  # verify
     path, accept_lens, cache_lens = accept(tokens, next_tokens, hidden, shape, state, limits)
     compact(state.cache, path, accept_lens, cache_lens)
 
@@ -52,8 +53,9 @@ def plain_step(
 ) -> None:
     """Run the same step for a tree that is only a root: plain decoding, with nothing to propose or move."""
     tokens = state.root[:, None]
+    noise = selector.noise(state, 1, backbone.vocab_size)
     hidden = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
-    next_tokens = selector(Nodes(hidden, tokens, shape), backbone.lm_head, state, limits)
+    next_tokens = selector(Nodes(hidden, tokens, shape, noise), backbone.lm_head, state, limits)
     accept(tokens, next_tokens, hidden, shape, state, limits)
 
 

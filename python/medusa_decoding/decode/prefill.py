@@ -83,7 +83,8 @@ def prefill(
     state.cache.lengths.copy_(filled - 1)
     if hold_last:
         last = backbone.finish(last, DecodeContext(state.cache, root_only.depths, root_only.ancestors))
-    root = selector(Nodes(last, tokens[:, :1], root_only), backbone.lm_head, state, limits)
+    noise = selector.noise(state, 1, backbone.vocab_size)
+    root = selector(Nodes(last, tokens[:, :1], root_only, noise), backbone.lm_head, state, limits)
     if not selector.makes_logits:
         # Such steps check hidden states alone, so the projection is checked here.
         state.check.add_(backbone.lm_head(last).amax((1, 2)))

@@ -29,7 +29,7 @@ class DecodeState:
         finished: bool [B].
         log: int32 [B, as output], tokens each step committed; column s is step s, 0 after a row has finished.
         step: int64 [1], steps so far.
-        draws: fp64 [B, as output], the uniform number that sampling uses at each position.
+        seeds: int64 [B], keys of the random numbers of sampling (see `TokenSelector.noise`).
         check: fp32 [B], set by each step's token selection: not finite if the model's output is not.
         text: prompts and new tokens if a tree copies from them, else None.
         captured: steps captured over these tensors (see `runtime.cuda_graph`); they live as long as the tensors do.
@@ -43,7 +43,7 @@ class DecodeState:
     finished: torch.Tensor
     log: torch.Tensor
     step: torch.Tensor
-    draws: torch.Tensor
+    seeds: torch.Tensor
     check: torch.Tensor
     text: Text | None = None
     captured: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -64,7 +64,7 @@ class DecodeState:
             finished=zeros(batch, dtype=torch.bool),
             log=zeros(batch, width, dtype=torch.int32),
             step=zeros(1, dtype=torch.int64),
-            draws=zeros(batch, width, dtype=torch.float64),
+            seeds=zeros(batch, dtype=torch.int64),
             check=zeros(batch, dtype=torch.float32),
         )
 
@@ -77,11 +77,6 @@ class DecodeState:
             # Captured steps are bound to the old tensors.
             self.captured.clear()
         self.text.begin(prompts)
-
-    def uniform(self, depth: int) -> torch.Tensor:
-        """Return each row's uniform number for the token after a node of this depth, fp64 [B]."""
-        place = (self.count + depth).clamp(max=self.draws.shape[1] - 1).long()
-        return self.draws.gather(1, place[:, None])[:, 0]
 
     def cut(self, row: int, count: int) -> None:
         """End a row after its first `count` new tokens."""
@@ -111,7 +106,7 @@ class DecodeState:
         """Continue the generation of a state with a smaller cache."""
         rows = other.cache.capacity
         self.cache.kv[..., :rows, :].copy_(other.cache.kv)
-        self.draws.copy_(other.draws)
+        self.seeds.copy_(other.seeds)
         if other.text is not None:
             self.text, other.text = other.text, None
             self.captured.clear()

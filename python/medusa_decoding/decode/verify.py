@@ -15,6 +15,8 @@ from torch import nn
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeShape
+from medusa_decoding.heads import projection
+from medusa_kernels import gumbel_noise, tree_verify
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,14 @@ class Nodes:
         hidden: [B, N, H] after the final norm.
         tokens: int64 [B, N], the nodes' tokens.
         shape: the tree's.
+        noise: fp32 [B, more than the tree's depth, V], what `TokenSelector.noise` returned for this step. Its row d
+            belongs to the tokens after nodes of depth d.
     """
 
     hidden: torch.Tensor
     tokens: torch.Tensor
     shape: TreeShape
+    noise: torch.Tensor | None = None
 
 
 class TokenSelector:
@@ -38,10 +43,30 @@ class TokenSelector:
     Attributes:
         key: selectors with the same key run the same operations; captured and compiled steps are cached by it.
         makes_logits: whether it makes the logits of all nodes, which take memory.
+        draw_temperature: the temperature at which tokens are drawn, as far as the heads follow it; None if none are.
     """
 
     key: Hashable
     makes_logits = True
+    draw_temperature: float | None = None
+
+    def noise(self, state: DecodeState, places: int, vocabulary: int) -> torch.Tensor | None:
+        """Return the random numbers of a step's tokens, or None if none are drawn.
+
+        They depend on a row's seed, the place of a token among the new ones and its id only, so heads that draft for a
+        place and the model, which draws there, add the same numbers.
+
+        Args:
+            state: before the step.
+            places: of new tokens from `state.count` on.
+            vocabulary: V.
+
+        Returns:
+            Standard Gumbel noise, fp32 [B, places, V].
+        """
+        if self.draw_temperature is None:
+            return None
+        return gumbel_noise(state.seeds, state.count, places, vocabulary)
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return int64 [B, N]: the next token at every node; any id at nodes that no path can reach.
@@ -67,6 +92,25 @@ def refuse_broken(broken: Sequence[bool], finished: Sequence[bool], step: int | 
                 f"model: expected finite logits, got NaN or infinity at step {int(step)} (0 is the prefill) "
                 f"in row {row}"
             )
+
+
+def fused_tokens(
+    nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits, temperature: float = 0.0
+) -> torch.Tensor | None:
+    """Return the argmax at every node, or above temperature 0 its draw, by the op `tree_verify`: int64 [B, N].
+
+    No logits are stored. Sets `state.check` by the hidden states. Returns None, without doing anything, if only the
+    module `lm_head` itself can project or if EOS tokens may be suppressed.
+    """
+    projected = projection(lm_head)
+    if projected is None or limits.min_new_tensor is not None:
+        return None
+    torch.sum(nodes.hidden, (1, 2), dtype=torch.float32, out=state.check)
+    weight, scale = projected
+    return tree_verify(
+        nodes.hidden, weight, nodes.tokens, nodes.shape.parents,
+        temperature=temperature, noise=nodes.noise, noise_rows=nodes.shape.depths, want_stats=False, weight_scale=scale,
+    )[0]  # fmt: skip
 
 
 def allowed_logits(nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:

@@ -3,24 +3,31 @@
 At position t of a text, head k (0-based) predicts the token k + 2 places later from the final hidden state of token t,
 the last accepted one. Decoding has that state for the prompt's last token and for every later token, so these positions
 count, each once, although steps start at some of them only. Draft tokens are made as in decoding, by the same calls of
-`MedusaHeads`. If they depend on their parent token, it is the text's actual token. A parent that the previous head did
-not name cannot be in a tree, and its children are ranked without that term.
+`MedusaHeads`; for a sampled text with the random numbers that it was drawn with. If they depend on their parent token,
+it is the text's actual token. A parent that the previous head did not name cannot be in a tree, and its children are
+ranked without that term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
+from medusa_decoding.decode.selection.sampling import draw_temperature
+from medusa_decoding.generation.request import row_seed
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.training.data.targets import IGNORE, shifted_labels
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_kernels import gumbel_noise
 
 RANKS = 10
 ROWS = 256
 """Positions per call, which bounds the memory of their logits."""
+MOST_NOISE = 2**25
+"""Random numbers at once, 128 MiB of them; there is one for each position, head and token."""
 
 
 def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], int]]) -> HeadAccuracy:
@@ -37,8 +44,8 @@ def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], i
 def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) -> HeadAccuracy:
     """Count how often the actual next token is among the top 1 to 10 candidates of each head.
 
-    A head has no target at positions for which the text ends less than k + 2 tokens later. Arguments and errors are as
-    of `own_text_ranks`.
+    A head has no target at positions for which the text ends less than k + 2 tokens later. The text is greedy.
+    Arguments and errors are as of `own_text_ranks`.
     """
     found = own_text_ranks(model, tokens, prompt)
     hits = torch.stack([((found >= 0) & (found <= n)).sum(0) for n in range(RANKS)], dim=1)
@@ -46,10 +53,18 @@ def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) ->
 
 
 @torch.no_grad()
-def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> torch.Tensor:
+def own_text_ranks(
+    model: MedusaModel, tokens: Sequence[int], prompt: int, *, temperature: float = 1.0, seed: int | None = None
+) -> torch.Tensor:
     """Find the rank of the actual next token among the top 10 candidates of each head.
 
-    `tokens` are a prompt of `prompt` tokens, at least 1, and the text that the model wrote after it.
+    Args:
+        model: the model with its heads.
+        tokens: a prompt and the text that the model wrote after it.
+        prompt: tokens of the prompt, at least 1.
+        temperature: that the text was sampled at.
+        seed: of `generate`, for a text that it sampled alone: candidates are then ranked with the same random numbers.
+            None for a greedy text.
 
     Returns:
         int64 [P, K] on the CPU, one row per position that has a target: the rank, from 0; -1 if it is not among the
@@ -73,8 +88,19 @@ def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> to
     hidden = backbone.decoder(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 :][:count].to(heads.w1.dtype)
     ranks = min(RANKS, heads.num_candidates)
     found = []
-    for states, tokens_later in zip(hidden.split(ROWS), later.split(ROWS), strict=True):
-        drafts = _draft_tokens(heads, states, tokens_later[:, :-1], ranks, backbone.lm_head)
+    rows, drawn = ROWS, {}
+    if seed is not None:
+        rows = max(1, min(ROWS, MOST_NOISE // (heads.num_heads * heads.vocab_size)))
+        seeds = torch.full((count,), row_seed(seed), device=hidden.device)
+        # At a text's first position, the prompt's last token, one new token is known: the root.
+        places = torch.arange(1, count + 1, dtype=torch.int32, device=hidden.device)
+    for first in range(0, count, rows):
+        part = slice(first, first + rows)
+        states, tokens_later = hidden[part], later[part]
+        if seed is not None:
+            noise = gumbel_noise(seeds[part], places[part], heads.num_heads, heads.vocab_size)
+            drawn = {"temperature": draw_temperature(temperature), "noise": noise}
+        drafts = _draft_tokens(heads, states, tokens_later[:, :-1], ranks, backbone.lm_head, **drawn)
         hits = drafts == tokens_later[:, 1:, None]
         place = hits.int().argmax(-1).where(hits.any(-1), -1)
         found.append(place.where(tokens_later[:, 1:] != IGNORE, IGNORE).cpu())
@@ -82,12 +108,15 @@ def own_text_ranks(model: MedusaModel, tokens: Sequence[int], prompt: int) -> to
 
 
 def _draft_tokens(
-    heads: MedusaHeads, states: torch.Tensor, parents: torch.Tensor, ranks: int, lm_head: torch.nn.Module
+    heads: MedusaHeads, states: torch.Tensor, parents: torch.Tensor, ranks: int, lm_head: torch.nn.Module, **drawn: Any
 ) -> torch.Tensor:
-    """Return each head's top tokens, int64 [R, K, ranks], after `parents` int64 [R, K] (IGNORE beyond the end)."""
+    """Return each head's top tokens, int64 [R, K, ranks], after `parents` int64 [R, K] (IGNORE beyond the end).
+
+    `drawn` are temperature and noise of `MedusaHeads.propose`.
+    """
     if not heads.parent_rank:
-        return heads.propose(states, ranks, lm_head)[1]
-    children = heads.propose_children(states, parents[:, 0], ranks, lm_head)
+        return heads.propose(states, ranks, lm_head, **drawn)[1]
+    children = heads.propose_children(states, parents[:, 0], ranks, lm_head, **drawn)
     before = torch.cat([parents[:, :1, None].expand(-1, 1, children.tokens.shape[2]), children.tokens[:, :-1]], dim=1)
     named = before == parents[:, :, None]
     place = named.int().argmax(-1)

@@ -65,19 +65,20 @@ class Request:
     metrics: bool = False
     session: Session | None = None
 
-    def uniform_numbers(self, peers: Peers) -> torch.Tensor | None:
-        """Return the numbers that sampling uses, fp64 [B, largest budget]; None if nothing is sampled."""
+    def row_seeds(self, peers: Peers) -> torch.Tensor | None:
+        """Return the keys of the random numbers that sampling uses, int64 [B]; None if nothing is sampled."""
         if not self.config.do_sample:
             return None
-        # torch's own generator on the CPU would keep 32 bits of a seed.
         seed = self.seed if self.seed is not None else peers.agree(int(torch.randint(2**63 - 1, ())))
-        budgets = self.limits.budgets
-        # One stream per row: neither the batch nor the budget changes a row's numbers.
-        keys = [(seed, row) for row in range(len(budgets))] if isinstance(seed, int) else [(own, 0) for own in seed]
-        numbers = np.empty((len(keys), max(budgets)))
-        for row, key in zip(numbers, keys, strict=True):
-            np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(out=row)
-        return torch.from_numpy(numbers)
+        rows = range(len(self.limits.budgets))
+        keys = [row_seed(seed, row) for row in rows] if isinstance(seed, int) else [row_seed(own) for own in seed]
+        return torch.tensor(keys)
+
+
+def row_seed(seed: int, row: int = 0) -> int:
+    """Return the key, of 64 bits, of a row's random numbers: neither the batch nor the budget changes them."""
+    # Neighbouring seeds and rows get unrelated keys.
+    return int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64).view(np.int64)[0])
 
 
 def check_request(

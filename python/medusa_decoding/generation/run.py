@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -34,7 +33,7 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
     runner = Runner(
         steps, backend, prompts, selector, limits, policy,
         take_earlier=lambda: session.take(backbone, weights, request.prompts) if session is not None else (None, 0),
-        draw=functools.partial(request.uniform_numbers, backbone.peers),
+        seeds=request.row_seeds(backbone.peers),
         observer=_observer(request, prompts, selector, steps),
         timed=request.metrics,
     )  # fmt: skip

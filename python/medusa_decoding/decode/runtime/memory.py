@@ -23,8 +23,8 @@ from medusa_kernels.decode_linear import MOST_ROWS
 UNCHECKED = 64 * 2**20
 """Bytes below which free memory is not checked: the check takes a fraction of a millisecond."""
 
-STATE_BYTES = 8 + 4 + 8
-"""Per new token that a row may get: its id, a step's count, a uniform number."""
+STATE_BYTES = 8 + 4
+"""Per new token that a row may get: its id, a step's count."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Sizes:
         budget: the most new tokens that a row may get.
         nodes: N of the widest tree, root included; 1 for plain decoding.
         spare: cache rows that a step needs after a row's last token.
-        logits: whether steps make the logits of all nodes (sampling, processors). On a CPU greedy steps may, too.
+        logits: whether steps make the logits of all nodes (filters, processors). On a CPU other steps may, too.
+        noise: rows of random numbers that a step makes for each sequence, one number per token; 0 if nothing is drawn.
         row_trees: whether every row has its own tree (a dynamic one), and so, on a CPU, its own mask.
     """
 
@@ -45,10 +46,13 @@ class Sizes:
     nodes: int = 1
     spare: int = 0
     logits: bool = False
+    noise: int = 0
     row_trees: bool = False
 
     @classmethod
-    def for_trees(cls, prompt_lengths: list[int], budget: int, trees: Sequence[Tree], logits: bool = False) -> Sizes:
+    def for_trees(
+        cls, prompt_lengths: list[int], budget: int, trees: Sequence[Tree], logits: bool = False, noise: int = 0
+    ) -> Sizes:
         """Return the sizes of a generation whose steps verify some of these trees."""
         return cls(
             prompt_lengths,
@@ -57,6 +61,7 @@ class Sizes:
             # A step writes a cache row per node, and may accept a whole path past the budget before it is cut.
             spare=max(tree.num_nodes + tree.depth for tree in trees),
             logits=logits,
+            noise=noise,
             row_trees=any(tree.keep is not None for tree in trees),
         )
 

@@ -11,6 +11,7 @@ import torch
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import StepResult
 from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.propose import places
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.progress import Watch
 from medusa_decoding.decode.runtime.steps import Backend, Steps
@@ -35,7 +36,7 @@ class Runner:
         policy: what its trees and durations need.
         take_earlier: returns the state of a generation whose text the prompts begin with, if any, and how many tokens
             they share; called once.
-        draw: returns the uniform numbers of sampling, fp64 [B, largest budget], or None; called once there is memory.
+        seeds: int64 [B], keys of the random numbers of sampling; None if nothing is drawn.
         observer: is shown each token, and may end rows.
         timed: measure the prefill and each step, also if the policy does not need it.
 
@@ -57,22 +58,22 @@ class Runner:
         policy: Policy,
         *,
         take_earlier: Callable[[], tuple[DecodeState | None, int]] = lambda: (None, 0),
-        draw: Callable[[], torch.Tensor | None] = lambda: None,
+        seeds: torch.Tensor | None = None,
         observer: Observer | None = None,
         timed: bool = False,
     ) -> None:
         self.step = steps.prepare(backend)
         self.pool, self.prompts, self.policy = steps.pool, prompts, policy
-        self.sizes = Sizes.for_trees(
-            [len(prompt) for prompt in prompts], max(limits.budgets), policy.trees, selector.makes_logits
-        )
+        drawn = 0 if selector.draw_temperature is None else max(places(steps.heads, tree) for tree in policy.trees)
+        lengths, budget = [len(prompt) for prompt in prompts], max(limits.budgets)
+        self.sizes = Sizes.for_trees(lengths, budget, policy.trees, selector.makes_logits, drawn)
         self.state: DecodeState | None = None
         self.reused = 0
         self.trees: list[Tree] = []
         self.seconds: list[float] = []
         self.ended = False
         self._agree = steps.backbone.peers.agree
-        self._take_earlier, self._draw, self._observer = take_earlier, draw, observer
+        self._take_earlier, self._seeds, self._observer = take_earlier, seeds, observer
         self._timed = timed or policy.timed
         self._unread: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
         self._counts, self._finished = [0] * len(prompts), [False] * len(prompts)
@@ -90,9 +91,8 @@ class Runner:
             self.reused = min(common, cached)
         if any(tree.lookup for tree in self.policy.trees):
             self.state.hold_text(self.prompts)
-        draws = self._draw()
-        if draws is not None:
-            self.state.draws[:, : draws.shape[1]].copy_(draws)
+        if self._seeds is not None:
+            self.state.seeds.copy_(self._seeds)
         self._watch = Watch(self.state, tokens=self._observer is not None, timed=self._timed)
         return self.state, self.reused
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from medusa_decoding.decode.limits import Limits
-from medusa_decoding.decode.selection.sampling import draw, without_sorting
+from medusa_decoding.decode.selection.sampling import draw_temperature, temperature_of, without_sorting
 from medusa_decoding.decode.state import DecodeState, append_tokens
 from medusa_decoding.decode.verify import HostTokenSelector, Nodes, refuse_broken
 
@@ -59,8 +59,6 @@ class LogitsProcessors(HostTokenSelector):
         keep_scores: keep the processed scores of every emitted token.
     """
 
-    key = "processed"
-
     def __init__(
         self,
         prompts: Sequence[torch.Tensor],
@@ -76,7 +74,9 @@ class LogitsProcessors(HostTokenSelector):
             for prompt, own, budget in zip(prompts, processors, budgets, strict=True)
         ]
         self.eos = set(eos)
-        self.sample = sample
+        if sample:
+            self.draw_temperature = draw_temperature(temperature_of(processors[0]))
+        self.key = ("processed", self.draw_temperature)
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
@@ -93,19 +93,21 @@ class LogitsProcessors(HostTokenSelector):
         trees = nodes.shape.children()
         for index, row in enumerate(self.rows):
             children = trees[index % len(trees)]
-            visited = [] if finished[index] else [0]
+            visited, depth = [] if finished[index] else [0], 0
             while visited and not self._ended(row):
-                token = self._next(row, logits[index, visited[0]], state.draws[index])
+                noise = None if nodes.noise is None else nodes.noise[index, depth]
+                token = self._next(row, logits[index, visited[0]], noise)
                 next_tokens[index, visited] = token
                 below = [child for node in visited for child in children[node]]
                 visited = [child for child in below if int(tokens[index, child]) == token]
+                depth += 1
         return next_tokens.to(logits.device)
 
     def _ended(self, row: Row) -> bool:
         new = row.length - row.prompt
         return new >= row.budget or (new > 0 and int(row.text[row.length - 1]) in self.eos)
 
-    def _next(self, row: Row, logits: torch.Tensor, draws: torch.Tensor) -> int:
+    def _next(self, row: Row, logits: torch.Tensor, noise: torch.Tensor | None) -> int:
         text = row.text[None, : row.length]
         scores = raw = logits[None].to(torch.float32, copy=True)
         if self.keep_logits:
@@ -114,16 +116,14 @@ class LogitsProcessors(HostTokenSelector):
             scores = processor(text, scores)
         if self.keep_scores:
             row.scores.append(scores[0].clone())
-        place = row.length - row.prompt
-        if not self.sample:
-            token = int(scores.argmax(-1))
-        elif math.isfinite(float(scores.amax())):
-            token = int(draw(scores, draws[place : place + 1]))
-        else:
-            raise ValueError(
-                f"logits_processor: expected scores to draw from at new token {place + 1}, got NaN, infinity or no "
-                "token allowed"
-            )
+        if noise is not None:
+            if not math.isfinite(float(scores.amax())):
+                raise ValueError(
+                    f"logits_processor: expected scores to draw from at new token {row.length - row.prompt + 1}, got "
+                    "NaN, infinity or no token allowed"
+                )
+            scores = scores + noise
+        token = int(scores.argmax(-1))
         row.text = append_tokens(row.text, row.length, row.text.new_tensor([token]))
         row.length += 1
         return token

@@ -1,9 +1,11 @@
 """Lossless sampling on a tree: the model's own draws are followed down the tree.
 
 The token after a node is drawn from the model's processed distribution there, and the child with that token, if any, is
-visited next. The heads' probabilities are not used, so nothing needs correcting. Each position of a row has its own
-uniform number, at which the distribution function is inverted: with one seed every tree, plain decoding included,
-writes the same text (up to rounding).
+visited next. A draw is the argmax of the processed scores plus independent Gumbel noise (the Gumbel-max trick). The
+noise belongs to a row's seed, a place in its text and a token: with one seed every tree, plain decoding included,
+writes the same text (up to rounding). Heads rank their candidates with the same noise, so they often guess the draw
+itself (Daliri et al. 2024, "Coupling without communication and drafter-invariant speculative decoding",
+arXiv:2408.07978). What they propose decides only how many tokens a step accepts, so nothing needs correcting.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from transformers.generation import logits_process as lp
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeShape
-from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits
+from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits, fused_tokens
 
 # transformers' processors that need only the scores and read nothing on the host: they run on the device, within a
 # captured step. All others get each node's own prefix (see `processors`).
@@ -33,6 +35,9 @@ CONTEXT_FREE = (
     lp.LogitNormalization,
 )
 
+COLDEST, HOTTEST = 1e-4, 1e4
+"""The temperatures that heads and `tree_verify` are given. Colder, scores may overflow and have to be checked; hotter,
+all tokens are equally likely."""
 FEW_TOKENS = 2**12
 """Vocabulary up to which sorting is faster than buckets of probabilities."""
 
@@ -87,22 +92,14 @@ def without_sorting(processor: Any) -> Any:
     return Nucleus(processor.top_p)
 
 
-def draw(scores: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the token at which the distribution function of softmax(scores) first exceeds the uniform number.
+def temperature_of(processors: Sequence[Any]) -> float:
+    """Return the temperature of some processors, 1.0 if none of them sets it."""
+    return math.prod(one.temperature for one in processors if type(one) is lp.TemperatureLogitsWarper)
 
-    Args:
-        scores: fp32 [R, V].
-        uniform: fp64 [R] in [0, 1).
 
-    Returns:
-        int64 [R]; never a token of probability 0, unless the scores have no distribution (NaN, infinity, or -infinity
-        throughout). Sums are taken in fp64.
-    """
-    probabilities = scores.softmax(-1)
-    # Rounding of parallel sums may let them rise at a token of probability 0, or fall. Such tokens are left out, and
-    # the largest sum is taken for the whole.
-    cumulative = torch.where(probabilities > 0, probabilities.cumsum(-1, dtype=torch.float64), 0.0)
-    return (cumulative > uniform[:, None] * cumulative.amax(-1, keepdim=True)).int().argmax(-1)
+def draw_temperature(temperature: float) -> float:
+    """Return the temperature that heads are given if tokens are drawn at `temperature`, above 0."""
+    return min(max(temperature, COLDEST), HOTTEST)
 
 
 def follow(tokens: torch.Tensor, shape: TreeShape, choose: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -131,6 +128,9 @@ def follow(tokens: torch.Tensor, shape: TreeShape, choose: Callable[[int, torch.
 class Sampling(TokenSelector):
     """Draws on the device from the distribution that context-free processors leave.
 
+    With nothing but a temperature and plain weights, all nodes are drawn at by one op that stores no logits. Otherwise
+    only the nodes that are visited are.
+
     Args:
         processors: instances of `CONTEXT_FREE`, in order.
         sample: False takes the argmax of the processed scores.
@@ -138,14 +138,21 @@ class Sampling(TokenSelector):
 
     def __init__(self, processors: Sequence[Any], sample: bool = True) -> None:
         self.processors = [without_sorting(processor) for processor in processors]
-        self.sample = sample
         self.key = ("sampled", sample, *(_settings(processor) for processor in self.processors))
+        temperature = temperature_of(processors)
+        self.draw_temperature = draw_temperature(temperature) if sample else None
+        others = any(type(processor) is not lp.TemperatureLogitsWarper for processor in processors)
+        self.makes_logits = others or temperature != self.draw_temperature
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return the drawn token after every visited node, [B, N].
 
         `state.check` is set: not finite if the model's output or the scores to draw from are not.
         """
+        if not self.makes_logits and self.draw_temperature is not None:
+            drawn = fused_tokens(nodes, lm_head, state, limits, self.draw_temperature)
+            if drawn is not None:
+                return drawn
         logits = allowed_logits(nodes, lm_head, state, limits)
         rows = torch.arange(len(logits), device=logits.device)
 
@@ -153,11 +160,11 @@ class Sampling(TokenSelector):
             scores = logits[rows, node].float()
             for processor in self.processors:
                 scores = processor(None, scores)
-            if not self.sample:
+            if nodes.noise is None:
                 return scores.argmax(-1)
             # Nothing can be drawn from infinity (a tiny temperature), or if no token is left: 0 times it is NaN.
             state.check.add_(0.0 * scores.amax(-1))
-            return draw(scores, state.uniform(depth))
+            return (scores + nodes.noise[:, depth]).argmax(-1)
 
         return follow(nodes.tokens, nodes.shape, choose)
 
