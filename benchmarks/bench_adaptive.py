@@ -55,14 +55,13 @@ class Ways:
         self.ways = {name: self._way(name, choice) for name, choice in choices.items()}
 
     def _way(self, name: str, choice: TreeChoice) -> Callable[[torch.Tensor], int]:
-        kept: list[Any] = [None]
+        kept: dict[bool, Any] = {}
 
         def way(ids: torch.Tensor) -> int:
             # "auto" and "auto, first" use the same model, but must not learn from each other.
-            self.model._adaptive = None if name.endswith("first") else kept[0]
+            self.model._adaptive = {} if name.endswith("first") else kept
             output = self.model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=choice)
             assert isinstance(output, MedusaOutput)
-            kept[0] = self.model._adaptive
             self.texts[name].append(output.sequences[0, PROMPT:].tolist())
             self.steps[name] += output.steps
             return output.new_tokens[0]

@@ -43,6 +43,7 @@ from medusa_decoding.generation.run import run_request
 from medusa_decoding.generation.session import Session
 from medusa_decoding.generation.tree_choice import (
     CHANGED,
+    FOR_SAMPLING,
     GIVEN,
     NO_HEADS,
     UNTUNED,
@@ -99,10 +100,10 @@ class MedusaModel:
             self.tree = tree
             self.backend = backend
             self._steps = Steps(self.backbone, heads)
-            self._adaptive: Adaptive | None = None
+            self._adaptive: dict[bool, Adaptive] = {}  # by whether tokens are sampled
             self._under_way = 0
             self._accuracies: Accuracies | None = None
-            self._stored_tree: Tree | None = None
+            self._stored_trees: dict[str, Tree] = {}
             self._tuning: tuning_file.Tuning | None = None
             self._untuned = UNTUNED
             self._told: set[str] = set()
@@ -132,7 +133,8 @@ class MedusaModel:
                 the tree of the nearest batch and prefix length. It is used only with the device, model, heads, dtype
                 and backend that it was measured with; otherwise a warning says what has changed, and the default is
                 "auto". That starts from the step times stored there, under the same conditions, and from the
-                accuracies stored next to the heads; a `medusa_tree.json` there is one of the trees it may choose.
+                accuracies stored next to the heads; a `medusa_tree.json` there is one of the trees it may choose. A
+                generation that samples takes a `medusa_tree_sampling.json` in place of it, if there is one.
             backend: as in the constructor.
             **hf_kwargs: passed to `AutoModelForCausalLM.from_pretrained`. Remote code is never run.
 
@@ -165,18 +167,18 @@ class MedusaModel:
         """Put heads that were read on a loaded base model; arguments are as in `from_pretrained`.
 
         Raises:
-            ValueError: heads that do not fit the base model, or a damaged `medusa_tree.json`.
+            ValueError: heads that do not fit the base model, or a damaged file with a tree.
         """
-        stored = None if isinstance(tree, Tree) else tuning_file.stored_tree(checkpoint.path, checkpoint.heads)
+        stored = {} if isinstance(tree, Tree) else tuning_file.stored_trees(checkpoint.path, checkpoint.heads)
         norm = base.model.norm.weight
         model = cls(base, checkpoint.heads.place(norm.device, norm.dtype), tree, backend)
         model._recall(checkpoint.path, stored)
         return model
 
-    def _recall(self, folder: Path, stored: Tree | None) -> None:
+    def _recall(self, folder: Path, stored: dict[str, Tree]) -> None:
         """Load earlier measurements: head accuracies, step times and the trees chosen by them."""
         assert self.heads is not None
-        self._stored_tree = stored
+        self._stored_trees = stored
         try:
             self._accuracies = find_accuracies(folder, self.heads)
         except (ValueError, OSError) as error:
@@ -186,11 +188,12 @@ class MedusaModel:
         self._tuning = tuning_file.recall(folder, self.backbone, self.heads, self.backend, level)
         if self._tuning is None and tuning_paths.stored_files(folder):
             self._untuned = CHANGED
-        if self._tuning is not None and self._tree is None and stored is not None and stored not in self._tuning.trees:
-            file = folder / tuning_file.TREE_FILE
-            logger.warning(
-                "%s is not used: the stored tuning did not time it. Run `medusa tune` again, or pass it as tree=", file
-            )
+        for name, one in stored.items() if self._tuning is not None and self._tree is None else ():
+            if self._tuning is not None and one not in self._tuning.trees:
+                logger.warning(
+                    "%s is not used: the stored tuning did not time it. Run `medusa tune` again, or pass it as tree=",
+                    folder / name,
+                )
 
     @property
     def tree(self) -> Tree | Literal["auto"]:
@@ -203,13 +206,16 @@ class MedusaModel:
             self._check_tree(tree)
         self._tree = tree
 
-    def tree_choice(self, batch: int = 1, prefix: int = 128, tree: Tree | Literal["auto"] | None = None) -> TreeChoice:
+    def tree_choice(
+        self, batch: int = 1, prefix: int = 128, tree: Tree | Literal["auto"] | None = None, sample: bool = False
+    ) -> TreeChoice:
         """Return the tree that a generation verifies, and the reason.
 
         Args:
             batch: number of prompts.
             prefix: tokens of the longest prompt.
             tree: the argument of that `generate`.
+            sample: whether tokens are sampled.
 
         Raises:
             ValueError: a tree that the heads cannot fill.
@@ -223,7 +229,11 @@ class MedusaModel:
         tuning = self._tuning_here()
         if tuning is None:
             return TreeChoice("auto", self._untuned if self._tuning is None else CHANGED)
-        return tuned_choice(tuning.nearest(batch, prefix))
+        found = tuned_choice(tuning.nearest(batch, prefix))
+        own = self._stored_trees.get(tuning_file.SAMPLING_TREE_FILE) if sample else None
+        if isinstance(found.tree, Tree) and found.tree.choices and own is not None and own in tuning.trees:
+            return TreeChoice(own, FOR_SAMPLING)
+        return found
 
     def generate(
         self,
@@ -330,9 +340,10 @@ class MedusaModel:
             if request.session is not None and self.backbone.peers.size > 1:
                 # Each process would have to find the same rows in its own memory.
                 raise ValueError(f"session: expected a model in one process, got one over {self.backbone.peers.size}")
-            choice = self.tree_choice(len(request.prompts), max(map(len, request.prompts)), tree)
+            sample = bool(request.config.do_sample)
+            choice = self.tree_choice(len(request.prompts), max(map(len, request.prompts)), tree, sample)
             self._tell(choice)
-            policy = self._policy(choice.tree)
+            policy = self._policy(choice.tree, sample)
             # A generation within another's callback needs separate steps: graphs of one step share memory.
             steps = Steps(self.backbone, self.heads) if self._under_way else self._steps
             self._under_way += 1
@@ -345,7 +356,7 @@ class MedusaModel:
             finally:
                 self._under_way -= 1
                 if isinstance(policy, Adaptive):
-                    self._adaptive = policy
+                    self._adaptive[sample] = policy
 
     def _tell(self, choice: TreeChoice) -> None:
         """Log which tree is used and why, and warn if it is slow here whatever the heads are; each once per model."""
@@ -358,15 +369,18 @@ class MedusaModel:
                 self._told.add(line)
                 logger.log(level, "%s", line)
 
-    def _policy(self, tree: Tree | Literal["auto"]) -> Policy:
+    def _policy(self, tree: Tree | Literal["auto"], sample: bool = False) -> Policy:
         if isinstance(tree, Tree):
             return FixedTree(tree)
         # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
-        adaptive, self._adaptive = self._adaptive, None
+        # Heads are right about sampled tokens at another rate, so that is learned apart.
+        adaptive = self._adaptive.pop(sample, None)
         if adaptive is None:
             accuracies = [] if self.heads is None else (self._accuracies or default_accuracies(self.heads)).by_rank
             backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
-            tree_set = TreeSet(accuracies, self._stored_tree, sizes_for(backend))
+            names = (tuning_file.SAMPLING_TREE_FILE,) * sample + (tuning_file.TREE_FILE,)
+            stored = next((self._stored_trees[name] for name in names if name in self._stored_trees), None)
+            tree_set = TreeSet(accuracies, stored, sizes_for(backend))
             tuning = self._tuning_here()
             times = StepTimes() if tuning is None else tuning.times()
             adaptive = Adaptive(tree_set, times, AcceptanceModel(tree_set))
@@ -394,7 +408,7 @@ class MedusaModel:
         """
         with self.backbone.lock.held():
             self._steps.clear()
-            self._adaptive = None
+            self._adaptive.clear()
 
     def suspend(self) -> None:
         """Restore the base model's own attention modules until `resume`; caches and steps are kept.
@@ -450,7 +464,7 @@ class MedusaModel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by constructor arguments: a copy swaps the modules of its own copy of the base model."""
-        kept = ("_accuracies", "_stored_tree", "_tuning", "_untuned")
+        kept = ("_accuracies", "_stored_trees", "_tuning", "_untuned")
         state = {name: getattr(self, name) for name in kept}
         return type(self), (self.base, self.heads, self._tree, self.backend), state
 

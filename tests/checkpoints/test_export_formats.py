@@ -506,15 +506,18 @@ class TestEmbedded:
     def test_measurements_of_the_base_models_own_heads_are_not_copied(
         self, tmp_path: Path, checkpoint: Callable[..., Path], base: Path
     ) -> None:
-        for name in ("medusa_tree.json", "measured.json", "calibration.json", "tuning.json"):
+        trees = ("medusa_tree.json", "medusa_tree_sampling.json")
+        for name in (*trees, "measured.json", "calibration.json", "tuning.json"):
             (base / name).write_text("of other heads")
         (base / "generation_config.json").write_text('{"temperature": 0.5}')
         source = checkpoint("own")
         (source / "measured.json").write_text("{}")
+        (source / "medusa_tree_sampling.json").write_text("[[1]]")
         export(source, tmp_path / "out", "embedded")
-        found = {name: (tmp_path / "out" / name) for name in ("medusa_tree.json", "measured.json")}
+        found = {name: (tmp_path / "out" / name) for name in (*trees, "measured.json")}
         assert {name: file.read_text() for name, file in found.items()} == {
             "medusa_tree.json": "[[0]]",
+            "medusa_tree_sampling.json": "[[1]]",
             "measured.json": "{}",
         }
         assert not (tmp_path / "out" / "calibration.json").exists()

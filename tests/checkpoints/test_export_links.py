@@ -70,7 +70,9 @@ def test_links_of_shards_are_refused(heads: Path, base: Path, secret: Path, tiny
 
 
 @pytest.mark.parametrize("target", ["native", "vllm", "original-v1", "embedded"])
-@pytest.mark.parametrize("name", ["README.md", "accuracy.png", "measured.json", "medusa_tree.json"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "accuracy.png", "measured.json", "medusa_tree.json", "medusa_tree_sampling.json"]
+)
 def test_links_out_of_a_folder_of_heads_are_refused(heads: Path, secret: Path, name: str, target: Any) -> None:
     linked(heads / name, secret / "id_rsa")
     with pytest.raises(ValueError, match=rf"{name}: expected a file in .*heads, got a link to .*private/id_rsa"):

@@ -181,6 +181,30 @@ def test_search_saves_a_tree_that_show_draws(capsys, file, tmp_path):
     assert lines[6] == "5 nodes, depth 2; 2.800 tokens per step"  # of whole paths, not 2.35
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "medusa_tree.json"),
+        ({"temperature": 0}, "medusa_tree.json"),
+        ({"temperature": 0.7}, "medusa_tree_sampling.json"),
+    ],
+)
+def test_search_saves_into_a_folder_by_the_temperature_of_the_texts(tmp_path, settings, name):
+    Calibration(2, 2, TOGETHER.paths, {"settings": settings}).save(tmp_path / "c.json")
+    (tmp_path / "heads").mkdir()
+    argv = ["tree", "search", "--calibration", str(tmp_path / "c.json"), "--nodes", "3"]
+    assert main([*argv, "--save", str(tmp_path / "heads")]) == 0
+    assert [file.name for file in (tmp_path / "heads").iterdir()] == [name]
+    assert Tree.load(tmp_path / "heads" / name) == Tree([[0], [0, 0]])
+
+
+def test_show_names_the_tree_for_sampling(capsys, heads):
+    Tree.chain(1).save(heads / "medusa_tree_sampling.json")
+    out = show(capsys, heads).splitlines()
+    at = out.index(f"When sampling, one of 2 nodes is {heads / 'medusa_tree_sampling.json'}:")
+    assert [line.rstrip() for line in out[at + 1 : at + 4]] == PAIR
+
+
 def test_show_takes_plain_accuracies_and_shapes(capsys, tmp_path):
     (tmp_path / "a.json").write_text("[[0.5, 0.4], [0.5, 0.4]]")
     assert main(["tree", "show", "cartesian:2,1", "--accuracies", str(tmp_path / "a.json"), "--width", "60"]) == 0

@@ -62,6 +62,18 @@ def test_a_checkpoints_tree_replaces_the_one_of_its_size(folders):
             assert trees[sizes.index(tree.num_nodes)] == tree
 
 
+def test_generations_that_sample_have_a_candidate_of_their_own(folders):
+    """What "auto" learns about sampled texts is kept apart; without a tree for sampling the other one serves."""
+    for name, tree in (("medusa_tree.json", Tree.chain(2)), ("medusa_tree_sampling.json", Tree([[0], [1]]))):
+        tree.save(folders / "heads" / name)
+        with MedusaModel.from_pretrained(folders / "heads") as model:
+            assert model._policy("auto").trees[1] == Tree.chain(2)
+            assert model._policy("auto", sample=True).trees[1] == tree
+            for sample in (False, True):
+                model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=sample)
+            assert [model._adaptive[sample].trees[1] for sample in (False, True)] == [Tree.chain(2), tree]
+
+
 @pytest.mark.parametrize("tree", [Tree.dynamic(8, 2), Tree.chain(2).with_lookup(3)], ids=["dynamic", "copied"])
 def test_a_tree_that_cannot_be_expected_gives_a_warning(folders, caplog, tree):
     tree.save(folders / "heads" / "medusa_tree.json")

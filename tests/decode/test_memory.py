@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.backbone import Backbone
@@ -24,6 +25,7 @@ from medusa_decoding.decode.runtime import state_pool as pools
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.decode.selection.sampling import Sampling
 from medusa_decoding.decode.tree_tensors import TreeTensors
 
 DYNAMIC = {
@@ -78,6 +80,8 @@ def test_llama_3_8b_at_128k():
     without = memory.memory_use(backbone, Sizes([100] * 16, 1000, 64), 1168)
     assert with_logits.activations - without.activations > 16 * 64 * 128256 * 4
     wider = memory.memory_use(backbone, Sizes([130_000] * 4, 1000, 64), 131_068)
+    drawn = memory.memory_use(backbone, Sizes([100] * 16, 1000, 64, noise=5), 1168)
+    assert drawn.activations - without.activations == 16 * 5 * 128256 * 4
     assert wider.cache == 4 * use.cache
     assert wider.activations == use.activations
 
@@ -116,14 +120,22 @@ SHAPES = {
 }
 
 
+SELECTORS = {
+    "greedy": Greedy(),
+    "drawn": Sampling([lp.TemperatureLogitsWarper(0.8)]),
+    "nucleus": Sampling([lp.TopPLogitsWarper(0.9)]),
+}
+
+
 @pytest.mark.parametrize("overrides", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS.keys())
 @pytest.mark.parametrize(
     ("batch", "tree"),
     [(1, Tree.cartesian([4, 3, 2])), (3, Tree.cartesian([4, 3, 2])), (3, Tree.dynamic(41, 3, 8))],
     ids=["1", "3", "3, dynamic"],
 )
-def test_activations_take_the_memory_that_was_estimated(overrides, dtype, batch, tree, tmp_path):
+def test_activations_take_the_memory_that_was_estimated(overrides, dtype, batch, tree, selector, tmp_path):
     """The peak next to the state, during a prefill in several chunks and a step."""
     model = tiny("mistral", dtype=dtype, **overrides)
     lengths, chunk = [1500] * batch, 600
@@ -133,10 +145,11 @@ def test_activations_take_the_memory_that_was_estimated(overrides, dtype, batch,
         rows, limits = prompts(batch, lengths), Limits([8] * batch, [0] * batch, [])
 
         def run():
-            prefill(medusa.backbone, rows, state, Greedy(), limits, chunk=chunk)
-            decode_step(medusa.backbone, medusa.heads, shape, state, Greedy(), limits)
+            prefill(medusa.backbone, rows, state, selector, limits, chunk=chunk)
+            decode_step(medusa.backbone, medusa.heads, shape, state, selector, limits)
 
-        sizes = Sizes.for_trees(lengths, 8, [tree])
+        noise = 0 if selector.draw_temperature is None else 4  # the heads, and one more than the tree's depth
+        sizes = Sizes.for_trees(lengths, 8, [tree], selector.makes_logits, noise)
         use = memory.memory_use(medusa.backbone, sizes, 1500 + 8 + sizes.spare, chunk)
         peak = peak_of(run, tmp_path / "trace.json")
     # The padded prompts are not activations.

@@ -15,8 +15,10 @@ from medusa_decoding.calibration.collect import calibrate
 from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.evaluation import Prompt
+from medusa_decoding.generation.request import row_seed
 from medusa_decoding.trees.calibration import NONE, Calibration, wilson
 from medusa_decoding.trees.replay import walk
+from medusa_kernels import gumbel_noise
 
 K = 3
 PROMPTS = [
@@ -211,9 +213,16 @@ def test_files_without_a_json_object_are_refused(tmp_path, text):
 
 
 @torch.no_grad()
-def walked(base, heads, prompt, new):
-    """Paths of ranks at each position with a target, from full logits by the heads' formula; none after the end."""
+def walked(base, heads, prompt, new, temperature=1.0, seed=None):
+    """Paths of ranks at each position with a target, from full logits by the heads' formula; none after the end.
+
+    With a seed, the noise of each place of the text is added, of which the first new token has number 0.
+    """
     tokens = prompt + new
+    noise = torch.zeros(len(new), base.config.vocab_size)
+    if seed is not None:
+        key, first = torch.tensor([row_seed(seed)]), torch.zeros(1, dtype=torch.int32)
+        noise = gumbel_noise(key, first, *noise.shape)[0]
     states = base.model(torch.tensor([tokens])).last_hidden_state[0]
     paths = []
     for t in range(len(prompt) - 1, len(tokens) - 2):
@@ -224,6 +233,7 @@ def walked(base, heads, prompt, new):
                 continue
             inner = heads.w1[k, 0] @ states[t] + heads.b1[k, 0]
             logits = heads.w2[k] @ (states[t] + inner * torch.sigmoid(inner))
+            logits = logits / temperature + noise[t + k + 2 - len(prompt)]
             # The rank of a token: how many have a larger logit.
             rank = int((logits > logits[tokens[t + k + 2]]).sum())
             path.append(rank if rank < 10 else NONE)
@@ -327,12 +337,15 @@ def test_ranks_are_those_of_the_sampled_texts(make):
                 torch.tensor([ids]), max_new_tokens=24, tree=Tree([]), do_sample=True, temperature=1.5, seed=seed
             )
             new = out.sequences[0, len(ids) :].tolist()
-            written[-1].append((ids, new))
+            written[-1].append((ids, new, 1.5, seed))
             ids = ids + new
     heads, base = model.heads, model.base
     model.undo()
-    ranks = tuple(tuple(walked(base, heads, ids, new) for ids, new in of_prompt) for of_prompt in written)
+    ranks = tuple(tuple(walked(base, heads, *text) for text in of_prompt) for of_prompt in written)
     assert found.texts == ranks
+    without = tuple(tuple(walked(base, heads, *text[:2]) for text in of_prompt) for of_prompt in written)
+    assert without != ranks, "the noise changes ranks"
+    assert found.made["settings"]["ranked"] == "with the noise of the draws"
     assert [len(of_prompt) for of_prompt in found.texts] == [2, 1, 1, 1]
 
 
@@ -352,10 +365,10 @@ def test_sampled_texts_depend_on_seed_and_temperature(make):
         model.base.generation_config.top_k,
     )
     assert greedy_ones.made["settings"]["temperature"] == 0
-    assert "seed" not in greedy_ones.made["settings"]
-    # Heads are right less often about texts that surprise the model.
+    assert not {"seed", "ranked"} & set(greedy_ones.made["settings"])
+    # Heads that are nearly never right about greedy texts know the noise that decides hot ones.
     first = [found.hits[0][0] / found.positions for found in (greedy_ones, cold)]
-    assert first[0] > first[1]
+    assert first[0] < 0.1 < first[1]
 
 
 def test_equal_prompts_give_different_sampled_texts(make):

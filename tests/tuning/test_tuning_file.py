@@ -109,6 +109,24 @@ def test_an_explicit_tree_overrides_the_tuned_one(tuned):
         assert used(model, [row])[0] == {3}
 
 
+def test_the_tree_for_sampling_is_the_default_where_a_tree_was_chosen(tuned, caplog):
+    """Only if the tuning timed it, and not where plain decoding is the fastest."""
+    stored = best_trees(ACCURACIES.by_rank, [2])[0]
+    stored.save(tuned / "heads" / "medusa_tree_sampling.json")
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        assert model.tree_choice(1, 8, sample=True) == TreeChoice(stored, tree_choice.FOR_SAMPLING)
+        assert model.tree_choice(1, 8).tree.num_nodes == 4
+        for length, nodes in ((7, 2), (60, 1)):
+            assert used(model, prompts(1, [length]), do_sample=True, seed=1)[0] == {nodes}
+            assert used(model, prompts(1, [length]), do_sample=True, seed=1, tree=Tree.chain(2))[0] == {3}
+    assert caplog.records == []
+    Tree.chain(3).save(tuned / "heads" / "medusa_tree_sampling.json")
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        assert model.tree_choice(1, 8, sample=True) == model.tree_choice(1, 8)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{tuned / 'heads' / 'medusa_tree_sampling.json'} is not used")
+
+
 def test_a_tree_saved_after_a_tuning_is_not_ignored_silently(tuned, caplog):
     Tree.chain(2).save(tuned / "heads" / "medusa_tree.json")
     with MedusaModel.from_pretrained(tuned / "heads") as model:

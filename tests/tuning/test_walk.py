@@ -266,7 +266,8 @@ def test_a_stop_string_ends_the_walk(make, monkeypatch):
     assert inside
 
 
-def test_drafts_that_depend_on_their_parents_are_walked_as_decoded():
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "drawn"])
+def test_drafts_that_depend_on_their_parents_are_walked_as_decoded(sampled):
     from chats import chat_tokenizer
     from models import tiny
 
@@ -279,7 +280,7 @@ def test_drafts_that_depend_on_their_parents_are_walked_as_decoded():
         for weight in heads.parent_term:
             weight.normal_(std=1.0)
     with MedusaModel(base, heads.eval()) as model:
-        found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=NEW, prompt_tokens=6)
+        found = calibrate(model, tokenizer, PROMPTS, max_new_tokens=NEW, prompt_tokens=6, **sampled)
         for tree in TREES:
-            assert walk(found, tree).by_prompt == steps_of_decoding(model, tokenizer, tree)
+            assert walk(found, tree).by_prompt == steps_of_decoding(model, tokenizer, tree, **sampled)
         assert walk(found, TREES[2]).tokens_per_step > 1.1

@@ -1,8 +1,8 @@
 """Calibrate heads: the model answers the user's prompts, and its tokens are ranked among the heads' candidates.
 
 The texts are written without the heads, so that they are the model's own in any dtype: greedy, or sampled at a
-temperature, because heads are right less often about sampled texts. Heads rank candidates for a sampled text with the
-random numbers that it was drawn with, as in decoding. This module does not know what the ranks are for (see
+temperature, because heads are right about sampled texts at another rate. They rank candidates for a sampled text with
+the random numbers that it was drawn with, as in decoding. This module does not know what the ranks are for (see
 `trees.calibration`, `trees.replay` and `trees.search`).
 """
 

@@ -29,7 +29,9 @@ FILES = "model.safetensors or pytorch_model.bin, whole or sharded, with medusa_h
 
 PREFIX = "medusa_head."
 SHARD = "model-medusa-heads.safetensors"
-MEASURED_FILES = ("medusa_tree.json", "measured.json", "calibration.json", "tuning.json")
+MEASURED_FILES = (
+    "medusa_tree.json", "medusa_tree_sampling.json", "measured.json", "calibration.json", "tuning.json",
+)  # fmt: skip
 """Files with what was measured with heads, or chosen for them."""
 # Settings, tokenizer, chat template and terms of use; never code.
 _OTHER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*")

@@ -29,7 +29,7 @@ Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]
 
 _CARD, _MEASURED = "README.md", "measured.json"
 # Files that go along with heads. Calibrations and tuned trees hold only for the heads that they were made with.
-_CARRIED = (_CARD, "accuracy.png", _MEASURED, "medusa_tree.json")
+_CARRIED = (_CARD, "accuracy.png", _MEASURED, "medusa_tree.json", "medusa_tree_sampling.json")
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
@@ -97,7 +97,7 @@ def export(
 ) -> Exported:
     """Write the heads of a checkpoint in another format; they draft the same tokens there.
 
-    The model card, its figures and the tree are copied as well; figures measured with another storage are not.
+    The model card, its figures and the trees are copied as well; figures measured with another storage are not.
 
     Args:
         path_or_hub_id: of the heads, in any known format.

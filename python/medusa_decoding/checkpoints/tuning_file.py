@@ -28,8 +28,8 @@ from medusa_decoding.provenance import device_name, fingerprint
 from medusa_decoding.trees.tree import Tree
 
 FORMAT = 2
-TREE_FILE = "medusa_tree.json"
-"""A tree stored with heads: "auto" may choose it, and `medusa tune` times it."""
+TREE_FILE, SAMPLING_TREE_FILE = "medusa_tree.json", "medusa_tree_sampling.json"
+"""Trees stored with heads, the second for sampling: "auto" may choose them, and `medusa tune` times them."""
 UNDECIDED = "auto"
 logger = logging.getLogger(__name__)
 
@@ -345,24 +345,27 @@ def recall(folder: Path, backbone: Backbone, heads: MedusaHeads, backend: Backen
         return None
 
 
-def stored_tree(folder: Path, heads: MedusaHeads) -> Tree | None:
-    """Return the tree stored with heads (`TREE_FILE`); None if there is none.
+def stored_trees(folder: Path, heads: MedusaHeads) -> dict[str, Tree]:
+    """Return the trees stored with heads, by the names of their files (`TREE_FILE`, `SAMPLING_TREE_FILE`).
 
     A damaged file, or a tree that the heads cannot fill, is a `ValueError` that names the file. A dynamic tree or one
-    with a copied branch gives a warning and None, because its tokens per step cannot be expected from accuracies.
+    with a copied branch gives a warning and is left out, because its tokens per step cannot be expected from
+    accuracies.
     """
-    file = folder / TREE_FILE
-    if not file.is_file():
-        return None
-    tree = Tree.load(file)
-    try:
-        tree.check_fits(heads.num_heads, min(MAX_TOP_K, heads.num_candidates))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-    if tree.keep is None and not tree.lookup:
-        return tree
-    logger.warning('%s is not used: "auto" and `medusa tune` choose among static trees; pass it as tree=', file)
-    return None
+    found = {}
+    for file in (folder / TREE_FILE, folder / SAMPLING_TREE_FILE):
+        if not file.is_file():
+            continue
+        tree = Tree.load(file)
+        try:
+            tree.check_fits(heads.num_heads, min(MAX_TOP_K, heads.num_candidates))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
+        if tree.keep is None and not tree.lookup:
+            found[file.name] = tree
+        else:
+            logger.warning('%s is not used: "auto" and `medusa tune` choose among static trees; pass it as tree=', file)
+    return found
 
 
 def step_time_names(conditions: Conditions) -> tuple[str, str]:

@@ -87,7 +87,7 @@ def race(model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int)
     """
     choice = model.tree_choice()
     if choice.tree == "auto" and choice.reason != GIVEN and model.heads is not None:
-        stored = tuning_file.stored_tree(CHECKPOINT / "heads", model.heads)
+        stored = tuning_file.stored_trees(CHECKPOINT / "heads", model.heads).get(tuning_file.TREE_FILE)
         choice = model.tree_choice(tree=stored)
 
     def record(label: str, tree: Tree | Literal["auto"]) -> _display.Run:

@@ -95,7 +95,7 @@ def trees_in_force(args: argparse.Namespace) -> list[tuple[str, Tree]]:
     dtype = _arguments.torch_dtype(args.dtype or stated_dtype(checkpoint))
     heads = checkpoint.heads.place(torch.device("cpu"), dtype)
     conditions = Conditions.without_model(device, dtype, args.backend, heads)
-    stored = tuning_file.stored_tree(folder, heads)
+    stored = tuning_file.stored_trees(folder, heads)
     try:
         file, tuning = tuning_file.find(folder, conditions, heads)
     except ValueError as error:
@@ -104,17 +104,24 @@ def trees_in_force(args: argparse.Namespace) -> list[tuple[str, Tree]]:
         if refused:
             print(f"  {error}")
         accuracies = find_accuracies(folder, heads) or default_accuracies(heads)
-        trees = TreeSet(accuracies.by_rank, stored, sizes_for(conditions.backend)).trees
+        own = stored.get(tuning_file.TREE_FILE)
+        trees = TreeSet(accuracies.by_rank, own, sizes_for(conditions.backend)).trees
         print(
             f"Each step picks plain decoding or a tree of {', '.join(str(tree.num_nodes) for tree in trees[1:])} nodes."
         )
-        if stored is not None:
-            return [(f"The one of {stored.num_nodes} nodes is {folder / tuning_file.TREE_FILE}:", stored)]
-        return [("The largest, which contains the others:", trees[-1])]
+        found = [("The largest, which contains the others:", trees[-1])]
+        if own is not None:
+            found = [(f"The one of {own.num_nodes} nodes is {folder / tuning_file.TREE_FILE}:", own)]
+        sampling = stored.get(tuning_file.SAMPLING_TREE_FILE)
+        if sampling is not None:
+            file = folder / tuning_file.SAMPLING_TREE_FILE
+            found.append((f"When sampling, one of {sampling.num_nodes} nodes is {file}:", sampling))
+        return found
     print(f"{file} holds here: {conditions.device}, {conditions.dtype}, {conditions.backend}")
     print(f"  not compared, because the base model is not loaded: its weights (tuned with {tuning.conditions.model})")
-    if stored is not None and stored not in tuning.trees:
-        print(f"  {folder / tuning_file.TREE_FILE} was not timed and is not used; run `medusa tune` again")
+    for name, tree in stored.items():
+        if tree not in tuning.trees:
+            print(f"  {folder / name} was not timed and is not used; run `medusa tune` again")
     return tuned_trees(tuning)
 
 
@@ -145,10 +152,13 @@ def run_search(args: argparse.Namespace) -> int:
     if args.save is not None:
         if len(args.nodes) != 1:
             raise ValueError(f"--save: expected one size in --nodes with it, got {len(args.nodes)}")
-        tuning_paths.check_writable("--save", args.save)
     elif args.by is not None:
         raise ValueError("--by: expected --save with it, got none")
     calibration = Calibration.load(args.calibration)
+    if args.save is not None:
+        if args.save.is_dir():
+            args.save /= tree_file(calibration)
+        tuning_paths.check_writable("--save", args.save)
     if args.by == WALK:
         texts_of(calibration)
     held_out = None if args.held_out is None else Calibration.load(args.held_out)
@@ -166,6 +176,13 @@ def run_search(args: argparse.Namespace) -> int:
     if unknown:
         print(f"Not checked, as one of the files does not say: that {' and that '.join(unknown)}.")
     return 0
+
+
+def tree_file(calibration: Calibration) -> str:
+    """Return under which name heads keep a tree for texts like a calibration's: sampled ones or others."""
+    settings = calibration.made.get("settings")
+    sampled = isinstance(settings, dict) and bool(settings.get("temperature"))
+    return tuning_file.SAMPLING_TREE_FILE if sampled else tuning_file.TREE_FILE
 
 
 def check_held_out(calibration: Calibration, held_out: Calibration, file: Path) -> list[str]:

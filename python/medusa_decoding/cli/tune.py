@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_decoding.checkpoints import tuning_file, tuning_paths
@@ -112,9 +113,8 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
     warn_of_few(accuracies.texts)
     sizes = sorted({1, *(args.nodes or (size for size in NODES if size <= accuracies.most_nodes))})
     trees = best_trees(accuracies.by_rank, sizes, accuracies.texts)
-    stored = tuning_file.stored_tree(folder, model.heads)
-    if stored is not None and stored not in trees:
-        trees.append(stored)
+    stored = tuning_file.stored_trees(folder, model.heads)
+    trees += [tree for tree in dict.fromkeys(stored.values()) if tree not in trees]
     tokens = expected_tokens(trees, accuracies.by_rank, accuracies.texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
@@ -216,8 +216,8 @@ def changes(tuning: Tuning, file: Path | None, folder: Path, model: MedusaModel)
     return notes
 
 
-def as_text(tuning: Tuning, stored: Tree | None) -> str:
-    """Return the measurements and choices as tables for a terminal; `stored` is the tree stored with the heads."""
+def as_text(tuning: Tuning, stored: Mapping[str, Tree]) -> str:
+    """Return the measurements and choices as tables for a terminal; `stored` are the trees stored with the heads."""
     conditions, source = tuning.conditions, tuning.accuracies.calibration
     lines = [
         f"{conditions.device}; {conditions.dtype}, {conditions.backend} steps; {conditions.model}",
@@ -243,7 +243,7 @@ def as_text(tuning: Tuning, stored: Tree | None) -> str:
         ]
         for size in case.sizes:
             mark = "*" if size is case.chosen else " "
-            name = f"  {tuning_file.TREE_FILE}" if size.tree == stored else ""
+            name = "".join(f"  {file}" for file, tree in stored.items() if tree == size.tree)
             lines.append(
                 f" {mark}{size.nodes:6}{1e3 * size.seconds:12.3f}{1e3 * size.low:9.3f}..{1e3 * size.high:<7.3f}"
                 f"{size.steps:5}{size.seconds / case.sizes[0].seconds:10.2f}{size.tokens:16.2f}{size.rate:27.1f}{name}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -36,7 +38,7 @@ def propose(
     if not tree.tree.choices:
         return None
     assert heads is not None, "trees are checked against the heads before steps are made"
-    drawn = {} if temperature is None else {"temperature": temperature, "noise": noise}
+    drawn: dict[str, Any] = {} if temperature is None else {"temperature": temperature, "noise": noise}
     if heads.parent_rank:
         return heads.propose_children(state.hidden, state.root, tree.top_k, lm_head, **drawn)
     return heads.propose(state.hidden, tree.top_k, lm_head, **drawn)

@@ -13,6 +13,7 @@ from medusa_decoding.trees.tree import Tree
 GIVEN = "given by the caller"
 NO_HEADS = "the model has no heads"
 UNTUNED = "no tree was tuned for this device; `medusa tune` does that"
+FOR_SAMPLING = "stored with the heads for sampling; `medusa tune` found trees faster than plain decoding here"
 CHANGED = "the stored tuning does not hold here; run `medusa tune` again"
 
 

@@ -83,7 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search = _add_action(actions, "search", summary)
     _add_calibration(search)
     add_option(search, "--held-out FILE", Path, "a calibration on other prompts, to judge the trees by")
-    add_option(search, "--save FILE", Path, "write the tree (of one size) as JSON")
+    add_option(
+        search,
+        "--save FILE",
+        Path,
+        "write the tree (of one size) as JSON; into a folder, a checkpoint of heads, as medusa_tree.json, or as "
+        "medusa_tree_sampling.json for a calibration at a temperature",
+    )
     search.add_argument(
         "--by",
         choices=("products", "paths", "walk"),

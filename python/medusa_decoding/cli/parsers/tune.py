@@ -4,7 +4,7 @@ Steps of the decode loop are timed for each tree size, batch size and prefix len
 a GPU). For each size the best tree is taken: searched along the texts of `medusa calibrate` if the checkpoint has them,
 else by the heads' accuracies (the trainer's, or published ones of other heads). A tree looks a little better on the
 texts it was searched on than on others, mostly a large tree on few texts; --sweep with other prompts shows by how much.
-The checkpoint's medusa_tree.json is timed too, if it has one.
+The checkpoint's medusa_tree.json and medusa_tree_sampling.json are timed too, if it has them.
 
 The choice is stored in tuning.json next to the heads, or in the user's cache folder (XDG_CACHE_HOME) if the heads are
 part of the package or read-only. It is used only on the same device, with the same model, heads, dtype and backend;

@@ -151,15 +151,16 @@ def _pass(backbone: Backbone, rows: int, item: int) -> int:
 
 
 def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
-    """Return the peak bytes of a step: of its pass or of the logits after it, plus the CPU's mask of the tree."""
+    """Return the peak bytes of a step: of its pass or the logits after it, plus its noise and the CPU's mask."""
     config, on_cpu = backbone.config, backbone.device.type == "cpu"
     batch, nodes = len(sizes.prompt_lengths), sizes.nodes
-    # Logits come with a copy in fp32, and with another one that selectors change.
+    # Logits come with a copy in fp32, and with another one that selectors change, or with noise and their sum.
     stored = sizes.logits or (on_cpu and _verifies_by_logits(backbone, batch * nodes))
-    width = item + 4 * (item < 4) + 4 * sizes.logits if stored else 0
-    wide = batch * nodes * backbone.vocab_size * width
+    added = 4 if sizes.logits else 8 if sizes.noise else 0
+    wide = batch * nodes * backbone.vocab_size * (item + 4 * (item < 4) + added if stored else 0)
+    noise = batch * sizes.noise * backbone.vocab_size * 4
     if not on_cpu or nodes == 1:
-        return max(_pass(backbone, batch * nodes, item), wide)
+        return max(_pass(backbone, batch * nodes, item), wide) + noise
     groups = config.num_attention_heads // config.num_key_value_heads
     columns, masks = capacity, 1
     if sizes.row_trees:
@@ -169,11 +170,11 @@ def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
     made, expanded = masks * nodes * columns * (1 + item), masks * nodes * columns * groups * item
     # PyTorch's attention holds the scores of 32 queries and 512 keys for each thread, in fp32 and in the dtype.
     scores = 0 if stored else torch.get_num_threads() * 32 * 512 * (4 + item * (item < 4))
-    return max(_pass(backbone, batch * nodes, item) + made + scores, wide) + expanded
+    return max(_pass(backbone, batch * nodes, item) + made + scores, wide) + expanded + noise
 
 
 def _verifies_by_logits(backbone: Backbone, rows: int) -> bool:
-    """Return whether greedy verification of `rows` nodes on a CPU stores their logits: whether PyTorch serves it."""
+    """Return whether `tree_verify` of `rows` nodes on a CPU stores their logits: whether PyTorch serves it."""
     native = served_by("tree_verify", "cpu").name == "cpp" and projection(backbone.lm_head) is not None
     return not native or rows > MOST_ROWS or backbone.dtype == torch.float16
 
