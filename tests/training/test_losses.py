@@ -199,8 +199,10 @@ def test_equal_logits_count_the_lower_row_first_and_nan_is_a_miss():
     # W2 is zero: all five candidates are equal, and a target is as likely as its row is low.
     found = medusa_loss(hidden, heads, torch.tensor([0, 0, 3, 0]), top=5)
     assert found.hits.tolist() == [[1, 1, 1, 2, 2]]
+    assert medusa_loss(hidden, heads, torch.tensor([0, 0, 3, 0]), top=1).hits.tolist() == [[1]]
     found = medusa_loss(hidden * math.nan, heads, torch.tensor([0, 0, 3, 0]), top=5)
     assert found.hits.tolist() == [[0] * 5]
+    assert medusa_loss(hidden * math.nan, heads, torch.tensor([0, 0, 3, 0]), top=1).hits.tolist() == [[0]]
     assert found.loss.isnan()
 
 

@@ -160,7 +160,7 @@ class CrossEntropy:
         index = targets.clamp(min=0)[:, None]
         chosen = logits.gather(1, index)
         if self._top:
-            rank = _rank(logits, chosen, index)
+            rank = _rank(logits, chosen, index) if self._top > 1 else _first_or_not(logits, chosen, index)
             self.hits[head] += ((rank[:, None] <= self._ranks) & valid[:, None]).sum(0)
         normaliser = logits.logsumexp(1, keepdim=True)
         loss = (normaliser - chosen).squeeze(1).masked_fill(~valid, 0.0).sum()
@@ -170,6 +170,11 @@ class CrossEntropy:
             logits.scatter_(1, index, (chosen - normaliser).exp() - 1)
             logits.masked_fill_(~valid[:, None], 0.0)
         return loss
+
+
+def _first_or_not(logits: Tensor, chosen: Tensor, index: Tensor) -> Tensor:
+    # 0 for the first of the largest logits, else 1: one pass instead of the rank's four.
+    return ((logits.argmax(1, keepdim=True) != index) | chosen.isnan()).long().squeeze(1)
 
 
 def _rank(logits: Tensor, chosen: Tensor, index: Tensor) -> Tensor:
