@@ -69,7 +69,7 @@ def test_check_names_heads_that_only_this_package_reads(recipe, capsys):
 def test_a_first_config_says_why_and_trains_as_it_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     base, data = workshop.make_base(tmp_path / "base"), workshop.make_data(tmp_path / "mine.jsonl", 40)
-    assert main(["train", "--init", str(base), str(data)]) == 0
+    assert main(["train", "--init", str(base), str(data), "--recipe", "given-answers"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"heads.shared_projection: true +own projections would be \d+% of the model's size", shown)
     assert shown.endswith(
@@ -88,10 +88,14 @@ def test_a_first_config_for_prompts_alone_is_for_distill(tmp_path, monkeypatch, 
     assert main(["train", "--init", str(base), str(data), "--out", "my config.yaml"]) == 0
     assert capsys.readouterr().out.endswith("Next:\n  medusa distill --config 'my config.yaml'\n")
     assert main(["train", "--config", "my config.yaml", "--check"]) == 2
+    assert "data.answers: expected given or null, to learn the data's answers (`medusa dis" in capsys.readouterr().err
+    assert main(["train", "--config", "my config.yaml", "--set", "data.answers=null", "--check"]) == 2
     assert "expected answers to learn from, got 9 prompts alone; `medusa distill" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--out", "heads"], ["--device", "cpu"], ["--device", "auto"]])
+@pytest.mark.parametrize(
+    "option", [["--out", "heads"], ["--device", "cpu"], ["--device", "auto"], ["--recipe", "own-answers"]]
+)
 def test_options_of_a_first_config_are_refused_without_it(recipe, tmp_path, capsys, option):
     assert main(["train", "--config", str(recipe), *option]) == 2
     assert f"{option[0]}: expected --init with it, got none" in capsys.readouterr().err

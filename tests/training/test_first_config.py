@@ -18,9 +18,9 @@ LLAMA_2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers":
 LLAMA_3 = {**LLAMA_2, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
 
 
-def make(model, data, device=CPU):
+def make(model, data, device=CPU, recipe="own-answers"):
     """The choices by key, after checking that the file says the same."""
-    found = first_config.first_config(str(model), str(data), device)
+    found = first_config.first_config(str(model), str(data), device, recipe)
     text = found.to_yaml(["medusa train --config x.yaml"])
     assert Config.of(config_schema.parse_yaml(text)) == found.config
     assert "#   medusa train --config x.yaml\n" in text
@@ -48,12 +48,14 @@ def large(folder, sizes, **changes):
     return folder
 
 
-def test_conversations_are_trained_on_a_cpu(tmp_path, monkeypatch):
+def test_given_answers_are_trained_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base = workshop.make_base(tmp_path / "Tiny Model")
     data = workshop.make_data(tmp_path / "data.jsonl", 400)
-    found, chosen = make(base, data)
+    found, chosen = make(base, data, recipe="given-answers")
     assert not found.distills
+    assert chosen["data.answers"] == "given"
+    assert not any(key.startswith("generation.") for key in chosen)
     assert chosen["model.name"] == str(base)
     assert chosen["data.train"] == [{"path": str(data)}]
     assert (chosen["model.dtype"], chosen["model.quantization"]) == ("float32", "none")
@@ -64,8 +66,11 @@ def test_conversations_are_trained_on_a_cpu(tmp_path, monkeypatch):
     assert chosen["data.length"] == 64
     assert config.optimisation.batch_size % config.optimisation.micro_batch_size == 0
     assert config.warnings(gpu=False) == []
+    # The model's answers have about 19 of 28 tokens, so that 64 tokens of a row have about 40 to learn: 16 rows.
+    assert config.optimisation.batch_size == 16
+    assert config.optimisation.epochs == 10
     (stage,) = stages(config, 330)
-    assert stage.steps >= 100
+    assert stage.warmup_steps == int(0.3 * stage.steps)
     assert [line.split(":")[0] for line in found.facts] == ["model", "data", "device"]
     assert "400 sharegpt" in found.facts[1]
     assert found.facts[2].startswith("device: this machine, ")
@@ -83,6 +88,56 @@ def test_prompts_alone_are_answered_by_the_model(tmp_path):
     # The prompt and the answer fit a row.
     assert chosen["generation.max_new_tokens"] == 128
     assert chosen["data.length"] == 256
+    # About 128 of 140 tokens of a row of 256 are learnt: two rows, as 512 tokens are wanted.
+    assert chosen["optimisation.batch_size"] == 2
+
+
+def test_the_model_answers_conversations_that_have_answers(tmp_path):
+    base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
+    lines = [toy.sharegpt("Hi", "Hello", "And?", "Paris")] * 20 + [toy.sharegpt("Hi", "Hello")] * 10
+    found, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *lines))
+    assert found.distills
+    assert chosen["data.answers"] == "own"
+    assert chosen["generation.turns"] == 4
+    reasons = {choice.key: choice.why for choice in found.choices}
+    assert "the 30 given ones are dropped, --recipe given-answers learns them" in reasons["data.answers"]
+    # Two questions with two answers of 128 tokens are in one row.
+    assert chosen["data.length"] == 512
+    assert "data.turns" not in chosen
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        (None, "greedy (no do_sample)"),
+        ({"do_sample": False, "temperature": 0.6}, "greedy (no do_sample)"),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None}, "temperature 0.6, top_k 20"),
+        ({"do_sample": True}, "temperature 1"),
+    ],
+)
+def test_the_way_of_sampling_is_the_models_own_and_it_is_said(tmp_path, stated, words):
+    base = workshop.make_base(tmp_path / "base")
+    file = base / "generation_config.json"
+    file.unlink()
+    if stated is not None:
+        file.write_text(json.dumps(stated))
+    found, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", {"prompt": "Hi"}))
+    assert found.config.generation.temperature is None
+    (why,) = [choice.why for choice in found.choices if choice.key == "generation.temperature"]
+    assert why == f"the model's own generation_config: {words}; name it if you serve otherwise"
+
+
+def test_the_papers_settings_can_be_had(tmp_path, gpu):
+    gpu(139)
+    data = workshop.make_data(tmp_path / "data.jsonl", 200)
+    _, chosen = make(large(tmp_path, LLAMA_2), data, GPU, "paper")
+    # Appendix B, and 3.1 for epochs; what is not in the file has the defaults, which are the paper's.
+    paper = {
+        "data.answers": "given", "model.quantization": "4bit", "heads.num_heads": 5, "heads.shared_projection": False,
+        "optimisation.optimizer": "adamw_8bit", "optimisation.batch_size": 64, "optimisation.epochs": 2,
+    }  # fmt: skip
+    assert {key: chosen[key] for key in paper} == paper
+    assert not {"optimisation.warmup_share", "optimisation.learning_rate", "heads.num_layers"} & chosen.keys()
 
 
 def test_names_with_line_breaks_stay_in_comments(tmp_path):
@@ -98,19 +153,17 @@ def mixed(file, answered, alone):
     return toy.write_lines(file, *lines, *({"prompt": f"Question {n}?"} for n in range(alone)))
 
 
-def test_given_answers_are_replaced_only_if_most_are_missing_and_it_is_said(tmp_path):
+def test_given_answers_are_dropped_or_all_there(tmp_path):
     base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
-    found, chosen = make(base, mixed(tmp_path / "a.jsonl", 12, 18))
-    assert found.distills
-    reasons = {choice.key: choice.why for choice in found.choices}
-    assert reasons["generation.max_new_tokens"].endswith("`medusa distill`, and replaces the 12 given ones")
+    found, chosen = make(base, mixed(tmp_path / "a.jsonl", 28, 2))
     # An answer of 128 tokens follows every prompt, whatever answer was given.
     assert "half of them have up to 1" in found.facts[1]
     assert chosen["data.length"] == 256
-    found, chosen = make(base, mixed(tmp_path / "b.jsonl", 199, 1))
+    found, chosen = make(base, mixed(tmp_path / "b.jsonl", 199, 1), recipe="given-answers")
     assert not found.distills
-    with pytest.raises(ValueError, match=r"DATA: expected an answer in at least 99 % .*, got 3 of 100 without one"):
-        make(base, mixed(tmp_path / "c.jsonl", 97, 3))
+    for recipe in ("given-answers", "paper"):
+        with pytest.raises(ValueError, match=r"DATA: expected an answer in at least 99 % .*, got 3 of 100 without one"):
+            make(base, mixed(tmp_path / "c.jsonl", 97, 3), recipe=recipe)
 
 
 def test_texts_among_prompts_are_measured_by_their_beginning(tmp_path):
@@ -145,8 +198,7 @@ def test_turns_that_training_drops_are_not_counted(tmp_path, template):
         (base / "chat_template.jinja").unlink(missing_ok=True)
     turns = [("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Hello"), ("human", "Bye")]
     raw = {"conversations": [{"from": who, "value": words} for who, words in turns]}
-    found, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *[raw] * 9))
-    assert not found.distills
+    _, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *[raw] * 9), recipe="given-answers")
     assert "data.template" not in chosen
 
 
@@ -154,9 +206,14 @@ def test_a_template_that_changes_earlier_turns_is_rendered_turn_by_turn(tmp_path
     base = workshop.make_base(tmp_path / "base")
     toy.tokenizer("bytes", "{#- enable_thinking -#}" + toy.THINKING).save_pretrained(base)
     chats = toy.write_lines(tmp_path / "b.jsonl", *[toy.sharegpt("Hi", "Hello", "And?", "Paris")] * 3)
-    _, chosen = make(base, chats)
+    _, chosen = make(base, chats, recipe="given-answers")
     assert chosen["data.turns"] == "each"
     assert chosen["data.template_arguments"] == {"enable_thinking": False}
+    # The model writes its answers without the empty thought, so all of them are in one row.
+    assert "data.turns" not in make(base, chats)[1]
+    opened = "{%- if add_generation_prompt -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
+    toy.tokenizer("bytes", toy.THINKING + opened).save_pretrained(base)
+    assert make(base, chats)[1]["data.turns"] == "each"
 
 
 @pytest.mark.parametrize(
@@ -170,13 +227,22 @@ def test_a_template_that_changes_earlier_turns_is_rendered_turn_by_turn(tmp_path
 def test_a_smaller_gpu_gets_smaller_settings(tmp_path, gpu, gib, expected):
     gpu(gib)
     model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl", 200)
-    found, chosen = make(model, data, GPU)
+    found, chosen = make(model, data, GPU, "given-answers")
     assert chosen["model.quantization"] == expected["quantization"]
     assert chosen["optimisation.optimizer"] == expected["optimizer"]
     assert chosen["heads.shared_projection"] == expected["shared"]
     assert chosen["model.dtype"] == "bfloat16"
     assert "data.cache_hidden" not in chosen
     assert "# this GPU computes in it" in found.to_yaml([])
+
+
+def test_a_model_is_not_quantised_to_write_its_answers(tmp_path, gpu):
+    gpu(12)
+    model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl", 200)
+    with pytest.raises(
+        ValueError, match=r"MODEL: expected one that can be trained .*; --recipe paper holds it in 4 bits"
+    ):
+        make(model, data, GPU)
 
 
 def test_large_vocabularies_share_lm_head(tmp_path, gpu):
@@ -189,7 +255,7 @@ def test_without_bitsandbytes_a_model_that_does_not_fit_is_refused(tmp_path, gpu
     model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl")
     gpu(12, bitsandbytes=False)
     with pytest.raises(ValueError, match=r"MODEL: expected one that can be trained in 80% of the 12.00 GiB .* 4 bits"):
-        make(model, data, GPU)
+        make(model, data, GPU, "given-answers")
     gpu(2)
     with pytest.raises(ValueError, match=r"MODEL: expected one that can be trained in 80% of the 2.00 GiB"):
         make(model, data, GPU)

@@ -127,6 +127,17 @@ def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: s
         return AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False, **hub)
 
 
+def read_generation_config(name: str | Path, revision: str | None = None, *, argument: str = "base_model") -> Any:
+    """Return what a model's generation_config.json says; an empty mapping if there is none.
+
+    Raises:
+        ValueError: a damaged file, or no such model.
+    """
+    with _explained(argument, name, "a model's folder or hub id within reach"):
+        file = cached_file(_local(name), "generation_config.json", **_MAY_BE_MISSING, **at(revision))
+        return read_settings(file) if file else {}
+
+
 def load_model(
     name: str | Path,
     config: PretrainedConfig | None = None,

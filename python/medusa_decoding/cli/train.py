@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.init is not None:
         return _init(args)
-    for name in ("out", "device"):
+    for name in ("out", "device", "recipe"):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name}: expected --init with it, got none")
     config = read_config(args)
@@ -102,7 +102,7 @@ def _init(args: argparse.Namespace) -> int:
         raise ValueError(f"--out: expected a new file, got {out}; remove it, or name another one")
     args.device = args.device or "auto"
     _arguments.resolve_device(args)
-    found = first_config(model, data, torch.device(args.device))
+    found = first_config(model, data, torch.device(args.device), args.recipe or "own-answers")
     hidden = "CUDA_VISIBLE_DEVICES= " if args.device == "cpu" and torch.cuda.is_available() else ""
     commands = [f"{hidden}medusa train --config {shlex.quote(str(out))}{option}" for option in (" --check", "")]
     if found.distills:

@@ -1,37 +1,48 @@
 """Write a first config that fits a model, its data and the device: `medusa train --init MODEL DATA`.
 
-Only the model's config and tokenizer are read, not its weights, and of the data at most `RECORDS` records. Every choice
-has a reason, which the file repeats as a comment.
+Only the model's configs and tokenizer are read, not its weights, and of the data at most `RECORDS` records. Every
+choice has a reason, which the file repeats as a comment.
+
+By default the heads learn what the model itself answers, because that is what they have to predict.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml  # type: ignore[import-untyped]
 
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.runtime.memory import available, size
-from medusa_decoding.training.config import Config, SourceConfig
+from medusa_decoding.training.config import Config, GenerationConfig, SourceConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import NO_ANSWER, Record, interpret, parse_record
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
+from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.training.loop.backbone import DTYPES
 from medusa_decoding.training.loop.estimate import device_name, memory, shapes_of
 
 RECORDS, SAMPLE = 20_000, 300
 """Records that are read at most, and of these the ones that are tokenized."""
-STEPS = 100
+Recipe = Literal["own-answers", "given-answers", "paper"]
+"""Whose answers the heads learn; "paper": the given ones, with the settings of the paper's appendix B."""
+POSITIONS = 512
+"""Positions to learn from in a step. Many small steps taught the demo's heads more than few large ones."""
+STEPS = 600
 """Steps that a run should have at least, so that heads learn enough."""
+TURNS = GenerationConfig().turns
+"""Questions of a conversation that are answered."""
 ROOM = 0.8
 """Share of the free memory that a run may take by its estimate."""
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -57,7 +68,7 @@ class FirstConfig:
     Attributes:
         facts: what was found, a line each.
         choices: all settings that the file has, in its order.
-        distills: whether most records are prompts alone, so that `medusa distill` has to write the answers.
+        distills: whether `medusa distill` writes the answers.
         title: what it is for.
     """
 
@@ -74,7 +85,9 @@ class FirstConfig:
     def to_yaml(self, commands: Sequence[str]) -> str:
         """Return the file: the settings with their reasons, and in its first lines the commands to run with it."""
         lines = [f"# {_in_a_line(self.title)}", "#", *(f"#   {_in_a_line(command)}" for command in commands), "#"]
-        lines.append("# Settings that are not here have the paper's values; `medusa train --settings` lists them all.")
+        lines.append(
+            "# Settings that are not here have their defaults, most of them the paper's: medusa train --settings"
+        )
         section = ""
         for choice in self.choices:
             first, _, name = choice.key.rpartition(".")
@@ -122,38 +135,35 @@ class _Data:
     sample: list[tuple[Record, Record | None]] = field(default_factory=list)
 
     @property
-    def distills(self) -> bool:
-        """Whether a model has to write the answers: most records have none."""
-        return 2 * self.unanswered > self.records
-
-    @property
     def texts(self) -> bool:
         return set(self.kinds) == {"text"}
 
 
-def first_config(model: str, data: str, device: torch.device) -> FirstConfig:
+def first_config(model: str, data: str, device: torch.device, recipe: Recipe = "own-answers") -> FirstConfig:
     """Choose the settings of a first run.
 
     Args:
         model: folder or hub id of the base model.
         data: file, folder or hub name, as for training.
         device: to train on.
+        recipe: what the heads learn, and how.
 
     Raises:
         ValueError: no such model or data, no record that can be used, or a model that does not fit the device.
     """
     settings = pretrained.load_config(model, argument="MODEL")
     tokenizer = pretrained.load_tokenizer(model, argument="MODEL")
-    found = _look_at(data)
-    distills = found.distills
-    values = _Values(device, settings)
+    distills = recipe == "own-answers"
+    found = _look_at(data, distills)
+    values = _Values(device, settings, recipe)
     values.add("method", "medusa-1", "trains heads alone: the model and its texts stay as they are")
     values.add("model.name", _given(model))
     encoder = _template(values, model, tokenizer, found)
-    lengths, kept = _lengths(values, encoder, found, distills)
+    lengths, learnt = _lengths(values, encoder, found)
+    _answers(values, model, found)
     _heads(values)
     _fit(values)
-    _steps(values, found, lengths, kept)
+    _steps(values, found, lengths, learnt)
     folder = _new_folder(Path("runs") / model_name(model))
     values.add("output.folder", str(folder))
     _cache(values, found, lengths)
@@ -167,7 +177,7 @@ def first_config(model: str, data: str, device: torch.device) -> FirstConfig:
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 
-def _look_at(path: str) -> _Data:
+def _look_at(path: str, distills: bool) -> _Data:
     found, rng = _Data(_given(path)), random.Random(0)
     for where, raw in raw_records(SourceConfig(path)):
         if found.records + found.bad.total() == RECORDS:
@@ -198,10 +208,10 @@ def _look_at(path: str) -> _Data:
             f"DATA: expected at most 1 % bad records in {path}, got {found.bad.total()} of "
             f"{found.records + found.bad.total()} (most often, {count} x: {reason}); docs/data.md shows good ones"
         )
-    if not found.distills and found.bad.total() + found.unanswered > 0.01 * (found.records + found.bad.total()):
+    if not distills and found.bad.total() + found.unanswered > 0.01 * (found.records + found.bad.total()):
         raise ValueError(
             f"DATA: expected an answer in at least 99 % of the records of {path}, got {found.unanswered} of "
-            f"{found.records} without one; answer or remove these, or keep prompts alone for `medusa distill`"
+            f"{found.records} without one; answer or remove these, or leave out --recipe: then the model answers all"
         )
     return found
 
@@ -258,8 +268,9 @@ def _device_words(device: torch.device) -> str:
 class _Values:
     """The choices so far, and the estimate of a run with them."""
 
-    def __init__(self, device: torch.device, settings: Any) -> None:
-        self.device, self.settings = device, settings
+    def __init__(self, device: torch.device, settings: Any, recipe: Recipe) -> None:
+        self.device, self.settings, self.recipe = device, settings, recipe
+        self.distills, self.paper = recipe == "own-answers", recipe == "paper"
         self.gpu = device.type == "cuda"
         self.free = available(device)
         self.choices: dict[str, Choice] = {}
@@ -314,13 +325,13 @@ def _template(values: _Values, model: str, tokenizer: Any, found: _Data) -> Chat
     elif not found.texts and "vicuna" in Path(model).name.lower():
         template = "vicuna"
         values.add("data.template", template, "the tokenizer has no chat template; this is the model's own format")
-    elif found.several_seeds if found.distills else found.several:
+    elif found.several_seeds if values.distills else found.several:
         template = "plain"
         values.add("data.template", template, "the tokenizer has no chat template, and there are several turns")
     turns = "joint"
     encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments)
     try:
-        for _ in _encoded(encoder, found.sample):
+        for _ in (_asked if values.distills else _encoded)(encoder, found.sample):
             pass
     except ValueError:
         turns = "each"
@@ -329,65 +340,95 @@ def _template(values: _Values, model: str, tokenizer: Any, found: _Data) -> Chat
     return encoder
 
 
-def _encoded(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[int]:
-    """Yield how many tokens the examples of a sample have that training takes."""
+def _encoded(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[tuple[int, int]]:
+    """Yield how many tokens the examples of a sample have that training takes, and how many of these are learnt."""
     for _, learnt in sample:
         try:
             if learnt is not None:
-                yield from (len(example.ids) for example in encoder.encode(learnt))
+                yield from ((len(example.ids), int(example.learnt.sum())) for example in encoder.encode(learnt))
         except BadRecordError:
             continue
 
 
-def _asked(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[int]:
-    """Yield how many tokens of each record of a sample a model is given to answer, or to go on with."""
-    for seed, _ in sample:
+def _asked(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[tuple[int, int]]:
+    """Yield how many tokens the questions of each record of a sample have that a model answers, and how many they are.
+
+    Raises:
+        ValueError: as `Seed`.
+    """
+    for record, _ in sample:
         try:
-            if seed.text is not None:
-                yield min(TEXT_PROMPT, len(encoder.tokenizer(seed.text, verbose=False)["input_ids"]))
-            else:
-                first = [turn["role"] for turn in seed.messages].index("user")
-                yield len(encoder.prompt(seed.messages[: first + 1])[1])
+            seed = Seed(0, record, encoder, GenerationConfig(prompt_tokens=TEXT_PROMPT), sys.maxsize)
+            first, *more = [turn["content"] for turn in record.messages if turn["role"] == "user"][:TURNS] or [""]
+            tokens = [len(encoder.tokenizer(question, verbose=False)["input_ids"]) for question in more]
+            yield len(seed.prompt) + sum(tokens), seed.turns
         except BadRecordError:
             continue
 
 
-def _lengths(values: _Values, encoder: ChatEncoder, found: _Data, distills: bool) -> tuple[list[int], int]:
-    """Choose the length of a row; return the sampled lengths in order, and how many tokens of a record are kept."""
+def _lengths(values: _Values, encoder: ChatEncoder, found: _Data) -> tuple[list[int], float]:
+    """Choose the length of a row; return the sampled lengths in order, and which share of their tokens is learnt."""
     limit = int(getattr(values.settings, "max_position_embeddings", 4096) or 4096)
     most = min(4096 if values.gpu else 512, limit)
     new_tokens = min(512 if values.gpu else 128, limit // 2)
-    if distills:
-        lengths = sorted(asked + new_tokens for asked in _asked(encoder, found.sample))
+    if values.distills:
+        answers = ((asked, turns * new_tokens) for asked, turns in _asked(encoder, found.sample))
+        sizes = [(asked + new, new) for asked, new in answers]
     else:
-        lengths = sorted(_encoded(encoder, found.sample))
-    if not lengths:
+        sizes = list(_encoded(encoder, found.sample))
+    if not sizes:
         raise ValueError(f"DATA: expected records that the chat template takes, got none in {found.path}")
+    lengths = sorted(size for size, _ in sizes)
     wanted = _quantile(lengths, 0.95)
     length = next((step for step in LENGTHS if step >= wanted and step <= most), most)
     cut = sum(one > length for one in lengths) / len(lengths)
     why = "holds 95 % of the records" if wanted <= length else f"as long as fits this device; {cut:.0%} are longer"
     values.add("data.length", length, why)
-    if distills:
-        answered = found.records - found.unanswered
-        why = f", and replaces the {answered:,} given ones" if answered else ""
-        values.add("generation.max_new_tokens", new_tokens, f"the model writes the answers: `medusa distill`{why}")
+    if values.distills:
+        values.add("generation.max_new_tokens", new_tokens, "most tokens per answer")
         values.add("generation.batch_size", 16, "answers written at once")
-        prompt = max(16, min(TEXT_PROMPT, length - new_tokens))
         if found.kinds["text"]:
-            values.add("generation.prompt_tokens", prompt)
-    return lengths, sum(min(one, length) for one in lengths) // len(lengths)
+            values.add("generation.prompt_tokens", max(16, min(TEXT_PROMPT, length - new_tokens)))
+    return lengths, sum(new for _, new in sizes) / sum(size for size, _ in sizes)
+
+
+def _answers(values: _Values, model: str, found: _Data) -> None:
+    """Say whose answers the heads learn, and how the model samples its own."""
+    if not values.distills:
+        values.add("data.answers", "given", "learns the answers of the data, as --recipe says")
+        return
+    answered = found.records - found.unanswered
+    why = f"the {answered:,} given ones are dropped, --recipe given-answers learns them" if answered else ""
+    values.add("data.answers", "own", f"`medusa distill`: heads learn what the model writes; {why}".rstrip("; "))
+    if found.several_seeds:
+        values.add("generation.turns", TURNS, "questions of a conversation, each after the model's own earlier answers")
+    own = pretrained.read_generation_config(model, argument="MODEL")
+    drawn = "greedy (no do_sample)"
+    if own.get("do_sample"):
+        names = ("temperature", "top_p", "top_k", "min_p")
+        drawn = ", ".join(f"{name} {own[name]}" for name in names if own.get(name) is not None) or "temperature 1"
+    why = f"the model's own generation_config: {drawn}; name it if you serve otherwise"
+    values.add("generation.temperature", None, why)
+
+
+def _quantises(values: _Values) -> bool:
+    return values.gpu and importlib.util.find_spec("bitsandbytes") is not None
 
 
 def _heads(values: _Values) -> None:
-    count = min(5 if values.gpu else 4, values.get("data.length") - 2)
-    values.add("heads.num_heads", count, "as in the paper" if values.gpu else "as in the CPU recipes")
+    as_paper = values.gpu or values.paper
+    count = min(5 if as_paper else 4, values.get("data.length") - 2)
+    values.add("heads.num_heads", count, "as in the paper" if as_paper else "as in the CPU recipes")
     values.add("model.dtype", *_dtype(values))
     values.add("model.quantization", "none", "the heads learn from the model as it is served")
     values.add("heads.shared_projection", False)
     shapes = values.shapes
+    if values.paper and _quantises(values) and shapes.stored is None:
+        values.add("model.quantization", "4bit", "as in the paper (B.3); serve it the same way")
     share = shapes.own / (shapes.linear + shapes.other)
-    if share > 0.2 or not values.gpu:
+    if not values.paper and not values.gpu:
+        values.add("heads.num_layers", 2, "a second block costs little and gains most")
+    if not values.paper and (share > 0.2 or not values.gpu):
         words = f"own projections would be {share:.0%} of the model's size, and be read at every step"
         values.add("heads.shared_projection", True, words)
     else:
@@ -409,8 +450,10 @@ def _fit(values: _Values) -> None:
     Raises:
         ValueError: nothing fits.
     """
-    quantises = values.gpu and importlib.util.find_spec("bitsandbytes") is not None
+    quantises = _quantises(values)
     values.add("optimisation.optimizer", "adamw", "its state in 32 bits fits")
+    if values.paper and quantises:
+        values.add("optimisation.optimizer", "adamw_8bit", "as in the paper (B.2)")
     values.add("optimisation.batch_size", 1)
     values.add("optimisation.micro_batch_size", 1)
     remedies: list[tuple[str, Any, str]] = []
@@ -419,7 +462,7 @@ def _fit(values: _Values) -> None:
     remedies.append(("heads.shared_projection", True, "own projections would not fit"))
     if not values.gpu:
         remedies.append(("model.dtype", "bfloat16", "weights in float32 would not fit"))
-    if quantises and values.shapes.stored is None:
+    if quantises and values.shapes.stored is None and not values.distills:
         remedies.append(("model.quantization", "4bit", "16-bit weights would not fit; serve it the same way"))
     lengths = [step for step in reversed(LENGTHS) if 256 <= step < values.get("data.length")]
     remedies += [("data.length", step, "longer rows would not fit") for step in lengths]
@@ -436,26 +479,39 @@ def _fit(values: _Values) -> None:
             values.choices[choice.key] = needed
     if not values.fits:
         advice = "" if quantises or not values.gpu else "; with bitsandbytes installed, it could be held in 4 bits"
+        if values.distills and quantises:
+            advice = "; --recipe paper holds it in 4 bits (and learns the data's answers)"
         raise ValueError(
             f"MODEL: expected one that can be trained in {ROOM:.0%} of the {size(values.free or 0)} that "
             f"{device_name(values.device)} has free, got about {size(values.bytes)}{advice}"
         )
 
 
-def _steps(values: _Values, found: _Data, lengths: list[int], kept: int) -> None:
-    """Choose batch, micro-batch, epochs and the held-out share."""
-    records = found.records
+def _steps(values: _Values, found: _Data, lengths: list[int], learnt: float) -> None:
+    """Choose rates, batch, micro-batch, epochs and the held-out share."""
+    records, length = found.records, values.get("data.length")
     share = round(min(0.1, max(0.02, 100 / records)), 3)
-    rows = max(1, round(records * (1 - share) * kept / values.get("data.length") / 0.95))
-    epochs, batch = 2, 64 if values.gpu else 16
-    while batch > 4 and rows * epochs / batch < STEPS:
-        batch //= 2
-    if rows * epochs / batch < STEPS:
-        epochs = min(10, -(-STEPS * batch // rows))
-    steps = max(1, round(rows / batch)) * epochs
+    kept = sum(min(one, length) for one in lengths) / len(lengths)
+    rows = max(1, round(records * (1 - share) * kept / length / 0.95))
+    epochs, batch, why = 2, 64, "rows per step, as in the paper (B.3)"
+    if not values.paper:
+        # A power of two, so that micro-batches divide it.
+        least = 2 ** max(0, round(math.log2(POSITIONS / (0.95 * length * learnt))))
+        batch = max(least, 64) if values.gpu else least
+        while batch > least and rows * epochs / batch < STEPS:
+            batch //= 2
+        if rows * epochs / batch < STEPS:
+            epochs = min(10, -(-STEPS * batch // rows))
+        positions = round(0.95 * length * learnt * batch)
+        why = f"rows per step, with about {positions:,} tokens to learn; small steps teach faster"
+        values.add("optimisation.warmup_share", 0.3, "one cycle: the rate rises, then falls to 0")
+        if not values.gpu:
+            values.add("optimisation.learning_rate", 3e-3, "peak; that of the demo's recipe, for small models")
+            values.add("optimisation.heads_factor", 1.0)
+    steps = math.ceil(rows / batch) * epochs
     more = "" if found.complete else "at least "
     values.add("optimisation.epochs", epochs, f"with batch_size {batch}: {more}about {steps} steps of {rows} rows")
-    values.add("optimisation.batch_size", batch, "rows per step")
+    values.add("optimisation.batch_size", batch, why)
     micro = 1
     while micro * 2 <= min(batch, 64 if values.gpu else 16):
         values.add("optimisation.micro_batch_size", micro * 2)

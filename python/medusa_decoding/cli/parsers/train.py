@@ -1,6 +1,8 @@
 """Train heads from a YAML file; --init writes a first one.
 
-    medusa train --init lmsys/vicuna-7b-v1.5 mine.jsonl --out heads.yaml
+    medusa train --init MODEL mine.jsonl --out heads.yaml
+    medusa distill --config heads.yaml
+    medusa train --init MODEL mine.jsonl --recipe given-answers --out heads.yaml
     medusa train --config heads.yaml --check
     medusa train --config heads.yaml
     medusa train --config heads.yaml --set optimisation.epochs=1 --set output.folder=trial
@@ -10,6 +12,9 @@
 With method medusa-2 the model is trained too. --settings lists all settings; the repository has recipes.
 
 --init looks at the model's config, the data and this machine, writes a first config that fits them, and says why.
+Heads predict best what the model writes itself, so the config is for `medusa distill`: the model answers the data's
+questions, then the heads learn its answers. --recipe given-answers learns the data's own answers; --recipe paper does
+so with the settings of the paper's appendix B.
 --check says what a config would run: data, steps, memory, time, and which programs can read the heads.
 
 With --resume a stopped run continues from its last checkpoint. At the end the output folder holds `heads` with a model
@@ -36,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=_arguments.path, metavar="FILE", help=words)
     words = "with --init: cpu, cuda, or auto: cuda if there is a GPU that torch can use, else cpu (default)"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=words)
+    words = "with --init: learn the model's own-answers (default), the data's given-answers, or these as in the paper"
+    parser.add_argument("--recipe", choices=("own-answers", "given-answers", "paper"), help=words)
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument(
