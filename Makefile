@@ -83,8 +83,7 @@ demo-model: $(EDITABLE)
 	$(BIN)/medusa train --config recipes/demo-model-cpu.yaml --resume $(MODEL_ARGS)
 	$(BIN)/python -m recipes.demo.seeds runs/demo-model/seeds.jsonl --count $(SEEDS)
 	$(BIN)/medusa distill --config recipes/demo-cpu.yaml --set model.name=$(JOINT)/model \
-		--set heads.initial=$(JOINT)/heads --set heads.num_layers=2 --set heads.shared_projection=true \
-		--set heads.parent_rank=0 --set data.train="[{path: runs/demo-model/seeds.jsonl}]" \
+		--set heads.initial=$(JOINT)/heads --set data.train="[{path: runs/demo-model/seeds.jsonl}]" \
 		--set data.cache_hidden=runs/demo-model/states --set output.folder=runs/demo-model/heads --resume $(TRAIN_ARGS)
 	$(BIN)/python -m recipes.demo.card --model $(JOINT)/model --heads runs/demo-model/heads/heads \
 		--out runs/demo-model/checkpoint

@@ -111,15 +111,15 @@ def test_every_stage_of_the_recipe(small, root, monkeypatch, tmp_path):
         return [word for name, value in values.items() for word in ("--set", f"{name.replace('__', '.')}={value}")]
 
     recipe = root / "recipes" / "demo-model-cpu.yaml"
-    rows = {"optimisation__max_steps": 2, "optimisation__warmup_steps": 1, "data__length": 64}
+    rows = {"optimisation__max_steps": 2, "data__length": 64}
     joint = settings(
         model__name=folder / "base", data__train=f"[{{path: {folder / 'text.jsonl'}}}]",
-        output__folder=tmp_path / "joint", **rows,
+        output__folder=tmp_path / "joint", optimisation__warmup_steps=1, **rows,
     )  # fmt: skip
     assert medusa(["train", "--config", str(recipe), *joint]) == 0
     alone = settings(
-        model__name=tmp_path / "joint" / "model", heads__initial=tmp_path / "joint" / "heads", heads__num_layers=2,
-        heads__shared_projection="true", heads__parent_rank=0, data__train=f"[{{path: {folder / 'seeds.jsonl'}}}]",
+        model__name=tmp_path / "joint" / "model", heads__initial=tmp_path / "joint" / "heads",
+        data__train=f"[{{path: {folder / 'seeds.jsonl'}}}]",
         data__cache_hidden=tmp_path / "states", output__folder=tmp_path / "heads", generation__max_new_tokens=24,
         generation__prompt_tokens=32, **rows,
     )  # fmt: skip
