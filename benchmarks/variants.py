@@ -379,8 +379,9 @@ def measure(model: MedusaModel, material: Material) -> Measured:
 def head_bytes(heads: MedusaHeads) -> dict[str, int]:
     """Return the bytes of weights that a decode step reads for heads at batch 1, by part.
 
-    The parts are the "residual" blocks; the "projection" with its scales and the ids of gathered rows (a shared one
-    is read once for all heads, assumed in their dtype); and "parents", the candidates' rows of the parents' term.
+    The parts are the "root" input's matrices; the "residual" blocks; the "projection" with its scales and the ids of
+    gathered rows (a shared one is read once for all heads, assumed in their dtype); and "parents", the candidates' rows
+    of the parents' term.
     """
     float_bytes, ids = heads.w1.element_size(), 0 if heads.token_map is None else 8 * len(heads.token_map)
     residual = sum(t.numel() for t in (heads.w1, heads.b1) if t is not None) * float_bytes
@@ -394,7 +395,8 @@ def head_bytes(heads: MedusaHeads) -> dict[str, int]:
     rows = 1 + (heads.num_heads - 1) * candidates + heads.num_heads * candidates
     rank = heads.parent_rank
     parents = (rows * rank + heads.num_heads * rank * rank) * float_bytes if rank else 0
-    return {"residual": residual, "projection": projection, "parents": parents}
+    root = 0 if heads.root_projection is None else heads.root_projection.numel() * float_bytes
+    return {"root": root, "residual": residual, "projection": projection, "parents": parents}
 
 
 @torch.no_grad()

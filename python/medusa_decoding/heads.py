@@ -2,8 +2,12 @@
 
 Head k (0-based) predicts the token k + 2 positions after its input: residual blocks `h <- h + SiLU(W1 h + b1)`, then a
 vocabulary projection W2. The weights of all heads are packed into one tensor per role, for one pass of one kernel.
-Beyond the paper, a head's drafts may depend on the token before them, their parent in the tree, by a low-rank score
-that is added to the logits, A[parent] M_k C[candidate]. Different parents then have different children.
+
+Beyond the paper, heads may depend on tokens that the hidden state has not seen. With a root input, head k's residual
+blocks start from `h + R_k e`, where e is the root token's row of the base model's input embedding, scaled to a root
+mean square of 1 (Hydra, arXiv 2402.05109, gives heads the embeddings of earlier tokens too). With a parent term, drafts
+depend on the token before them, their parent in the tree, by a low-rank score that is added to the logits,
+A[parent] M_k C[candidate]. Different parents then have different children.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from medusa_decoding.checks import shown
 from medusa_kernels import heads_topk
 
 MAX_TOP_K = 32
+ROOT_EPSILON = 1e-6
+"""Added to the mean square of a root's embedding before its root is taken."""
 Storage = Literal["float", "int8", "fp8"]
 STORED: dict[Storage, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """The dtypes of own projections that are stored in 8 bits."""
@@ -76,6 +82,7 @@ class MedusaHeads(nn.Module):
         storage: of own projections. "int8" and "fp8" (e4m3) have one scale per row, are made by `quantized` or read
             from a checkpoint, and cannot be trained.
         parent_rank: r, rank of the term by which drafts depend on their parent token; 0 for none.
+        root_input: whether every head's input includes the root token's embedding.
         dtype: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
         device: of the weights.
 
@@ -88,6 +95,7 @@ class MedusaHeads(nn.Module):
         parent_tokens: A [V, r], initially random (from torch's generator on the CPU), or None.
         candidate_tokens: C [V', r], initially zero (so the term is zero), or None.
         parent_mix: M [K, r, r], initially the identity, or None.
+        root_projection: R [K, H, H], initially zero (so the root makes no difference), or None without a root input.
 
     Raises:
         MemoryError: weights of these sizes do not fit.
@@ -103,6 +111,7 @@ class MedusaHeads(nn.Module):
     parent_tokens: nn.Parameter | None
     candidate_tokens: nn.Parameter | None
     parent_mix: nn.Parameter | None
+    root_projection: nn.Parameter | None
     _candidate_rows: torch.Tensor | None
 
     def __init__(
@@ -117,6 +126,7 @@ class MedusaHeads(nn.Module):
         token_map: torch.Tensor | None = None,
         storage: Storage = "float",
         parent_rank: int = 0,
+        root_input: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -131,7 +141,7 @@ class MedusaHeads(nn.Module):
             raise ValueError(f"storage: expected 'float', 'int8' or 'fp8', got {shown(storage)}")
         if storage != "float" and shared_projection:
             raise ValueError(f"storage: expected 'float' with a shared projection (none is owned), got {storage!r}")
-        for name, flag in (("shared_projection", shared_projection), ("bias", bias)):
+        for name, flag in (("shared_projection", shared_projection), ("bias", bias), ("root_input", root_input)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {shown(flag)}")
         if token_map is not None:
@@ -151,6 +161,7 @@ class MedusaHeads(nn.Module):
 
         self.w1 = zeros(num_heads, num_layers, hidden_size, hidden_size)
         self.b1 = zeros(num_heads, num_layers, hidden_size) if bias else None
+        self.root_projection = zeros(num_heads, hidden_size, hidden_size) if root_input else None
         self.register_buffer("token_map", None if token_map is None else token_map.to(device, copy=True))
         projections = num_heads, self.num_candidates, hidden_size
         if storage == "float":
@@ -177,6 +188,11 @@ class MedusaHeads(nn.Module):
         return self.w2 is None
 
     @property
+    def root_input(self) -> bool:
+        """Whether every head's input includes the root token's embedding."""
+        return self.root_projection is not None
+
+    @property
     def num_candidates(self) -> int:
         """V', how many tokens a head can propose: V, or the size of the trimmed vocabulary."""
         return self.vocab_size if self.token_map is None else len(self.token_map)
@@ -188,13 +204,27 @@ class MedusaHeads(nn.Module):
             raise ValueError("heads: expected some whose drafts depend on their parent, got parent_rank 0")
         return self.parent_tokens, self.parent_mix, self.candidate_tokens
 
-    def residual(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run the residual blocks: hidden [B, H] -> [B, K, H]."""
-        return self._states(hidden).transpose(0, 1)
+    def residual(self, hidden: torch.Tensor, root_embedding: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the residual blocks: hidden [B, H] -> [B, K, H]; `root_embedding` as in `forward`."""
+        return self._states(hidden, root_embedding).transpose(0, 1)
 
-    def _states(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _root(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor | None:
+        """Return e, the scaled embedding of each row's root, [B, H] in the dtype of hidden, or None without any."""
+        if (embedding is not None) != self.root_input:
+            wanted = "the root tokens' (the heads have a root input)" if self.root_input else "None (no root input)"
+            raise ValueError(f"root_embedding: expected {wanted}, got {type(embedding).__name__}")
+        if embedding is None:
+            return None
+        if embedding.shape != hidden.shape:
+            raise ValueError(f"root_embedding: expected {list(hidden.shape)}, got {list(embedding.shape)}")
+        wide = embedding.to(torch.promote_types(embedding.dtype, torch.float32))
+        return F.rms_norm(wide, (self.hidden_size,), eps=ROOT_EPSILON).to(hidden.dtype)
+
+    def _states(self, hidden: torch.Tensor, root_embedding: torch.Tensor | None) -> torch.Tensor:
         # Heads first, [K, B, H]: every product is then one batched matrix product of contiguous blocks.
-        states = hidden.expand(self.num_heads, -1, -1)
+        states, root = hidden.expand(self.num_heads, -1, -1), self._root(hidden, root_embedding)
+        if root is not None and self.root_projection is not None:
+            states = states + torch.bmm(root.expand_as(states), self.root_projection.transpose(1, 2))
         for layer in range(self.num_layers):
             update = torch.bmm(states, self.w1[:, layer].transpose(1, 2))
             if self.b1 is not None:
@@ -203,7 +233,11 @@ class MedusaHeads(nn.Module):
         return states
 
     def forward(
-        self, hidden: torch.Tensor, lm_head: nn.Module | None = None, parents: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        lm_head: nn.Module | None = None,
+        parents: torch.Tensor | None = None,
+        root_embedding: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return all logits: hidden [B, H] -> [B, K, V'] (training and reference; `propose` never makes this tensor).
 
@@ -211,8 +245,13 @@ class MedusaHeads(nn.Module):
             hidden: [B, H] hidden states after the base model's final norm.
             lm_head: the base model's lm_head; needed exactly when the projection is shared.
             parents: int64 [B, K], the token before each head's draft; without it the logits lack the parent's term.
+            root_embedding: floats [B, H], the root tokens' rows of the base model's input embedding, of any scale;
+                needed exactly if the heads have a root input.
+
+        Raises:
+            ValueError: a missing lm_head, or a missing, superfluous or misshapen root_embedding.
         """
-        states = self._states(hidden)
+        states = self._states(hidden, root_embedding)
         if self.w2 is not None:
             w2 = self.w2
             if self.w2_scale is not None:
@@ -234,6 +273,7 @@ class MedusaHeads(nn.Module):
         k: int,
         lm_head: nn.Module | None = None,
         *,
+        root_embedding: torch.Tensor | None = None,
         temperature: float = 1.0,
         noise: torch.Tensor | None = None,
     ) -> DraftTokens:
@@ -246,6 +286,7 @@ class MedusaHeads(nn.Module):
             k: tokens per head, 1 to 32.
             lm_head: the base model's lm_head; needed exactly when the projection is shared. Anything but a plain Linear
                 without bias (quantised, LoRA-wrapped) is called as a module.
+            root_embedding: as in `forward`.
             temperature: divides the logits, above 0.
             noise: fp32 [B, at least K, V], added to the logits of head j and token t: noise[:, j, t]. With the numbers
                 that sampling adds at the same place, tokens are ranked by how likely they are to be drawn there.
@@ -253,7 +294,7 @@ class MedusaHeads(nn.Module):
         own = None if self.w2 is None else (self.w2, self.w2_scale)
         projected = own or projection(lm_head)
         if projected is None:
-            logits = self.forward(hidden, lm_head).float() / temperature
+            logits = self.forward(hidden, lm_head, root_embedding=root_embedding).float() / temperature
             if noise is not None:
                 of_heads = noise[:, : self.num_heads]
                 logits = logits + (of_heads if self.token_map is None else of_heads[..., self.token_map])
@@ -265,7 +306,8 @@ class MedusaHeads(nn.Module):
         weight, scale = projected
         best = heads_topk(
             hidden, self.w1, self.b1, weight, k,
-            w2_scale=scale, token_map=self.token_map, gather=gather, temperature=temperature, noise=noise,
+            w2_scale=scale, token_map=self.token_map, gather=gather,
+            root=self._root(hidden, root_embedding), w_root=self.root_projection, temperature=temperature, noise=noise,
         )  # fmt: skip
         return DraftTokens(*best)
 
@@ -276,6 +318,7 @@ class MedusaHeads(nn.Module):
         k: int,
         lm_head: nn.Module | None = None,
         *,
+        root_embedding: torch.Tensor | None = None,
         temperature: float = 1.0,
         noise: torch.Tensor | None = None,
     ) -> Children:
@@ -289,12 +332,15 @@ class MedusaHeads(nn.Module):
             root: int64 [B], the token before the drafts of head 0: the model's own next token.
             k: drafts after each token, 1 to min(32, V').
             lm_head: as in `propose`.
+            root_embedding: as in `forward`.
             temperature: as in `propose`.
             noise: as in `propose`.
         """
         of_parents, mix, of_candidates = self.parent_term
         size = min(MAX_TOP_K, self.num_candidates)
-        logprobs, tokens = self.propose(hidden, size, lm_head, temperature=temperature, noise=noise)
+        logprobs, tokens = self.propose(
+            hidden, size, lm_head, root_embedding=root_embedding, temperature=temperature, noise=noise
+        )
         rows = tokens if self._candidate_rows is None else self._candidate_rows[tokens]
         before = torch.cat([root[:, None, None].expand(-1, 1, size), tokens[:, :-1]], dim=1)
         # [B, K, parents, r], then [B, K, parents, candidates].
@@ -353,6 +399,7 @@ class MedusaHeads(nn.Module):
             "bias": self.b1 is not None,
             "token_map": self.token_map,
             "parent_rank": self.parent_rank,
+            "root_input": self.root_input,
             "dtype": self.w1.dtype,
             "device": self.w1.device,
         }
@@ -371,7 +418,8 @@ class MedusaHeads(nn.Module):
         stored = "" if self.storage == "float" else f", storage={self.storage}"
         parents = f", parent_rank={self.parent_rank}" if self.parent_rank else ""
         sizes = f"heads={self.num_heads}, layers={self.num_layers}, hidden={self.hidden_size}"
-        return f"{sizes}, projection={projection}{stored}{parents}"
+        root = ", root_input=True" if self.root_input else ""
+        return f"{sizes}, projection={projection}{stored}{parents}{root}"
 
     def _find_candidate_rows(self) -> None:
         # The index of each token of a trimmed vocabulary in token_map; other tokens are never looked up.

@@ -1,4 +1,4 @@
-"""Heads with 8-bit projections, trimmed vocabularies and drafts that depend on their parent: still lossless."""
+"""Heads with 8-bit projections, trimmed vocabularies, a root input and drafts that depend on their parent: lossless."""
 
 import copy
 import functools
@@ -32,16 +32,21 @@ VARIANTS = {
     "shared, trimmed, parents": {"shared": True, "token_map": MAP, "parent_rank": 3},
     "int8, trimmed, parents": {"storage": "int8", "token_map": MAP, "parent_rank": 3},
     "fp8, parents, two layers": {"storage": "fp8", "parent_rank": 2, "num_layers": 2},
+    "root": {"root_input": True},
+    "shared, trimmed, root": {"shared": True, "token_map": MAP, "root_input": True},
+    "int8, parents, root, two layers": {"storage": "int8", "parent_rank": 3, "num_layers": 2, "root_input": True},
 }
 NEW = 24
 
 
-def variant(model, *, storage="float", token_map=None, parent_rank=0, shared=False, num_layers=1, strength=1.0):
+def variant(
+    model, *, storage="float", token_map=None, parent_rank=0, shared=False, num_layers=1, strength=1.0, root_input=False
+):
     """The heads of `heads_for` as a variant; the parents' scores are as large as the logits' differences."""
     plain = heads_for(model, num_layers=num_layers, shared=shared).float()
     heads = MedusaHeads(
         plain.hidden_size, plain.vocab_size, plain.num_heads, num_layers, shared_projection=shared,
-        token_map=token_map, parent_rank=parent_rank,
+        token_map=token_map, parent_rank=parent_rank, root_input=root_input,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -52,6 +57,9 @@ def variant(model, *, storage="float", token_map=None, parent_rank=0, shared=Fal
         for name in ("parent_tokens", "candidate_tokens", "parent_mix") if parent_rank else ():
             parameter = getattr(heads, name)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * strength)
+        if root_input:
+            parameter = heads.root_projection
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * strength * heads.hidden_size**-0.5)
     heads = heads.to(next(model.parameters()).dtype)
     return heads.eval() if storage == "float" else heads.quantized(storage)
 
@@ -84,9 +92,11 @@ def test_sampled_text_equals_plain_decoding(name):
     assert len(set(new_tokens(plain, ids.shape[1])[0])) > 2
 
 
-def wide_heads(parent_rank, *, token_map=None, shared=False, seed=0):
+def wide_heads(parent_rank, *, token_map=None, shared=False, seed=0, root_input=False):
     """Random heads over 70 tokens, of which 32 are reranked."""
-    heads = MedusaHeads(8, 70, 3, 2, shared_projection=shared, token_map=token_map, parent_rank=parent_rank)
+    heads = MedusaHeads(
+        8, 70, 3, 2, shared_projection=shared, token_map=token_map, parent_rank=parent_rank, root_input=root_input
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -99,13 +109,16 @@ def wide_heads(parent_rank, *, token_map=None, shared=False, seed=0):
     return heads, lm_head
 
 
-def walked(heads, lm_head, hidden, root, tree):
+def walked(heads, lm_head, hidden, root, tree, table=None):
     """The tokens of a tree's nodes in float64, node by node, from the definition."""
     vocabulary = heads.token_map.tolist() if heads.token_map is not None else range(heads.vocab_size)
     value = {name: p.detach().double().numpy() for name, p in heads.named_parameters()}
     best = []
     for head in range(heads.num_heads):
         state = hidden.double().numpy()
+        if table is not None:
+            row = table[int(root)].double().numpy()
+            state = state + value["root_projection"][head] @ (row / math.sqrt((row**2).mean() + 1e-6))
         for layer in range(heads.num_layers):
             inner = value["w1"][head, layer] @ state + value["b1"][head, layer]
             state = state + inner / (1 + np.exp(-inner))
@@ -122,10 +135,10 @@ def walked(heads, lm_head, hidden, root, tree):
     return [token[()], *(token[tuple(path)] for path in tree.choices)]
 
 
-def arranged(heads, lm_head, hidden, root, tree):
+def arranged(heads, lm_head, hidden, root, tree, embed_tokens=None):
     state = types.SimpleNamespace(hidden=hidden, root=root, text=None)
     shape = TreeTensors.from_tree(tree, hidden.device)
-    return arrange(state, propose(state, heads, lm_head, shape), shape)[0]
+    return arrange(state, propose(state, heads, lm_head, shape, embed_tokens=embed_tokens), shape)[0]
 
 
 @pytest.mark.parametrize("kind", ["own", "own, trimmed", "shared", "shared, trimmed"])
@@ -144,6 +157,50 @@ def test_children_are_the_topk_given_their_own_parent(kind):
     first = [tree.choices.index(path) + 1 for path in ([0, 0], [1, 0], [5, 0])]
     assert sum(len({row[node] for node in first}) > 1 for row in found) >= 3
     assert all(row[1:4] != plain[1:4] for row, plain in zip(found, without, strict=True))
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["op", "module"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("parent_rank", [0, 256])
+def test_every_row_drafts_by_the_embedding_of_its_own_root(parent_rank, shared, called):
+    tree = Tree([[0], [1], [5], [0, 0], [0, 2], [1, 0], [1, 1], [0, 2, 0], [1, 0, 0]])
+    heads, lm_head = wide_heads(parent_rank, shared=shared, root_input=True)
+    table = torch.nn.Embedding(70, 8)
+    generator = torch.Generator().manual_seed(2)
+    hidden, root = torch.randn(1, 8, generator=generator).expand(5, -1), torch.tensor([0, 69, 3, 3, 12])
+    with torch.no_grad():
+        table.weight.copy_(torch.randn(70, 8, generator=generator) * 0.02)
+        if called:  # a module that only it can call, as a quantised or an adapted one
+            lm_head.register_forward_hook(lambda module, given, result: result.clone())
+        if parent_rank:
+            heads.candidate_tokens *= 0.05
+            expected = [walked(heads, lm_head, hidden[row], root[row], tree, table.weight) for row in range(5)]
+        else:
+            with_zero, _ = wide_heads(1, shared=shared, root_input=True)
+            with_zero.load_state_dict(heads.state_dict(), strict=False)
+            with_zero.candidate_tokens.zero_()
+            expected = [walked(with_zero, lm_head, hidden[row], root[row], tree, table.weight) for row in range(5)]
+        found = arranged(heads, lm_head if shared else None, hidden, root, tree, table).tolist()
+    assert found == expected
+    assert found[2] == found[3]
+    assert len({tuple(row[1:4]) for row in found}) > 2, "the root makes no difference: the case shows nothing"
+
+
+def test_a_root_embedding_is_needed_exactly_if_the_heads_have_a_root_input():
+    hidden, k = torch.randn(3, 8), 2
+    for heads, wanted, given in (
+        (wide_heads(2, root_input=True)[0], r"the root tokens' \(the heads have a root input\), got NoneType", None),
+        (wide_heads(2)[0], r"None \(no root input\), got Tensor", hidden),
+        (wide_heads(2, root_input=True)[0], r"\[3, 8\], got \[1, 8\]", hidden[:1]),
+    ):
+        for call in (
+            functools.partial(heads, hidden),
+            functools.partial(heads.residual, hidden),
+            functools.partial(heads.propose, hidden, k),
+            functools.partial(heads.propose_children, hidden, torch.zeros(3, dtype=torch.int64), k),
+        ):
+            with pytest.raises(ValueError, match=f"root_embedding: expected {wanted}"):
+                call(root_embedding=given)
 
 
 def test_an_untrained_parent_term_changes_nothing():
@@ -188,17 +245,19 @@ def test_proposing_draft_tokens_does_not_synchronise_with_the_host(name):
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         root = torch.zeros(3, dtype=torch.int64)
         state = types.SimpleNamespace(hidden=torch.zeros(3, heads.hidden_size), root=root, text=None)
-        tokens, _ = arrange(state, propose(state, heads, model.lm_head, shape), shape)
+        drafts = propose(state, heads, model.lm_head, shape, embed_tokens=model.model.embed_tokens)
+        tokens, _ = arrange(state, drafts, shape)
     assert isinstance(tokens, FakeTensor)
     assert (tokens.dtype, tokens.shape) == (torch.int64, (3, TREES["uneven"].num_nodes))
 
 
-def test_a_compiled_step_writes_transformers_text(monkeypatch):
+@pytest.mark.parametrize("name", ["fp8, parents, two layers", "int8, parents, root, two layers"])
+def test_a_compiled_step_writes_transformers_text(name, monkeypatch):
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
     model = tiny()
     [row] = prompts(1, [6])
     expected = transformers_greedy(model, row, 12)
-    heads = variant(model, **VARIANTS["fp8, parents, two layers"])
+    heads = variant(model, **VARIANTS[name])
     with MedusaModel(model, heads, TREES["cartesian"], backend="compiled") as medusa:
         assert new_tokens(medusa.generate(row[None], max_new_tokens=12), 6) == [expected]
 
@@ -354,18 +413,21 @@ def test_bytes_read_per_step():
     # K = 2 heads of one block of 4 x 4 with bias; V = 40, V' = 36 where trimmed.
     trimmed = torch.arange(36)
     heads = MedusaHeads(4, 40, 2, dtype=torch.bfloat16)
-    assert head_bytes(heads) == {"residual": 2 * (2 * 16 + 2 * 4), "projection": 2 * 2 * 40 * 4, "parents": 0}
+    assert head_bytes(heads) == {
+        "root": 0, "residual": 2 * (2 * 16 + 2 * 4), "projection": 2 * 2 * 40 * 4, "parents": 0
+    }  # fmt: skip
     assert head_bytes(heads.quantized("int8"))["projection"] == 2 * 40 * 4 + 4 * 2 * 40
     heads = MedusaHeads(4, 40, 2, shared_projection=True, dtype=torch.bfloat16)
     assert head_bytes(heads)["projection"] == 2 * 40 * 4
     heads = MedusaHeads(4, 40, 2, shared_projection=True, token_map=trimmed, dtype=torch.bfloat16)
     assert head_bytes(heads)["projection"] == 2 * 36 * 4 + 8 * 36
-    heads = MedusaHeads(4, 40, 2, token_map=trimmed, parent_rank=3, dtype=torch.float32)
+    heads = MedusaHeads(4, 40, 2, token_map=trimmed, parent_rank=3, root_input=True, dtype=torch.float32)
     # Rows of A: the root's and 32 of head 0; of C: 32 a head; M: two of 3 x 3.
     assert head_bytes(heads) == {
-        "residual": 4 * (2 * 16 + 2 * 4), "projection": 4 * 2 * 36 * 4, "parents": 4 * 3 * (33 + 64) + 4 * 2 * 9
+        "root": 4 * 2 * 16, "residual": 4 * (2 * 16 + 2 * 4), "projection": 4 * 2 * 36 * 4,
+        "parents": 4 * 3 * (33 + 64) + 4 * 2 * 9,
     }  # fmt: skip
-    assert str(heads) == "MedusaHeads(heads=2, layers=1, hidden=4, projection=own [36], parent_rank=3)"
+    assert str(heads) == "MedusaHeads(heads=2, layers=1, hidden=4, projection=own [36], parent_rank=3, root_input=True)"
 
 
 @pytest.mark.gpu

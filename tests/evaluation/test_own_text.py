@@ -33,18 +33,30 @@ def conditioned(base):
     return heads
 
 
+def rooted(base):
+    heads = MedusaHeads(base.config.hidden_size, VOCAB, HEADS, root_input=True)
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        heads.w2.copy_(base.lm_head.weight.expand_as(heads.w2))
+        heads.root_projection.copy_(torch.randn(heads.root_projection.shape, generator=generator) * 0.3)
+    return heads
+
+
 CASES = {
     "own": (VOCAB, lambda base: heads_for(base, HEADS)),
     "shared": (VOCAB, lambda base: heads_for(base, HEADS, shared=True)),
     "two layers": (VOCAB, lambda base: heads_for(base, HEADS, num_layers=2)),
     "trimmed": (VOCAB, trimmed),
     "parents": (MANY, conditioned),
+    "root": (VOCAB, rooted),
 }
 
 
-def ranked(heads, lm_head, state, k, parent, named):
+def ranked(heads, lm_head, state, k, parent, named, root):
     """Head k's tokens at one position, best first; `named`: the tokens of the previous head, or None for the root."""
     hidden = state
+    if heads.root_input:
+        hidden = hidden + heads.root_projection[k] @ (root / (root.pow(2).mean() + 1e-6).sqrt())
     for layer in range(heads.num_layers):
         inner = heads.w1[k, layer] @ hidden + heads.b1[k, layer]
         hidden = hidden + inner * torch.sigmoid(inner)
@@ -74,7 +86,8 @@ def walked(base, heads, tokens, prompt):
                 continue
             parent = tokens[t + k + 1]
             unnamed += named is not None and parent not in named
-            drafts, named = ranked(heads, base.lm_head.weight, states[t], k, parent, named)
+            root = base.model.embed_tokens.weight[tokens[t + 1]]
+            drafts, named = ranked(heads, base.lm_head.weight, states[t], k, parent, named, root)
             total[k] += 1
             for n in range(10):
                 hits[k][n] += tokens[t + k + 2] in drafts[: n + 1]

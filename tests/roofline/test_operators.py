@@ -65,6 +65,7 @@ def test_bytes_of_a_step_at_llama_2_7b_agree_with_the_benchmarks_count() -> None
         (HeadShape(3, vocabulary=10), 3 * 32 * 32 + 3 * 32 * 10, 2),
         (HeadShape(3, shared=True), 3 * 32 * 32 + 32 * 100, 6),
         (HeadShape(3, shared=True, layers=2), 6 * 32 * 32 + 32 * 100, 6),
+        (HeadShape(3, root_input=True), 6 * 32 * 32 + 3 * 32 * 100, 2),
     ],
 )
 def test_heads_run_at_one_node_a_sequence(heads: HeadShape, weights: int, rows: int) -> None:
@@ -73,8 +74,8 @@ def test_heads_run_at_one_node_a_sequence(heads: HeadShape, weights: int, rows: 
     assert sum(o.times * o.weights for o in added) == weights
     assert added[-1].rows == rows
     # Each head multiplies each of the 2 sequences with its own matrices, shared or not.
-    vocabulary = heads.vocabulary or 100
-    assert sum(o.times * o.flops for o in added) == 2 * 2 * 3 * (heads.layers * 32 * 32 + 32 * vocabulary)
+    vocabulary, blocks = heads.vocabulary or 100, heads.layers + heads.root_input
+    assert sum(o.times * o.flops for o in added) == 2 * 2 * 3 * (blocks * 32 * 32 + 32 * vocabulary)
 
 
 def test_a_trimmed_vocabulary_larger_than_the_models_is_refused() -> None:

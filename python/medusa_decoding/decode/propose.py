@@ -25,11 +25,12 @@ def propose(
     tree: TreeTensors,
     temperature: float | None = None,
     noise: torch.Tensor | None = None,
+    embed_tokens: nn.Module | None = None,
 ) -> DraftTokens | Children | None:
     """Run the heads on one hidden state per sequence, never on the tree's nodes: tokens [B, K, top_k], best first.
 
-    Heads whose drafts depend on their parent return the best tokens after each of their candidates. Returns None if the
-    tree has no draft tokens.
+    Heads whose drafts depend on their parent return the best tokens after each of their candidates. `embed_tokens`, the
+    backbone's input embedding, is called for heads with a root input. Returns None if the tree has no draft tokens.
 
     If tokens are drawn at a temperature, candidates are ranked as the draws are made, with the same `noise` (fp32
     [B, at least K, V], see `TokenSelector.noise`): a head's best candidate is then what it would draw itself, and the
@@ -39,6 +40,7 @@ def propose(
         return None
     assert heads is not None, "trees are checked against the heads before steps are made"
     drawn: dict[str, Any] = {} if temperature is None else {"temperature": temperature, "noise": noise}
+    root = embed_tokens(state.root) if heads.root_input and embed_tokens is not None else None
     if heads.parent_rank:
-        return heads.propose_children(state.hidden, state.root, tree.top_k, lm_head, **drawn)
-    return heads.propose(state.hidden, tree.top_k, lm_head, **drawn)
+        return heads.propose_children(state.hidden, state.root, tree.top_k, lm_head, root_embedding=root, **drawn)
+    return heads.propose(state.hidden, tree.top_k, lm_head, root_embedding=root, **drawn)

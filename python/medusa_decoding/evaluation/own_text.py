@@ -3,9 +3,9 @@
 At position t of a text, head k (0-based) predicts the token k + 2 places later from the final hidden state of token t,
 the last accepted one. Decoding has that state for the prompt's last token and for every later token, so these positions
 count, each once, although steps start at some of them only. Draft tokens are made as in decoding, by the same calls of
-`MedusaHeads`; for a sampled text with the random numbers that it was drawn with. If they depend on their parent token,
-it is the text's actual token. A parent that the previous head did not name cannot be in a tree, and its children are
-ranked without that term.
+`MedusaHeads`; for a sampled text with the random numbers that it was drawn with. Their root input is the embedding of
+token t + 1. If they depend on their parent token, it is the text's actual token. A parent that the previous head did
+not name cannot be in a tree, and its children are ranked without that term.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def own_text_ranks(
         if seed is not None:
             noise = gumbel_noise(seeds[part], places[part], heads.num_heads, heads.vocab_size)
             drawn = {"temperature": draw_temperature(temperature), "noise": noise}
-        drafts = _draft_tokens(heads, states, tokens_later[:, :-1], ranks, backbone.lm_head, **drawn)
+        root = backbone.decoder.embed_tokens(tokens_later[:, 0]) if heads.root_input else None
+        drafts = _draft_tokens(
+            heads, states, tokens_later[:, :-1], ranks, backbone.lm_head, root_embedding=root, **drawn
+        )
         hits = drafts == tokens_later[:, 1:, None]
         place = hits.int().argmax(-1).where(hits.any(-1), -1)
         found.append(place.where(tokens_later[:, 1:] != IGNORE, IGNORE).cpu())
@@ -108,15 +111,15 @@ def own_text_ranks(
 
 
 def _draft_tokens(
-    heads: MedusaHeads, states: torch.Tensor, parents: torch.Tensor, ranks: int, lm_head: torch.nn.Module, **drawn: Any
+    heads: MedusaHeads, states: torch.Tensor, parents: torch.Tensor, ranks: int, lm_head: torch.nn.Module, **inputs: Any
 ) -> torch.Tensor:
     """Return each head's top tokens, int64 [R, K, ranks], after `parents` int64 [R, K] (IGNORE beyond the end).
 
-    `drawn` are temperature and noise of `MedusaHeads.propose`.
+    `inputs` are those that `MedusaHeads.propose` takes by name.
     """
     if not heads.parent_rank:
-        return heads.propose(states, ranks, lm_head, **drawn)[1]
-    children = heads.propose_children(states, parents[:, 0], ranks, lm_head, **drawn)
+        return heads.propose(states, ranks, lm_head, **inputs)[1]
+    children = heads.propose_children(states, parents[:, 0], ranks, lm_head, **inputs)
     before = torch.cat([parents[:, :1, None].expand(-1, 1, children.tokens.shape[2]), children.tokens[:, :-1]], dim=1)
     named = before == parents[:, :, None]
     place = named.int().argmax(-1)

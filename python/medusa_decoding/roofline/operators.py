@@ -112,7 +112,8 @@ def step_operators(shape: ModelShape, heads: HeadShape | None, batch: int, nodes
     if vocabulary > shape.vocabulary:
         raise ValueError(f"heads: expected a vocabulary of at most {shape.vocabulary}, got {vocabulary}")
     # All heads in one launch: their weights side by side.
-    operators.append(linear("head blocks", batch, shape.hidden, heads.count * heads.layers * shape.hidden))
+    matrices = heads.count * (heads.layers + heads.root_input)
+    operators.append(linear("head blocks", batch, shape.hidden, matrices * shape.hidden))
     if heads.shared:
         projected = linear("head projections", batch * heads.count, shape.hidden, vocabulary, stored=False)
     else:

@@ -40,6 +40,7 @@ class HeadShape:
         vocabulary: rows of a head's projection; None for all of the model's.
         shared: whether heads project with the model's lm_head instead of their own matrices.
         layers: residual blocks per head.
+        root_input: whether every head also multiplies the root token's embedding with a matrix of its own.
 
     Raises:
         ValueError: one of them is below 1.
@@ -49,6 +50,7 @@ class HeadShape:
     vocabulary: int | None = None
     shared: bool = False
     layers: int = 1
+    root_input: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "layers", "vocabulary"):
