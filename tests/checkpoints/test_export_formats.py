@@ -45,6 +45,8 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "parents": ("float", {"parent_rank": 2}),
     "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
     "int8, parents": ("int8", {"parent_rank": 2}),
+    "root": ("float", {"root_input": True}),
+    "shared, parents and root": ("float", {"shared_projection": True, "parent_rank": 2, "root_input": True}),
 }
 
 REFUSED: dict[str, dict[str, str]] = {
@@ -56,6 +58,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "parents": r"parent token for original-v. .*heads\.parent_rank 0.*, got parent_rank 2",
         "shared, trimmed, parents": "parent token",
         "int8, parents": "parent token",
+        "root": r"hidden state for original-v. \(native and embedded hold it.*heads\.root_input false.*root_input true",
+        "shared, parents and root": "only input is the hidden state",
     },
     "vllm": {
         "trimmed": r"the whole vocabulary for vllm \(native and embedded hold it.* got 4 of 11 tokens",
@@ -64,6 +68,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "parents": "parent token for vllm",
         "shared, trimmed, parents": "parent token",
         "int8, parents": "parent token",
+        "root": "only input is the hidden state for vllm",
+        "shared, parents and root": "only input is the hidden state",
     },
 }
 REFUSED["original-v2"] = REFUSED["original-v1"] | {
@@ -160,7 +166,12 @@ def test_every_kind_of_heads_drafts_the_same_in_every_format(
         assert torch.allclose(found, expected, atol=1e-5)
     if heads.w1.dtype == torch.float32:
         best, proposed = (
-            found.propose(HIDDEN_STATES, 3, tiny_llama.lm_head if found.shared_projection else None)
+            found.propose(
+                HIDDEN_STATES,
+                3,
+                tiny_llama.lm_head if found.shared_projection else None,
+                root_embedding=HIDDEN_STATES.flip(0) if found.root_input else None,
+            )
             for found in (heads, read.heads)
         )
         assert torch.equal(best[1], proposed[1])
@@ -186,6 +197,7 @@ READABLE = {
     "trimmed": {},
     "fp8, trimmed": {},
     "parents": {},
+    "root": {},
 }
 
 

@@ -257,6 +257,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         r"parent_tokens in .*: expected shape \[V, r\], got \[11, 0\]",
     ),
+    "a root input of head 999": (
+        safe(WHOLE | {"999.root_projection": torch.ones(HIDDEN, HIDDEN)}),
+        r"expected the tensors of complete heads, got missing at least 0\.root_projection",
+    ),
+    "a root input without dimensions": (
+        safe(WHOLE | {"0.root_projection": torch.tensor(1.0)}),
+        r"0\.root_projection in .*: expected shape \[8, 8\], got \[\]",
+    ),
     "vllm: a name of head and block 999": (
         vllm({"blocks.999.layers.999.weight": torch.ones(1, 1), "lm_heads.0.weight": torch.ones(1, 1)}),
         r"expected the tensors of complete heads, got missing at least 0\.0\.linear\.weight",
@@ -371,6 +379,7 @@ def test_wrong_numbers_in_a_config_are_reported_and_ignored(folder: Path, number
         "vocab_size",
         "medusa_storage",
         "medusa_parent_rank",
+        "medusa_root_input",
     )
     (folder / "config.json").write_text(json.dumps(dict.fromkeys((*lies, "version", "base_model_revision"), number)))
     with bounded(seconds=1, memory=64 * MIB):
@@ -378,7 +387,7 @@ def test_wrong_numbers_in_a_config_are_reported_and_ignored(folder: Path, number
     heads = read.heads
     assert (heads.num_heads, heads.num_layers, heads.hidden_size, heads.vocab_size) == (1, 1, HIDDEN, VOCAB)
     told = [note for note in read.notes if "the tensors are believed" in note]
-    assert len(told) >= (4 if number is True else 6)
+    assert len(told) >= (5 if number is True else 7)
     assert all(len(note) < 500 for note in told)
 
 

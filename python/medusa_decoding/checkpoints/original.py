@@ -1,7 +1,8 @@
 """The paper's heads-only folder: `config.json` next to `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
 Version 1 stores one vocabulary projection per head, version 2 shares the base model's lm_head: the tensors tell which.
-The config repeats what this package adds: `medusa_storage`, `medusa_parent_rank` and `base_model_revision`.
+The config repeats what this package adds: `medusa_storage`, `medusa_parent_rank`, `medusa_root_input` and
+`base_model_revision`.
 """
 
 from __future__ import annotations
@@ -125,8 +126,12 @@ def fields(
         found["version"] = "2"
     if revision is not None:
         found[REVISION] = revision
-    additions = {"medusa_storage": heads.storage, "medusa_parent_rank": heads.parent_rank}
+    additions = {
+        "medusa_storage": heads.storage,
+        "medusa_parent_rank": heads.parent_rank,
+        "medusa_root_input": heads.root_input,
+    }
     for key, value in (found | additions).items():
         if key in extra and extra[key] != value:
             raise ValueError(f"config: expected {key} {value!r} like the heads, got {extra[key]!r}")
-    return {**extra, **found, **{key: value for key, value in additions.items() if value not in ("float", 0)}}
+    return {**extra, **found, **{key: value for key, value in additions.items() if value not in ("float", 0, False)}}

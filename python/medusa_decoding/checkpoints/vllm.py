@@ -118,7 +118,7 @@ def _rows_of(projection: StoredTensor, token_map: StoredTensor) -> StoredTensor:
 def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """Return the tensors of heads by vLLM's names, with the base model's lm_head [V, H] if the heads share it.
 
-    Projections are floats, and there is no parents' term and no token_map.
+    Projections are floats, and there is no root input, no parents' term and no token_map.
     """
     named = {}
     for name, tensor in unpack(heads).items():
