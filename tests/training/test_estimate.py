@@ -11,11 +11,11 @@ import workshop
 from torch.utils.flop_counter import FlopCounterMode
 
 from medusa_decoding.training import Config
+from medusa_decoding.training.data.targets import number_segments, shifted_labels
 from medusa_decoding.training.loop import estimate
 from medusa_decoding.training.loop.backbone import TrainingBackbone, load_tokenizer
 from medusa_decoding.training.loop.estimate import Pace, Shapes
 from medusa_decoding.training.loop.heads import make_heads
-from medusa_decoding.training.loop.objective import count_targets
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.rows import load_rows
 from medusa_decoding.training.loop.trainer import Trainer
@@ -45,11 +45,11 @@ def nbytes(tensors):
     [
         ("medusa-1", {}),
         ("medusa-1", {"heads": {"num_heads": 2, "shared_projection": True, "num_layers": 2}}),
-        ("medusa-1", {"heads": {"num_heads": 2, "token_map_size": 40, "parent_rank": 3}}),
+        ("medusa-1", {"heads": {"num_heads": 2, "token_map_size": 40, "parent_rank": 3, "root_input": True}}),
         ("medusa-2", {"optimisation": {"heads_first_epochs": 0.0}}),
         ("medusa-2", {"lora": {"enabled": False}, "optimisation": {"heads_first_epochs": 0.0}}),
     ],
-    ids=["own", "shared", "trimmed", "adapter", "all weights"],
+    ids=["own", "shared", "trimmed, with terms", "adapter", "all weights"],
 )
 def test_memory_of_weights_and_optimiser_is_exact(tmp_path, method, sections):
     config, _, trainer = loaded(tmp_path, method, **sections)
@@ -80,16 +80,19 @@ def test_quantised_weights_and_8_bit_moments_take_less():
     assert estimate.memory(plain, shapes)["optimiser"] - paper["optimiser"] == 6 * 739_000_000
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("targets", ["hard", "kl"])
-def test_operations_are_those_that_torch_counts(tmp_path, shared, targets):
-    config, rows, trainer = loaded(
-        tmp_path, heads={"num_heads": 3, "shared_projection": shared}, loss={"targets": targets}
-    )
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"shared_projection": True}, {"shared_projection": True, "root_input": True}],
+    ids=["own", "shared", "shared, root"],
+)
+def test_operations_are_those_that_torch_counts(tmp_path, kind, targets):
+    config, rows, trainer = loaded(tmp_path, heads={"num_heads": 3, **kind}, loss={"targets": targets})
     batch = trainer._batch([0, 1], {number: rows.train[number] for number in (0, 1)})
     positions = batch["input_ids"].numel()
-    # All heads project the positions that have a target for some head: those of the first one.
-    learnt = int(count_targets(batch, 3, None)[1])
+    # All heads project the positions that have a target for some head.
+    labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])
+    learnt = int((shifted_labels(labels, range(2, 5), segments=segments) >= 0).any(0).sum())
     with FlopCounterMode(display=False) as of_backbone, torch.no_grad():
         hidden = trainer.backbone.hidden(batch)
     with FlopCounterMode(display=False) as of_heads:

@@ -117,7 +117,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     - activations, frozen backbone: n e (6 H + 3 I + A), of the widest layer, A the width of attention. If the backbone
       is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
       checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
-    - heads' states: 4 K n H (3 L + 3).
+    - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more.
     - logits: 12 C V' (logits, exponentials, gradient) and for own projections 2 V' H (chunks that wait for their
       product) + 4 V' H (one head's operand). If the backbone is trained, 12 C V more; with soft labels 8 C V' + 2 V' H
       (the teacher's logits, its probabilities, and its operand).
@@ -162,7 +162,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
         "gradients": 4 * trained + again,
         "optimiser": (2 if rates.optimizer == "adamw_8bit" else 8) * trained + 4 * shapes.own,
         "activations": activations,
-        "heads' states": 4 * heads * positions * shapes.hidden * (3 * blocks + 3),
+        "heads' states": 4 * heads * positions * shapes.hidden * (3 * blocks + 3 + config.heads.root_input),
         "logits": 12 * chunk * candidates + operands,
     }
 
@@ -172,9 +172,9 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
 
     A multiply-add counts as two. Backbone: 2 Q + 2 layers * length * A (half of attention is masked). If it is trained
     with an adapter, twice that again for the gradient of its activations; with all weights, three times; and once more
-    each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, and
-    2 K V' H for their logits, times 3 with own projections (gradients of states and weights), 2 with the shared one,
-    and once more for the teacher's with soft labels.
+    each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, 4 K
+    H^2 for a root input (its embedding has no gradient), and 2 K V' H for their logits, times 3 with own projections
+    (gradients of states and weights), 2 with the shared one, and once more for the teacher's with soft labels.
     Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits.
     """
     forward = 2.0 * shapes.linear + 2.0 * shapes.layers * config.data.length * shapes.attention
@@ -183,7 +183,7 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
         passes = 2.0 if config.lora.enabled else 3.0
         passes += config.model.gradient_checkpointing + (config.method == "self-distillation")
     heads, candidates = config.heads.num_heads, config.heads.token_map_size or shapes.vocabulary
-    after = 6.0 * heads * config.heads.num_layers * shapes.hidden**2
+    after = (6.0 * config.heads.num_layers + 4.0 * config.heads.root_input) * heads * shapes.hidden**2
     products = (2 if config.heads.shared_projection else 3) + (config.loss.targets != "hard")
     after += 2.0 * heads * candidates * shapes.hidden * products
     if config.trains_backbone:

@@ -29,7 +29,7 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
         given = given_heads(config, size, vocabulary)
         heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device)
         with torch.no_grad():
-            for name, weight in given.named_parameters():  # a parents' term may be new
+            for name, weight in given.named_parameters():  # its root input or parents' term may be new
                 heads.get_parameter(name).copy_(weight)
         return heads
     token_map = None
@@ -68,6 +68,7 @@ def new_heads(
         bias=settings.bias,
         token_map=None if token_map is None else token_map.cpu(),
         parent_rank=settings.parent_rank,
+        root_input=settings.root_input,
         dtype=dtype,
         device=device,
     )
@@ -90,6 +91,7 @@ def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHead
         ("bias", heads.b1 is not None),
         ("token_map_size", None if heads.token_map is None else len(heads.token_map)),
         ("parent_rank", heads.parent_rank or settings.parent_rank),  # a missing term is made
+        ("root_input", heads.root_input or settings.root_input),
     ):
         wanted = getattr(settings, key)
         if wanted != got:

@@ -95,6 +95,7 @@ def medusa_loss(
     labels: Tensor,
     *,
     tokens: Tensor | None = None,
+    embed_tokens: nn.Module | None = None,
     segments: Tensor | None = None,
     lm_head: nn.Module | Tensor | None = None,
     soft: SoftLabels | None = None,
@@ -114,8 +115,10 @@ def medusa_loss(
         heads: K heads; their parameters get a gradient if they require one. Projections stored in 8 bits cannot be
             trained, only measured, under `torch.no_grad()`.
         labels: int64 [T], the token id at each position or IGNORE.
-        tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank. The
-            parent of head k's target at position t is the token at t + k + 1.
+        tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank or a
+            root input. The parent of head k's target at position t is the token at t + k + 1, its root that at t + 1.
+        embed_tokens: the model's input embedding, int64 [P] -> [P, H], which gets no gradient; needed exactly if the
+            heads have a root input.
         segments: int64 [T], see `shifted_labels`.
         lm_head: the model's own, needed exactly if the heads share it: its weight [V, H], or the module. A module that
             is not a plain Linear without bias (LoRA around it, quantised) is called.
@@ -135,7 +138,7 @@ def medusa_loss(
 
     Raises:
         ValueError: shapes, dtypes or counts that do not fit, a label that is neither IGNORE nor in the vocabulary, a
-            missing or superfluous lm_head or tokens, 8-bit projections to be trained.
+            missing or superfluous lm_head, tokens or embed_tokens, 8-bit projections to be trained.
     """
     if hidden.ndim != 2 or hidden.shape[1] != heads.hidden_size or not hidden.is_floating_point():
         raise ValueError(f"hidden: expected floats [T, {heads.hidden_size}], got {hidden.dtype} {list(hidden.shape)}")
@@ -147,24 +150,31 @@ def medusa_loss(
     if (lm_head is not None) != heads.shared_projection:
         wanted = "the model's lm_head (the heads share it)" if lm_head is None else "None (the heads own theirs)"
         raise ValueError(f"lm_head: expected {wanted}, got {type(lm_head).__name__}")
-    if heads.parent_rank and tokens is None:
-        raise ValueError("tokens: expected the text's ids (the heads have a parent_rank), got None")
-    if not heads.parent_rank and tokens is not None:
-        raise ValueError("tokens: expected None (the heads have no parent_rank), got a tensor")
+    if (tokens is not None) != (heads.parent_rank > 0 or heads.root_input):
+        has = "the text's ids (the heads have a" if tokens is None else "None (the heads have no"
+        got = "None" if tokens is None else "a tensor"
+        raise ValueError(f"tokens: expected {has} parent_rank or root input), got {got}")
+    if (embed_tokens is not None) != heads.root_input:
+        wanted = "the model's (the heads have a root input)" if heads.root_input else "None (the heads have none)"
+        raise ValueError(f"embed_tokens: expected {wanted}, got {type(embed_tokens).__name__}")
     check_vector("labels", labels, len(hidden))
     check_range("labels", labels, heads.vocab_size)
     targets = head_targets(labels, heads, segments, tokens)
 
     positions = (targets.index != IGNORE).any(0).nonzero().squeeze(1)
     hidden = hidden if through_backbone else hidden.detach()
-    states = heads.residual(hidden.index_select(0, positions).to(heads.w1.dtype)).transpose(0, 1)
+    root = None
+    if embed_tokens is not None and targets.parents is not None:
+        with torch.no_grad():
+            root = embed_tokens(targets.parents[0, positions])  # the parent of head 0's target
+    states = heads.residual(hidden.index_select(0, positions).to(heads.w1.dtype), root).transpose(0, 1)
     projection: Projection
     if heads.w2 is not None:
         projection = Matrix(heads.w2, compute_type(states), scale=heads.w2_scale)
     else:
         assert lm_head is not None
         projection = lm_head_projection(lm_head, states, trains=through_backbone, heads=heads)
-    if targets.parents is not None:
+    if heads.parent_rank and targets.parents is not None:
         projection = Parents(projection, heads, targets.parents.index_select(1, positions))
     index = targets.index.index_select(1, positions)
     hard = CrossEntropy(index, min(top, heads.num_candidates), sum_type(states.dtype))
