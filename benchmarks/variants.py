@@ -1,7 +1,7 @@
 """Train variants of the embedded demo model alike, measure them, and print one table.
 
     python -m benchmarks.variants table-2 --out runs/table2 [--controls]
-    python -m benchmarks.variants heads --out runs/variants
+    python -m benchmarks.variants heads --out runs/heads --seeds 0 1 2 [--temperature 0.8]
 
 `table-2` is the paper's Table 2 in miniature: what direct fine-tuning, Medusa-1 and Medusa-2 do to a small model and
 its speed. Every variant sees as many tokens in gradient steps, from training files of this Python's standard library,
@@ -9,19 +9,22 @@ which the model itself was trained on, as Vicuna's heads learn from ShareGPT. (T
 whatever makes it more certain, and its perplexity on real text would rise with any recipe.) Perplexity on held-out
 files takes the place of MT-Bench.
 
-`heads` compares kinds of heads. The model continues pieces of code greedily (`medusa distill`), and each kind learns
-that text from the same start (`medusa train`). int8 and fp8 are the heads with their own projections, converted.
+`heads` compares kinds of heads and losses. A model, the demo's or one of your own, answers prompts, greedily or at a
+temperature (`medusa distill`). Each kind learns these answers from the same start (`medusa train`), with every seed.
+Trees are chosen on other prompts and judged on held-out ones. A killed run continues where it was.
 
-Both measure greedy decoding of held-out prompts, with the tree of 16 nodes that each variant's own accuracies ask for.
-Every text must be the one that the same model writes plainly. All in float32 on the CPU; trained folders are kept.
+`table-2` decodes greedily, with the tree of 16 nodes that each variant's own accuracies ask for, and every text must be
+the one that the same model writes plainly. All in float32 on the CPU; trained folders are kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,19 +35,31 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from benchmarks import harness
-from benchmarks.ablations import measuring, setup, writing
+from benchmarks.ablations import measuring, setup
+from medusa_decoding.calibration.texts import Settings, Writer, Written
 from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.cli import main as medusa
+from medusa_decoding.cli.train import read_config
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.evaluation.own_text import accuracy_of_texts
-from medusa_decoding.files import only_writer
+from medusa_decoding.evaluation.own_text import RANKS, accuracy_of_texts, own_text_ranks
+from medusa_decoding.evaluation.prompts import read_prompts
+from medusa_decoding.files import only_writer, read_json, write_json
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.roofline.devices import DEVICES
+from medusa_decoding.roofline.operators import Operator, total_seconds
+from medusa_decoding.roofline.shapes import SHAPES
 from medusa_decoding.training import Config, config_schema, train
+from medusa_decoding.training.config import HeadsConfig
 from medusa_decoding.training.data.encoding import fingerprint
+from medusa_decoding.training.data.records import prompt_key
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
+from medusa_decoding.training.loop.heads import new_heads
+from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.trees.replay import walk
+from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
 from recipes.demo import corpus
 from recipes.demo.card import distinct_four_grams
@@ -53,7 +68,12 @@ from recipes.demo.seeds import write_seeds
 BASE = CHECKPOINT / "base"
 RECIPE = Path(__file__).parents[1] / "recipes" / "demo-cpu.yaml"
 PLAIN, CHAIN, TREE = measuring.PLAIN, "chain of 3", "16 nodes"
-NODES = 16
+NODES, ROOT = 16, Tree([])
+SIZES = (8, 16, 64)
+"""Nodes of the trees of `heads`."""
+EXPECTED, DECODED, LIKELIEST = "expected", "measured", "measured, likeliest drafts"
+SIDES = {"held-out": 0, "tuning": 1}
+"""Files of prompts that `heads` measures on, with the seeds of sampled answers."""
 Say = Callable[[str], None]
 Figures = dict[str, Any]
 
@@ -78,8 +98,8 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        """Name of its folder."""
-        return (self.source or self.name).replace(", ", "-").replace(" ", "-").lower()
+        """Name of the folder that it is trained in."""
+        return _file_name(self.source or self.name)
 
 
 # One rate for all weights: the backbone's of appendix B.3, whose heads have four times as much.
@@ -104,24 +124,51 @@ CONTROLS = (
         has_heads=False,
     ),
 )
+TODAY = {"num_layers": 2, "shared_projection": True, "parent_rank": 32}
+
+
+def _heads(name: str, loss: Mapping[str, Any] | None = None, **heads: Any) -> Variant:
+    """Return today's heads with other settings of `heads` and `loss`."""
+    return Variant(name, {"heads": TODAY | heads, "loss": loss or {}})
+
+
 HEADS = (
+    _heads("today's"),
+    _heads("root, rank 64", root_rank=64),
+    _heads("root, rank 128", root_rank=128),
+    _heads("root, rank 256", root_rank=256),
+    _heads("parents, rank 64", parent_rank=64),
+    _heads("parents, rank 256", parent_rank=256),
+    _heads("kl", {"targets": "kl"}),
+    _heads("tv", {"targets": "tv"}),
+    _heads("kl, half hard", {"targets": "kl", "hard_share": 0.5}),
+    _heads("tv, half hard", {"targets": "tv", "hard_share": 0.5}),
+    _heads("worth", {"head_weights": "worth"}),
+    _heads("kl, worth", {"targets": "kl", "head_weights": "worth"}),
+    _heads("root and parents", root_rank=128, parent_rank=64),
+    _heads("root, parents, kl", {"targets": "kl"}, root_rank=128, parent_rank=64),
+    _heads("root, parents, kl, worth", {"targets": "kl", "head_weights": "worth"}, root_rank=128, parent_rank=64),
+)
+"""The first one is what the others are compared with."""
+OLDER = (
     Variant("own projections", {}),
-    Variant("own, int8", source="own projections", storage="int8"),
-    Variant("own, fp8", source="own projections", storage="fp8"),
+    Variant("own, int8", {}, source="own projections", storage="int8"),
+    Variant("own, fp8", {}, source="own projections", storage="fp8"),
     *(
         Variant(name, {"heads": settings})
         for name, settings in {
             "two blocks per head": {"num_layers": 2},
             "shared lm_head": {"shared_projection": True},
             "shared, two blocks": {"shared_projection": True, "num_layers": 2},
-            "1,024 of 2,048 tokens": {"token_map_size": 1024},
-            "512 of 2,048 tokens": {"token_map_size": 512},
-            "parents, rank 16": {"parent_rank": 16},
-            "parents, rank 64": {"parent_rank": 64},
+            "1,024 tokens": {"token_map_size": 1024},
+            "512 tokens": {"token_map_size": 512},
+            "own, parents, rank 16": {"parent_rank": 16},
+            "own, parents, rank 64": {"parent_rank": 64},
             "shared, parents, rank 64": {"shared_projection": True, "parent_rank": 64},
         }.items()
     ),
 )
+"""Trained only if they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -243,26 +290,6 @@ def write_rows(sizes: Sizes, files: corpus.Split, tokenizer: Tokenizer, path: Pa
             lines.write(json.dumps({"text": tokenizer.decode(row, skip_special_tokens=False)} | exact) + "\n")
 
 
-def prepare_heads(variants: Sequence[Variant], seeds: int, epochs: float, out: Path, say: Say = print) -> None:
-    """Have the model write the training text, and train every variant of `heads` on it."""
-    out.mkdir(parents=True, exist_ok=True)
-    records = out / "data" / "generated" / "records.jsonl"
-    if not (records.parent / "records.jsonl.finished").exists():
-        pieces = out / "seeds.jsonl"
-        if not pieces.exists():
-            write_seeds(pieces, seeds)
-        arguments = ["--set", f"data.train=[{{path: {pieces}}}]", "--set", f"output.folder={out / 'data'}"]
-        arguments += ["--set", f"model.name={BASE}", "--only-data", *(["--resume"] if records.exists() else [])]
-        if medusa(["distill", "--config", str(RECIPE), *arguments]) != 0:
-            raise RuntimeError("the data could not be written; see above")
-    shared: dict[str, Any] = config_schema.read_yaml(RECIPE)
-    shared["model"]["name"] = str(BASE)
-    shared["heads"] = {"num_heads": 4, "parent_rank": 0}
-    shared["data"] |= {"train": [{"path": str(records)}], "cache_hidden": str(out / "states")}
-    shared["optimisation"]["epochs"] = epochs
-    train_all(variants, shared, out, say)
-
-
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
@@ -305,19 +332,6 @@ def held_out_windows(sizes: Sizes, files: corpus.Split, tokenizer: Tokenizer) ->
     return found
 
 
-def heads_material(prompts: int, out: Path, prompt_tokens: int = 128, new_tokens: int = 128) -> Material:
-    """Draw the material of `heads`: beginnings of pieces of code."""
-    tokenizer = pretrained.load_tokenizer(BASE)
-    sides = []
-    for name, held_out, seed in (("held-out", True, 102), ("calibration", False, 101)):
-        file = out / f"{name}.jsonl"
-        write_seeds(file, prompts, seed, held_out=held_out)
-        pieces = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
-        rows = [tokenizer(text, return_tensors="pt").input_ids[:, :prompt_tokens] for text in pieces]
-        sides.append([ids for ids in rows if ids.shape[1] == prompt_tokens])
-    return Material(*sides, new_tokens)
-
-
 @dataclass(frozen=True)
 class Measured:
     """What was measured of one variant.
@@ -327,14 +341,12 @@ class Measured:
         found: texts by way of decoding, the plain loop first.
         accuracy: of the heads on the model's own text; None without heads.
         tree: choices of the tree of 16 nodes; None without heads.
-        bytes: that a step reads of the heads in bfloat16.
     """
 
     scores: np.ndarray
     found: dict[str, measuring.Found]
     accuracy: HeadAccuracy | None = None
     tree: list[list[int]] | None = None
-    bytes: int = 0
 
     @property
     def texts(self) -> list[list[int]]:
@@ -346,10 +358,8 @@ def load(variant: Variant, out: Path) -> MedusaModel:
     """Load a trained variant."""
     folder = out / variant.folder
     base = pretrained.load_model(folder / "model" if (folder / "model").is_dir() else BASE, dtype=torch.float32).eval()
-    if not variant.has_heads:
-        return MedusaModel(base)
-    heads = read_heads(folder / "heads", dtype=torch.float32).heads
-    return MedusaModel(base, heads if variant.storage is None else heads.quantized(variant.storage), backend="eager")
+    heads = read_heads(folder / "heads", dtype=torch.float32).heads if variant.has_heads else None
+    return MedusaModel(base, heads, backend="eager")
 
 
 def measure(model: MedusaModel, material: Material) -> Measured:
@@ -372,8 +382,7 @@ def measure(model: MedusaModel, material: Material) -> Measured:
         for ids, one in zip(material.prompts, found[PLAIN].written, strict=True)
     ]
     accuracy = accuracy_of_texts(model, own)
-    size = sum(head_bytes(model.heads.to(torch.bfloat16)).values())
-    return Measured(scores, found, accuracy, [list(path) for path in best.choices], size)
+    return Measured(scores, found, accuracy, [list(path) for path in best.choices])
 
 
 def head_bytes(heads: MedusaHeads) -> dict[str, int]:
@@ -468,33 +477,243 @@ def table_2(columns: Mapping[str, Figures], prompts: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def heads_figures(one: Measured) -> Figures:
-    """Return a variant's figures for `heads`."""
-    assert one.accuracy is not None
-    rate, cumulative = one.found[TREE].tokens_per_step(), one.accuracy.cumulative
-    return {
-        "top1": [row[0] for row in cumulative],
-        "top10": [row[9] for row in cumulative],
-        "tokens_per_step": None if rate is None else rate.value,
-        "interval": None if rate is None else [rate.low, rate.high],
-        "bytes_bf16": one.bytes,
-        "same_texts": one.found[TREE].same,
-    }
+def _json(found: Interval | None) -> dict[str, float | None] | None:
+    return None if found is None else asdict(found)
+
+
+# -- kinds of heads ----------------------------------------------------------------------------------------------------
+
+
+class HeadsRun:
+    """The rows of `heads` at one temperature. All files are in a folder, from which a killed run continues.
+
+    Attributes:
+        out: the folder.
+        settings: of all training runs; complete.
+        decoded: ways of choosing drafts, of which there are two at a temperature, with sizes of trees to decode with.
+
+    Raises:
+        ValueError: bad settings, or a folder that was begun with other ones.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, sizes = args, [str(size) for size in args.measured]
+        self.decoded = [*itertools.product((DECODED, LIKELIEST) if args.temperature else (DECODED,), sizes)]
+        self.out = args.out / (f"temperature-{args.temperature:g}" if args.temperature else "greedy")
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._records = self.out / "answers" / "generated" / "records.jsonl"
+        self.settings = self._settings()
+        names = ("prompts_from", "temperature", "training_prompts", "prompts", "new_tokens")
+        self.stated = {name: getattr(args, name) for name in names} | {"settings": self.settings}
+        stated = self.out / "task.json"
+        if not stated.is_file():
+            self._write_prompts()
+            write_json(stated, self.stated)
+        there: Any = read_json(stated)
+        if there != self.stated:
+            names = ", ".join(name for name, value in self.stated.items() if there[name] != value)
+            raise ValueError(f"out: expected a new folder, or the {names} in {stated}, got other ones")
+
+    def _settings(self) -> dict[str, Any]:
+        args, values, file = self._args, config_schema.read_yaml(RECIPE), self.out / "settings.yaml"
+        values["model"] |= {"name": str(BASE if args.model == "demo" else args.model), "dtype": "float32"}
+        values["heads"] = {"num_heads": 4}
+        values["data"] |= {"train": [{"path": str(self._records)}], "held_out_share": 0.0}
+        values["data"] |= {
+            "cache_hidden": str(self.out / "states"),
+            "template": "auto" if args.prompts_from else "plain",
+        }
+        values["data"].pop("answers", None)  # the model's own, but written before
+        values["generation"] |= {"temperature": args.temperature, "turns": 1}
+        if args.quick:
+            values["data"]["length"] = 40
+            values["generation"] |= {"max_new_tokens": 16, "prompt_tokens": 16}
+            values["optimisation"] = {"optimizer": "adamw", "max_steps": 2, "batch_size": 2}
+        write_json(file, values)  # JSON is YAML
+        write_json(file, asdict(read_config(argparse.Namespace(config=file, set=args.set))))
+        return dict(read_json(file))
+
+    def _write_prompts(self) -> None:
+        """Write prompts to learn from, to choose trees on and held-out ones; none is, and no file of code, in two."""
+        args, out = self._args, self.out
+        if args.prompts_from is None:
+            files = corpus.split()
+            tuning = files.train[::20]
+            write_seeds(out / "training.jsonl", args.training_prompts, names=sorted({*files.train} - {*tuning}))
+            write_seeds(out / "tuning.jsonl", args.prompts, 101, names=tuning)
+            write_seeds(out / "held-out.jsonl", args.prompts, 102, held_out=True)
+            return
+        found = list({prompt_key(one.turns[0]): one for one in read_prompts([args.prompts_from], turns=1)}.values())
+        if len(found) <= 2 * args.prompts:
+            raise ValueError(f"--prompts: expected fewer than half of the {len(found)} there, got {args.prompts}")
+        np.random.default_rng(0).shuffle(found)
+        ends = 0, args.prompts, 2 * args.prompts, 2 * args.prompts + args.training_prompts
+        for name, start, end in zip((*SIDES, "training"), ends, ends[1:], strict=False):
+            lines = [{"text": one.turns[0]} if one.is_text else {"messages": one.messages} for one in found[start:end]]
+            (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+    def prepare(self) -> None:
+        """Have the model answer all prompts, and load it."""
+        if not self._records.with_name(self._records.name + ".finished").exists():
+            given = ["--set", f"data.train=[{{path: {self.out / 'training.jsonl'}}}]", "--set"]
+            given += [f"output.folder={self.out / 'answers'}", *(["--resume"] if self._records.exists() else [])]
+            if medusa(["distill", "--config", str(self.out / "settings.yaml"), "--only-data", *given]) != 0:
+                raise RuntimeError("the answers could not be written; see above")
+        # One small head sees every answer, so that the backbone's time is in no row's training time.
+        once = {
+            "heads": {"num_heads": 1, "shared_projection": True},
+            "optimisation": {"epochs": 1.0, "max_steps": None},
+        }
+        train_all([Variant("first states", once)], self.settings, self.out, print)
+        name, plain = self.settings["model"]["name"], self.out / "plain.json"
+        self._base = pretrained.load_model(name, dtype=torch.float32).eval()
+        self._tokenizer = pretrained.load_tokenizer(name)
+        self._prompts = {side: read_prompts([self.out / f"{side}.jsonl"], turns=1) for side in SIDES}
+        if not plain.is_file():
+            with MedusaModel(self._base) as model:
+                texts = {side: [(one.prompt, one.new) for one in self._write(model, side)] for side in SIDES}
+            write_json(plain, texts)
+        self._answers: Any = read_json(plain)
+
+    def _write(self, model: MedusaModel, side: str, tree: Tree = ROOT) -> list[Written]:
+        """Answer the prompts of a side with a tree; those that do not fit the context are left out."""
+        prompt_tokens = self.settings["generation"]["prompt_tokens"]
+        asked = Settings(self._args.new_tokens, prompt_tokens, None, self._args.temperature, SIDES[side])
+        writer = Writer(model, self._tokenizer, asked)
+        texts = (next(writer.answers(prompt, number, tree)) for number, prompt in enumerate(self._prompts[side]))
+        return [text for text in texts if text is not None]
+
+    def row(self, variant: Variant, seed: int) -> Figures:
+        """Train and measure a row with a seed, or return what an earlier run has found.
+
+        Raises:
+            ValueError: that run had other settings.
+        """
+        shared = self.settings | {"optimisation": self.settings["optimisation"] | {"seed": seed}}
+        made = config(variant, shared, self.out / f"{variant.folder}-{seed}")
+        file = self.out / f"{_file_name(variant.name)}-{seed}.json"
+        found: Any = read_json(file) if file.is_file() else {"config": made.to_yaml()}
+        if found["config"] != made.to_yaml():
+            raise ValueError(
+                f"{file}: expected figures of these settings, got others; remove it and {made.output.folder}"
+            )
+        if "seconds" not in found:
+            print(f"{variant.name}, seed {seed}: training")
+            found["seconds"] = train(made, resume=True, announce=print).seconds
+            write_json(file, found)
+        if any(
+            size not in found.get("steps", {}).get(way, ()) for way, size in [*self.decoded, (EXPECTED, str(NODES))]
+        ):
+            started = time.monotonic()
+            heads = read_heads(Path(made.output.folder) / "heads", dtype=torch.float32).heads
+            heads = heads if variant.storage is None else heads.quantized(variant.storage)
+            with MedusaModel(self._base, heads, backend="eager") as model:
+                found |= self._measure(model)
+            found["bytes_bf16"] = sum(head_bytes(heads.to(torch.bfloat16)).values())
+            found["us_7b_h200"] = predicted_us(made.heads, variant.storage, heads.vocab_size)
+            write_json(file, found)
+            print(f"{variant.name}, seed {seed}: measured in {time.monotonic() - started:.0f} s")
+        steps = {
+            way: {size: found["steps"][way][size] for of, size in self.decoded if of == way} for way, _ in self.decoded
+        }
+        return dict(found) | {"steps": {EXPECTED: found["steps"][EXPECTED]} | steps}
+
+    def _measure(self, model: MedusaModel) -> Figures:
+        """Return accuracies on held-out answers, and tokens and steps of each by way and size of tree."""
+        assert model.heads is not None
+        tuning, held_out = (calibration(model, self._answers[side]) for side in ("tuning", "held-out"))
+        trees = {str(size): walked_tree(tuning, size) for size in SIZES}
+        steps: dict[str, Any] = {EXPECTED: {size: walk(held_out, tree).by_prompt for size, tree in trees.items()}}
+        other = 0
+        for way, size in self.decoded:
+            with likeliest_drafts(model.heads) if way == LIKELIEST else contextlib.nullcontext():
+                texts = self._write(model, "held-out", trees[size])
+            lengths = [text.accept_lengths for text in texts]
+            steps.setdefault(way, {})[size] = [(len(of_text) + sum(of_text), len(of_text)) for of_text in lengths]
+            other += sum(text.new != new for text, (_, new) in zip(texts, self._answers["held-out"], strict=True))
+        shares = {f"top{n}": [row[:n][-1] / held_out.positions for row in held_out.hits] for n in (1, 10)}
+        choices = {size: tree.choices for size, tree in trees.items()}
+        return {**shares, "steps": steps, "texts_unlike_plain": other, "trees": choices}
+
+
+def calibration(model: MedusaModel, answers: Sequence[tuple[list[int], list[int]]]) -> Calibration:
+    """Rank the tokens of answers (prompt, new tokens) among the heads' likeliest candidates."""
+    assert model.heads is not None
+    ranks = [own_text_ranks(model, prompt + new, len(prompt)).clamp(min=NONE).tolist() for prompt, new in answers]
+    texts = [[tuple(map(tuple, text))] for text in ranks]
+    return Calibration.of(model.heads.num_heads, min(RANKS, model.heads.num_candidates), texts)
+
+
+@contextlib.contextmanager
+def likeliest_drafts(heads: MedusaHeads) -> Iterator[None]:
+    """Have heads rank their candidates without the temperature and the random numbers that they are given."""
+    for name in ("propose", "propose_children"):
+        own = getattr(heads, name)
+        setattr(heads, name, lambda *given, own=own, temperature=None, noise=None, **more: own(*given, **more))
+    try:
+        yield
+    finally:
+        del heads.propose, heads.propose_children
+
+
+def predicted_us(settings: HeadsConfig, storage: Literal["int8", "fp8"] | None, vocabulary: int) -> float:
+    """Return the microseconds that a step's heads take by the roofline at Llama-2-7B's sizes on an H200, batch 1.
+
+    Each part of `head_bytes` is one launch. A trimmed vocabulary keeps its share of `vocabulary`.
+    """
+    shape, size = SHAPES["llama-2-7b"], settings.token_map_size
+    kept = None if size is None else torch.arange(shape.vocabulary * size // vocabulary)
+    heads = new_heads(settings, shape.hidden, shape.vocabulary, kept, torch.bfloat16, "meta")
+    parts = head_bytes(heads if storage is None else heads.remade(storage=storage))
+    operators = [Operator(name, "linear", 1, 0, 0, size // 2) for name, size in parts.items() if size]
+    return 1e6 * total_seconds(operators, DEVICES["h200-attained"])
+
+
+def heads_row(seeds: Sequence[Figures], first: Sequence[Figures]) -> Figures:
+    """Return a row's figures over all seeds; ratios are to the first row, with intervals over paired prompts."""
+    found: Figures = {name: np.mean([one[name] for one in seeds], 0).tolist() for name in ("top1", "top10", "seconds")}
+    found |= {name: seeds[0][name] for name in ("bytes_bf16", "us_7b_h200")}
+    found |= {"texts_unlike_plain": sum(one["texts_unlike_plain"] for one in seeds), "ways": {}}
+    for way, sizes in seeds[0]["steps"].items():
+        for size in sizes:
+            own, other = ([np.array(one["steps"][way][size]) for one in of] for of in (seeds, first))
+            paired = np.hstack([sum(own), sum(other)]).tolist()
+            found["ways"].setdefault(way, {})[size] = {
+                "tokens_per_step": _json(interval.ratio(paired)),
+                "over_first": _json(interval.ratio_of_rates(paired)),
+                "of_seeds": [float(np.divide(*rows.sum(0))) for rows in own],
+            }
+    return found
 
 
 def heads_table(rows: Mapping[str, Figures]) -> str:
-    """Return `heads` in Markdown, one row per variant."""
-    lines = ["| heads | top-1, heads 1 to 4, % | top-10, % | tokens per step | MB per step, bf16 |", "|---" * 5 + "|"]
-    for name, one in rows.items():
-        shares = [" ".join(f"{100 * value:.0f}" for value in one[top]) for top in ("top1", "top10")]
-        low, high = one["interval"] or (None, None)
-        rate = writing.as_text({"value": one["tokens_per_step"], "low": low, "high": high})
-        lines.append(f"| {name} | {' | '.join(shares)} | {rate} | {one['bytes_bf16'] / 1e6:.2f} |")
+    """Return `heads` in Markdown, one line per row."""
+    ways = next(iter(rows.values()))["ways"]
+    # Ratios and the range over seeds are of decoding, of the sizes that were decoded with.
+    best = {size: DECODED if size in ways.get(DECODED, ()) else EXPECTED for size in ways[EXPECTED]}
+    columns: dict[str, Callable[[Figures], str]] = {
+        f"top-{n}, %": lambda row, n=n: " ".join(f"{100 * share:.0f}" for share in row[f"top{n}"]) for n in (1, 10)
+    }
+    for way, sizes in ways.items():
+        columns[f"tokens per step {way}, {' / '.join(sizes)} nodes"] = lambda row, way=way: " / ".join(
+            f"{found['tokens_per_step']['value']:.2f}" for found in row["ways"][way].values()
+        )
+    for size, way in best.items():
+        columns[f"over the first row's, {size} nodes, {way}"] = lambda row, way=way, size=size: interval.as_text(
+            Interval(**row["ways"][way][size]["over_first"])
+        )
+    columns |= {
+        "range over seeds": lambda row: " / ".join(
+            f"{np.ptp(row['ways'][way][size]['of_seeds']):.2f}" for size, way in best.items()
+        ),
+        "texts unlike plain": lambda row: f"{row['texts_unlike_plain']}",
+        "MB per step, bf16": lambda row: f"{row['bytes_bf16'] / 1e6:.2f}",
+        "us at 7B, H200": lambda row: f"{row['us_7b_h200']:.0f}",
+        "training, s": lambda row: f"{row['seconds']:.0f}",
+    }
+    lines = [f"| heads | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cell(row) for cell in columns.values())} |" for name, row in rows.items()]
     return "\n".join(lines) + "\n"
-
-
-def _json(found: Interval | None) -> dict[str, float | None] | None:
-    return None if found is None else asdict(found)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -530,28 +749,34 @@ def run_table_2(args: argparse.Namespace) -> tuple[str, Figures, str]:
 
 def run_heads(args: argparse.Namespace) -> tuple[str, Figures, str]:
     """Train and measure `heads`; return the record's name, its figures and the table."""
-    variants = _chosen(HEADS, args.only)
-    prepare_heads(variants, args.seeds, args.epochs, args.out)
-    if args.train_only:
-        return "", {}, ""
-    material = heads_material(args.prompts, args.out)
-    rows = {name: heads_figures(one) for name, one in run(variants, material, args.out).items()}
-    figures = {
-        "seeds": args.seeds, "epochs": args.epochs, "prompts": len(material.prompts),
-        "prompt_tokens": material.prompts[0].shape[1], "new_tokens": material.new_tokens, "nodes": NODES,
-        "dtype": "float32",
-    }  # fmt: skip
-    return "head-variants-demo", figures | {"variants": rows}, heads_table(rows)
+    if args.model != "demo" and args.prompts_from is None:
+        raise ValueError("--prompts-from: expected a file of prompts for a model of your own, got none")
+    if args.quick:
+        args.training_prompts, args.prompts, args.new_tokens = 6, 3, 16
+    wanted = _chosen((*HEADS, *OLDER), args.only or [variant.name for variant in HEADS])
+    variants = [HEADS[0], *(variant for variant in wanted if variant != HEADS[0])]
+    run = HeadsRun(args)
+    run.prepare()
+    found: dict[str, list[Figures]] = {variant.name: [] for variant in variants}
+    for seed, variant in itertools.product(args.seeds, variants):  # all rows of a seed are there early
+        found[variant.name].append(run.row(variant, seed))
+    rows = {name: heads_row(seeds, found[variants[0].name]) for name, seeds in found.items()}
+    model = "demo" if args.model == "demo" else _file_name("-".join(Path(args.model).parts[-3:]))
+    figures = {"seeds": args.seeds, **run.stated, "variants": rows}
+    return f"heads-{model}-{run.out.name}", figures, f"{heads_table(rows)}{interval.WORDS}\n"
+
+
+def _file_name(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-").replace("'", "").lower()
 
 
 def _chosen(variants: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
-    """Return the variants with these names (all without any), and those that they are conversions of."""
+    """Return the variants with these names; all without any."""
     known = [variant.name for variant in variants]
     for name in names:
         if name not in known:
             raise ValueError(f"--only: expected some of {', '.join(known)}, got {name}")
-    sources = {variant.source for variant in variants if variant.name in names}
-    return [variant for variant in variants if not names or variant.name in {*names, *sources}]
+    return [variant for variant in variants if not names or variant.name in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -560,19 +785,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     suites = parser.add_subparsers(required=True, metavar="NAME")
     for name, run_suite in (("table-2", run_table_2), ("heads", run_heads)):
         one = suites.add_parser(name)
-        one.set_defaults(run=run_suite, quick=False)
+        one.set_defaults(run=run_suite)
         one.add_argument("--out", type=Path, required=True, help="folder for data and trained variants, which are kept")
         one.add_argument("--prompts", type=int, default=64, help="held-out prompts (default: %(default)s)")
         one.add_argument("--only", nargs="+", default=[], metavar="VARIANT", help="of the variants, only these")
-        one.add_argument("--train-only", action="store_true", help="measure nothing")
+        one.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
         one.add_argument("--dry", action="store_true", help="append nothing to the results")
         if run_suite is run_table_2:
             one.add_argument("--steps", type=int, default=300, help="gradient steps of each (default: %(default)s)")
             one.add_argument("--controls", action="store_true", help="also direct fine-tuning with LoRA and no heads")
-            one.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it runs")
+            one.add_argument("--train-only", action="store_true", help="measure nothing")
         else:
-            one.add_argument("--seeds", type=int, default=1200, help="pieces that the model continues (default: 1200)")
-            one.add_argument("--epochs", type=float, default=2.0, help="over what it wrote (default: 2)")
+            one.add_argument("--model", default="demo", metavar="FOLDER", help="base model (default: the demo's)")
+            one.add_argument("--prompts-from", metavar="FILE", help="prompts as for medusa calibrate (demo: code)")
+            one.add_argument("--temperature", type=float, default=0.0, help="of all answers (default: 0, greedy)")
+            one.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training (default: 0)")
+            one.add_argument("--training-prompts", type=int, default=1200, help="to learn from (default: %(default)s)")
+            one.add_argument("--new-tokens", type=int, default=128, help="of measured answers (default: %(default)s)")
+            sizes = " ".join(map(str, SIZES))
+            one.add_argument(
+                "--measured",
+                type=int,
+                nargs="*",
+                choices=SIZES,
+                default=SIZES,
+                help=f"trees to decode (default: {sizes})",
+            )
+            one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all trainings")
     args = parser.parse_args(arguments)
     try:
         with only_writer("--out", args.out):

@@ -12,7 +12,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from recipes.demo import corpus
@@ -21,7 +21,9 @@ CHARACTERS = 1200
 """Length of a piece: nearly always more than 128 of the demo model's tokens."""
 
 
-def write_seeds(file: Path, count: int | None, seed: int = 0, *, held_out: bool = False) -> None:
+def write_seeds(
+    file: Path, count: int | None, seed: int = 0, *, held_out: bool = False, names: Sequence[str] | None = None
+) -> None:
     """Write pieces that begin at a line's start, drawn from the files in proportion to their lengths.
 
     Args:
@@ -29,6 +31,7 @@ def write_seeds(file: Path, count: int | None, seed: int = 0, *, held_out: bool 
         count: number of pieces; None writes every file as a whole instead.
         seed: of the choice.
         held_out: take them from the held-out side instead.
+        names: take them from these files only.
 
     Raises:
         ValueError: a count below 1.
@@ -36,7 +39,8 @@ def write_seeds(file: Path, count: int | None, seed: int = 0, *, held_out: bool 
     if count is not None and count < 1:
         raise ValueError(f"count: expected at least 1, got {count}")
     split = corpus.split()
-    texts = [split.read(name) for name in (split.held_out if held_out else split.train)]
+    chosen = (split.held_out if held_out else split.train) if names is None else names
+    texts = [split.read(name) for name in chosen]
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", encoding="utf-8") as lines:
         for text in texts if count is None else _pieces(texts, count, random.Random(seed)):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import variants
 from benchmarks.ablations import measuring
+from medusa_decoding.calibration.texts import Written
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.training import config_schema
+from medusa_decoding.roofline.devices import DEVICES
+from medusa_decoding.roofline.operators import step_operators, total_seconds
+from medusa_decoding.roofline.shapes import SHAPES, HeadShape
+from medusa_decoding.training.config import HeadsConfig
+from medusa_decoding.training.data.targets import IGNORE
 from medusa_decoding.training.loop.schedules import stages
 from recipes.demo import corpus
 
@@ -225,29 +231,228 @@ def test_only_some_variants_are_trained(tmp_path: Path, monkeypatch: Any, capsys
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_kinds_of_heads(tmp_path: Path, results: Any, capsys: Any, monkeypatch: Any) -> None:
+def test_every_row_is_another_training(tmp_path: Path) -> None:
+    rows = (*variants.HEADS, *variants.OLDER)
+    shared = variants.table_2_settings(TINY, tmp_path / "rows.jsonl")
+    made = {row.name: variants.config(row, shared, tmp_path).to_yaml() for row in rows}
+    assert len(made) == len(rows)
+    assert len(set(made.values())) == len(rows) - 2  # int8 and fp8 are conversions
+    assert made["own, int8"] == made["own, fp8"] == made["own projections"]
+    assert len({row.folder for row in rows}) == len(rows) - 2
+
+
+# Ranks of two heads at each position of an answer, by the prompt's token; one fewer than the answer's tokens. The last
+# head has nothing to rank at the last position.
+RANKS = {
+    1: [[0, 1], [0, 0], [-1, 5], [4, IGNORE]],
+    2: [[3, 2], [0, 0], [2, IGNORE]],
+    3: [*[[0, 0]] * 6, [1, -1], [-1, IGNORE]],
+}
+
+
+class Drafts:
+    """Heads that only tell which random numbers they are given."""
+
+    num_heads, num_candidates = 2, 50
+
+    def propose(self, hidden: Any, *, temperature: float = 1.0, noise: Any = None) -> Any:
+        return temperature, noise
+
+    propose_children = propose
+
+
+def test_measures_by_hand(monkeypatch: Any) -> None:
+    monkeypatch.setattr(variants, "own_text_ranks", lambda model, ids, prompt: torch.tensor(RANKS[ids[0]]))
+    given: list[Any] = []
+
+    def write(model: Any, side: str, tree: Any) -> list[Written]:
+        drawn = model.heads.propose(0, temperature=0.5, noise=7) == (0.5, 7)
+        given.append((side, tree.num_nodes, drawn))
+        # The second answer is another one than the plain loop's, with the smaller tree.
+        last = 9 if tree.num_nodes == 16 else 4
+        return [Written([1], [1, 2, 3, 4, 5], [2, 0] if drawn else [1, 0, 0]), Written([2], [1, 2, 3, last], [0, 1])]
+
+    run = object.__new__(variants.HeadsRun)
+    run.decoded = list(itertools.product((variants.DECODED, variants.LIKELIEST), ("16", "64")))
+    monkeypatch.setattr(run, "_write", write, raising=False)
+    run._answers = {"held-out": [([1], [1, 2, 3, 4, 5]), ([2], [1, 2, 3, 4])], "tuning": [([3], [1] * 9)]}
+    model: Any = SimpleNamespace(heads=Drafts())
+    found = run._measure(model)
+    # Seen on the tuning prompt: 0, 0 0, 1; then products above 0 (1 0), then the shortest paths in order.
+    assert found["trees"]["8"] == [[0], [1], [2], [3], [4], [0, 0], [1, 0]]
+    assert [0, 1] in found["trees"]["16"]
+    assert [3, 2] not in found["trees"]["16"]
+    assert [3, 2] in found["trees"]["64"]
+    # Positions with a target of both heads: three of the first answer, two of the second.
+    assert (found["top1"], found["top10"]) == ([3 / 5, 2 / 5], [4 / 5, 5 / 5])
+    # With 8 nodes: 0 of (0 1), nothing of (-1 5), 4; then 3 of (3 2), 2. With 16, also 0 1; with 64, also 3 2.
+    expected = {"8": [(4, 3), (3, 2)], "16": [(4, 2), (3, 2)], "64": [(4, 2), (3, 1)]}
+    assert found["steps"] == {
+        variants.EXPECTED: expected,
+        variants.DECODED: {"16": [(4, 2), (3, 2)], "64": [(4, 2), (3, 2)]},
+        variants.LIKELIEST: {"16": [(4, 3), (3, 2)], "64": [(4, 3), (3, 2)]},
+    }
+    assert found["texts_unlike_plain"] == 2
+    assert given == [("held-out", nodes, drawn) for drawn in (True, False) for nodes in (16, 64)]
+    assert model.heads.propose(0, noise=7) == (1.0, 7)
+
+
+def figures(top1: float, seconds: float, expected: Any, decoded: Any, unlike: int = 0) -> variants.Figures:
+    steps = {variants.EXPECTED: {"8": expected, "16": expected}, variants.DECODED: {"16": decoded}}
+    sizes = {"bytes_bf16": 1_234_567, "us_7b_h200": 88.4}
+    return {
+        "top1": [top1, 0.2],
+        "top10": [0.9, 0.5],
+        "steps": steps,
+        "texts_unlike_plain": unlike,
+        "seconds": seconds,
+    } | sizes
+
+
+def test_a_row_and_the_table_by_hand() -> None:
+    first = [figures(0.5, 10, [[20, 10], [20, 10]], [[20, 10], [20, 10]]) for _ in range(2)]
+    one = [
+        figures(0.25, 20, [[22, 10], [20, 10]], [[20, 5], [20, 10]], 1),
+        figures(0.35, 40, [[22, 10], [20, 10]], [[20, 5], [30, 10]], 2),
+    ]
+    rows = {"today's": variants.heads_row(first, first), "new": variants.heads_row(one, first)}
+    found = rows["new"]
+    assert (found["top1"], found["top10"], found["seconds"]) == (pytest.approx([0.3, 0.2]), [0.9, 0.5], 30)
+    assert found["texts_unlike_plain"] == 3
+    decoded = found["ways"][variants.DECODED]["16"]
+    assert decoded["tokens_per_step"] == pytest.approx({"value": 90 / 30, "low": 50 / 20, "high": 40 / 10})
+    # One of two prompts is drawn twice in half of the draws: twice as many tokens per step there, 1.25 in the other.
+    assert decoded["over_first"] == pytest.approx({"value": 1.5, "low": 1.25, "high": 2.0})
+    assert decoded["of_seeds"] == pytest.approx([40 / 15, 50 / 15])
+    assert found["ways"][variants.EXPECTED]["8"]["over_first"] == pytest.approx(
+        {"value": 1.05, "low": 1.0, "high": 1.1}
+    )
+    assert rows["today's"]["ways"][variants.DECODED]["16"]["over_first"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    title, _, *lines = variants.heads_table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (title, *lines)]
+    assert dict(zip(cells[0], cells[2], strict=True)) == {
+        "heads": "new",
+        "top-1, %": "30 20",
+        "top-10, %": "90 50",
+        "tokens per step expected, 8 / 16 nodes": "2.10 / 2.10",
+        "tokens per step measured, 16 nodes": "3.00",
+        "over the first row's, 8 nodes, expected": "1.050 (1.000 to 1.100)",
+        "over the first row's, 16 nodes, measured": "1.500 (1.250 to 2.000)",
+        "range over seeds": "0.00 / 0.67",
+        "texts unlike plain": "3",
+        "MB per step, bf16": "1.23",
+        "us at 7B, H200": "88",
+        "training, s": "30",
+    }
+
+
+def test_predicted_microseconds_of_heads() -> None:
+    device = DEVICES["h200-attained"]
+    own = HeadsConfig(num_heads=4, num_layers=2)
+    for settings, shape in (
+        (own, HeadShape(4, layers=2)),
+        (dataclasses.replace(own, shared_projection=True), HeadShape(4, shared=True, layers=2)),
+        (dataclasses.replace(own, token_map_size=512), HeadShape(4, 8000, layers=2)),
+    ):
+        # The step's last two operators, which also count activations.
+        expected = 1e6 * total_seconds(step_operators(SHAPES["llama-2-7b"], shape, 1, 16, 1024)[-2:], device)
+        assert variants.predicted_us(settings, None, 2048) == pytest.approx(expected, rel=0.01)
+    # Half of the bytes of four matrices [32,000, 4,096], but a scale per row.
+    saved = 4 * 32_000 * (4096 - 4) / (0.97 * 4.8e12) * 1e6
+    less = variants.predicted_us(own, None, 2048) - variants.predicted_us(own, "int8", 2048)
+    assert less == pytest.approx(saved)
+
+
+def arguments(out: Path, **given: Any) -> Any:
+    plain = {"model": "demo", "prompts_from": None, "temperature": 0.0, "quick": True, "set": [], "measured": [16]}
+    amounts = {"training_prompts": 6, "prompts": 3, "new_tokens": 16}
+    return SimpleNamespace(**(plain | amounts | given), out=out)
+
+
+def prompts_in(folder: Path) -> dict[str, list[Any]]:
+    files = {name: folder / "greedy" / f"{name}.jsonl" for name in ("training", "tuning", "held-out")}
+    return {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
+
+
+def test_no_prompt_is_on_two_sides(tmp_path: Path) -> None:
+    records: list[Any] = [{"messages": [{"role": "user", "content": f"Question {i % 9}"}]} for i in range(12)]
+    file = tmp_path / "asked.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"text": "A text"}]))
+    own = arguments(tmp_path / "own", model=str(variants.BASE), prompts_from=str(file), training_prompts=3)
+    variants.HeadsRun(own)
+    sides = prompts_in(tmp_path / "own")
+    assert [len(side) for side in sides.values()] == [3, 3, 3]
+    unique = {json.dumps(record) for side in sides.values() for record in side}
+    assert len(unique) == 9
+    assert unique < {json.dumps(record) for record in [*records, {"text": "A text"}]}
+    with pytest.raises(ValueError, match=r"--prompts: expected fewer than half of the 10 there, got 5"):
+        variants.HeadsRun(arguments(tmp_path / "few", prompts_from=str(file), prompts=5))
+    with pytest.raises(ValueError, match=r"out: expected a new folder, or the prompts in .*task.json"):
+        variants.HeadsRun(arguments(tmp_path / "own", prompts_from=str(file), training_prompts=3, prompts=2))
+
+
+def test_code_to_learn_and_to_choose_trees_on_is_of_other_files(tmp_path: Path, monkeypatch: Any) -> None:
     files = few_files()
     monkeypatch.setattr(corpus, "split", lambda: files)
-    recipe = config_schema.read_yaml(variants.RECIPE)
-    recipe["generation"] |= {"max_new_tokens": 16, "prompt_tokens": 16}
-    recipe["data"]["length"] = 32
-    recipe["optimisation"] |= {"max_steps": 2, "warmup_steps": 1, "batch_size": 2, "micro_batch_size": 2}
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    monkeypatch.setattr(variants, "RECIPE", tmp_path / "recipe.yaml")
-    small = functools.partial(variants.heads_material, prompt_tokens=16, new_tokens=12)
-    monkeypatch.setattr(variants, "heads_material", small)
-    sizes = ["--seeds", "6", "--epochs", "1", "--prompts", "2", "--only", "own, int8", "shared lm_head"]
-    assert variants.main(["heads", "--out", str(tmp_path / "out"), *sizes]) == 0
-    [record] = results.records()
-    own, int8, shared = (record["variants"][name] for name in ("own projections", "own, int8", "shared lm_head"))
-    assert shared["bytes_bf16"] < int8["bytes_bf16"] < own["bytes_bf16"]
-    for one in (own, int8, shared):
-        assert one["same_texts"] == record["prompts"]
-        assert 1 <= one["interval"][0] <= one["tokens_per_step"] <= one["interval"][1]
-        assert len(one["top1"]) == 4
+    variants.HeadsRun(arguments(tmp_path))
+    sides = prompts_in(tmp_path)
+    sources = {
+        "training": "".join(map(files.read, files.train[1:])),
+        "tuning": files.read(files.train[0]),
+        "held-out": "".join(map(files.read, files.held_out)),
+    }
+    assert [len(side) for side in sides.values()] == [6, 3, 3]
+    for name, side in sides.items():
+        assert all(record["text"] in sources[name] for record in side)
+
+
+@pytest.mark.slow
+def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"text": f"def function_{i}(values):\n    return"}) + "\n" for i in range(12)))
+    own = ["--model", str(variants.BASE), "--prompts-from", str(asked)]
+    sizes = ["--quick", "--out", str(tmp_path / "out"), *own, "--seeds", "0", "3", "--set", "heads.num_heads=2"]
+    called = [
+        "heads",
+        *sizes,
+        "--temperature",
+        "0.8",
+        "--measured",
+        "8",
+        "64",
+        "--only",
+        "own projections",
+        "own, int8",
+    ]
+    assert variants.main(called) == 0
+    table = capsys.readouterr().out
+    record = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert list(record["variants"]) == ["today's", "own projections", "own, int8"]
+    for one in record["variants"].values():
+        assert one["texts_unlike_plain"] == 0
+        assert len(one["top1"]) == 2
         assert all(a <= b for a, b in zip(one["top1"], one["top10"], strict=True))
-    assert "| own, int8 | " in capsys.readouterr().out
+        assert list(one["ways"]) == [variants.EXPECTED, variants.DECODED, variants.LIKELIEST]
+        for size in ("8", "64"):  # decoding makes the very steps that the ranks of the likeliest drafts tell
+            assert one["ways"][variants.LIKELIEST][size] == one["ways"][variants.EXPECTED][size]
+    first, projections, int8 = record["variants"].values()
+    assert first["bytes_bf16"] < int8["bytes_bf16"] < projections["bytes_bf16"]
+    assert projections["seconds"] == int8["seconds"] > 0
+    assert "| own, int8 | " in table
+
+    def refused(*given: Any, **settings: Any) -> Any:
+        raise AssertionError("nothing is trained or measured again")
+
+    for name in ("train", "own_text_ranks"):
+        monkeypatch.setattr(variants, name, refused)
+    assert variants.main(called) == 0
+    assert capsys.readouterr().out.endswith(table[table.index("| heads |") :])
+    with pytest.raises(SystemExit):
+        variants.main([*called, "--set", "optimisation.learning_rate=0.5"])
+    assert "out: expected a new folder, or the settings in" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        variants.main(["heads", "--out", str(tmp_path), "--model", str(variants.BASE)])
+    assert "--prompts-from: expected a file of prompts for a model of your own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
