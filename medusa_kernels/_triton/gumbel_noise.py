@@ -40,7 +40,9 @@ def _gumbel_noise_kernel(seeds, first, out, rows, vocabulary, COUNTERS: tl.const
 def gumbel_noise(seeds, first, rows, vocabulary):
     """Launch the kernel; see the public `gumbel_noise`."""
     out = torch.empty(len(seeds), rows, vocabulary, dtype=torch.float32, device=seeds.device)
-    counters = 8192 if interpreted() else COUNTERS  # a program costs far more than its arithmetic there
+    counters = COUNTERS
+    if interpreted():
+        counters = triton.next_power_of_2(triton.cdiv(vocabulary, 4))  # a program costs far more than its arithmetic
     with launch.on_device(seeds):
         _gumbel_noise_kernel[(len(seeds) * rows, triton.cdiv(vocabulary, 4 * counters))](
             seeds.contiguous(), first.contiguous(), out, rows, vocabulary,
