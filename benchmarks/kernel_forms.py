@@ -280,7 +280,13 @@ def _projection(device, dtype, rows, *, scaled=False, stats=True, elements=16):
         f"tree_verify project {kind} {'x'.join(map(str, blocks.values()))}"
         + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
         tree_verify.project_kernel,
-        {"hidden weight": f"*{kind}", "noise peaks sums moments": "*fp32", "keys": "*i64", "temperature": "fp32"},
+        {
+            "hidden weight": f"*{kind}",
+            "noise peaks sums moments": "*fp32",
+            "noise_rows": "*i32" if scaled else "*i64",
+            "keys": "*i64",
+            "temperature": "fp32",
+        },
         blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1},
         config,
     )  # fmt: skip

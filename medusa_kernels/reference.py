@@ -135,18 +135,26 @@ def heads_topk(
 
 
 def tree_verify(
-    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
-):
+    hidden, weight, candidates, parents=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
+):  # fmt: skip
     """Next token and statistics of every node; see the public `tree_verify`."""
     if weight_scale is not None:
         weight = weight * weight_scale[:, None]
     logits = _wide(hidden) @ _wide(weight).T
     if temperature > 0:
         logits = logits / temperature
-    next_tokens = (logits if temperature == 0 or noise is None else logits + noise).argmax(-1)
+    next_tokens = (logits if temperature == 0 else logits + of_nodes(noise, noise_rows)).argmax(-1)
     if not want_stats:
         return next_tokens, logits.new_empty(0), logits.new_empty(0), logits.new_empty(0)
     return next_tokens, *verify_stats(logits, candidates, parents)
+
+
+def of_nodes(noise: Tensor, noise_rows: Tensor | None) -> Tensor:
+    """Return the noise `[B, N, V]` of the nodes, whose rows of noise `[B, R, V]` are given."""
+    if noise_rows is None:
+        return noise
+    return noise[torch.arange(len(noise), device=noise.device)[:, None], noise_rows.long()]
 
 
 def verify_stats(logits: Tensor, candidates: Tensor, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from medusa_kernels import _checks, _cpu
 from medusa_kernels._registry import register, triton_or
 from medusa_kernels.decode_linear import MOST_ROWS
-from medusa_kernels.reference import verify_stats
+from medusa_kernels.reference import of_nodes, verify_stats
 
 
 def tree_verify(
@@ -26,6 +26,7 @@ def tree_verify(
     *,
     temperature: float = 0.0,
     noise: Tensor | None = None,
+    noise_rows: Tensor | None = None,
     want_stats: bool = True,
     weight_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -38,9 +39,11 @@ def tree_verify(
         parents: int32 `[N]` or `[B, N]`, the node index of each node's parent, -1 for the root. None: a chain,
             in which the parent of node i is i - 1.
         temperature: 0 takes the likeliest token; above 0 samples from `softmax(logits / temperature)`.
-        noise: fp32 `[B, N, V]`, independent standard Gumbel noise, from which the sample is
+        noise: fp32 `[B, R, V]`, independent standard Gumbel noise, from which the sample is
             `argmax(logits / temperature + noise)`. Required at a temperature above 0; at 0, where the limit of the
-            sample is the argmax whatever the noise, it is ignored.
+            sample is the argmax whatever the noise, it is ignored. See `gumbel_noise`.
+        noise_rows: int32 `[N]` or `[B, N]`, the row of the noise that each node takes. None: R is N, and node i takes
+            row i.
         want_stats: whether the three statistics are computed.
         weight_scale: fp32 `[V]`, the factor of each row of an int8 weight.
 
@@ -52,7 +55,7 @@ def tree_verify(
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a candidate is outside the
-            vocabulary or a parent outside the tree; on a GPU values are not read).
+            vocabulary, a parent outside the tree or a row outside the noise; on a GPU values are not read).
     """
     _checks.axes("hidden", hidden, "B", "N", "H")
     _checks.axes("weight", weight, "V", "H")
@@ -72,7 +75,11 @@ def tree_verify(
         _checks.typed("parents", parents, shape, torch.int32, "hidden", hidden)
     _checks.require(temperature >= 0, "temperature", "0 or more", temperature)
     if noise is not None:
-        _checks.typed("noise", noise, (batch, nodes, vocabulary), torch.float32, "hidden", hidden)
+        rows = nodes if noise_rows is None else "R"
+        _checks.typed("noise", noise, (batch, rows, vocabulary), torch.float32, "hidden", hidden)
+    if noise_rows is not None:
+        shape = (nodes,) if noise_rows.dim() == 1 else (batch, nodes)
+        _checks.typed("noise_rows", noise_rows, shape, torch.int32, "hidden", hidden)
     _checks.require(noise is not None or temperature == 0, "noise", "Gumbel noise at a temperature above 0", None)
     return torch.ops.medusa_kernels.tree_verify.default(
         hidden,
@@ -81,25 +88,29 @@ def tree_verify(
         parents,
         temperature=temperature,
         noise=noise,
+        noise_rows=noise_rows,
         want_stats=want_stats,
         weight_scale=weight_scale,
     )
 
 
 def _linear(
-    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
-):
+    hidden, weight, candidates, parents=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
+):  # fmt: skip
     """Run the op with all logits in memory, on any device. On a CPU the values of the indices are checked."""
     if want_stats and hidden.device.type == "cpu":
         _in_range("candidates", candidates, 0, weight.shape[0])
         if parents is not None:
             _in_range("parents", parents, -1, hidden.shape[1])
+    if temperature > 0 and noise_rows is not None and hidden.device.type == "cpu":
+        _in_range("noise_rows", noise_rows, 0, noise.shape[1])
     if weight_scale is not None:
         weight = (weight.float() * weight_scale[:, None]).to(hidden.dtype)
     logits = linear(hidden, weight)
     if temperature > 0:
         logits = logits.float() / temperature
-    next_tokens = _argmax(logits if temperature == 0 or noise is None else logits + noise)
+    next_tokens = _argmax(logits if temperature == 0 else logits + of_nodes(noise, noise_rows))
     if not want_stats:
         return next_tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
     return next_tokens, *verify_stats(logits.float(), candidates, parents)
@@ -138,24 +149,32 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _native(
-    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
-):
-    """Run the op on a CPU: without sampling and statistics by the C++ library, which stores no logits."""
+    hidden, weight, candidates, parents=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
+):  # fmt: skip
+    """Run the op on a CPU: without statistics by the C++ library, which stores no logits."""
     batch, nodes, size = hidden.shape
     rows = batch * nodes
     fits = 0 < rows <= MOST_ROWS and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
-    if temperature > 0 or want_stats or not fits:
+    if want_stats or not fits:
         return _linear(
-            hidden, weight, candidates, parents,
-            temperature=temperature, noise=noise, want_stats=want_stats, weight_scale=weight_scale,
+            hidden, weight, candidates, parents, temperature=temperature,
+            noise=noise, noise_rows=noise_rows, want_stats=want_stats, weight_scale=weight_scale,
         )  # fmt: skip
     next_tokens = candidates.new_empty(batch, nodes)
-    hidden = hidden.contiguous()  # held until the call has returned
-    _cpu.call(
-        "argmax",
-        _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size, *_cpu.matrix(weight, scale=weight_scale),
-        next_tokens,
-    )  # fmt: skip
+    # Tensors are held until the call has returned.
+    hidden, drawn = hidden.contiguous(), (None, None, nodes, 0, 0)
+    if temperature > 0:
+        noise_rows = torch.arange(nodes, dtype=torch.int32) if noise_rows is None else noise_rows.contiguous()
+        drawn = noise.contiguous(), noise_rows, nodes, noise.shape[1], (noise_rows.dim() - 1) * nodes
+    try:
+        _cpu.call(
+            "argmax",
+            _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size, *_cpu.matrix(weight, scale=weight_scale),
+            next_tokens, temperature, *drawn,
+        )  # fmt: skip
+    except _cpu.OutsideError:
+        _in_range("noise_rows", noise_rows, 0, noise.shape[1])
     return next_tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
 
 
@@ -167,7 +186,7 @@ register(
         "tree_verify",
         _native,
         triton_or("tree_verify", "linear", _linear, _WHY),
-        f"PyTorch for statistics, sampling, more than {MOST_ROWS} rows and float16",
+        f"PyTorch for statistics, more than {MOST_ROWS} rows and float16",
     ),
     cuda=triton_or("tree_verify", "linear", _linear, _WHY),
 )

@@ -135,6 +135,12 @@ MEDUSA_INLINE auto exceeds(V a, V b) {
 template <class A>
 Result argmax(const Argmax& a) {
   const int64_t piece = 8 * kChunk, pieces = blocks(a.weight.rows, piece);
+  const auto noise_row = [&](int64_t token) {
+    return int64_t(a.noise_rows[token / a.nodes * a.noise_rows_stride + token % a.nodes]);
+  };
+  for (int64_t token = 0; a.noise != nullptr && token < a.tokens; ++token) {
+    if (noise_row(token) < 0 || noise_row(token) >= a.noises) return kOutside;
+  }
   const bool known = with_weight<A>(a.weight.type, [&](auto kind) {
     using W = decltype(kind);
     const int64_t vectors = prepared_vectors<W>(a.columns);
@@ -157,8 +163,14 @@ Result argmax(const Argmax& a) {
           const int64_t rows = least(kChunk, end - first);
           affine<A, W>(a.weight, first, rows, x + start * vectors, tokens, a.columns, sums);
           for (int64_t token = 0; token < tokens; ++token) {
+            const float* noise = nullptr;
+            if (a.noise != nullptr) {
+              const int64_t own = (start + token) / a.nodes * a.noises + noise_row(start + token);
+              noise = a.noise + own * a.weight.rows + first;
+            }
             for (int64_t row = 0; row < rows; row += kLanes) {
               F logits = A::rounded(load<F>(sums + token * kChunk + row));
+              if (noise != nullptr) logits = logits / float(a.temperature) + get<Float32>(noise + row, rows - row);
               for (int64_t lane = rows - row; lane < kLanes; ++lane) logits[lane] = kHidden;
               I at;
               for (int lane = 0; lane < kLanes; ++lane) at[lane] = int32_t(first + row) + lane;

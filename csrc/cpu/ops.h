@@ -87,7 +87,8 @@ struct Heads {
   int64_t* tokens;  // [batch, heads, k]
 };
 
-// The argmax of x weight^T, rounded to the type of x, for each token; the lowest id on ties.
+// The argmax of x weight^T, rounded to the type of x, for each token; the lowest id on ties. With noise that of
+// x weight^T / temperature + noise.
 struct Argmax {
   int64_t threads;
   int64_t type;
@@ -95,6 +96,10 @@ struct Argmax {
   int64_t tokens, columns;
   Matrix weight;
   int64_t* next;
+  double temperature;
+  const float* noise;         // [batch, noises, weight.rows] or null
+  const int32_t* noise_rows;  // [nodes], or with a stride [batch, nodes]
+  int64_t nodes, noises, noise_rows_stride;
 };
 
 // gumbel_noise, see medusa_kernels/gumbel_noise.py.

@@ -31,18 +31,19 @@ MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "step"])
+@triton.jit(do_not_specialize=["rows", "tiles", "step", "nodes", "noises", "stride_noise_rows_b"])
 def project_kernel(
-    hidden, weight, noise, keys, peaks, sums, moments,
-    rows, vocabulary, size, stride_weight_v, tiles, step, temperature,
+    hidden, weight, noise, noise_rows, keys, peaks, sums, moments,
+    rows, vocabulary, size, stride_weight_v, tiles, step, nodes, noises, stride_noise_rows_b, temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Reduce x = W h / temperature over one program's share of the vocabulary, for BLOCK_M nodes.
 
-    hidden [R, H], weight [V, H] and noise [R, V] give, all [R, P]: keys (argmax of x + noise, packed), peaks (m = max
-    x), sums (sum of exp(x - m)) and moments (sum of exp(x - m) (x - m)). W h is accumulated in fp32 and rounded to the
-    dtype of hidden, as a model rounds its logits; everything after is fp32.
+    hidden [R, H], weight [V, H] and noise [B, noises, V], of which each node takes the row that noise_rows gives, make,
+    all [R, P]: keys (argmax of x + noise, packed), peaks (m = max x), sums (sum of exp(x - m)) and moments (sum of
+    exp(x - m) (x - m)). W h is accumulated in fp32 and rounded to the dtype of hidden, as a model rounds its logits;
+    everything after is fp32.
     """
     i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     size, vocabulary, step = size * UNIT, vocabulary * VECTOR, step * VECTOR
@@ -54,6 +55,12 @@ def project_kernel(
     b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_moment = tl.zeros((BLOCK_M,), tl.float32)
+    if SCALED:
+        # [BLOCK_M]
+        b_row = tl.load(noise_rows + o_m // nodes * stride_noise_rows_b + o_m % nodes, mask=m_m, other=-1)
+        # A kernel cannot refuse values: a row out of range counts as zeros, and nothing outside of the noise is read.
+        m_noise = (b_row >= 0) & (b_row < noises)
+        p_noise = noise + ((o_m // nodes).to(tl.int64) * noises + b_row)[:, None] * vocabulary
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
         m_v = (o_v < step) & (first + o_v < vocabulary)
@@ -65,9 +72,9 @@ def project_kernel(
         b_score = b_x
         if SCALED:
             b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + temperature)
-            p_noise = noise + o_m.to(tl.int64)[:, None] * vocabulary + (first + o_v)[None, :]
             # [BLOCK_M, BLOCK_V]
-            b_score = b_x + tl.load(p_noise, mask=m_m[:, None] & m_v[None, :], other=0.0)
+            b_noise = tl.load(p_noise + (first + o_v)[None, :], mask=m_noise[:, None] & m_v[None, :], other=0.0)
+            b_score = b_x + b_noise
         b_top = tl.max(b_score, 1)
         # The lowest of equal scores; masked columns come last. If all are NaN, none is equal: any id in the vocabulary.
         b_id = tl.min(tl.where(b_score == b_top[:, None], (first + o_v)[None, :], vocabulary - 1), 1)
@@ -183,7 +190,8 @@ def merge_blocks(rows: int, programs: int) -> dict[str, int]:
 
 
 def tree_verify(
-    hidden, weight, candidates, parents=None, *, temperature=0.0, noise=None, want_stats=True, weight_scale=None
+    hidden, weight, candidates, parents=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
 ):  # fmt: skip
     """Launch both kernels, with an int8 weight in the dtype of hidden; see the public `tree_verify`."""
     if weight_scale is not None:
@@ -196,7 +204,11 @@ def tree_verify(
     logsumexp, entropy, child_logprobs = (
         hidden.new_empty(candidates.shape if want_stats else (0,), dtype=torch.float32) for _ in range(3)
     )
-    scaled, elements = temperature > 0, unit(size, weight.stride(0))
+    scaled, noises = temperature > 0, 0
+    if scaled:
+        noise, noises = noise.contiguous(), noise.shape[1]
+        noise_rows = torch.arange(nodes, device=hidden.device, dtype=torch.int32) if noise_rows is None else noise_rows
+    elements = unit(size, weight.stride(0))
     vectors = wide(elements, hidden.dtype)
     device = describe(hidden.device)
     config = configuration(device, hidden.dtype, rows, scaled=scaled, vectors=vectors)
@@ -210,9 +222,10 @@ def tree_verify(
     flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats}
     with on_device(hidden):
         project_kernel[m_tiles, share.programs](
-            hidden, weight, noise.contiguous() if scaled and noise is not None else peaks, keys, peaks, sums, moments,
-            rows, vocabulary // vector, size // elements, weight.stride(0) // elements,
-            share.tiles, share.step // vector, temperature,
+            hidden, weight, noise if scaled else peaks, noise_rows.contiguous() if scaled else keys,
+            keys, peaks, sums, moments,
+            rows, vocabulary // vector, size // elements, weight.stride(0) // elements, share.tiles,
+            share.step // vector, nodes, noises, nodes if scaled and noise_rows.dim() == 2 else 0, temperature,
             **flags, VECTOR=vector, EVEN=size % config.block_k == 0,
             **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
         )  # fmt: skip

@@ -285,29 +285,43 @@ void linear() {
   }
 }
 
-// Whole numbers, so that every order of additions gives the same sums, and ties are many.
+// Whole numbers, so that every order of additions gives the same sums, and ties are many, also with noise.
 void argmax() {
-  const int64_t type = maybe() ? kFloat32 : kBFloat16, tokens = any(1, 40), columns = odd_size(300);
+  const int64_t type = maybe() ? kFloat32 : kBFloat16, batch = any(1, 4), nodes = any(1, 10), columns = odd_size(300);
+  const int64_t tokens = batch * nodes, noises = any(1, 5);
+  const bool noisy = maybe(), own_rows = maybe();
   const int64_t rows = maybe() ? odd_size(70) : any(1, 1500), threads = any(1, 4);
   what = "argmax " + name_of(type) + " [" + std::to_string(tokens) + ", " + std::to_string(columns) + "] rows " +
-         std::to_string(rows) + " on " + std::to_string(threads) + " threads";
+         std::to_string(rows) + (noisy ? " with noise" : "") + " on " + std::to_string(threads) + " threads";
   Weight weight(type, type, rows, columns);
   weight.has_bias = false;
   weight.values.fill([] { return static_cast<double>(any(-3, 3)); });
   Array x(type, tokens, columns);
   x.fill([] { return static_cast<double>(any(-3, 3)); });
   Integers<int64_t> next(std::vector<int64_t>(tokens, -1));
-  medusa::Argmax call{threads, type, x.data(), tokens, columns, weight.matrix(), next.data()};
+  Array noise(kFloat32, batch * noises, rows);
+  noise.fill([] { return static_cast<double>(any(-9, 9)); });
+  std::vector<int32_t> of_nodes;
+  for (int64_t i = 0; i < (own_rows ? tokens : nodes); ++i) of_nodes.push_back(static_cast<int32_t>(any(0, noises - 1)));
+  Integers<int32_t> noise_rows(of_nodes);
+  medusa::Argmax call{threads, type, x.data(), tokens, columns, weight.matrix(), next.data(), 0.5, nullptr,
+                      noise_rows.data(), nodes, noises, own_rows ? nodes : 0};
+  if (noisy) call.noise = static_cast<const float*>(noise.data());
   expect_done(medusa_argmax_cpu(&call));
   for (int64_t token = 0; token < tokens; ++token) {
     int64_t best = 0;
     double most = -1e30;
     for (int64_t row = 0; row < rows; ++row) {
-      const double logit = rounded(weight.times(x.row(token), row).value, type);
+      double logit = rounded(weight.times(x.row(token), row).value, type);
+      const int32_t own = of_nodes[own_rows ? token : token % nodes];
+      if (noisy) logit = logit / 0.5 + noise.get(token / nodes * noises + own, row);
       if (logit > most) best = row, most = logit;
     }
     check("next", token, static_cast<double>(next.data()[token]), static_cast<double>(best), 0);
   }
+  if (!noisy) return;
+  noise_rows.data()[any(0, static_cast<int64_t>(of_nodes.size()) - 1)] = static_cast<int32_t>(maybe() ? noises : -1);
+  if (medusa_argmax_cpu(&call) != medusa::kOutside) fail("took a row outside of the noise");
 }
 
 void gumbel_noise() {

@@ -158,6 +158,35 @@ def test_tree_verify_takes_the_first_of_equal_logits_and_nan(dtype: torch.dtype)
         assert torch.equal(verify(hidden * torch.nan, weight), torch.zeros_like(candidates))
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_set_samples_in_tree_verify(dtype: torch.dtype) -> None:
+    """Whole numbers, exact in any order of additions, and many of them equal."""
+    for vocabulary in (1, 63, 512, 513, 3000):
+        weight = torch.randint(-3, 4, (vocabulary, 8)).to(dtype)
+        hidden = torch.randint(-3, 4, (2, 9, 8)).to(dtype)
+        noise, candidates = torch.randint(-9, 10, (2, 9, vocabulary)).float(), torch.zeros(2, 9, dtype=torch.int64)
+        found = tree_verify(hidden, weight, candidates, temperature=0.5, noise=noise, want_stats=False)[0]
+        assert torch.equal(found, (2 * hidden.double() @ weight.double().T + noise).argmax(-1))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_node_of_tree_verify_samples_alone(dtype: torch.dtype) -> None:
+    """Noise that leaves of the logits only how they were rounded, so that another order of a sum would show."""
+    weight, hidden = torch.randn(3000, 150).to(dtype), torch.randn(1, 64, 150).to(dtype)
+    noise, rows = -(hidden.float() @ weight.float().T).to(dtype).float(), torch.arange(64, dtype=torch.int32)
+    candidates = torch.zeros(1, 64, dtype=torch.int64)
+
+    def sampled(part: slice) -> Tensor:
+        options = {"temperature": 1.0, "noise": noise, "want_stats": False}
+        return tree_verify(hidden[:, part], weight, candidates[:, part], noise_rows=rows[part], **options)[0]
+
+    whole = sampled(slice(None))
+    for part in (slice(0, 1), slice(3, 9), slice(20, 64)):
+        assert torch.equal(sampled(part), whole[:, part])
+
+
 @pytest.mark.usefixtures("isa", "poisoned_memory")
 def test_set_serves_gumbel_noise() -> None:
     """Whole vectors and parts of one, more than a thread's piece, places beyond 31 bits; with any number of threads."""

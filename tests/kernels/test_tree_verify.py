@@ -212,6 +212,37 @@ def test_noise_is_added_after_the_temperature(device: str) -> None:
     assert tree_verify(hidden, weight, candidates, temperature=0.0, noise=noise)[0].tolist() == [[1, 1]]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("want_stats", [False, True])
+@pytest.mark.parametrize("vocabulary", [5, 64, 1003])
+def test_nodes_take_their_rows_of_the_noise(
+    device: str, vocabulary: int, want_stats: bool, own: bool, dtype: torch.dtype
+) -> None:
+    """Whole numbers, so that sums are exact in any order and many are equal: the lowest id is taken."""
+    batch, nodes, rows = 2, 9, 4
+    case = make(batch, nodes, 6, vocabulary, dtype=dtype, device=device)
+    for name in ("hidden", "weight"):
+        case[name] = torch.randint(-3, 4, case[name].shape).to(device, dtype)
+    noise = torch.randint(-9, 10, (batch, rows, vocabulary)).float()
+    taken = torch.randint(0, rows, (batch, nodes) if own else (nodes,), dtype=torch.int32)
+    found = tree_verify(
+        **case, temperature=0.5, noise=noise.to(device), noise_rows=taken.to(device), want_stats=want_stats
+    )[0]
+    for b in range(batch):
+        for i in range(nodes):
+            scores = exact_logits(case, 0.5)[b, i] + noise[b, int(taken[b, i] if own else taken[i])]
+            assert found[b, i] == scores.tolist().index(scores.max())
+
+
+def test_a_row_outside_of_the_noise_counts_as_zeros(device: str) -> None:
+    if served_by("tree_verify", device).name != "triton":
+        pytest.skip("only kernels do not read indices on the host")
+    case = make(1, 3, 8, 20, device=device)
+    noise, rows = gumbel(1, 2, 20).to(device), torch.tensor([-1, 2, 2**31 - 1], dtype=torch.int32, device=device)
+    assert torch.equal(tree_verify(**case, temperature=2.0, noise=noise, noise_rows=rows)[0], tree_verify(**case)[0])
+
+
 def test_samples_follow_the_softmax(device: str) -> None:
     """20,000 samples: each frequency within 4 standard errors of its probability."""
     logits, count = torch.tensor([1.0, 0.0, 2.5, -1.0]), 20_000
@@ -323,6 +354,12 @@ BAD = {
     "temperature": ({"temperature": -0.5}, "temperature: expected 0 or more, got -0.5"),
     "noise-missing": ({"temperature": 1.0}, "noise: expected Gumbel noise"),
     "noise-shape": ({"noise": torch.zeros(2, 3, 8)}, "noise: expected shape"),
+    "noise-rows-vocabulary": (
+        {"noise": torch.zeros(2, 5, 8), "noise_rows": torch.zeros(3).int()},
+        r"noise: expected shape \[2, R, 9\], got \[2, 5, 8\]",
+    ),
+    "noise_rows-shape": ({"noise_rows": torch.zeros(4).int()}, r"noise_rows: expected shape \[3\], got \[4\]"),
+    "noise_rows-dtype": ({"noise_rows": torch.zeros(2, 3).long()}, "noise_rows: expected dtype int32, got int64"),
     "noise-dtype": ({"noise": torch.zeros(2, 3, 9).half()}, "noise: expected dtype float32"),
 }
 
@@ -348,11 +385,24 @@ def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
         tree_verify(**(make(2, 3, 4, 9) | change))
 
 
+@reads_values
+@pytest.mark.parametrize("want_stats", [False, True])
+@pytest.mark.parametrize("row", [-1, 4])
+def test_rows_outside_of_the_noise_are_refused(row: int, want_stats: bool) -> None:
+    rows = torch.tensor([0, row, 3], dtype=torch.int32)
+    options: dict[str, Any] = {"temperature": 1.0, "noise": torch.zeros(2, 4, 9), "want_stats": want_stats}
+    with pytest.raises(
+        ValueError, match=f"noise_rows: expected values from 0 to 3, got {min(0, row)} to {max(3, row)}"
+    ):
+        tree_verify(**make(2, 3, 4, 9), **options, noise_rows=rows)
+
+
 @pytest.mark.parametrize("parents", ["chain", "shared", "own"])
 @pytest.mark.parametrize(("temperature", "want_stats"), [(0.0, True), (0.0, False), (0.7, True)])
 def test_passes_opcheck(device: str, parents: str, temperature: float, want_stats: bool) -> None:
     case = make(2, 3, 16, 20, parents=parents, device=device)
     options: dict[str, Any] = {"temperature": temperature, "want_stats": want_stats}
     if temperature:
-        options["noise"] = gumbel(2, 3, 20).to(device)
+        options["noise"] = gumbel(2, 5, 20).to(device)
+        options["noise_rows"] = torch.tensor([0, 4, 1], dtype=torch.int32, device=device)
     torch.library.opcheck(torch.ops.medusa_kernels.tree_verify.default, tuple(case.values()), options)
