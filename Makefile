@@ -196,7 +196,8 @@ gpu-compact: gpu-build
 		$(ON_GPU) -m benchmarks.bench_rope_append --budget 120 && $(ON_GPU) -m benchmarks.bench_tree_select --budget 40)
 
 gpu-sampling: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_sampling --budget 60)
+	$(call stage,$(ON_GPU) -m benchmarks.bench_sampling --budget 60 && \
+		$(ON_GPU) -m benchmarks.bench_gumbel_noise --budget 20)
 
 gpu-step: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 400)

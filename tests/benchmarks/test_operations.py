@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    bench_gumbel_noise,
     bench_heads_topk,
     bench_kv_compact,
     bench_rope_append,
@@ -160,6 +161,13 @@ def test_selection_peers_agree() -> None:
     # Ten candidates of 12 bytes and seven nodes of 48 per row; for each candidate a depth and a path of three.
     assert case.candidates == 10
     assert found["medusa_kernels"]["bytes"] == 2 * (10 * 12 + 7 * 48) + 10 * (4 + 24)
+
+
+def test_noise_peers_agree() -> None:
+    found = measured(bench_gumbel_noise, bench_gumbel_noise.Case(vocabulary=103, batch=2, rows=3))
+    assert set(found) == {"medusa_kernels", "torch operations"}
+    assert "wrong" not in found["torch operations"]
+    assert found["medusa_kernels"]["bytes"] == 4 * 2 * 3 * 103
 
 
 @pytest.mark.parametrize("settings", bench_sampling.SETTINGS)
