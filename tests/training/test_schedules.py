@@ -8,7 +8,14 @@ from torch import nn
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop.schedules import Stage, lambda_0, learning_rates, parameter_groups, stages
+from medusa_decoding.training.loop.schedules import (
+    Stage,
+    lambda_0,
+    learning_rates,
+    make_optimiser,
+    parameter_groups,
+    stages,
+)
 
 
 def config(**sections):
@@ -97,6 +104,34 @@ def test_heads_learn_four_times_as_fast_and_biases_do_not_decay():
         assert found[name]["weight_decay"] == decay
         assert [id(p) for p in found[name]["params"]] == [id(p) for p in members]
     torch.optim.AdamW(groups)
+
+
+def test_adamw_by_its_formula():
+    weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+    settings = config(optimisation={"optimizer": "adamw", "beta_1": 0.8, "beta_2": 0.9})
+    optimiser = make_optimiser([{"params": [weight], "lr": 0.1, "weight_decay": 0.05, "name": "w"}], settings)
+    expected, mean, square = weight.detach().double(), torch.zeros(3), torch.zeros(3)
+    for step, gradient in enumerate(([3.0, -1.0, 0.25], [-1.0, -1.0, 4.0]), start=1):
+        weight.grad = torch.tensor(gradient)
+        optimiser.step()
+        mean, square = 0.8 * mean + 0.2 * weight.grad, 0.9 * square + 0.1 * weight.grad**2
+        move = (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)).sqrt() + 1e-8)
+        expected = expected - 0.1 * (move + 0.05 * expected)
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_one_cycle_is_a_cosine_after_a_warm_up_of_30_percent():
+    (stage,) = stages(config(optimisation={"warmup_share": 0.3, "max_steps": 20}), 3000)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    schedule = learning_rates(optimizer, stage.warmup_steps, stage.steps)
+    rates = []
+    for _ in range(20):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    cycle = [s / 6 for s in range(6)] + [(1 + math.cos(math.pi * s / 14)) / 2 for s in range(14)]
+    assert rates == pytest.approx(cycle, abs=1e-12)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
 def test_groups_without_a_backbone_or_without_parameters():
