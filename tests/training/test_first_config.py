@@ -60,6 +60,7 @@ def test_given_answers_are_trained_on_a_cpu(tmp_path, monkeypatch):
     assert chosen["data.train"] == [{"path": str(data)}]
     assert (chosen["model.dtype"], chosen["model.quantization"]) == ("float32", "none")
     assert chosen["heads.shared_projection"]
+    assert (chosen["heads.num_layers"], chosen["heads.parent_rank"]) == (2, 0)
     assert chosen["output.folder"] == "runs/tiny-model"
     config = found.config
     # Rows are as long as the longest conversations, within the model's context.

@@ -133,8 +133,9 @@ def read_generation_config(name: str | Path, revision: str | None = None, *, arg
     Raises:
         ValueError: a damaged file, or no such model.
     """
+    name = _local(name)
     with _explained(argument, name, "a model's folder or hub id within reach"):
-        file = cached_file(_local(name), "generation_config.json", **_MAY_BE_MISSING, **at(revision))
+        file = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **at(revision))
         return read_settings(file) if file else {}
 
 

@@ -428,6 +428,8 @@ def _heads(values: _Values) -> None:
     share = shapes.own / (shapes.linear + shapes.other)
     if not values.paper and not values.gpu:
         values.add("heads.num_layers", 2, "a second block costs little and gains most")
+    if not values.paper:
+        values.add("heads.parent_rank", 0, "64 gives more tokens per step, in heads that only this package reads")
     if not values.paper and (share > 0.2 or not values.gpu):
         words = f"own projections would be {share:.0%} of the model's size, and be read at every step"
         values.add("heads.shared_projection", True, words)
