@@ -404,7 +404,7 @@ def head_bytes(heads: MedusaHeads) -> dict[str, int]:
     rows = 1 + (heads.num_heads - 1) * candidates + heads.num_heads * candidates
     rank = heads.parent_rank
     parents = (rows * rank + heads.num_heads * rank * rank) * float_bytes if rank else 0
-    root = 0 if heads.root_projection is None else heads.root_projection.numel() * float_bytes
+    root = sum(t.numel() for t in (heads.root_down, heads.root_up) if t is not None) * float_bytes
     return {"root": root, "residual": residual, "projection": projection, "parents": parents}
 
 

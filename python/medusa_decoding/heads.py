@@ -4,7 +4,7 @@ Head k (0-based) predicts the token k + 2 positions after its input: residual bl
 vocabulary projection W2. The weights of all heads are packed into one tensor per role, for one pass of one kernel.
 
 Beyond the paper, heads may depend on tokens that the hidden state has not seen. With a root input, head k's residual
-blocks start from `h + R_k e`, where e is the root token's row of the base model's input embedding, scaled to a root
+blocks start from `h + U_k D e`, where e is the root token's row of the base model's input embedding, scaled to a root
 mean square of 1 (Hydra, arXiv 2402.05109, gives heads the embeddings of earlier tokens too). With a parent term, drafts
 depend on the token before them, their parent in the tree, by a low-rank score that is added to the logits,
 A[parent] M_k C[candidate]. Different parents then have different children.
@@ -82,7 +82,7 @@ class MedusaHeads(nn.Module):
         storage: of own projections. "int8" and "fp8" (e4m3) have one scale per row, are made by `quantized` or read
             from a checkpoint, and cannot be trained.
         parent_rank: r, rank of the term by which drafts depend on their parent token; 0 for none.
-        root_input: whether every head's input includes the root token's embedding.
+        root_rank: rank of every head's input from the root token's embedding, at most H; 0 for none.
         dtype: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
         device: of the weights.
 
@@ -95,12 +95,13 @@ class MedusaHeads(nn.Module):
         parent_tokens: A [V, r], initially random (from torch's generator on the CPU), or None.
         candidate_tokens: C [V', r], initially zero (so the term is zero), or None.
         parent_mix: M [K, r, r], initially the identity, or None.
-        root_projection: R [K, H, H], initially zero (so the root makes no difference), or None without a root input.
+        root_down: D [root_rank, H], initially random (from torch's generator on the CPU), or None.
+        root_up: U [K, H, root_rank], initially zero (so the root makes no difference), or None.
 
     Raises:
         MemoryError: weights of these sizes do not fit.
-        ValueError: a count below 1 (`parent_rank`: below 0), a token_map with repeated ids or ids outside [0, V), an
-            unknown storage, or storage in 8 bits with a shared projection.
+        ValueError: a count below 1 (ranks: below 0), a root_rank above H, a token_map with repeated ids or ids outside
+            [0, V), an unknown storage, or storage in 8 bits with a shared projection.
     """
 
     w1: nn.Parameter
@@ -111,7 +112,8 @@ class MedusaHeads(nn.Module):
     parent_tokens: nn.Parameter | None
     candidate_tokens: nn.Parameter | None
     parent_mix: nn.Parameter | None
-    root_projection: nn.Parameter | None
+    root_down: nn.Parameter | None
+    root_up: nn.Parameter | None
     _candidate_rows: torch.Tensor | None
 
     def __init__(
@@ -126,22 +128,24 @@ class MedusaHeads(nn.Module):
         token_map: torch.Tensor | None = None,
         storage: Storage = "float",
         parent_rank: int = 0,
-        root_input: bool = False,
+        root_rank: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         for name, value, least in (
             ("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 1), ("num_heads", num_heads, 1),
-            ("num_layers", num_layers, 1), ("parent_rank", parent_rank, 0),
+            ("num_layers", num_layers, 1), ("parent_rank", parent_rank, 0), ("root_rank", root_rank, 0),
         ):  # fmt: skip
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
                 raise ValueError(f"{name}: expected at least {least}, got {shown(value)}")
+        if root_rank > hidden_size:
+            raise ValueError(f"root_rank: expected at most {hidden_size} (the hidden size), got {root_rank}")
         if not isinstance(storage, str) or storage not in ("float", *STORED):
             raise ValueError(f"storage: expected 'float', 'int8' or 'fp8', got {shown(storage)}")
         if storage != "float" and shared_projection:
             raise ValueError(f"storage: expected 'float' with a shared projection (none is owned), got {storage!r}")
-        for name, flag in (("shared_projection", shared_projection), ("bias", bias), ("root_input", root_input)):
+        for name, flag in (("shared_projection", shared_projection), ("bias", bias)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {shown(flag)}")
         if token_map is not None:
@@ -149,7 +153,7 @@ class MedusaHeads(nn.Module):
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers = num_heads, num_layers
         self.storage: Storage = storage
-        self.parent_rank = parent_rank
+        self.parent_rank, self.root_rank = parent_rank, root_rank
 
         def zeros(*shape: int) -> nn.Parameter:
             try:
@@ -161,7 +165,6 @@ class MedusaHeads(nn.Module):
 
         self.w1 = zeros(num_heads, num_layers, hidden_size, hidden_size)
         self.b1 = zeros(num_heads, num_layers, hidden_size) if bias else None
-        self.root_projection = zeros(num_heads, hidden_size, hidden_size) if root_input else None
         self.register_buffer("token_map", None if token_map is None else token_map.to(device, copy=True))
         projections = num_heads, self.num_candidates, hidden_size
         if storage == "float":
@@ -180,17 +183,18 @@ class MedusaHeads(nn.Module):
                 # Drawn on the CPU, so that all devices begin with the same numbers; rows have a norm of about 1.
                 self.parent_tokens.copy_(torch.randn(vocab_size, parent_rank, device="cpu") * parent_rank**-0.5)
                 self.parent_mix.copy_(torch.eye(parent_rank))
+        self.root_down = self.root_up = None
+        if root_rank:
+            self.root_down = zeros(root_rank, hidden_size)
+            self.root_up = zeros(num_heads, hidden_size, root_rank)
+            with torch.no_grad():  # e has the norm H^0.5, so the elements of D e are about 1
+                self.root_down.copy_(torch.randn(root_rank, hidden_size, device="cpu") * hidden_size**-0.5)
         self._find_candidate_rows()
 
     @property
     def shared_projection(self) -> bool:
         """Whether the heads project with the base model's lm_head."""
         return self.w2 is None
-
-    @property
-    def root_input(self) -> bool:
-        """Whether every head's input includes the root token's embedding."""
-        return self.root_projection is not None
 
     @property
     def num_candidates(self) -> int:
@@ -209,22 +213,22 @@ class MedusaHeads(nn.Module):
         return self._states(hidden, root_embedding).transpose(0, 1)
 
     def _root(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor | None:
-        """Return e, the scaled embedding of each row's root, [B, H] in the dtype of hidden, or None without any."""
-        if (embedding is not None) != self.root_input:
-            wanted = "the root tokens' (the heads have a root input)" if self.root_input else "None (no root input)"
+        """Return D e of each row's root, [B, root_rank] in the dtype of hidden, or None without a root input."""
+        if (embedding is not None) != (self.root_rank > 0):
+            wanted = "the root tokens' (the heads have a root_rank)" if self.root_rank else "None (root_rank 0)"
             raise ValueError(f"root_embedding: expected {wanted}, got {type(embedding).__name__}")
-        if embedding is None:
+        if embedding is None or self.root_down is None:
             return None
         if embedding.shape != hidden.shape:
             raise ValueError(f"root_embedding: expected {list(hidden.shape)}, got {list(embedding.shape)}")
         wide = embedding.to(torch.promote_types(embedding.dtype, torch.float32))
-        return F.rms_norm(wide, (self.hidden_size,), eps=ROOT_EPSILON).to(hidden.dtype)
+        return F.linear(F.rms_norm(wide, (self.hidden_size,), eps=ROOT_EPSILON).to(hidden.dtype), self.root_down)
 
     def _states(self, hidden: torch.Tensor, root_embedding: torch.Tensor | None) -> torch.Tensor:
         # Heads first, [K, B, H]: every product is then one batched matrix product of contiguous blocks.
         states, root = hidden.expand(self.num_heads, -1, -1), self._root(hidden, root_embedding)
-        if root is not None and self.root_projection is not None:
-            states = states + torch.bmm(root.expand_as(states), self.root_projection.transpose(1, 2))
+        if root is not None and self.root_up is not None:
+            states = states + torch.bmm(root.expand(self.num_heads, -1, -1), self.root_up.transpose(1, 2))
         for layer in range(self.num_layers):
             update = torch.bmm(states, self.w1[:, layer].transpose(1, 2))
             if self.b1 is not None:
@@ -246,7 +250,7 @@ class MedusaHeads(nn.Module):
             lm_head: the base model's lm_head; needed exactly when the projection is shared.
             parents: int64 [B, K], the token before each head's draft; without it the logits lack the parent's term.
             root_embedding: floats [B, H], the root tokens' rows of the base model's input embedding, of any scale;
-                needed exactly if the heads have a root input.
+                needed exactly if the heads have a root_rank.
 
         Raises:
             ValueError: a missing lm_head, or a missing, superfluous or misshapen root_embedding.
@@ -307,7 +311,7 @@ class MedusaHeads(nn.Module):
         best = heads_topk(
             hidden, self.w1, self.b1, weight, k,
             w2_scale=scale, token_map=self.token_map, gather=gather,
-            root=self._root(hidden, root_embedding), w_root=self.root_projection, temperature=temperature, noise=noise,
+            root=self._root(hidden, root_embedding), w_root=self.root_up, temperature=temperature, noise=noise,
         )  # fmt: skip
         return DraftTokens(*best)
 
@@ -399,11 +403,11 @@ class MedusaHeads(nn.Module):
             "bias": self.b1 is not None,
             "token_map": self.token_map,
             "parent_rank": self.parent_rank,
-            "root_input": self.root_input,
+            "root_rank": self.root_rank,
             "dtype": self.w1.dtype,
             "device": self.w1.device,
         }
-        # The parents' term draws random numbers, which are then overwritten: the caller's generator must not change.
+        # Low-rank terms draw random numbers, which are then overwritten: the caller's generator must not change.
         with torch.random.fork_rng(devices=[]):
             found = MedusaHeads(self.hidden_size, self.vocab_size, self.num_heads, self.num_layers, **(own | changes))
         with torch.no_grad():
@@ -418,7 +422,7 @@ class MedusaHeads(nn.Module):
         stored = "" if self.storage == "float" else f", storage={self.storage}"
         parents = f", parent_rank={self.parent_rank}" if self.parent_rank else ""
         sizes = f"heads={self.num_heads}, layers={self.num_layers}, hidden={self.hidden_size}"
-        root = ", root_input=True" if self.root_input else ""
+        root = f", root_rank={self.root_rank}" if self.root_rank else ""
         return f"{sizes}, projection={projection}{stored}{parents}{root}"
 
     def _find_candidate_rows(self) -> None:

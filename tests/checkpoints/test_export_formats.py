@@ -45,8 +45,8 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "parents": ("float", {"parent_rank": 2}),
     "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
     "int8, parents": ("int8", {"parent_rank": 2}),
-    "root": ("float", {"root_input": True}),
-    "shared, parents and root": ("float", {"shared_projection": True, "parent_rank": 2, "root_input": True}),
+    "root": ("float", {"root_rank": 3}),
+    "shared, parents and root": ("float", {"shared_projection": True, "parent_rank": 2, "root_rank": 2}),
 }
 
 REFUSED: dict[str, dict[str, str]] = {
@@ -58,7 +58,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "parents": r"parent token for original-v. .*heads\.parent_rank 0.*, got parent_rank 2",
         "shared, trimmed, parents": "parent token",
         "int8, parents": "parent token",
-        "root": r"hidden state for original-v. \(native and embedded hold it.*heads\.root_input false.*root_input true",
+        "root": r"hidden state for original-v. \(native and embedded hold it.*heads\.root_rank 0.*root_rank 3",
         "shared, parents and root": "only input is the hidden state",
     },
     "vllm": {
@@ -170,7 +170,7 @@ def test_every_kind_of_heads_drafts_the_same_in_every_format(
                 HIDDEN_STATES,
                 3,
                 tiny_llama.lm_head if found.shared_projection else None,
-                root_embedding=HIDDEN_STATES.flip(0) if found.root_input else None,
+                root_embedding=HIDDEN_STATES.flip(0) if found.root_rank else None,
             )
             for found in (heads, read.heads)
         )

@@ -28,12 +28,12 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
     "shared, parents": ("float", {"shared_projection": True, "parent_rank": 2}),
     "int8, trimmed, parents": ("int8", {"token_map": MAP, "parent_rank": 2}),
-    "root": ("float", {"root_input": True}),
+    "root": ("float", {"root_rank": 2}),
     "shared, root, parents, no bias": (
         "float",
-        {"shared_projection": True, "parent_rank": 2, "root_input": True, "bias": False},
+        {"shared_projection": True, "parent_rank": 2, "root_rank": HIDDEN, "bias": False},
     ),
-    "int8, trimmed, root": ("int8", {"token_map": MAP, "root_input": True, "dtype": torch.bfloat16}),
+    "int8, trimmed, root": ("int8", {"token_map": MAP, "root_rank": 1, "dtype": torch.bfloat16}),
     "fp8, trimmed, parents, bfloat16": ("fp8", {"token_map": MAP, "parent_rank": 2, "dtype": torch.bfloat16}),
 }
 
@@ -59,7 +59,7 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
     assert torch.equal(drawn, torch.rand(2)), "reading drew random numbers"
     assert read.notes == []
     assert (read.heads.storage, read.heads.parent_rank) == (heads.storage, heads.parent_rank)
-    assert read.heads.root_input is heads.root_input
+    assert read.heads.root_rank == heads.root_rank
     before, after = heads.state_dict(), read.heads.state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -84,7 +84,7 @@ def test_names_and_config(tmp_path: Path) -> None:
     assert (config["medusa_storage"], config["medusa_parent_rank"]) == ("int8", 2)
     write_heads(MedusaHeads(HIDDEN, VOCAB, 3), tmp_path / "plain", base_model="someone/base")
     assert (
-        not {"medusa_storage", "medusa_parent_rank", "medusa_root_input"}
+        not {"medusa_storage", "medusa_parent_rank", "medusa_root_rank"}
         & json.loads((tmp_path / "plain" / "config.json").read_text()).keys()
     )
 
@@ -93,34 +93,44 @@ def test_names_and_config_of_a_root_input(tmp_path: Path) -> None:
     heads = made("root")
     write_heads(heads, tmp_path / "heads", base_model="someone/base")
     tensors = load_file(tmp_path / "heads" / "medusa_lm_head.safetensors")
-    assert {name for name in tensors if "root" in name} == {f"{h}.root_projection" for h in range(3)}
-    assert torch.equal(tensors["2.root_projection"], heads.root_projection[2])  # type: ignore[index]
+    assert {name for name in tensors if "root" in name} == {"root_down"} | {f"{h}.root_up" for h in range(3)}
+    assert torch.equal(tensors["2.root_up"], heads.root_up[2])  # type: ignore[index]
+    assert tensors["root_down"].shape == (2, HIDDEN)
     file = tmp_path / "heads" / "config.json"
     config = json.loads(file.read_text())
-    assert config["medusa_root_input"] is True
-    file.write_text(json.dumps(config | {"medusa_root_input": False}))
+    assert config["medusa_root_rank"] == 2
+    file.write_text(json.dumps(config | {"medusa_root_rank": 0}))
     read = read_heads(tmp_path / "heads")
-    assert read.notes == ["config.json: medusa_root_input is False, the tensors hold True; the tensors are believed"]
-    assert read.heads.root_input
+    assert read.notes == ["config.json: medusa_root_rank is 0, the tensors hold 2; the tensors are believed"]
+    assert read.heads.root_rank == 2
 
 
 ROOT_DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
-    "one root missing": (lambda t: t.pop("1.root_projection"), r"missing 1\.root_projection$"),
+    "one root missing": (lambda t: t.pop("1.root_up"), r"missing 1\.root_up$"),
+    "no matrix of all": (lambda t: t.pop("root_down"), r"missing root_down$"),
+    "the matrix of all alone": (
+        lambda t: [t.pop(f"{h}.root_up") for h in range(3)],
+        r"missing 0\.root_up, 1\.root_up, 2\.root_up$",
+    ),
+    "a rank above the hidden size": (
+        lambda t: t.update({"root_down": torch.ones(HIDDEN + 1, HIDDEN)}),
+        r"root_down in .*: expected at most 6 rows \(the hidden size\), got 7",
+    ),
     "a root of one more head": (
-        lambda t: t.update({"3.root_projection": torch.ones(HIDDEN, HIDDEN)}),
+        lambda t: t.update({"3.root_up": torch.ones(HIDDEN, 2)}),
         r"missing 3\.0\.linear\.weight",
     ),
     "a misshapen root": (
-        lambda t: t.update({"0.root_projection": torch.ones(HIDDEN, HIDDEN + 1)}),
-        r"0\.root_projection in .*: expected shape \[6, 6\], got \[6, 7\]",
+        lambda t: t.update({"0.root_up": torch.ones(HIDDEN, 3)}),
+        r"0\.root_up in .*: expected shape \[6, 2\], got \[6, 3\]",
     ),
     "a root of another dtype": (
-        lambda t: t.update({"2.root_projection": t["2.root_projection"].half()}),
-        r"2\.root_projection in .*: expected dtype float32 like 0\.0\.linear\.weight, got float16",
+        lambda t: t.update({"root_down": t["root_down"].half()}),
+        r"root_down in .*: expected dtype float32 like 0\.0\.linear\.weight, got float16",
     ),
     "NaN in a root": (
-        lambda t: t.update({"1.root_projection": poisoned(t["1.root_projection"], float("nan"))}),
-        r"1\.root_projection in .*: expected finite weights",
+        lambda t: t.update({"1.root_up": poisoned(t["1.root_up"], float("nan"))}),
+        r"1\.root_up in .*: expected finite weights",
     ),
 }
 
@@ -309,7 +319,7 @@ class TestRefusesToWrite:
         ("config", "message"),
         [
             ({"medusa_storage": "fp8"}, "config: expected medusa_storage 'int8' like the heads, got 'fp8'"),
-            ({"medusa_root_input": True}, "config: expected medusa_root_input False like the heads, got True"),
+            ({"medusa_root_rank": 3}, "config: expected medusa_root_rank 0 like the heads, got 3"),
             ({"medusa_parent_rank": 0}, "config: expected medusa_parent_rank 2 like the heads, got 0"),
         ],
     )

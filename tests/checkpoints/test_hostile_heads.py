@@ -258,12 +258,12 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         r"parent_tokens in .*: expected shape \[V, r\], got \[11, 0\]",
     ),
     "a root input of head 999": (
-        safe(WHOLE | {"999.root_projection": torch.ones(HIDDEN, HIDDEN)}),
-        r"expected the tensors of complete heads, got missing at least 0\.root_projection",
+        safe(WHOLE | {"999.root_up": torch.ones(HIDDEN, 2), "root_down": torch.ones(2, HIDDEN)}),
+        r"expected the tensors of complete heads, got missing at least 0\.root_up",
     ),
-    "a root input without dimensions": (
-        safe(WHOLE | {"0.root_projection": torch.tensor(1.0)}),
-        r"0\.root_projection in .*: expected shape \[8, 8\], got \[\]",
+    "a root input of no rank": (
+        safe(WHOLE | {"0.root_up": torch.ones(HIDDEN, 0), "root_down": torch.ones(0, HIDDEN)}),
+        r"root_down in .*: expected shape \[r, H\], got \[0, 8\]",
     ),
     "vllm: a name of head and block 999": (
         vllm({"blocks.999.layers.999.weight": torch.ones(1, 1), "lm_heads.0.weight": torch.ones(1, 1)}),
@@ -379,7 +379,7 @@ def test_wrong_numbers_in_a_config_are_reported_and_ignored(folder: Path, number
         "vocab_size",
         "medusa_storage",
         "medusa_parent_rank",
-        "medusa_root_input",
+        "medusa_root_rank",
     )
     (folder / "config.json").write_text(json.dumps(dict.fromkeys((*lies, "version", "base_model_revision"), number)))
     with bounded(seconds=1, memory=64 * MIB):

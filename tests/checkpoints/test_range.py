@@ -26,7 +26,7 @@ def base(tmp_path: Path, tiny_llama: LlamaForCausalLM) -> Path:
 
 def heads_with(folder: Path, name: str) -> Path:
     """Write heads in bfloat16 of which one weight is large."""
-    heads = MedusaHeads(8, 11, 2, parent_rank=2, root_input=True, dtype=torch.bfloat16)
+    heads = MedusaHeads(8, 11, 2, parent_rank=2, root_rank=2, dtype=torch.bfloat16)
     with torch.no_grad():
         heads.get_parameter(name).view(-1)[-1] = -LARGE if name == "b1" else LARGE
     write_heads(heads, folder / "heads", base_model="../base")
@@ -34,7 +34,7 @@ def heads_with(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["w1", "b1", "w2", "parent_tokens", "candidate_tokens", "parent_mix", "root_projection"]
+    "name", ["w1", "b1", "w2", "parent_tokens", "candidate_tokens", "parent_mix", "root_down", "root_up"]
 )
 def test_heads_that_become_infinite_are_refused(tmp_path: Path, base: Path, name: str) -> None:
     heads = heads_with(tmp_path, name)

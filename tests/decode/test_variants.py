@@ -32,21 +32,21 @@ VARIANTS = {
     "shared, trimmed, parents": {"shared": True, "token_map": MAP, "parent_rank": 3},
     "int8, trimmed, parents": {"storage": "int8", "token_map": MAP, "parent_rank": 3},
     "fp8, parents, two layers": {"storage": "fp8", "parent_rank": 2, "num_layers": 2},
-    "root": {"root_input": True},
-    "shared, trimmed, root": {"shared": True, "token_map": MAP, "root_input": True},
-    "int8, parents, root, two layers": {"storage": "int8", "parent_rank": 3, "num_layers": 2, "root_input": True},
+    "root": {"root_rank": 5},
+    "shared, trimmed, root": {"shared": True, "token_map": MAP, "root_rank": 5},
+    "int8, parents, root, two layers": {"storage": "int8", "parent_rank": 3, "num_layers": 2, "root_rank": 5},
 }
 NEW = 24
 
 
 def variant(
-    model, *, storage="float", token_map=None, parent_rank=0, shared=False, num_layers=1, strength=1.0, root_input=False
+    model, *, storage="float", token_map=None, parent_rank=0, shared=False, num_layers=1, strength=1.0, root_rank=0
 ):
     """The heads of `heads_for` as a variant; the parents' scores are as large as the logits' differences."""
     plain = heads_for(model, num_layers=num_layers, shared=shared).float()
     heads = MedusaHeads(
         plain.hidden_size, plain.vocab_size, plain.num_heads, num_layers, shared_projection=shared,
-        token_map=token_map, parent_rank=parent_rank, root_input=root_input,
+        token_map=token_map, parent_rank=parent_rank, root_rank=root_rank,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -57,9 +57,9 @@ def variant(
         for name in ("parent_tokens", "candidate_tokens", "parent_mix") if parent_rank else ():
             parameter = getattr(heads, name)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * strength)
-        if root_input:
-            parameter = heads.root_projection
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * strength * heads.hidden_size**-0.5)
+        if root_rank:
+            heads.root_down.copy_(torch.randn(heads.root_down.shape, generator=generator) * heads.hidden_size**-0.5)
+            heads.root_up.copy_(torch.randn(heads.root_up.shape, generator=generator) * strength * root_rank**-0.5)
     heads = heads.to(next(model.parameters()).dtype)
     return heads.eval() if storage == "float" else heads.quantized(storage)
 
@@ -92,10 +92,10 @@ def test_sampled_text_equals_plain_decoding(name):
     assert len(set(new_tokens(plain, ids.shape[1])[0])) > 2
 
 
-def wide_heads(parent_rank, *, token_map=None, shared=False, seed=0, root_input=False):
+def wide_heads(parent_rank, *, token_map=None, shared=False, seed=0, root_rank=0):
     """Random heads over 70 tokens, of which 32 are reranked."""
     heads = MedusaHeads(
-        8, 70, 3, 2, shared_projection=shared, token_map=token_map, parent_rank=parent_rank, root_input=root_input
+        8, 70, 3, 2, shared_projection=shared, token_map=token_map, parent_rank=parent_rank, root_rank=root_rank
     )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -118,7 +118,8 @@ def walked(heads, lm_head, hidden, root, tree, table=None):
         state = hidden.double().numpy()
         if table is not None:
             row = table[int(root)].double().numpy()
-            state = state + value["root_projection"][head] @ (row / math.sqrt((row**2).mean() + 1e-6))
+            scaled = row / math.sqrt((row**2).mean() + 1e-6)
+            state = state + value["root_up"][head] @ (value["root_down"] @ scaled)
         for layer in range(heads.num_layers):
             inner = value["w1"][head, layer] @ state + value["b1"][head, layer]
             state = state + inner / (1 + np.exp(-inner))
@@ -164,7 +165,7 @@ def test_children_are_the_topk_given_their_own_parent(kind):
 @pytest.mark.parametrize("parent_rank", [0, 256])
 def test_every_row_drafts_by_the_embedding_of_its_own_root(parent_rank, shared, called):
     tree = Tree([[0], [1], [5], [0, 0], [0, 2], [1, 0], [1, 1], [0, 2, 0], [1, 0, 0]])
-    heads, lm_head = wide_heads(parent_rank, shared=shared, root_input=True)
+    heads, lm_head = wide_heads(parent_rank, shared=shared, root_rank=5)
     table = torch.nn.Embedding(70, 8)
     generator = torch.Generator().manual_seed(2)
     hidden, root = torch.randn(1, 8, generator=generator).expand(5, -1), torch.tensor([0, 69, 3, 3, 12])
@@ -176,7 +177,7 @@ def test_every_row_drafts_by_the_embedding_of_its_own_root(parent_rank, shared, 
             heads.candidate_tokens *= 0.05
             expected = [walked(heads, lm_head, hidden[row], root[row], tree, table.weight) for row in range(5)]
         else:
-            with_zero, _ = wide_heads(1, shared=shared, root_input=True)
+            with_zero, _ = wide_heads(1, shared=shared, root_rank=5)
             with_zero.load_state_dict(heads.state_dict(), strict=False)
             with_zero.candidate_tokens.zero_()
             expected = [walked(with_zero, lm_head, hidden[row], root[row], tree, table.weight) for row in range(5)]
@@ -189,9 +190,9 @@ def test_every_row_drafts_by_the_embedding_of_its_own_root(parent_rank, shared, 
 def test_a_root_embedding_is_needed_exactly_if_the_heads_have_a_root_input():
     hidden, k = torch.randn(3, 8), 2
     for heads, wanted, given in (
-        (wide_heads(2, root_input=True)[0], r"the root tokens' \(the heads have a root input\), got NoneType", None),
-        (wide_heads(2)[0], r"None \(no root input\), got Tensor", hidden),
-        (wide_heads(2, root_input=True)[0], r"\[3, 8\], got \[1, 8\]", hidden[:1]),
+        (wide_heads(2, root_rank=5)[0], r"the root tokens' \(the heads have a root_rank\), got NoneType", None),
+        (wide_heads(2)[0], r"None \(root_rank 0\), got Tensor", hidden),
+        (wide_heads(2, root_rank=5)[0], r"\[3, 8\], got \[1, 8\]", hidden[:1]),
     ):
         for call in (
             functools.partial(heads, hidden),
@@ -400,6 +401,8 @@ def poisoned(value):
         (lambda: MedusaHeads(4, 6, 2, shared_projection=True, storage="fp8"), "storage: expected 'float' with a"),
         (lambda: MedusaHeads(4, 6, 2, storage="e5m2"), "storage: expected 'float', 'int8' or 'fp8', got 'e5m2'"),
         (lambda: MedusaHeads(4, 6, 2, parent_rank=-1), "parent_rank: expected at least 0, got -1"),
+        (lambda: MedusaHeads(4, 6, 2, root_rank=True), "root_rank: expected at least 0, got True"),
+        (lambda: MedusaHeads(4, 6, 2, root_rank=5), r"root_rank: expected at most 4 \(the hidden size\), got 5"),
         (lambda: poisoned(math.nan).quantized("int8"), r"w2\[1\]: expected finite weights, got NaN or Inf"),
         (lambda: poisoned(-math.inf).quantized("fp8"), r"w2\[1\]: expected finite weights, got NaN or Inf"),
     ],
@@ -421,13 +424,13 @@ def test_bytes_read_per_step():
     assert head_bytes(heads)["projection"] == 2 * 40 * 4
     heads = MedusaHeads(4, 40, 2, shared_projection=True, token_map=trimmed, dtype=torch.bfloat16)
     assert head_bytes(heads)["projection"] == 2 * 36 * 4 + 8 * 36
-    heads = MedusaHeads(4, 40, 2, token_map=trimmed, parent_rank=3, root_input=True, dtype=torch.float32)
+    heads = MedusaHeads(4, 40, 2, token_map=trimmed, parent_rank=3, root_rank=3, dtype=torch.float32)
     # Rows of A: the root's and 32 of head 0; of C: 32 a head; M: two of 3 x 3.
     assert head_bytes(heads) == {
-        "root": 4 * 2 * 16, "residual": 4 * (2 * 16 + 2 * 4), "projection": 4 * 2 * 36 * 4,
+        "root": 4 * (2 * 4 * 3 + 3 * 4), "residual": 4 * (2 * 16 + 2 * 4), "projection": 4 * 2 * 36 * 4,
         "parents": 4 * 3 * (33 + 64) + 4 * 2 * 9,
     }  # fmt: skip
-    assert str(heads) == "MedusaHeads(heads=2, layers=1, hidden=4, projection=own [36], parent_rank=3, root_input=True)"
+    assert str(heads) == "MedusaHeads(heads=2, layers=1, hidden=4, projection=own [36], parent_rank=3, root_rank=3)"
 
 
 @pytest.mark.gpu

@@ -34,11 +34,12 @@ def conditioned(base):
 
 
 def rooted(base):
-    heads = MedusaHeads(base.config.hidden_size, VOCAB, HEADS, root_input=True)
+    heads = MedusaHeads(base.config.hidden_size, VOCAB, HEADS, root_rank=4)
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
         heads.w2.copy_(base.lm_head.weight.expand_as(heads.w2))
-        heads.root_projection.copy_(torch.randn(heads.root_projection.shape, generator=generator) * 0.3)
+        heads.root_down.copy_(torch.randn(heads.root_down.shape, generator=generator) * 0.3)
+        heads.root_up.copy_(torch.randn(heads.root_up.shape, generator=generator) * 0.5)
     return heads
 
 
@@ -55,8 +56,8 @@ CASES = {
 def ranked(heads, lm_head, state, k, parent, named, root):
     """Head k's tokens at one position, best first; `named`: the tokens of the previous head, or None for the root."""
     hidden = state
-    if heads.root_input:
-        hidden = hidden + heads.root_projection[k] @ (root / (root.pow(2).mean() + 1e-6).sqrt())
+    if heads.root_rank:
+        hidden = hidden + heads.root_up[k] @ (heads.root_down @ (root / (root.pow(2).mean() + 1e-6).sqrt()))
     for layer in range(heads.num_layers):
         inner = heads.w1[k, layer] @ hidden + heads.b1[k, layer]
         hidden = hidden + inner * torch.sigmoid(inner)

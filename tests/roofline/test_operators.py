@@ -65,7 +65,7 @@ def test_bytes_of_a_step_at_llama_2_7b_agree_with_the_benchmarks_count() -> None
         (HeadShape(3, vocabulary=10), 3 * 32 * 32 + 3 * 32 * 10, 2),
         (HeadShape(3, shared=True), 3 * 32 * 32 + 32 * 100, 6),
         (HeadShape(3, shared=True, layers=2), 6 * 32 * 32 + 32 * 100, 6),
-        (HeadShape(3, root_input=True), 6 * 32 * 32 + 3 * 32 * 100, 2),
+        (HeadShape(3, root_rank=5), 3 * 32 * 32 + 3 * 32 * 100 + 4 * 5 * 32, 2),
     ],
 )
 def test_heads_run_at_one_node_a_sequence(heads: HeadShape, weights: int, rows: int) -> None:
@@ -74,8 +74,10 @@ def test_heads_run_at_one_node_a_sequence(heads: HeadShape, weights: int, rows: 
     assert sum(o.times * o.weights for o in added) == weights
     assert added[-1].rows == rows
     # Each head multiplies each of the 2 sequences with its own matrices, shared or not.
-    vocabulary, blocks = heads.vocabulary or 100, heads.layers + heads.root_input
-    assert sum(o.times * o.flops for o in added) == 2 * 2 * 3 * (blocks * 32 * 32 + 32 * vocabulary)
+    vocabulary = heads.vocabulary or 100
+    assert sum(o.times * o.flops for o in added) == 2 * 2 * (
+        3 * (heads.layers * 32 * 32 + 32 * vocabulary) + 4 * heads.root_rank * 32
+    )
 
 
 def test_a_trimmed_vocabulary_larger_than_the_models_is_refused() -> None:
@@ -87,6 +89,11 @@ def test_a_trimmed_vocabulary_larger_than_the_models_is_refused() -> None:
 def test_heads_without_a_size_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"heads: expected {field} of at least 1, got 0"):
         HeadShape(**{field: 0})
+
+
+def test_a_negative_root_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads: expected root_rank of at least 0, got -1"):
+        HeadShape(root_rank=-1)
 
 
 def test_time_is_the_longer_of_arithmetic_and_bytes() -> None:

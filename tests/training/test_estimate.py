@@ -45,7 +45,7 @@ def nbytes(tensors):
     [
         ("medusa-1", {}),
         ("medusa-1", {"heads": {"num_heads": 2, "shared_projection": True, "num_layers": 2}}),
-        ("medusa-1", {"heads": {"num_heads": 2, "token_map_size": 40, "parent_rank": 3, "root_input": True}}),
+        ("medusa-1", {"heads": {"num_heads": 2, "token_map_size": 40, "parent_rank": 3, "root_rank": 16}}),
         ("medusa-2", {"optimisation": {"heads_first_epochs": 0.0}}),
         ("medusa-2", {"lora": {"enabled": False}, "optimisation": {"heads_first_epochs": 0.0}}),
     ],
@@ -83,7 +83,7 @@ def test_quantised_weights_and_8_bit_moments_take_less():
 @pytest.mark.parametrize("targets", ["hard", "kl"])
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"shared_projection": True}, {"shared_projection": True, "root_input": True}],
+    [{}, {"shared_projection": True}, {"shared_projection": True, "root_rank": 16}],
     ids=["own", "shared", "shared, root"],
 )
 def test_operations_are_those_that_torch_counts(tmp_path, kind, targets):

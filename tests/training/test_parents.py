@@ -186,14 +186,14 @@ def test_8_bit_heads_are_evaluated_but_not_trained(storage):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({}, r"tokens: expected the text's ids \(the heads have a parent_rank or root input\), got None"),
+        ({}, r"tokens: expected the text's ids \(the heads have a parent_rank or root_rank\), got None"),
         ({"tokens": torch.zeros(22).long()}, r"tokens: expected int64 \[23\], got torch.int64 \[22\]"),
         ({"tokens": torch.zeros(23)}, r"tokens: expected int64 \[23\], got torch.float32 \[23\]"),
         ({"tokens": torch.full((23,), IGNORE)}, r"tokens: expected ids in \[0, 13\), got -100 to -100"),
         ({"tokens": torch.full((23,), 13)}, r"tokens: expected ids in \[0, 13\), got 13 to 13"),
         (
             {"heads": random_heads(), "tokens": torch.zeros(23).long()},
-            r"tokens: expected None \(the heads have no parent_rank or root input\), got a tensor",
+            r"tokens: expected None \(the heads have no parent_rank or root_rank\), got a tensor",
         ),
     ],
 )

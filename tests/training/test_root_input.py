@@ -20,8 +20,8 @@ KINDS = {
 }
 
 
-def rooted(*, sizes=(HIDDEN, VOCAB, 3), dtype=torch.float64, root_input=True, **changes):
-    heads = MedusaHeads(*sizes, root_input=root_input, dtype=torch.float64, **changes)
+def rooted(*, sizes=(HIDDEN, VOCAB, 3), dtype=torch.float64, root_rank=3, **changes):
+    heads = MedusaHeads(*sizes, root_rank=root_rank, dtype=torch.float64, **changes)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -47,7 +47,8 @@ def plain_loss(hidden, tokens, labels, heads, table, segments=None, lm_head=None
         states = []
         for t in range(len(tokens)):
             row = table[int(tokens[t + 1]) if t + 1 < len(tokens) else 0]
-            states.append(hidden[t] + value["root_projection"][head] @ (row / (row.pow(2).mean() + 1e-6).sqrt()))
+            shared = value["root_down"] @ (row / (row.pow(2).mean() + 1e-6).sqrt())
+            states.append(hidden[t] + value["root_up"][head] @ shared)
         state = torch.stack(states)
         for layer in range(heads.num_layers):
             inner = state @ value["w1"][head, layer].T
@@ -78,7 +79,7 @@ def test_loss_and_gradients_equal_the_formula_on_full_logits(kind, chunk):
     expected = plain_loss(hidden, tokens, labels, heads, embedding.weight.detach(), SEGMENTS, weight)
     torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=1e-12)
     inputs = [hidden, *heads.parameters(), *([] if weight is None else [weight])]
-    assert any(given is heads.root_projection for given in inputs)
+    assert {"root_down", "root_up"} < {name for name, _ in heads.named_parameters()}
     assert gradients(found.loss, embedding.weight) == (None,)
     for mine, theirs in zip(gradients(found.loss, *inputs), gradients(expected, *inputs), strict=True):
         assert theirs.abs().max() > 1e-4
@@ -86,7 +87,7 @@ def test_loss_and_gradients_equal_the_formula_on_full_logits(kind, chunk):
 
 
 def test_an_untrained_root_input_changes_nothing_and_is_trained():
-    heads = MedusaHeads(HIDDEN, VOCAB, 3, root_input=True, dtype=torch.float32)
+    heads = MedusaHeads(HIDDEN, VOCAB, 3, root_rank=HIDDEN, dtype=torch.float32)
     plain = random_heads(dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -96,7 +97,8 @@ def test_an_untrained_root_input_changes_nothing_and_is_trained():
     assert torch.equal(found.loss, medusa_loss(hidden, plain, labels).loss)
     assert torch.equal(heads(hidden, root_embedding=embedding(tokens)), plain(hidden))
     found.loss.backward()
-    assert heads.root_projection.grad.abs().amax((1, 2)).min() > 1e-3
+    assert heads.root_up.grad.abs().amax((1, 2)).min() > 1e-3
+    assert not heads.root_down.grad.any()
     assert embedding.weight.grad is None
 
 
@@ -114,7 +116,7 @@ def test_autocast_and_16_bits():
     hidden, labels, tokens, embedding = text_and_embedding()
     exact = rooted()
     expected = plain_loss(hidden, tokens, labels, exact, embedding.weight.detach())
-    (wanted,) = gradients(expected, exact.root_projection)
+    wanted = gradients(expected, exact.root_down, exact.root_up)
     for dtype, context in (
         (torch.float32, torch.autocast("cpu", dtype=torch.bfloat16)),
         (torch.bfloat16, torch.autocast("cpu", enabled=False)),
@@ -124,18 +126,19 @@ def test_autocast_and_16_bits():
             loss = medusa_loss(hidden.float(), heads, labels, tokens=tokens, embed_tokens=embedding.bfloat16()).loss
         loss.backward()
         assert 0 < abs(loss - expected) < 0.02 * expected
-        assert heads.root_projection.grad.dtype == dtype
-        assert (heads.root_projection.grad - wanted).norm() < 0.05 * wanted.norm()
+        for got, of_exact in zip((heads.root_down.grad, heads.root_up.grad), wanted, strict=True):
+            assert got.dtype == dtype
+            assert (got - of_exact).norm() < 0.05 * of_exact.norm()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": None}, r"tokens: expected the text's ids \(the heads have a parent_rank or root input\), got None"),
-        ({"embed_tokens": None}, r"embed_tokens: expected the model's \(the heads have a root input\), got NoneType"),
+        ({"tokens": None}, r"tokens: expected the text's ids \(the heads have a parent_rank or root_rank\), got None"),
+        ({"embed_tokens": None}, r"embed_tokens: expected the model's \(the heads have a root_rank\), got NoneType"),
         (
             {"heads": random_heads(), "tokens": None},
-            r"embed_tokens: expected None \(the heads have none\), got Embedding",
+            r"embed_tokens: expected None \(they have no root_rank\), got Embedding",
         ),
         (
             {"embed_tokens": nn.Embedding(VOCAB, HIDDEN + 1)},

@@ -315,7 +315,7 @@ def test_a_quantised_backbone_can_be_trained(shop, tmp_path, quantization, metho
         {"token_map_size": 60, "storage": "int8"},
         {"parent_rank": 4, "storage": "fp8"},
         {"shared_projection": True, "parent_rank": 4, "token_map_size": 60, "bias": False},
-        {"root_input": True, "num_layers": 2, "storage": "int8"},
+        {"root_rank": 4, "num_layers": 2, "storage": "int8"},
     ],
     ids=["shared", "trimmed, int8", "parents, fp8", "shared, parents, trimmed", "root, int8"],
 )
@@ -328,12 +328,12 @@ def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, v
         heads = model.heads
         assert heads.storage == variant.get("storage", "float")
         assert heads.parent_rank == variant.get("parent_rank", 0)
-        assert heads.root_input is variant.get("root_input", False)
+        assert heads.root_rank == variant.get("root_rank", 0)
         assert heads.num_candidates == variant.get("token_map_size", heads.vocab_size)
         if heads.parent_rank:
             assert heads.candidate_tokens.abs().max() > 0
-        if heads.root_input:
-            assert heads.root_projection.abs().amax((1, 2)).min() > 0
+        if heads.root_rank:
+            assert heads.root_up.abs().amax((1, 2)).min() > 0
         ids = torch.tensor([[5, 9, 30, 12]])
         expected = AutoModelForCausalLM.from_pretrained(base).generate(ids, max_new_tokens=12, do_sample=False)
         assert torch.equal(model.generate(ids, max_new_tokens=12).sequences, expected)
@@ -342,15 +342,15 @@ def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, v
 def test_training_continues_from_given_heads_and_adds_a_parent_term_and_a_root_input(shop, tmp_path):
     base, data = shop
     first = train(workshop.config(tmp_path / "first", base, data, optimisation={"epochs": 6.0}))
-    heads = {"initial": str(first.heads), "parent_rank": 4, "root_input": True}
+    heads = {"initial": str(first.heads), "parent_rank": 4, "root_rank": 3}
     second = train(workshop.config(tmp_path / "second", base, data, heads=heads))
     assert losses(tmp_path / "second")[0] < 1.2 * losses(tmp_path / "first")[-1]
     assert losses(tmp_path / "second")[0] < 0.8 * losses(tmp_path / "first")[0]
-    assert read_heads(second.heads).heads.root_input
+    assert read_heads(second.heads).heads.root_rank == 3
     for name, value, own in (
-        ("num_heads", 2, 3), ("bias", False, True), ("token_map_size", 60, None), ("root_input", False, True)
+        ("num_heads", 2, 3), ("bias", False, True), ("token_map_size", 60, None), ("root_rank", 2, 3)
     ):  # fmt: skip
-        heads = {"initial": str(second.heads), "parent_rank": 4, "root_input": True, name: value}
+        heads = {"initial": str(second.heads), "parent_rank": 4, "root_rank": 3, name: value}
         with pytest.raises(ValueError, match=rf"heads.{name}: expected {own} like the heads in .*, got {value}"):
             train(workshop.config(tmp_path / "third", base, data, heads=heads))
 
@@ -967,7 +967,7 @@ def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
         (
             False,
             "medusa-1",
-            {"heads": {"token_map_size": 60, "parent_rank": 4, "storage": "int8", "root_input": True}},
+            {"heads": {"token_map_size": 60, "parent_rank": 4, "storage": "int8", "root_rank": 5}},
         ),
         (True, "medusa-2", {"lora": {"enabled": False}, "heads": {"shared_projection": True}}),
     ],

@@ -260,9 +260,9 @@ def _obstacle(heads: MedusaHeads, target: Target, storage: Storage) -> tuple[str
     if target in ("native", "embedded"):
         return None
     anywhere = "native and embedded hold it"
-    if heads.root_input:
-        remedy = f"{anywhere}; those trained with heads.root_input false do not have it"
-        return "heads whose only input is the hidden state", "root_input true", remedy
+    if heads.root_rank:
+        remedy = f"{anywhere}; those trained with heads.root_rank 0 do not have it"
+        return "heads whose only input is the hidden state", f"root_rank {heads.root_rank}", remedy
     if heads.parent_rank:
         remedy = f"{anywhere}; those trained with heads.parent_rank 0 do not"
         return "heads whose drafts do not depend on their parent token", f"parent_rank {heads.parent_rank}", remedy

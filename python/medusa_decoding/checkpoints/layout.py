@@ -2,7 +2,8 @@
 
 The names are the paper's: `{h}.{l}.linear.weight`, `{h}.{l}.linear.bias`, `{h}.{L}.weight` for head h, residual block l
 of L. This package adds `token_map`, `{h}.{L}.weight_scale` of projections in 8 bits, `parent_tokens`,
-`candidate_tokens` and `{h}.parent_mix`, and `{h}.root_projection`. A format with other names maps them to these.
+`candidate_tokens` and `{h}.parent_mix`, and `root_down` and `{h}.root_up`. A format with other names maps them to
+these.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from medusa_decoding.checkpoints.tensor_files import StoredTensor, listed
 from medusa_decoding.heads import STORED, MedusaHeads, Storage
 
 TOKEN_MAP = "token_map"
-PARENTS, CANDIDATES = "parent_tokens", "candidate_tokens"
+PARENTS, CANDIDATES, ROOT = "parent_tokens", "candidate_tokens", "root_down"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 NUMBER = r"(0|[1-9][0-9]{0,2})"
 _BLOCK = re.compile(rf"{NUMBER}\.{NUMBER}\.linear\.(weight|bias)")
 _PROJECTION = re.compile(rf"{NUMBER}\.{NUMBER}\.weight")
 _MIX = re.compile(rf"{NUMBER}\.parent_mix")
-_ROOT = re.compile(rf"{NUMBER}\.root_projection")
+_ROOT_UP = re.compile(rf"{NUMBER}\.root_up")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Layout:
         dtype: of all weights except projections in 8 bits and their scales.
         storage: of the projections.
         parent_rank: r of the parents' term; 0 without it.
-        root_input: whether the root token's embedding is an input of the heads.
+        root_rank: of the heads' input from the root token; 0 without it.
         vocab_size: V, if the tensors tell it: projections without a token_map do, and parent_tokens.
     """
 
@@ -72,7 +73,7 @@ class Layout:
     dtype: torch.dtype
     storage: Storage
     parent_rank: int
-    root_input: bool
+    root_rank: int
     vocab_size: int | None
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -90,12 +91,14 @@ class Layout:
                     yield f"{name}_scale", (self.rows,), torch.float32
             if rank:
                 yield f"{head}.parent_mix", (rank, rank), self.dtype
-            if self.root_input:
-                yield f"{head}.root_projection", (hidden, hidden), self.dtype
+            if self.root_rank:
+                yield f"{head}.root_up", (hidden, self.root_rank), self.dtype
         if rank:
             candidates = self.rows or self.trimmed or self.vocab_size or 0
             yield PARENTS, (self.vocab_size or 0, rank), self.dtype
             yield CANDIDATES, (candidates, rank), self.dtype
+        if self.root_rank:
+            yield ROOT, (self.root_rank, hidden), self.dtype
 
 
 def examine(found: HeadTensors) -> Layout:
@@ -109,7 +112,7 @@ def examine(found: HeadTensors) -> Layout:
     blocks = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
     projections = [match for name in tensors if (match := _PROJECTION.fullmatch(name))]
     mixes = [match for name in tensors if (match := _MIX.fullmatch(name))]
-    roots = [match for name in tensors if (match := _ROOT.fullmatch(name))]
+    roots = [match for name in tensors if (match := _ROOT_UP.fullmatch(name))]
     num_heads = 1 + max((int(match[1]) for match in blocks + projections + mixes + roots), default=0)
     num_layers = 1 + max((int(match[2]) for match in blocks), default=0)
     has_bias = any(match[3] == "bias" for match in blocks)
@@ -119,7 +122,8 @@ def examine(found: HeadTensors) -> Layout:
     storage: Storage = next((kind for kind in STORED if STORED[kind] in stored), "float")
     owned = 0 if projections else None
     # Sizes are not known yet: only the names of this one are used.
-    kind = torch.float32, storage, int(conditioned), bool(roots)
+    rooted = bool(roots) or ROOT in tensors
+    kind = torch.float32, storage, int(conditioned), int(rooted)
     names = Layout(num_heads, num_layers, 0, has_bias, owned, None, *kind, 0)
     _check_names(found, (name for name, *_ in names.expected()))
 
@@ -138,7 +142,13 @@ def examine(found: HeadTensors) -> Layout:
         parents = tensors[PARENTS]
         _check_matrix(parents, "[V, r]")
         rank, vocab_size = parents.shape[1], vocab_size or parents.shape[0]
-    kind = first.dtype, storage, rank, bool(roots)
+    root_rank = 0
+    if rooted:
+        _check_matrix(tensors[ROOT], "[r, H]")
+        root_rank = tensors[ROOT].shape[0]
+        if root_rank > first.shape[0]:
+            raise tensors[ROOT].refused(f"at most {first.shape[0]} rows (the hidden size)", root_rank)
+    kind = first.dtype, storage, rank, root_rank
     layout = Layout(num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, *kind, vocab_size)
     for name, shape, dtype in layout.expected():
         tensor = tensors[name]
@@ -176,7 +186,7 @@ def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
         "hidden_size": layout.hidden_size,
         "medusa_storage": layout.storage,
         "medusa_parent_rank": layout.parent_rank,
-        "medusa_root_input": layout.root_input,
+        "medusa_root_rank": layout.root_rank,
     }
     if layout.vocab_size is not None:
         expected["vocab_size"] = layout.vocab_size
@@ -224,7 +234,7 @@ def pack(
             token_map=None if layout.trimmed is None else found.tensors[TOKEN_MAP].load(),
             storage=layout.storage,
             parent_rank=layout.parent_rank,
-            root_input=layout.root_input,
+            root_rank=layout.root_rank,
             dtype=layout.dtype if dtype is None else dtype,
             device=device,
         )
@@ -255,9 +265,10 @@ def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
             named[f"{head}.{heads.num_layers}.weight_scale"] = heads.w2_scale[head]
         if heads.parent_mix is not None:
             named[f"{head}.parent_mix"] = heads.parent_mix.detach()[head]
-        if heads.root_projection is not None:
-            named[f"{head}.root_projection"] = heads.root_projection.detach()[head]
-    whole = {PARENTS: heads.parent_tokens, CANDIDATES: heads.candidate_tokens, TOKEN_MAP: heads.token_map}
+        if heads.root_up is not None:
+            named[f"{head}.root_up"] = heads.root_up.detach()[head]
+    whole = {PARENTS: heads.parent_tokens, CANDIDATES: heads.candidate_tokens, ROOT: heads.root_down}
+    whole[TOKEN_MAP] = heads.token_map
     return named | {name: tensor.detach() for name, tensor in whole.items() if tensor is not None}
 
 

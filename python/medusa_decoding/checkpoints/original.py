@@ -1,7 +1,7 @@
 """The paper's heads-only folder: `config.json` next to `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
 Version 1 stores one vocabulary projection per head, version 2 shares the base model's lm_head: the tensors tell which.
-The config repeats what this package adds: `medusa_storage`, `medusa_parent_rank`, `medusa_root_input` and
+The config repeats what this package adds: `medusa_storage`, `medusa_parent_rank`, `medusa_root_rank` and
 `base_model_revision`.
 """
 
@@ -129,9 +129,9 @@ def fields(
     additions = {
         "medusa_storage": heads.storage,
         "medusa_parent_rank": heads.parent_rank,
-        "medusa_root_input": heads.root_input,
+        "medusa_root_rank": heads.root_rank,
     }
     for key, value in (found | additions).items():
         if key in extra and extra[key] != value:
             raise ValueError(f"config: expected {key} {value!r} like the heads, got {extra[key]!r}")
-    return {**extra, **found, **{key: value for key, value in additions.items() if value not in ("float", 0, False)}}
+    return {**extra, **found, **{key: value for key, value in additions.items() if value not in ("float", 0)}}

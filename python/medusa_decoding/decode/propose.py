@@ -40,7 +40,7 @@ def propose(
         return None
     assert heads is not None, "trees are checked against the heads before steps are made"
     drawn: dict[str, Any] = {} if temperature is None else {"temperature": temperature, "noise": noise}
-    root = embed_tokens(state.root) if heads.root_input and embed_tokens is not None else None
+    root = embed_tokens(state.root) if heads.root_rank and embed_tokens is not None else None
     if heads.parent_rank:
         return heads.propose_children(state.hidden, state.root, tree.top_k, lm_head, root_embedding=root, **drawn)
     return heads.propose(state.hidden, tree.top_k, lm_head, root_embedding=root, **drawn)

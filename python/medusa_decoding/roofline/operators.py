@@ -112,8 +112,10 @@ def step_operators(shape: ModelShape, heads: HeadShape | None, batch: int, nodes
     if vocabulary > shape.vocabulary:
         raise ValueError(f"heads: expected a vocabulary of at most {shape.vocabulary}, got {vocabulary}")
     # All heads in one launch: their weights side by side.
-    matrices = heads.count * (heads.layers + heads.root_input)
-    operators.append(linear("head blocks", batch, shape.hidden, matrices * shape.hidden))
+    if heads.root_rank:
+        operators.append(linear("root", batch, shape.hidden, heads.root_rank))
+        operators.append(linear("head roots", batch, heads.root_rank, heads.count * shape.hidden))
+    operators.append(linear("head blocks", batch, shape.hidden, heads.count * heads.layers * shape.hidden))
     if heads.shared:
         projected = linear("head projections", batch * heads.count, shape.hidden, vocabulary, stored=False)
     else:

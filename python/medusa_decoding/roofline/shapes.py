@@ -40,23 +40,23 @@ class HeadShape:
         vocabulary: rows of a head's projection; None for all of the model's.
         shared: whether heads project with the model's lm_head instead of their own matrices.
         layers: residual blocks per head.
-        root_input: whether every head also multiplies the root token's embedding with a matrix of its own.
+        root_rank: of the heads' input from the root token's embedding; 0 for none.
 
     Raises:
-        ValueError: one of them is below 1.
+        ValueError: one of them is below 1 (root_rank: below 0).
     """
 
     count: int = 4
     vocabulary: int | None = None
     shared: bool = False
     layers: int = 1
-    root_input: bool = False
+    root_rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("count", "layers", "vocabulary"):
+        for name, least in (("count", 1), ("layers", 1), ("vocabulary", 1), ("root_rank", 0)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"heads: expected {name} of at least 1, got {value}")
+            if value is not None and value < least:
+                raise ValueError(f"heads: expected {name} of at least {least}, got {value}")
 
 
 def _llama(name: str, hidden: int, intermediate: int, layers: int, heads: int) -> ModelShape:

@@ -66,8 +66,8 @@ class HeadsConfig:
     parent_rank: int = setting(
         0, "rank of the term that adds the parent token to a head's prediction; 0 for none", OURS, at_least(0)
     )
-    root_input: bool = setting(
-        False, "add the root token's embedding to every head's input, by an own matrix [H, H] per head", OURS
+    root_rank: int = setting(
+        0, "rank of the term that adds the root token's embedding to every head's input; 0 for none", OURS, at_least(0)
     )
     initial: str | None = setting(None, "folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", WORDS)
 

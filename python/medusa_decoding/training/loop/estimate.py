@@ -162,7 +162,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
         "gradients": 4 * trained + again,
         "optimiser": (2 if rates.optimizer == "adamw_8bit" else 8) * trained + 4 * shapes.own,
         "activations": activations,
-        "heads' states": 4 * heads * positions * shapes.hidden * (3 * blocks + 3 + config.heads.root_input),
+        "heads' states": 4 * heads * positions * shapes.hidden * (3 * blocks + 3 + (config.heads.root_rank > 0)),
         "logits": 12 * chunk * candidates + operands,
     }
 
@@ -172,10 +172,10 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
 
     A multiply-add counts as two. Backbone: 2 Q + 2 layers * length * A (half of attention is masked). If it is trained
     with an adapter, twice that again for the gradient of its activations; with all weights, three times; and once more
-    each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, 4 K
-    H^2 for a root input (its embedding has no gradient), and 2 K V' H for their logits, times 3 with own projections
-    (gradients of states and weights), 2 with the shared one, and once more for the teacher's with soft labels.
-    Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits.
+    each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, (6
+    K + 4) r H for a root input of rank r (its embedding has no gradient), and 2 K V' H for their logits, times 3 with
+    own projections (gradients of states and weights), 2 with the shared one, and once more for the teacher's with soft
+    labels. Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits.
     """
     forward = 2.0 * shapes.linear + 2.0 * shapes.layers * config.data.length * shapes.attention
     passes = 1.0
@@ -183,7 +183,8 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
         passes = 2.0 if config.lora.enabled else 3.0
         passes += config.model.gradient_checkpointing + (config.method == "self-distillation")
     heads, candidates = config.heads.num_heads, config.heads.token_map_size or shapes.vocabulary
-    after = (6.0 * config.heads.num_layers + 4.0 * config.heads.root_input) * heads * shapes.hidden**2
+    after = 6.0 * heads * config.heads.num_layers * shapes.hidden**2
+    after += (6.0 * heads + 4.0) * config.heads.root_rank * shapes.hidden
     products = (2 if config.heads.shared_projection else 3) + (config.loss.targets != "hard")
     after += 2.0 * heads * candidates * shapes.hidden * products
     if config.trains_backbone:

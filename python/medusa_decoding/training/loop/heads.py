@@ -68,7 +68,7 @@ def new_heads(
         bias=settings.bias,
         token_map=None if token_map is None else token_map.cpu(),
         parent_rank=settings.parent_rank,
-        root_input=settings.root_input,
+        root_rank=settings.root_rank,
         dtype=dtype,
         device=device,
     )
@@ -91,7 +91,7 @@ def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHead
         ("bias", heads.b1 is not None),
         ("token_map_size", None if heads.token_map is None else len(heads.token_map)),
         ("parent_rank", heads.parent_rank or settings.parent_rank),  # a missing term is made
-        ("root_input", heads.root_input or settings.root_input),
+        ("root_rank", heads.root_rank or settings.root_rank),
     ):
         wanted = getattr(settings, key)
         if wanted != got:

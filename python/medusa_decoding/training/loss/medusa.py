@@ -116,9 +116,9 @@ def medusa_loss(
             trained, only measured, under `torch.no_grad()`.
         labels: int64 [T], the token id at each position or IGNORE.
         tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank or a
-            root input. The parent of head k's target at position t is the token at t + k + 1, its root that at t + 1.
+            root_rank. The parent of head k's target at position t is the token at t + k + 1, its root that at t + 1.
         embed_tokens: the model's input embedding, int64 [P] -> [P, H], which gets no gradient; needed exactly if the
-            heads have a root input.
+            heads have a root_rank.
         segments: int64 [T], see `shifted_labels`.
         lm_head: the model's own, needed exactly if the heads share it: its weight [V, H], or the module. A module that
             is not a plain Linear without bias (LoRA around it, quantised) is called.
@@ -150,12 +150,12 @@ def medusa_loss(
     if (lm_head is not None) != heads.shared_projection:
         wanted = "the model's lm_head (the heads share it)" if lm_head is None else "None (the heads own theirs)"
         raise ValueError(f"lm_head: expected {wanted}, got {type(lm_head).__name__}")
-    if (tokens is not None) != (heads.parent_rank > 0 or heads.root_input):
+    if (tokens is not None) != (heads.parent_rank + heads.root_rank > 0):
         has = "the text's ids (the heads have a" if tokens is None else "None (the heads have no"
         got = "None" if tokens is None else "a tensor"
-        raise ValueError(f"tokens: expected {has} parent_rank or root input), got {got}")
-    if (embed_tokens is not None) != heads.root_input:
-        wanted = "the model's (the heads have a root input)" if heads.root_input else "None (the heads have none)"
+        raise ValueError(f"tokens: expected {has} parent_rank or root_rank), got {got}")
+    if (embed_tokens is not None) != (heads.root_rank > 0):
+        wanted = "the model's (the heads have a root_rank)" if heads.root_rank else "None (they have no root_rank)"
         raise ValueError(f"embed_tokens: expected {wanted}, got {type(embed_tokens).__name__}")
     check_vector("labels", labels, len(hidden))
     check_range("labels", labels, heads.vocab_size)
