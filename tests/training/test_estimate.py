@@ -71,7 +71,8 @@ def test_memory_of_weights_and_optimiser_is_exact(tmp_path, method, sections):
 
 def test_quantised_weights_and_8_bit_moments_take_less():
     shapes = Shapes(32, 4096, 11008, 4096, 32000, 6_476_005_376, 262_410_240, 0, 739_000_000, 655_360_000)
-    values = {"model": {"name": "m"}, "data": {"train": [{"path": "d"}]}, "output": {"folder": "o"}}
+    values = {"model": {"name": "m", "quantization": "4bit"}, "data": {"train": [{"path": "d"}]}}
+    values |= {"output": {"folder": "o"}}
     paper = estimate.memory(Config.of(values), shapes)
     plain = Config.of(values | {"model": {"name": "m", "quantization": "none"}, "optimisation": {"optimizer": "adamw"}})
     # 4 bits and a scale per 64 weights, next to embeddings, norms and lm_head in bfloat16.

@@ -267,8 +267,10 @@ def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
             named[f"{head}.parent_mix"] = heads.parent_mix.detach()[head]
         if heads.root_up is not None:
             named[f"{head}.root_up"] = heads.root_up.detach()[head]
-    whole = {PARENTS: heads.parent_tokens, CANDIDATES: heads.candidate_tokens, ROOT: heads.root_down}
-    whole[TOKEN_MAP] = heads.token_map
+    whole: dict[str, torch.Tensor | None] = {
+        PARENTS: heads.parent_tokens, CANDIDATES: heads.candidate_tokens, ROOT: heads.root_down,
+        TOKEN_MAP: heads.token_map,
+    }  # fmt: skip
     return named | {name: tensor.detach() for name, tensor in whole.items() if tensor is not None}
 
 
