@@ -51,8 +51,8 @@ def heads_topk(
         token_map: int64 `[V']`, the real token id of each row of a trimmed vocabulary. None: the row is the id.
         gather: w2 and w2_scale hold the whole vocabulary of V instead (`[K, V, H]` or `[V, H]`), of which the
             projection has the rows that token_map names, in its order; token_map is required.
-        root: `[B, H]`, dtype of hidden, a second input of every head: the embedding of the last drawn token.
-        w_root: `[K, H, H]`, dtype of hidden; any strides. Required with root, and only then.
+        root: `[B, R]`, dtype of hidden, a second input of every head, made of the last drawn token.
+        w_root: `[K, H, R]`, dtype of hidden; any strides. Required with root, and only then.
         temperature: finite, above 0.
         noise: fp32 `[B, R, V]`, R at least K: head j of batch row b adds element `noise[b, j, token id]` to each logit.
             V is the number of ids (without a token_map V', with `gather` that of the rows of w2). With standard Gumbel
@@ -93,11 +93,11 @@ def heads_topk(
     scaled = w2_scale is not None or w2.dtype not in QUANTISED
     _checks.require(scaled, "w2_scale", "one scale per row of int8 and fp8 weights", None)
     if root is not None:
-        _checks.match("root", root, (hidden.shape[0], size), "hidden", hidden)
+        _checks.match("root", root, (hidden.shape[0], "R"), "hidden", hidden)
         _checks.require(w_root is not None, "w_root", "the weights of root", None)
     if w_root is not None:
         _checks.require(root is not None, "root", "the input of w_root", None)
-        _checks.match("w_root", w_root, (heads, size, size), "hidden", hidden)
+        _checks.match("w_root", w_root, (heads, size, root.shape[1]), "hidden", hidden)
     _checks.require(0 < temperature < float("inf"), "temperature", "a finite number above 0", temperature)
     if noise is not None:
         ids = "V" if token_map is not None and not gather else w2.shape[-2]
@@ -154,10 +154,10 @@ def residual_blocks(w1: Tensor, b1: Tensor | None) -> Iterator[tuple[Tensor, Ten
 
 def _of_every_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `W x + b` of every head, `[B, K, H]`, of inputs `[B, K, H]`, or `[B, 1, H]` if all have the same."""
-    heads, size, _ = weight.shape
+    heads, size, columns = weight.shape
     if x.shape[1] == 1 and weight.is_contiguous():
         # All heads read one input: their weights are one matrix.
-        return linear(x, weight.view(-1, size), None if bias is None else bias.reshape(-1)).view(-1, heads, size)
+        return linear(x, weight.view(-1, columns), None if bias is None else bias.reshape(-1)).view(-1, heads, size)
     inner = torch.matmul(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
     return inner if bias is None else inner + bias
 
@@ -199,7 +199,8 @@ def _native(
             batch, heads, size, vocabulary, w2.shape[-2], k,
             w1.shape[1] if w1.dim() == 4 else 1, w1, b1,
             *(stride * w1.element_size() for stride in (w1.stride(0), w1.stride(1), w1.stride(-2))),
-            root, w_root, *((0, 0) if w_root is None else (s * w_root.element_size() for s in w_root.stride()[:2])),
+            root, w_root, 0 if root is None else root.shape[1],
+            *((0, 0) if w_root is None else (s * w_root.element_size() for s in w_root.stride()[:2])),
             w2, 0 if shared else w2.stride(0) * w2.element_size(), w2.stride(-2) * w2.element_size(),
             _cpu.TYPES[w2.dtype], w2_scale, 0 if shared else w2.shape[-2],
             token_map, gather, float(temperature), noise, *((0, 0) if noise is None else noise.shape[1:]),

@@ -56,14 +56,15 @@ Result heads(const Heads& a) {
       if (block > start_block) return const_cast<const T*>(states) + (head * a.batch + b) * a.width;
       return static_cast<const T*>(a.hidden) + (a.hidden_stride == 0 ? b : b * a.heads + head) * a.width;
     };
+    const int64_t columns = block < 0 ? a.root_width : a.width;
     const auto input = [&](int64_t head, int64_t b) {
-      return block < 0 ? static_cast<const T*>(a.root) + b * a.width : before(head, b);
+      return block < 0 ? static_cast<const T*>(a.root) + b * columns : before(head, b);
     };
     with_weight<A>(A::kType, [&](auto kind) {
       using W = decltype(kind);
-      const int64_t vectors = prepared_vectors<W>(a.width);
+      const int64_t vectors = prepared_vectors<W>(columns);
       auto* x = static_cast<typename W::X*>(scratch(kPrepared, tokens * vectors * kBytes));
-      for (int64_t i = 0; i < tokens; ++i) prepare<W, A>(input(i / a.batch, i % a.batch), 1, a.width, x + i * vectors);
+      for (int64_t i = 0; i < tokens; ++i) prepare<W, A>(input(i / a.batch, i % a.batch), 1, columns, x + i * vectors);
       in_parallel(a.threads, a.heads * chunks, [&](int64_t i) {
         const int64_t head = i / chunks, first = i % chunks * kChunk, rows = least(kChunk, a.width - first);
         Matrix w{static_cast<const char*>(a.w_root) + head * a.w_root_stride, nullptr, nullptr, a.width,
@@ -76,7 +77,7 @@ Result heads(const Heads& a) {
         alignas(kBytes) float sums[kTokens * kChunk];
         for (int64_t start = 0; start < a.batch; start += kTokens) {
           const int64_t now = least(kTokens, a.batch - start);
-          affine<A, W>(w, first, rows, x + (head * a.batch + start) * vectors, now, a.width, sums);
+          affine<A, W>(w, first, rows, x + (head * a.batch + start) * vectors, now, columns, sums);
           for (int64_t token = 0; token < now; ++token) {
             T* to = states + (head * a.batch + start + token) * a.width + first;
             for (int64_t row = 0; row < rows; row += kLanes) {

@@ -72,8 +72,8 @@ struct Heads {
   int64_t blocks;
   const void *w1, *b1;  // [heads, blocks, width, width], [heads, blocks, width] or null
   int64_t w1_stride, w1_block_stride, w1_row_stride;
-  const void *root, *w_root;  // [batch, width], [heads, width, width]; or both null
-  int64_t w_root_stride, w_root_row_stride;
+  const void *root, *w_root;  // [batch, root_width], [heads, width, root_width]; or both null
+  int64_t root_width, w_root_stride, w_root_row_stride;
   const void* w2;  // with w2_stride [heads, rows, width], else [rows, width]
   int64_t w2_stride, w2_row_stride, w2_type;
   const float* w2_scale;

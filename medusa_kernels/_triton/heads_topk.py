@@ -35,20 +35,20 @@ MERGE = Warps(num_warps=4, num_stages=3)
 @triton.jit(do_not_specialize=["batch", "tiles", "step"])
 def residual_kernel(
     x, hidden, w1, b1, states,
-    batch, heads, size, stride_x_b, stride_x_k, stride_hidden_b, stride_hidden_k, stride_w1_k, stride_w1_r, stride_b1_k,
-    tiles, step,
+    batch, heads, size, columns, stride_x_b, stride_x_k, stride_hidden_b, stride_hidden_k, stride_w1_k, stride_w1_r,
+    stride_b1_k, tiles, step,
     UNIT: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute h + SiLU(W1 x + b1) for BLOCK_M rows and one program's share of the rows of one head's W1.
 
-    x and hidden (h) [B, H] or [B, K, H], w1 [K, H, H], b1 [K, H] give states [B, K, H]; without ACTIVATE
-    h + W1 x + b1. Everything is fp32 until the one rounding to the dtype of the states. Sizes and strides come in units
-    of UNIT elements.
+    hidden (h) [B, H] or [B, K, H], x likewise with R in place of H, w1 [K, H, R] and b1 [K, H] give states [B, K, H];
+    without ACTIVATE h + W1 x + b1. Everything is fp32 until the one rounding to the dtype of the states. Sizes (H and
+    R, the columns) and strides come in units of UNIT elements.
     """
     i_m, i_p, i_k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
-    size = size * UNIT
+    size, columns = size * UNIT, columns * UNIT
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_v = tl.arange(0, BLOCK_V)
     m_m = o_m < batch
@@ -60,7 +60,7 @@ def residual_kernel(
         m_r = (o_v < step) & (o_r < size)
         p_w = w1 + i_k * (stride_w1_k * UNIT) + o_r.to(tl.int64) * (stride_w1_r * UNIT)
         # [BLOCK_M, BLOCK_V]
-        b_inner = product(p_a, m_m, p_w, m_r, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, False)
+        b_inner = product(p_a, m_m, p_w, m_r, columns, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, False)
         if HAS_BIAS:
             # [BLOCK_V]
             b_inner += tl.load(b1 + i_k * stride_b1_k + o_r, mask=m_r, other=0.0).to(tl.float32)[None, :]
@@ -208,10 +208,10 @@ def heads_topk(
 def _states(x: Tensor, hidden: Tensor, w1: Tensor, b1: Tensor | None, *, activate: bool = True) -> Tensor:
     """Return `[B, K, H]`, hidden plus SiLU(W1 x + b1), or without the activation, of every head."""
     x, hidden, w1 = rows_first(x), rows_first(hidden), rows_first(w1)
-    batch, (heads, size, _) = hidden.shape[0], w1.shape
+    batch, (heads, size, columns) = hidden.shape[0], w1.shape
     strides = [tensor.stride()[i] if tensor.dim() > i + 1 else 0 for tensor in (x, hidden) for i in (0, 1)]
     strides += w1.stride()[:2]
-    elements = unit(size, *strides)
+    elements = unit(size, columns, *strides)
     vectors = wide(elements, hidden.dtype)
     device = describe(hidden.device)
     config = configuration(device, hidden.dtype, w1.dtype, batch, "residual", vectors=vectors)
@@ -221,9 +221,9 @@ def _states(x: Tensor, hidden: Tensor, w1: Tensor, b1: Tensor | None, *, activat
     states = hidden.new_empty(batch, heads, size)
     residual_kernel[tiles, share.programs, heads](
         x, hidden, w1, bias, states,
-        batch, heads, size // elements, *(stride // elements for stride in strides), bias.stride(0),
+        batch, heads, size // elements, columns // elements, *(stride // elements for stride in strides), bias.stride(0),
         share.tiles, share.step,
-        UNIT=elements, EVEN=size % config.block_k == 0, HAS_BIAS=b1 is not None, ACTIVATE=activate,
+        UNIT=elements, EVEN=columns % config.block_k == 0, HAS_BIAS=b1 is not None, ACTIVATE=activate,
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
     return states

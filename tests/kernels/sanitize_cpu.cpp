@@ -370,7 +370,8 @@ void heads() {
   Array hidden(type, batch * (own_hidden ? count : 1), width), w1(type, count * blocks * width, width, width + gap);
   Array b1(type, count * blocks, width), w2(w2_type, projections * all, width, width + gap), scale(kFloat32, projections, all);
   const double size = 1 / std::sqrt(static_cast<double>(width));
-  Array root(type, batch, width), w_root(type, count * width, width, width + gap);
+  const int64_t root_width = any(1, 2 * width);
+  Array root(type, batch, root_width), w_root(type, count * width, root_width, root_width + gap);
   Array noise(kFloat32, batch * noise_rows, noise_ids);
   root.fill(normal), w_root.fill([&] { return normal() * size; }), noise.fill(normal);
   hidden.fill(normal), w1.fill([&] { return normal() * size; }), b1.fill(normal);
@@ -395,7 +396,7 @@ void heads() {
   call.w2_scale = w2_type == kInt8 ? static_cast<const float*>(scale.data()) : nullptr;
   call.scale_stride = shared || w2_type != kInt8 ? 0 : all;
   call.token_map = map ? token_map.data() : nullptr, call.gather = gather;
-  if (has_root) call.root = root.data(), call.w_root = w_root.data();
+  if (has_root) call.root = root.data(), call.w_root = w_root.data(), call.root_width = root_width;
   call.w_root_stride = width * w_root.stride_bytes(), call.w_root_row_stride = w_root.stride_bytes();
   call.noise = has_noise ? static_cast<const float*>(noise.data()) : nullptr;
   call.noise_rows = noise_rows, call.noise_ids = noise_ids, call.temperature = temperature;
@@ -409,7 +410,9 @@ void heads() {
       std::vector<double> state(width), logits(vocabulary);
       for (int64_t row = 0; row < width; ++row) {
         double sum = 0;
-        for (int64_t column = 0; column < width; ++column) sum += root.get(b, column) * w_root.get(head * width + row, column);
+        for (int64_t column = 0; column < root_width; ++column) {
+          sum += root.get(b, column) * w_root.get(head * width + row, column);
+        }
         state[row] = has_root ? rounded(hidden.get(from, row) + sum, type) : hidden.get(from, row);
       }
       for (int64_t block = head * blocks; block < (head + 1) * blocks; ++block) {

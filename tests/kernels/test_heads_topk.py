@@ -42,11 +42,11 @@ def make(
 
 
 def make_inputs(case: Case, rows: int, ids: int) -> Case:
-    """A root, noise of so many rows and ids in a larger tensor, and a temperature."""
+    """A root of another size than the states, noise of so many rows and ids in a larger tensor, and a temperature."""
     hidden, (heads, *_, size) = case["hidden"], case["w1"].shape
     noise = torch.full((len(hidden), rows + 1, ids + 3), torch.nan, device=hidden.device)
     noise = noise[:, 1:, 2:-1].copy_(-torch.empty(len(hidden), rows, ids).exponential_().log())
-    root, w_root = torch.randn(len(hidden), size), torch.randn(heads, size, size) / size**0.5
+    root, w_root = torch.randn(len(hidden), size + 3), torch.randn(heads, size, size + 3) / size**0.5
     return {"root": root.to(hidden), "w_root": w_root.to(hidden), "temperature": 0.7, "noise": noise}
 
 
@@ -276,7 +276,7 @@ def test_noise_of_row_head_and_id(device: str, shared: bool, form: str) -> None:
 def test_a_root_and_noise_of_zeros_change_no_bit(device: str, dtype: torch.dtype, shared: bool) -> None:
     case = make(3, 3, 40, 500, shared=shared, blocks=2, dtype=dtype, device=device)
     zeros = {name: t.zero_() for name, t in make_inputs(case, 3, 500).items() if name in ("root", "noise")}
-    weights = torch.randn(3, 40, 40, device=device).to(dtype)
+    weights = torch.randn(3, 40, 43, device=device).to(dtype)
     plain = heads_topk(*case.values(), 8)
     for got, wanted in zip(heads_topk(*case.values(), 8, w_root=weights, **zeros), plain, strict=True):
         assert torch.equal(got, wanted)
