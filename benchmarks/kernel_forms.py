@@ -214,8 +214,9 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
 
 
 def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False, elements=16):
-    # With noise also the rest that sampling may ask for: a temperature and a token map.
-    config = heads_topk.configuration(device, dtype, stored, rows, "vocabulary", vectors=wide(elements, dtype, stored))
+    # With noise also a token map.
+    vectors = wide(elements, dtype, stored)
+    config = heads_topk.configuration(device, dtype, stored, rows, "vocabulary", vectors=vectors, noise=noise)
     as_bytes, kind, weight = heads_topk.decodes_bytes(device, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
     tile = _tile(config, elements, " gather" * gather + " noise" * noise)
     types = {"states": f"*{kind}", "w2": "*u8" if as_bytes else f"*{weight}", "token_map keys": "*i64"}
@@ -223,10 +224,10 @@ def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False,
     return specialise(
         f"heads_topk vocabulary {kind} x {weight} k{k} {tile}",
         heads_topk.vocabulary_kernel,
-        types | {"scale noise peaks sums": "*fp32", "temperature": "fp32"},
+        types | {"scale noise peaks sums": "*fp32", "inverse_temperature": "fp32"},
         config.blocks()
         | flags
-        | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_TEMPERATURE": noise, "HAS_NOISE": noise}
+        | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
         | {"K": k, "PLACES": triton.next_power_of_2(k)},
         config,
     )

@@ -76,9 +76,9 @@ def residual_kernel(
 def vocabulary_kernel(
     states, w2, scale, token_map, noise, keys, peaks, sums,
     rows, groups, heads, vocabulary, size, stride_w2_g, stride_w2_v, stride_scale_g, stride_noise_b, stride_noise_k,
-    tiles, step, temperature,
+    tiles, step, inverse_temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, E4M3: tl.constexpr, HAS_SCALE: tl.constexpr, GATHER: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_NOISE: tl.constexpr,
+    HAS_MAP: tl.constexpr, HAS_NOISE: tl.constexpr,
     K: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -106,12 +106,9 @@ def vocabulary_kernel(
         first = (tile * programs + i_p) * step
         m_v = (o_v < step) & (first + o_v < vocabulary)
         o_w = (first + o_v).to(tl.int64)
-        o_id = o_w
-        if HAS_MAP:
-            # [BLOCK_V]
-            o_id = tl.load(token_map + o_w, mask=m_v, other=0)
         if GATHER:
-            o_w = o_id
+            # [BLOCK_V]
+            o_w = tl.load(token_map + o_w, mask=m_v, other=0)
         p_w = w2 + i_g * (stride_w2_g * UNIT) + o_w * (stride_w2_v * UNIT)
         # [BLOCK_M, BLOCK_V]
         b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, E4M3)
@@ -120,9 +117,12 @@ def vocabulary_kernel(
             b_scale = tl.load(scale + i_g * stride_scale_g + o_w, mask=m_v, other=0.0)
             b_x *= (b_scale * 256.0 if E4M3 else b_scale)[None, :]
         m_x = m_m[:, None] & m_v[None, :]
-        if HAS_TEMPERATURE:
-            b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + temperature)
+        b_x *= inverse_temperature
         if HAS_NOISE:
+            o_id = (first + o_v).to(tl.int64)
+            if HAS_MAP:
+                # [BLOCK_V]
+                o_id = tl.load(token_map + o_id, mask=m_v, other=0)
             # [BLOCK_M, BLOCK_V]
             b_x += tl.load(p_noise[:, None] + o_id[None, :], mask=m_x, other=0.0)
         b_topk = merge_topk_of_tile(b_topk, tl.where(m_x, ordered(b_x), NO_ORDER), first)
@@ -242,7 +242,7 @@ def _top_k(
     stride_w2_g = w2.stride(0) if w2.dim() == 3 else 0
     elements = unit(size, stride_w2_g, w2.stride(-2))
     vectors = wide(elements, states.dtype, w2.dtype)
-    config = configuration(device, states.dtype, w2.dtype, rows, "vocabulary", vectors=vectors)
+    config = configuration(device, states.dtype, w2.dtype, rows, "vocabulary", vectors=vectors, noise=noise is not None)
     tiles = triton.cdiv(rows, config.block_m)
     share = shares(vocabulary, device.multiprocessors * config.programs // (groups * tiles), config.block_v)
     as_bytes = decodes_bytes(device, w2.dtype)
@@ -257,9 +257,9 @@ def _top_k(
         peaks if noise is None else noise, keys, peaks, sums,
         rows, groups, heads, vocabulary, size // elements, stride_w2_g // elements, w2.stride(-2) // elements,
         scale.stride(0) if scale is not None and groups > 1 else 0, *((0, 0) if noise is None else noise.stride()[:2]),
-        share.tiles, share.step, temperature,
+        share.tiles, share.step, 1 / temperature,
         UNIT=elements, EVEN=size % config.block_k == 0, E4M3=as_bytes,
-        HAS_SCALE=scale is not None, GATHER=gather, HAS_MAP=token_map is not None, HAS_TEMPERATURE=temperature != 1,
+        HAS_SCALE=scale is not None, GATHER=gather, HAS_MAP=token_map is not None,
         HAS_NOISE=noise is not None, K=k, PLACES=places,
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip

@@ -11,11 +11,18 @@ from medusa_kernels._triton.streaming import Config, interpreted_config
 
 
 def configuration(
-    device: Device, dtype: torch.dtype, stored: torch.dtype, rows: int, stage: str, *, vectors: bool = True
+    device: Device,
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    rows: int,
+    stage: str,
+    *,
+    vectors: bool = True,
+    noise: bool = False,
 ) -> Config:
     """Choose how weights of dtype `stored` are streamed past `rows` states, in the stage "residual" or "vocabulary".
 
-    `vectors`: whether 16 bytes can be loaded at once (see `streaming.wide`).
+    `vectors`: whether 16 bytes can be loaded at once (see `streaming.wide`). `noise`: whether noise is added.
     """
     if interpreted():
         return interpreted_config(rows)
@@ -23,11 +30,13 @@ def configuration(
     if dtype == torch.float32 or not vectors:
         # In fp32 a chain of multiply-adds is as long as a block, see `dot_accumulate`.
         return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
+    # The addresses of the noise of more rows spill with 4 warps.
+    warps = 8 if noise and m > 16 else 4
     # On 10.0 the residual block of 64 rows spills with 64 weight rows.
     if not device.roomy or (device.capability[0] == 10 and stage == "residual" and m == 64):
-        return Config(m, 32, 64, 4, 4, 3)
+        return Config(m, 32, 64, warps, 4, 3)
     if device.hopper and stage == "vocabulary" and m == 16:
         # Best on an H200 for own, shared and gathered rows.
         return Config(m, 128, 128 if stored.itemsize == 1 else 64, 4, 5, 2)
     block_k = 128 if m == 16 or (m == 32 and stage == "vocabulary") else 64
-    return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, 4, 4, 2)
+    return Config(m, 64, block_k * 2 if stored.itemsize == 1 and m == 16 else block_k, warps, 4, 2)
