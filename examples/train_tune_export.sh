@@ -29,10 +29,9 @@ pathlib.Path(sys.argv[2]).write_text("".join(lines[:20]))
 PYTHON
 fi
 
-# A configuration that fits model, data and device; then what a run would take; then the run.
+# A configuration that fits model, data and device; then the model writes answers, and heads learn them.
 medusa train --init "$model" "$train" --out "$out/heads.yaml"
-medusa train --config "$out/heads.yaml" --check
-medusa train --config "$out/heads.yaml"
+medusa distill --config "$out/heads.yaml"
 heads=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["output"]["folder"])' "$out/heads.yaml")/heads
 
 # How often the heads are right on these prompts; then the tree with the most tokens per second on this device. On a machine
