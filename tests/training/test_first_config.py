@@ -180,9 +180,10 @@ def test_texts_need_no_template(tmp_path):
     toy.tokenizer().save_pretrained(base)
     (base / "chat_template.jinja").unlink(missing_ok=True)
     data = toy.write_lines(tmp_path / "a.jsonl", *({"text": "Paris is the capital of France. " * 20} for _ in range(9)))
-    _, chosen = make(base, data)
+    found, chosen = make(base, data)
     assert "data.template" not in chosen
     assert chosen["data.length"] == 64
+    assert not any("dropped" in choice.why for choice in found.choices)  # texts have no answers
     chats = toy.write_lines(tmp_path / "b.jsonl", toy.sharegpt("Hi", "Hello", "And?", "Paris"))
     _, chosen = make(base, chats)
     assert chosen["data.template"] == "plain"

@@ -397,7 +397,7 @@ def _answers(values: _Values, model: str, found: _Data) -> None:
     if not values.distills:
         values.add("data.answers", "given", "learns the answers of the data, as --recipe says")
         return
-    answered = found.records - found.unanswered
+    answered = found.records - found.unanswered - found.kinds["text"]
     why = f"the {answered:,} given ones are dropped, --recipe given-answers learns them" if answered else ""
     values.add("data.answers", "own", f"`medusa distill`: heads learn what the model writes; {why}".rstrip("; "))
     if found.several_seeds:
