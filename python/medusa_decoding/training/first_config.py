@@ -429,6 +429,8 @@ def _heads(values: _Values) -> None:
     if not values.paper and not values.gpu:
         values.add("heads.num_layers", 2, "a second block costs little and gains most")
     if not values.paper:
+        rank = min(256, shapes.hidden // 2)
+        values.add("heads.root_rank", 0, f"{rank} gives more tokens per step, in heads that only this package reads")
         values.add("heads.parent_rank", 0, "64 gives more tokens per step, in heads that only this package reads")
     if not values.paper and (share > 0.2 or not values.gpu):
         words = f"own projections would be {share:.0%} of the model's size, and be read at every step"
