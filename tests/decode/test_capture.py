@@ -82,15 +82,17 @@ def fake_cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
 
 
-def penalised(prompt):
-    return LogitsProcessors([prompt], [[lp.RepetitionPenaltyLogitsProcessor(1.3)]], [20], [])
+def penalised(prompt, sample=False):
+    return LogitsProcessors([prompt], [[lp.RepetitionPenaltyLogitsProcessor(1.3)]], [20], [], sample)
 
 
 SELECTORS = {
     "greedy": lambda prompt: Greedy(),
     "sampled": lambda prompt: Sampling([lp.TopKLogitsWarper(4), lp.TopPLogitsWarper(0.9)]),
+    "sampled at a temperature": lambda prompt: Sampling([lp.TemperatureLogitsWarper(0.8)]),
     "typical": lambda prompt: TypicalAcceptance(),
     "processors": penalised,
+    "processors, sampled": lambda prompt: penalised(prompt, sample=True),
 }
 
 

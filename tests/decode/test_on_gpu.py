@@ -239,6 +239,7 @@ WARPERS += [lp.TypicalLogitsWarper(0.9), lp.EpsilonLogitsWarper(1e-4), lp.LogitN
 SELECTORS = {
     "greedy": Greedy(),
     "sampled": Sampling(WARPERS),
+    "sampled at a temperature": Sampling(WARPERS[:1]),
     "typical": TypicalAcceptance(),
     "typical hot": TypicalAcceptance(temperature=2.0),
 }
