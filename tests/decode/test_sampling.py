@@ -223,7 +223,7 @@ def test_wrong_acceptance_rules_fail_these_checks(small, monkeypatch, wrong, tre
     exact = joint(model_of(4), PROMPT, 3, **SETTINGS["hot"])
     monkeypatch.setattr(Sampling, "__call__", wrong)
     propose = small.heads.propose
-    monkeypatch.setattr(small.heads, "propose", lambda *args, temperature, noise: propose(*args))
+    monkeypatch.setattr(small.heads, "propose", lambda *args, **inputs: propose(*args))
     texts, output = sampled(small, PROMPT, 3, tree=TREES[tree], seed=7, **SETTINGS["hot"])
     assert_some_accepted(output)
     assert not fits(counted(texts, 4), exact)
