@@ -71,7 +71,7 @@ PLAIN, CHAIN, TREE = measuring.PLAIN, "chain of 3", "16 nodes"
 NODES, ROOT = 16, Tree([])
 SIZES = (8, 16, 64)
 """Nodes of the trees of `heads`."""
-EXPECTED, DECODED, LIKELIEST = "expected", "measured", "measured, likeliest drafts"
+EXPECTED, DECODED, LIKELIEST = "expected", "measured", ", likeliest drafts"
 SIDES = {"held-out": 0, "tuning": 1}
 """Files of prompts that `heads` measures on, with the seeds of sampled answers."""
 Say = Callable[[str], None]
@@ -154,19 +154,14 @@ OLDER = (
     Variant("own projections", {}),
     Variant("own, int8", {}, source="own projections", storage="int8"),
     Variant("own, fp8", {}, source="own projections", storage="fp8"),
-    *(
-        Variant(name, {"heads": settings})
-        for name, settings in {
-            "two blocks per head": {"num_layers": 2},
-            "shared lm_head": {"shared_projection": True},
-            "shared, two blocks": {"shared_projection": True, "num_layers": 2},
-            "1,024 tokens": {"token_map_size": 1024},
-            "512 tokens": {"token_map_size": 512},
-            "own, parents, rank 16": {"parent_rank": 16},
-            "own, parents, rank 64": {"parent_rank": 64},
-            "shared, parents, rank 64": {"shared_projection": True, "parent_rank": 64},
-        }.items()
-    ),
+    Variant("own, two blocks", {"heads": {"num_layers": 2}}),
+    Variant("own, 1,024 tokens", {"heads": {"token_map_size": 1024}}),
+    Variant("own, 512 tokens", {"heads": {"token_map_size": 512}}),
+    Variant("own, parents, rank 16", {"heads": {"parent_rank": 16}}),
+    Variant("own, parents, rank 64", {"heads": {"parent_rank": 64}}),
+    Variant("shared lm_head", {"heads": {"shared_projection": True}}),
+    _heads("shared, two blocks", parent_rank=0),
+    _heads("shared, parents, rank 64", num_layers=1, parent_rank=64),
 )
 """Trained only if they are asked for."""
 
@@ -490,15 +485,16 @@ class HeadsRun:
     Attributes:
         out: the folder.
         settings: of all training runs; complete.
-        decoded: ways of choosing drafts, of which there are two at a temperature, with sizes of trees to decode with.
+        decoded: sizes of the trees to decode with.
+        ranked: how drafts are: as in decoding, and at a temperature also by their probabilities alone.
 
     Raises:
         ValueError: bad settings, or a folder that was begun with other ones.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args, sizes = args, [str(size) for size in args.measured]
-        self.decoded = [*itertools.product((DECODED, LIKELIEST) if args.temperature else (DECODED,), sizes)]
+        self._args, self.decoded = args, [str(size) for size in args.measured]
+        self.ranked = ("", LIKELIEST) if args.temperature else ("",)
         self.out = args.out / (f"temperature-{args.temperature:g}" if args.temperature else "greedy")
         self.out.mkdir(parents=True, exist_ok=True)
         self._records = self.out / "answers" / "generated" / "records.jsonl"
@@ -571,7 +567,7 @@ class HeadsRun:
         self._prompts = {side: read_prompts([self.out / f"{side}.jsonl"], turns=1) for side in SIDES}
         if not plain.is_file():
             with MedusaModel(self._base) as model:
-                texts = {side: [(one.prompt, one.new) for one in self._write(model, side)] for side in SIDES}
+                texts = {side: [[one.prompt, one.new, one.seed] for one in self._write(model, side)] for side in SIDES}
             write_json(plain, texts)
         self._answers: Any = read_json(plain)
 
@@ -601,9 +597,9 @@ class HeadsRun:
             print(f"{variant.name}, seed {seed}: training")
             found["seconds"] = train(made, resume=True, announce=print).seconds
             write_json(file, found)
-        if any(
-            size not in found.get("steps", {}).get(way, ()) for way, size in [*self.decoded, (EXPECTED, str(NODES))]
-        ):
+        wanted = {EXPECTED + how: [*map(str, SIZES)] for how in self.ranked}
+        wanted |= {DECODED + how: self.decoded for how in self.ranked if self.decoded}
+        if any(size not in found.get("steps", {}).get(way, ()) for way, sizes in wanted.items() for size in sizes):
             started = time.monotonic()
             heads = read_heads(Path(made.output.folder) / "heads", dtype=torch.float32).heads
             heads = heads if variant.storage is None else heads.quantized(variant.storage)
@@ -613,35 +609,38 @@ class HeadsRun:
             found["us_7b_h200"] = predicted_us(made.heads, variant.storage, heads.vocab_size)
             write_json(file, found)
             print(f"{variant.name}, seed {seed}: measured in {time.monotonic() - started:.0f} s")
-        steps = {
-            way: {size: found["steps"][way][size] for of, size in self.decoded if of == way} for way, _ in self.decoded
-        }
-        return dict(found) | {"steps": {EXPECTED: found["steps"][EXPECTED]} | steps}
+        steps = {way: {size: found["steps"][way][size] for size in sizes} for way, sizes in wanted.items()}
+        return dict(found) | {"steps": steps}
 
     def _measure(self, model: MedusaModel) -> Figures:
-        """Return accuracies on held-out answers, and tokens and steps of each by way and size of tree."""
-        assert model.heads is not None
-        tuning, held_out = (calibration(model, self._answers[side]) for side in ("tuning", "held-out"))
-        trees = {str(size): walked_tree(tuning, size) for size in SIZES}
-        steps: dict[str, Any] = {EXPECTED: {size: walk(held_out, tree).by_prompt for size, tree in trees.items()}}
-        other = 0
-        for way, size in self.decoded:
-            with likeliest_drafts(model.heads) if way == LIKELIEST else contextlib.nullcontext():
-                texts = self._write(model, "held-out", trees[size])
-            lengths = [text.accept_lengths for text in texts]
-            steps.setdefault(way, {})[size] = [(len(of_text) + sum(of_text), len(of_text)) for of_text in lengths]
-            other += sum(text.new != new for text, (_, new) in zip(texts, self._answers["held-out"], strict=True))
+        """Return accuracies on held-out answers, trees, and tokens and steps of each answer by way and size of tree."""
+        heads, plain, other = model.heads, self._answers["held-out"], 0
+        assert heads is not None
+        steps: dict[str, Any] = {}
+        for how in reversed(self.ranked):
+            with likeliest_drafts(heads) if how else contextlib.nullcontext():
+                tuning, held_out = (self._calibration(model, self._answers[side]) for side in ("tuning", "held-out"))
+                trees = {str(size): walked_tree(tuning, size) for size in SIZES}
+                steps[EXPECTED + how] = {size: walk(held_out, tree).by_prompt for size, tree in trees.items()}
+                for size in self.decoded:
+                    texts = self._write(model, "held-out", trees[size])
+                    lengths = [text.accept_lengths for text in texts]
+                    steps.setdefault(DECODED + how, {})[size] = [(len(one) + sum(one), len(one)) for one in lengths]
+                    other += sum(text.new != new for text, (_, new, _) in zip(texts, plain, strict=True))
         shares = {f"top{n}": [row[:n][-1] / held_out.positions for row in held_out.hits] for n in (1, 10)}
         choices = {size: tree.choices for size, tree in trees.items()}
         return {**shares, "steps": steps, "texts_unlike_plain": other, "trees": choices}
 
-
-def calibration(model: MedusaModel, answers: Sequence[tuple[list[int], list[int]]]) -> Calibration:
-    """Rank the tokens of answers (prompt, new tokens) among the heads' likeliest candidates."""
-    assert model.heads is not None
-    ranks = [own_text_ranks(model, prompt + new, len(prompt)).clamp(min=NONE).tolist() for prompt, new in answers]
-    texts = [[tuple(map(tuple, text))] for text in ranks]
-    return Calibration.of(model.heads.num_heads, min(RANKS, model.heads.num_candidates), texts)
+    def _calibration(
+        self, model: MedusaModel, answers: Sequence[tuple[list[int], list[int], int | None]]
+    ) -> Calibration:
+        """Rank the tokens of answers (prompt, new tokens, seed) among the heads' candidates."""
+        assert model.heads is not None
+        texts = []
+        for prompt, new, seed in answers:
+            ranks = own_text_ranks(model, prompt + new, len(prompt), temperature=self._args.temperature, seed=seed)
+            texts.append([tuple(map(tuple, ranks.clamp(min=NONE).tolist()))])
+        return Calibration.of(model.heads.num_heads, min(RANKS, model.heads.num_candidates), texts)
 
 
 @contextlib.contextmanager
@@ -688,32 +687,30 @@ def heads_row(seeds: Sequence[Figures], first: Sequence[Figures]) -> Figures:
 
 def heads_table(rows: Mapping[str, Figures]) -> str:
     """Return `heads` in Markdown, one line per row."""
-    ways = next(iter(rows.values()))["ways"]
-    # Ratios and the range over seeds are of decoding, of the sizes that were decoded with.
-    best = {size: DECODED if size in ways.get(DECODED, ()) else EXPECTED for size in ways[EXPECTED]}
-    columns: dict[str, Callable[[Figures], str]] = {
-        f"top-{n}, %": lambda row, n=n: " ".join(f"{100 * share:.0f}" for share in row[f"top{n}"]) for n in (1, 10)
-    }
+    lines = [_cells(name, row) for name, row in rows.items()]
+    cells = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def _cells(name: str, row: Figures) -> dict[str, str]:
+    ways, found = row["ways"], {"heads": name}
+    found |= {f"top-{n}, %": " ".join(f"{100 * share:.0f}" for share in row[f"top{n}"]) for n in (1, 10)}
     for way, sizes in ways.items():
-        columns[f"tokens per step {way}, {' / '.join(sizes)} nodes"] = lambda row, way=way: " / ".join(
-            f"{found['tokens_per_step']['value']:.2f}" for found in row["ways"][way].values()
-        )
-    for size, way in best.items():
-        columns[f"over the first row's, {size} nodes, {way}"] = lambda row, way=way, size=size: interval.as_text(
-            Interval(**row["ways"][way][size]["over_first"])
-        )
-    columns |= {
-        "range over seeds": lambda row: " / ".join(
-            f"{np.ptp(row['ways'][way][size]['of_seeds']):.2f}" for size, way in best.items()
-        ),
-        "texts unlike plain": lambda row: f"{row['texts_unlike_plain']}",
-        "MB per step, bf16": lambda row: f"{row['bytes_bf16'] / 1e6:.2f}",
-        "us at 7B, H200": lambda row: f"{row['us_7b_h200']:.0f}",
-        "training, s": lambda row: f"{row['seconds']:.0f}",
+        rates = [f"{one['tokens_per_step']['value']:.2f}" for one in sizes.values()]
+        found[f"tokens per step {way}, {' / '.join(sizes)} nodes"] = " / ".join(rates)
+    spread = []
+    for size, expected in ways[EXPECTED].items():
+        way = DECODED if size in ways.get(DECODED, ()) else EXPECTED
+        one = ways.get(DECODED, {}).get(size, expected)
+        found[f"over the first row's, {size} nodes, {way}"] = interval.as_text(Interval(**one["over_first"]))
+        spread.append(f"{np.ptp(one['of_seeds']):.2f}")
+    return found | {
+        "range over seeds": " / ".join(spread),
+        "texts unlike plain": str(row["texts_unlike_plain"]),
+        "MB per step, bf16": f"{row['bytes_bf16'] / 1e6:.2f}",
+        "us at 7B, H200": f"{row['us_7b_h200']:.0f}",
+        "training, s": f"{row['seconds']:.0f}",
     }
-    lines = [f"| heads | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(cell(row) for cell in columns.values())} |" for name, row in rows.items()]
-    return "\n".join(lines) + "\n"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from pathlib import Path
@@ -244,6 +243,7 @@ def test_every_row_is_another_training(tmp_path: Path) -> None:
 # Ranks of two heads at each position of an answer, by the prompt's token; one fewer than the answer's tokens. The last
 # head has nothing to rank at the last position.
 RANKS = {
+    0: [[0, -1], [0, -1], [0, -1], [0, IGNORE]],
     1: [[0, 1], [0, 0], [-1, 5], [4, IGNORE]],
     2: [[3, 2], [0, 0], [2, IGNORE]],
     3: [*[[0, 0]] * 6, [1, -1], [-1, IGNORE]],
@@ -262,21 +262,29 @@ class Drafts:
 
 
 def test_measures_by_hand(monkeypatch: Any) -> None:
-    monkeypatch.setattr(variants, "own_text_ranks", lambda model, ids, prompt: torch.tensor(RANKS[ids[0]]))
+    model: Any = SimpleNamespace(heads=Drafts())
     given: list[Any] = []
 
-    def write(model: Any, side: str, tree: Any) -> list[Written]:
-        drawn = model.heads.propose(0, temperature=0.5, noise=7) == (0.5, 7)
-        given.append((side, tree.num_nodes, drawn))
-        # The second answer is another one than the plain loop's, with the smaller tree.
-        last = 9 if tree.num_nodes == 16 else 4
-        return [Written([1], [1, 2, 3, 4, 5], [2, 0] if drawn else [1, 0, 0]), Written([2], [1, 2, 3, last], [0, 1])]
+    def drawn() -> bool:
+        return bool(model.heads.propose(0, temperature=0.5, noise=7) == (0.5, 7))
 
+    def ranks(of: Any, ids: list[int], prompt: int, **text: Any) -> torch.Tensor:
+        assert (of, prompt, text) == (model, 1, {"temperature": 0.5, "seed": 10 * ids[0]})
+        return torch.tensor(RANKS[ids[0]] if drawn() else RANKS[0])
+
+    def write(of: Any, side: str, tree: Any) -> list[Written]:
+        given.append((side, tree.num_nodes, drawn()))
+        # The second answer is another one than the plain loop's, with the smaller tree.
+        texts = [1, 2, 3, 4, 5], [1, 2, 3, 9 if tree.num_nodes == 16 else 4]
+        lengths = [2, 0] if drawn() else [1, 0, 0], [0, 1]
+        return [Written([1], text, accepted, 10) for text, accepted in zip(texts, lengths, strict=True)]
+
+    monkeypatch.setattr(variants, "own_text_ranks", ranks)
     run = object.__new__(variants.HeadsRun)
-    run.decoded = list(itertools.product((variants.DECODED, variants.LIKELIEST), ("16", "64")))
-    monkeypatch.setattr(run, "_write", write, raising=False)
-    run._answers = {"held-out": [([1], [1, 2, 3, 4, 5]), ([2], [1, 2, 3, 4])], "tuning": [([3], [1] * 9)]}
-    model: Any = SimpleNamespace(heads=Drafts())
+    run.decoded, run.ranked = ["16", "64"], ("", variants.LIKELIEST)
+    run._args = SimpleNamespace(temperature=0.5)
+    run._write = write
+    run._answers = {"held-out": [([1], [1, 2, 3, 4, 5], 10), ([2], [1, 2, 3, 4], 20)], "tuning": [([3], [1] * 9, 30)]}
     found = run._measure(model)
     # Seen on the tuning prompt: 0, 0 0, 1; then products above 0 (1 0), then the shortest paths in order.
     assert found["trees"]["8"] == [[0], [1], [2], [3], [4], [0, 0], [1, 0]]
@@ -285,16 +293,17 @@ def test_measures_by_hand(monkeypatch: Any) -> None:
     assert [3, 2] in found["trees"]["64"]
     # Positions with a target of both heads: three of the first answer, two of the second.
     assert (found["top1"], found["top10"]) == ([3 / 5, 2 / 5], [4 / 5, 5 / 5])
-    # With 8 nodes: 0 of (0 1), nothing of (-1 5), 4; then 3 of (3 2), 2. With 16, also 0 1; with 64, also 3 2.
-    expected = {"8": [(4, 3), (3, 2)], "16": [(4, 2), (3, 2)], "64": [(4, 2), (3, 1)]}
     assert found["steps"] == {
-        variants.EXPECTED: expected,
-        variants.DECODED: {"16": [(4, 2), (3, 2)], "64": [(4, 2), (3, 2)]},
-        variants.LIKELIEST: {"16": [(4, 3), (3, 2)], "64": [(4, 3), (3, 2)]},
+        # With 8 nodes: 0 of (0 1), nothing of (-1 5), 4; then 3 of (3 2), 2. With 16, also 0 1; with 64, also 3 2.
+        "expected": {"8": [(4, 3), (3, 2)], "16": [(4, 2), (3, 2)], "64": [(4, 2), (3, 1)]},
+        "measured": {size: [(4, 2), (3, 2)] for size in ("16", "64")},
+        # The first head is right everywhere, the second nowhere.
+        "expected, likeliest drafts": {size: [(4, 2), (4, 2)] for size in ("8", "16", "64")},
+        "measured, likeliest drafts": {size: [(4, 3), (3, 2)] for size in ("16", "64")},
     }
     assert found["texts_unlike_plain"] == 2
-    assert given == [("held-out", nodes, drawn) for drawn in (True, False) for nodes in (16, 64)]
-    assert model.heads.propose(0, noise=7) == (1.0, 7)
+    assert given == [("held-out", nodes, noise) for noise in (False, True) for nodes in (16, 64)]
+    assert drawn()
 
 
 def figures(top1: float, seconds: float, expected: Any, decoded: Any, unlike: int = 0) -> variants.Figures:
@@ -432,11 +441,12 @@ def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         assert one["texts_unlike_plain"] == 0
         assert len(one["top1"]) == 2
         assert all(a <= b for a, b in zip(one["top1"], one["top10"], strict=True))
-        assert list(one["ways"]) == [variants.EXPECTED, variants.DECODED, variants.LIKELIEST]
-        for size in ("8", "64"):  # decoding makes the very steps that the ranks of the likeliest drafts tell
-            assert one["ways"][variants.LIKELIEST][size] == one["ways"][variants.EXPECTED][size]
-    first, projections, int8 = record["variants"].values()
-    assert first["bytes_bf16"] < int8["bytes_bf16"] < projections["bytes_bf16"]
+        for how in ("", ", likeliest drafts"):  # decoding makes the very steps that the ranks tell
+            expected, decoded = (one["ways"][way + how] for way in ("expected", "measured"))
+            assert decoded == {size: expected[size] for size in ("8", "64")}
+    _, projections, int8 = record["variants"].values()
+    # Two matrices [2048, 256] of two bytes or one, and then a scale of four bytes per row.
+    assert projections["bytes_bf16"] - int8["bytes_bf16"] == 2 * 2048 * (256 - 4)
     assert projections["seconds"] == int8["seconds"] > 0
     assert "| own, int8 | " in table
 
