@@ -221,8 +221,8 @@ def _states(x: Tensor, hidden: Tensor, w1: Tensor, b1: Tensor | None, *, activat
     states = hidden.new_empty(batch, heads, size)
     residual_kernel[tiles, share.programs, heads](
         x, hidden, w1, bias, states,
-        batch, heads, size // elements, columns // elements, *(stride // elements for stride in strides), bias.stride(0),
-        share.tiles, share.step,
+        batch, heads, size // elements, columns // elements, *(stride // elements for stride in strides),
+        bias.stride(0), share.tiles, share.step,
         UNIT=elements, EVEN=columns % config.block_k == 0, HAS_BIAS=b1 is not None, ACTIVATE=activate,
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
     )  # fmt: skip
