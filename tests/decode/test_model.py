@@ -16,7 +16,7 @@ from medusa_decoding.decode.policy import FixedTree
 from medusa_decoding.model import default_tree
 
 heads_module = importlib.import_module("medusa_decoding.heads")
-greedy_module = importlib.import_module("medusa_decoding.decode.selection.greedy")
+verify_module = importlib.import_module("medusa_decoding.decode.verify")
 
 
 @pytest.fixture
@@ -158,12 +158,12 @@ def test_autocast_is_refused(no_work):
 
 def test_heads_see_one_row_and_no_logits_of_the_prompt_are_made(medusa, monkeypatch):
     heads_rows, verified = [], []
-    topk, verify = heads_module.heads_topk, greedy_module.tree_verify
+    topk, verify = heads_module.heads_topk, verify_module.tree_verify
     monkeypatch.setattr(
         heads_module, "heads_topk", lambda hidden, *a, **k: heads_rows.append(hidden.shape) or topk(hidden, *a, **k)
     )
     monkeypatch.setattr(
-        greedy_module, "tree_verify", lambda hidden, *a, **k: verified.append(hidden.shape) or verify(hidden, *a, **k)
+        verify_module, "tree_verify", lambda hidden, *a, **k: verified.append(hidden.shape) or verify(hidden, *a, **k)
     )
     ids, mask = padded(prompts(2, [20, 31]))
     output = medusa.generate(ids, mask, max_new_tokens=12)
@@ -350,7 +350,7 @@ def test_a_step_compiled_in_this_call_has_no_duration(medusa, monkeypatch):
     with MedusaModel(medusa.base, medusa.heads, Tree.chain(2), backend="compiled") as compiled:
         for made_first in (True, False):
             policy = RecordingPolicy(compiled.tree)
-            monkeypatch.setattr(compiled, "_policy", lambda tree, policy=policy: policy)
+            monkeypatch.setattr(compiled, "_policy", lambda *_, policy=policy: policy)
             compiled.generate(row[None], max_new_tokens=12)
             assert len(policy.seconds) > 2
             assert (policy.seconds[0] is None) == made_first

@@ -18,6 +18,7 @@ from medusa_decoding.decode.runtime.steps import Backend, Steps
 from medusa_decoding.decode.runtime.streaming import Observer
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import TokenSelector, refuse_broken
+from medusa_decoding.heads import projection
 from medusa_decoding.trees.tree import Tree
 
 HEADROOM = 1024
@@ -66,7 +67,9 @@ class Runner:
         self.pool, self.prompts, self.policy = steps.pool, prompts, policy
         drawn = 0 if selector.draw_temperature is None else max(places(steps.heads, tree) for tree in policy.trees)
         lengths, budget = [len(prompt) for prompt in prompts], max(limits.budgets)
-        self.sizes = Sizes.for_trees(lengths, budget, policy.trees, selector.makes_logits, drawn)
+        # Some requests and models have no fused form, and make all logits after all.
+        fused = limits.min_new_tensor is None and projection(steps.backbone.lm_head) is not None
+        self.sizes = Sizes.for_trees(lengths, budget, policy.trees, selector.makes_logits or not fused, drawn)
         self.state: DecodeState | None = None
         self.reused = 0
         self.trees: list[Tree] = []

@@ -128,8 +128,8 @@ def follow(tokens: torch.Tensor, shape: TreeShape, choose: Callable[[int, torch.
 class Sampling(TokenSelector):
     """Draws on the device from the distribution that context-free processors leave.
 
-    With nothing but a temperature and plain weights, all nodes are drawn at by one op that stores no logits. Otherwise
-    only the nodes that are visited are.
+    With nothing but a temperature and plain weights, one op draws at all nodes and stores no logits. Otherwise tokens
+    are drawn at the visited nodes alone.
 
     Args:
         processors: instances of `CONTEXT_FREE`, in order.
@@ -147,7 +147,7 @@ class Sampling(TokenSelector):
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return the drawn token after every visited node, [B, N].
 
-        `state.check` is set: not finite if the model's output or the scores to draw from are not.
+        `state.check` is set: not finite if the model's output, or made logits and the scores to draw from, are not.
         """
         if not self.makes_logits and self.draw_temperature is not None:
             drawn = fused_tokens(nodes, lm_head, state, limits, self.draw_temperature)
@@ -160,8 +160,9 @@ class Sampling(TokenSelector):
             scores = logits[rows, node].float()
             for processor in self.processors:
                 scores = processor(None, scores)
-            if nodes.noise is None:
+            if self.draw_temperature is None:
                 return scores.argmax(-1)
+            assert nodes.noise is not None, "a step that draws makes its noise first"
             # Nothing can be drawn from infinity (a tiny temperature), or if no token is left: 0 times it is NaN.
             state.check.add_(0.0 * scores.amax(-1))
             return (scores + nodes.noise[:, depth]).argmax(-1)
