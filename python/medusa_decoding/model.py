@@ -229,11 +229,10 @@ class MedusaModel:
         tuning = self._tuning_here()
         if tuning is None:
             return TreeChoice("auto", self._untuned if self._tuning is None else CHANGED)
-        found = tuned_choice(tuning.nearest(batch, prefix))
+        case = tuning.nearest(batch, prefix)
         own = self._stored_trees.get(tuning_file.SAMPLING_TREE_FILE) if sample else None
-        if isinstance(found.tree, Tree) and found.tree.choices and own is not None and own in tuning.trees:
-            return TreeChoice(own, FOR_SAMPLING)
-        return found
+        gains = any(size.tree == own and size.rate > case.sizes[0].rate for size in case.sizes)
+        return TreeChoice(own, FOR_SAMPLING) if own is not None and gains else tuned_choice(case)
 
     def generate(
         self,
