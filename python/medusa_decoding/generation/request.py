@@ -78,7 +78,7 @@ class Request:
 def row_seed(seed: int, row: int = 0) -> int:
     """Return the key, of 64 bits, of a row's random numbers: neither the batch nor the budget changes them."""
     # Neighbouring seeds and rows get unrelated keys.
-    return int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64).view(np.int64)[0])
+    return int(np.random.SeedSequence(seed, spawn_key=(row,)).generate_state(1, np.uint64).view(np.int64)[0])
 
 
 def check_request(
