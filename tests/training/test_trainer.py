@@ -474,6 +474,23 @@ def test_checkpoints_of_before_the_targets_and_weights_resume(shop, tmp_path, fi
     assert curve(folder) == curve(whole)
 
 
+def test_a_checkpoint_of_another_form_of_the_update_resumes(shop, tmp_path, finished):
+    whole, folder = finished("medusa-1").folder, tmp_path / "run"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("heads"))
+    *_, kept, last = sorted((folder / "checkpoints").iterdir())
+    shutil.rmtree(last)
+    saved = torch.load(kept / saving.OPTIMISER, weights_only=True)
+    for group in saved["optimiser"]["param_groups"]:
+        group["fused"] = None if group["fused"] else True
+    torch.save(saved, kept / saving.OPTIMISER)
+    state = json.loads((kept / saving.STATE).read_text())
+    del state["digest"], state["files"]
+    saving._write_state(kept, state)
+    train(workshop.config(folder, *shop), resume=True)
+    expected = heads_tensors(whole)
+    assert all(torch.allclose(one, expected[name], atol=1e-6) for name, one in heads_tensors(folder).items())
+
+
 @pytest.mark.parametrize("targets", ["kl", "tv"])
 def test_soft_labels_are_those_of_the_model_on_the_text(shop, tmp_path, targets):
     base, data = shop
