@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int
 
 def on_own_data(config: Config, file: Path) -> Config:
     """Return a configuration that trains on generated records instead of the seeds."""
-    data = dataclasses.replace(config.data, train=(SourceConfig(str(file)),), answers="given", limit=None)
+    data = dataclasses.replace(config.data, train=(SourceConfig(str(file)),), answers=None, limit=None)
     return dataclasses.replace(config, data=data)
 
 
