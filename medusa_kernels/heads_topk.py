@@ -93,10 +93,9 @@ def heads_topk(
     scaled = w2_scale is not None or w2.dtype not in QUANTISED
     _checks.require(scaled, "w2_scale", "one scale per row of int8 and fp8 weights", None)
     _checks.require(root is not None or w_root is None, "root", "the input of w_root", None)
-    if root is not None:
+    _checks.require(w_root is not None or root is None, "w_root", "the weights of root", None)
+    if root is not None and w_root is not None:
         _checks.match("root", root, (hidden.shape[0], "R"), "hidden", hidden)
-        if w_root is None:
-            raise ValueError("w_root: expected the weights of root, got None")
         _checks.match("w_root", w_root, (heads, size, root.shape[1]), "hidden", hidden)
     _checks.require(0 < temperature < float("inf"), "temperature", "a finite number above 0", temperature)
     if noise is not None:

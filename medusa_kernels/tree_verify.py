@@ -175,6 +175,7 @@ def _native(
         )  # fmt: skip
     except _cpu.OutsideError:
         _in_range("noise_rows", noise_rows, 0, noise.shape[1])
+        raise
     return next_tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
 
 

@@ -75,8 +75,8 @@ def residual_kernel(
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])
 def vocabulary_kernel(
     states, w2, scale, token_map, noise, keys, peaks, sums,
-    rows, groups, heads, vocabulary, size, stride_w2_g, stride_w2_v, stride_scale_g, stride_noise_b, stride_noise_k,
-    tiles, step, inverse_temperature,
+    rows, groups, heads, vocabulary, ids, size, stride_w2_g, stride_w2_v, stride_scale_g, stride_noise_b,
+    stride_noise_k, tiles, step, inverse_temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, E4M3: tl.constexpr, HAS_SCALE: tl.constexpr, GATHER: tl.constexpr,
     HAS_MAP: tl.constexpr, HAS_NOISE: tl.constexpr,
     K: tl.constexpr, PLACES: tl.constexpr,
@@ -124,7 +124,9 @@ def vocabulary_kernel(
                 # [BLOCK_V]
                 o_id = tl.load(token_map + o_id, mask=m_v, other=0)
             # [BLOCK_M, BLOCK_V]
-            b_x += tl.load(p_noise[:, None] + o_id[None, :], mask=m_x, other=0.0)
+            b_x += tl.load(
+                p_noise[:, None] + o_id[None, :], mask=m_x & ((o_id >= 0) & (o_id < ids))[None, :], other=0.0
+            )
         b_topk = merge_topk_of_tile(b_topk, tl.where(m_x, ordered(b_x), NO_ORDER), first)
         b_x = tl.where(m_v[None, :], b_x, -float("inf"))
         b_high = tl.maximum(b_peak, tl.max(b_x, 1))
@@ -255,7 +257,8 @@ def _top_k(
     vocabulary_kernel[tiles, share.programs, groups](
         states, w2.view(torch.uint8) if as_bytes else w2, peaks if scale is None else scale, ids,
         peaks if noise is None else noise, keys, peaks, sums,
-        rows, groups, heads, vocabulary, size // elements, stride_w2_g // elements, w2.stride(-2) // elements,
+        rows, groups, heads, vocabulary, 0 if noise is None else noise.shape[-1], size // elements,
+        stride_w2_g // elements, w2.stride(-2) // elements,
         scale.stride(0) if scale is not None and groups > 1 else 0, *((0, 0) if noise is None else noise.stride()[:2]),
         share.tiles, share.step, 1 / temperature,
         UNIT=elements, EVEN=size % config.block_k == 0, E4M3=as_bytes,
