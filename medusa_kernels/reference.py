@@ -252,11 +252,18 @@ def layers_by(
 
 def gumbel_noise(seeds, first, rows, vocabulary):
     """Counter-based Gumbel noise; see the public `gumbel_noise`."""
-    places = first[:, None].long() + torch.arange(rows, device=seeds.device)
     block = torch.arange(-(-vocabulary // 4), device=seeds.device)
-    zero = torch.zeros_like(block)
-    key = [half[:, None, None] & _LOW for half in (seeds, seeds >> 32)]
-    bits = torch.stack(philox([block, places[..., None] & _LOW, zero, zero], key), -1).flatten(-2)[..., :vocabulary]
+    zero, key = torch.zeros_like(block), [half[:, None] & _LOW for half in (seeds, seeds >> 32)]
+    # Row by row: the words in 64 bits take several times the memory of the noise.
+    noise = seeds.new_empty(len(seeds), rows, vocabulary, dtype=torch.float32)
+    for row in range(rows):
+        place = first[:, None].long() + row & _LOW
+        noise[:, row] = _gumbel(torch.stack(philox([block, place, zero, zero], key), -1).flatten(-2)[:, :vocabulary])
+    return noise
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Return the Gumbel number that each word of 32 random bits stands for, in fp32."""
     v = (bits.float() * 2**-32 + 2**-33).clamp(max=1 - 2**-24)
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v / 6)))))
     return -torch.where(v < 1 / 16, series, -torch.log(1 - v)).log()
