@@ -121,7 +121,7 @@ def test_every_stage_of_the_recipe(small, root, monkeypatch, tmp_path):
         model__name=tmp_path / "joint" / "model", heads__initial=tmp_path / "joint" / "heads",
         data__train=f"[{{path: {folder / 'seeds.jsonl'}}}]",
         data__cache_hidden=tmp_path / "states", output__folder=tmp_path / "heads", generation__max_new_tokens=24,
-        generation__prompt_tokens=32, **rows,
+        generation__prompt_tokens=32, heads__root_rank=8, **rows,
     )  # fmt: skip
     assert medusa(["distill", "--config", str(root / "recipes" / "demo-cpu.yaml"), *alone]) == 0
     out = tmp_path / "checkpoint"
