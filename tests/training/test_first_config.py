@@ -111,7 +111,7 @@ def test_the_model_answers_conversations_that_have_answers(tmp_path):
     ("stated", "words"),
     [
         (None, "greedy (no do_sample)"),
-        ({"do_sample": False, "temperature": 0.6}, "greedy (no do_sample)"),
+        ({"do_sample": False, "temperature": 0.6}, "greedy (no do_sample; temperature 0.6 not used)"),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None}, "temperature 0.6, top_k 20"),
         ({"do_sample": True}, "temperature 1"),
     ],

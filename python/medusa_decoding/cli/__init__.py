@@ -28,7 +28,7 @@ COMMANDS = {
 """The module of each command, in the order in which people need them."""
 EXAMPLES = """from a model and data of your own to a faster model:
   medusa train --init MODEL DATA --out heads.yaml
-  medusa train --config heads.yaml           (prompts alone: medusa distill --config heads.yaml)
+  medusa distill --config heads.yaml         (the data's own answers: --init --recipe given-answers, then medusa train)
   medusa calibrate --model HEADS --prompts OTHER_PROMPTS
   medusa tune --model HEADS
   medusa generate --model HEADS --prompt "..."

@@ -179,7 +179,7 @@ def run_search(args: argparse.Namespace) -> int:
 
 
 def tree_file(calibration: Calibration) -> str:
-    """Return under which name heads keep a tree for texts like a calibration's: sampled ones or others."""
+    """Return the file name under which heads keep a tree for a calibration's kind of texts, sampled or greedy."""
     settings = calibration.made.get("settings")
     sampled = isinstance(settings, dict) and bool(settings.get("temperature"))
     return tuning_file.SAMPLING_TREE_FILE if sampled else tuning_file.TREE_FILE

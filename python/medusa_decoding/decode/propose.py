@@ -14,7 +14,7 @@ from medusa_decoding.trees.tree import Tree
 
 
 def places(heads: MedusaHeads | None, tree: Tree | TreeTensors) -> int:
-    """Return how many places of new tokens a step needs random numbers for: one per depth, and one per head."""
+    """Return for how many places of new tokens a step needs random numbers: for every depth, and for every head."""
     return max(tree.depth + 1, 0 if heads is None else heads.num_heads)
 
 

@@ -62,9 +62,9 @@ def own_text_ranks(
         model: the model with its heads.
         tokens: a prompt and the text that the model wrote after it.
         prompt: tokens of the prompt, at least 1.
-        temperature: that the text was sampled at.
-        seed: of `generate`, for a text that it sampled alone: candidates are then ranked with the same random numbers.
-            None for a greedy text.
+        temperature: at which the text was sampled.
+        seed: what `generate` was given for this text, in a batch of 1: candidates are then ranked with the same random
+            numbers. None for a greedy text.
 
     Returns:
         int64 [P, K] on the CPU, one row per position that has a target: the rank, from 0; -1 if it is not among the

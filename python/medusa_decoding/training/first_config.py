@@ -403,10 +403,11 @@ def _answers(values: _Values, model: str, found: _Data) -> None:
     if found.several_seeds:
         values.add("generation.turns", TURNS, "questions of a conversation, each after the model's own earlier answers")
     own = pretrained.read_generation_config(model, argument="MODEL")
-    drawn = "greedy (no do_sample)"
-    if own.get("do_sample"):
-        names = ("temperature", "top_p", "top_k", "min_p")
-        drawn = ", ".join(f"{name} {own[name]}" for name in names if own.get(name) is not None) or "temperature 1"
+    names = ("temperature", "top_p", "top_k", "min_p")
+    drawn = ", ".join(f"{name} {own[name]}" for name in names if own.get(name) is not None)
+    if not own.get("do_sample"):
+        drawn = "greedy (no do_sample" + (f"; {drawn} not used)" if drawn else ")")
+    drawn = drawn or "temperature 1"
     why = f"the model's own generation_config: {drawn}; name it if you serve otherwise"
     values.add("generation.temperature", None, why)
 
@@ -430,8 +431,8 @@ def _heads(values: _Values) -> None:
         values.add("heads.num_layers", 2, "a second block costs little and gains most")
     if not values.paper:
         rank = min(256, shapes.hidden // 2)
-        values.add("heads.root_rank", 0, f"{rank} gives more tokens per step, in heads that only this package reads")
-        values.add("heads.parent_rank", 0, "64 gives more tokens per step, in heads that only this package reads")
+        values.add("heads.root_rank", 0, f"{rank} lets drafts depend on the root token; only this package reads those")
+        values.add("heads.parent_rank", 0, "64: on the token before them, after longer training; only here, too")
     if not values.paper and (share > 0.2 or not values.gpu):
         words = f"own projections would be {share:.0%} of the model's size, and be read at every step"
         values.add("heads.shared_projection", True, words)
@@ -507,7 +508,8 @@ def _steps(values: _Values, found: _Data, lengths: list[int], learnt: float) -> 
         if rows * epochs / batch < STEPS:
             epochs = min(10, -(-STEPS * batch // rows))
         positions = round(0.95 * length * learnt * batch)
-        why = f"rows per step, with about {positions:,} tokens to learn; small steps teach faster"
+        faster = "; small steps teach faster" if batch < 64 else ""
+        why = f"rows per step, with about {positions:,} tokens to learn{faster}"
         values.add("optimisation.warmup_share", 0.3, "one cycle: the rate rises, then falls to 0")
         if not values.gpu:
             values.add("optimisation.learning_rate", 3e-3, "peak; that of the demo's recipe, for small models")

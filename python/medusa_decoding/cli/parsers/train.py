@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=_arguments.path, metavar="FILE", help=words)
     words = "with --init: cpu, cuda, or auto: cuda if there is a GPU that torch can use, else cpu (default)"
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=words)
-    words = "with --init: learn the model's own-answers (default), the data's given-answers, or these as in the paper"
+    words = (
+        "with --init: learn the model's own-answers (default), the data's given-answers, or those with the paper's "
+        "settings (paper)"
+    )
     parser.add_argument("--recipe", choices=("own-answers", "given-answers", "paper"), help=words)
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
