@@ -25,7 +25,7 @@ def test_every_combination_and_the_limits_as_json(capsys):
         (s, b, n) for s in (128, 1024) for b in (1, 4) for n in (1, 16)
     ]
     assert result["device"]["name"] == "h200"
-    assert result["heads"] == {"count": 5, "vocabulary": None, "shared": True, "layers": 1}
+    assert result["heads"] == {"count": 5, "vocabulary": None, "shared": True, "layers": 1, "root_rank": 0}
     for point in result["points"]:
         assert point["speedup"] == pytest.approx(point["acceleration"] * point["plain_us"] / point["step_us"])
     limits = result["limits"]
