@@ -153,6 +153,19 @@ def test_activations_take_the_memory_that_was_estimated(overrides, dtype, batch,
     assert peak <= use.activations <= 2 * peak
 
 
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 1}], ids=["greedy", "drawn"])
+def test_logits_are_counted_exactly_where_no_fused_op_replaces_them(settings, monkeypatch):
+    counted, of_trees = [], Sizes.for_trees
+    monkeypatch.setattr(Sizes, "for_trees", lambda *a: counted.append(a[3]) or of_trees(*a))
+    model, [row] = tiny(), prompts(1, [5])
+    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
+        medusa.generate(row[None], max_new_tokens=6, **settings)
+        medusa.generate(row[None], max_new_tokens=6, min_new_tokens=3, eos_token_id=5, **settings)
+        model.lm_head.register_forward_hook(lambda *_: None)
+        medusa.generate(row[None], max_new_tokens=6, **settings)
+    assert counted == [False, True, True]
+
+
 # Free memory of a device
 
 

@@ -379,6 +379,8 @@ def test_row_seeds_belong_to_seed_and_row():
     alone = [request(1, 5, seed=seed).row_seeds(Peers()).item() for seed in (7, 1, 2**63)]
     assert request(3, 5, seed=[7, 1, 2**63]).row_seeds(Peers()).tolist() == alone
     assert not set(alone) & set(seeds[1:].tolist())
+    # Neither the second word of a seed nor a row stands for the other one.
+    assert row_seed(7, 1) != row_seed(7 + 2**32, 0)
     greedy = Request(None, [], GenerationConfig(do_sample=False), Limits([5], [0], []), seed=1)
     assert greedy.row_seeds(Peers()) is None
 
