@@ -32,8 +32,8 @@ def configuration(
         return Config(16, 32, 16 if dtype == torch.float32 else 32, 4, 4, 2)
     # The addresses of the noise of more rows spill with 4 warps.
     warps = 8 if noise and m > 16 else 4
-    # On 10.0 the residual block of 64 rows spills with 64 weight rows.
-    if not device.roomy or (device.capability[0] == 10 and stage == "residual" and m == 64):
+    # From 9.0 on the residual block of 64 rows spills with 64 weight rows.
+    if not device.roomy or (device.capability[0] >= 9 and stage == "residual" and m == 64):
         return Config(m, 32, 64, warps, 4, 3)
     if device.hopper and stage == "vocabulary" and m == 16:
         # Best on an H200 for own, shared and gathered rows.
