@@ -10,6 +10,7 @@ import yaml
 from medusa_decoding import MedusaModel
 from medusa_decoding.cli import main
 from medusa_decoding.training.distill import distill
+from medusa_decoding.training.distill.record_file import asked_of
 from medusa_decoding.training.loop import run as training_run
 
 QUESTIONS = [["how are you", "and then"], ["hello"], ["tell me more", "why"], ["a seat", "ten", "more"], ["no"]]
@@ -218,6 +219,8 @@ def test_distillation_and_training_write_heads(capsys, place, method):
     assert re.search(
         r"records.jsonl contains answers of base itself to the prompts of .*seeds.jsonl: greedy, at most 9", card
     )
+    records = next(place.file.parents[1].rglob("records.jsonl"))
+    assert asked_of(records)["decoding"]["do_sample"] is False
     with MedusaModel.from_pretrained(out["training"]["heads"]) as model:
         assert model.heads.num_heads == 2
         trained = [weight for weight in model.backbone.causal_lm.parameters() if weight.ndim == 2]

@@ -126,19 +126,31 @@ def test_data_sources_and_bad_records_are_listed():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "drawn"),
+    ("sampling", "decoding", "drawn"),
     [
-        ({"temperature": 0.3, "top_p": 1.0}, "drawn at temperature 0.3,"),  # records without top_k are older
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, "drawn at temperature 0.7, top-p 0.9, top-k 20,"),
-        ({"temperature": 0.0, "top_p": 0.9}, "greedy,"),
-        ({"temperature": None, "top_p": None, "top_k": 0}, "decoded as its generation config says,"),
-        ({"temperature": None, "top_p": None, "min_p": 0.05}, "decoded as its generation config says, min-p 0.05,"),
+        # Records without top_k or the generation config are older.
+        ({"temperature": 0.3, "top_p": 1.0}, None, "drawn at temperature 0.3,"),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, None, "drawn at temperature 0.7, top-p 0.9, top-k 20,"),
+        ({"temperature": 0.0, "top_p": 0.9}, None, "greedy,"),
+        ({"temperature": 0.0}, {"do_sample": False, "temperature": 0.6}, "greedy,"),
+        ({"temperature": None}, {"temperature": 0.6}, "greedy (its generation config),"),
+        (
+            {"temperature": None, "top_k": 0},
+            {"do_sample": True, "top_k": 0, "min_p": 0.05},
+            "drawn at temperature 1, min-p 0.05 (its generation config),",
+        ),
+        (
+            {"temperature": 0.7, "top_p": None},
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
+            "drawn at temperature 0.7, top-p 0.9,",
+        ),
     ],
 )
-def test_self_generated_data_names_its_prompts(sampling, drawn):
+def test_self_generated_data_names_its_prompts(sampling, decoding, drawn):
     how = {**sampling, "max_new_tokens": 64, "turns": 2, "seed": 7}
     seeds = {"train": [{"path": "seeds_1.jsonl"}, {"path": "more.jsonl"}]}
     settings = {"generation": how, "data": seeds, "model": {"name": "/there/base"}}
+    settings |= {} if decoding is None else {"decoding": decoding}
     text = card_text(facts(generated={"out/records.jsonl": settings}))
     assert (
         f"out/records.jsonl contains answers of base itself to the prompts of seeds\\_1.jsonl, more.jsonl: {drawn} "

@@ -150,13 +150,17 @@ def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
 def asked_of(path: Path) -> dict[str, Any] | None:
     """Return what a finished file of records was asked for with, or None if nothing next to it says so.
 
-    Files next to a user's own data may be anything, and are no reason to refuse the data.
+    `decoding` in it is the generation config with which answers were decoded, if that is known. Files next to a user's
+    own data may be anything, and are no reason to refuse the data.
     """
     try:
         asked = read_json_object(_companion(path, "finished")).get("asked") if path.is_file() else None
+        decoding = read_json_object(_companion(path, "settings")).get("decoding") if asked else None
     except (OSError, ValueError):
         return None
-    return asked if isinstance(asked, dict) and {"model", "generation", "data"} <= asked.keys() else None
+    if not isinstance(asked, dict) or not {"model", "generation", "data"} <= asked.keys():
+        return None
+    return asked | {"decoding": decoding if isinstance(decoding, dict) else None}
 
 
 def _companion(path: Path, what: str) -> Path:

@@ -194,12 +194,17 @@ def _source(source: SourceConfig) -> list[str]:
 def _generated(path: str, settings: Mapping[str, Any]) -> str:
     how, data = settings["generation"], settings["data"]
     seeds = ", ".join(escaped(source["path"]) for source in data["train"])
-    drawn = "decoded as its generation config says"
-    if how["temperature"] is not None:
-        drawn = f"drawn at temperature {how['temperature']:g}" if how["temperature"] else "greedy"
-    for name, words, all_tokens in (("top_p", "top-p", 1), ("top_k", "top-k", 0), ("min_p", "min-p", 0)):
-        if how["temperature"] != 0 and how.get(name) not in (None, all_tokens):
-            drawn += f", {words} {how[name]:g}"
+    used = settings.get("decoding")
+    if used is None:  # files without it are older
+        used = how | {"do_sample": how["temperature"] != 0}
+    drawn = "greedy"
+    if used.get("do_sample"):
+        drawn = f"drawn at temperature {1.0 if used.get('temperature') is None else used['temperature']:g}"
+        for name, words, all_tokens in (("top_p", "top-p", 1), ("top_k", "top-k", 0), ("min_p", "min-p", 0)):
+            if used.get(name) not in (None, all_tokens):
+                drawn += f", {words} {used[name]:g}"
+    if how["temperature"] is None:
+        drawn += " (its generation config)"
     return (
         f"{escaped(path)} contains answers of {escaped(_shown_name(settings['model']['name']))} itself to the prompts "
         f"of {seeds}: {drawn}, at most {how['max_new_tokens']} tokens per answer, at most {how['turns']} "
