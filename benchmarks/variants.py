@@ -72,6 +72,8 @@ NODES, ROOT = 16, Tree([])
 SIZES = (8, 16, 64)
 """Nodes of the trees of `heads`."""
 EXPECTED, DECODED, LIKELIEST = "expected", "measured", ", likeliest drafts"
+OVER_LIKELIEST = "over_first_likeliest"
+"""Ratio to the first row whose candidates were not ranked with the noise."""
 SIDES = {"held-out": 0, "tuning": 1}
 """Files of prompts that `heads` measures on, with the seeds of sampled answers."""
 Say = Callable[[str], None]
@@ -124,16 +126,29 @@ CONTROLS = (
         has_heads=False,
     ),
 )
-TODAY = {"num_layers": 2, "shared_projection": True, "parent_rank": 32}
+TWO_BLOCKS = {"num_layers": 2, "shared_projection": True, "parent_rank": 32}
 
 
 def _heads(name: str, loss: Mapping[str, Any] | None = None, **heads: Any) -> Variant:
-    """Return today's heads with other settings of `heads` and `loss`."""
-    return Variant(name, {"heads": TODAY | heads, "loss": loss or {}})
+    """Return heads of two blocks on the shared lm_head with other settings of `heads` and `loss`."""
+    return Variant(name, {"heads": TWO_BLOCKS | heads, "loss": loss or {}})
 
 
+def _steps(name: str, **optimisation: Any) -> Variant:
+    """Return the recipe's heads, which have a root input and a parent term, trained with other steps or rates."""
+    return Variant(name, {"heads": TWO_BLOCKS | {"root_rank": 128, "parent_rank": 64}, "optimisation": optimisation})
+
+
+# Heads and rates of recipes/demo-cpu.yaml in version 0.2.
+_EARLIER = {
+    "heads": {"num_layers": 1, "shared_projection": False, "parent_rank": 32},
+    "optimisation": {
+        "learning_rate": 1e-3, "warmup_share": None, "warmup_steps": 20, "epochs": 4.0,
+        "batch_size": 16, "micro_batch_size": 16,
+    },
+}  # fmt: skip
 HEADS = (
-    _heads("today's"),
+    _heads("parents, rank 32"),
     _heads("root, rank 64", root_rank=64),
     _heads("root, rank 128", root_rank=128),
     _heads("root, rank 256", root_rank=256),
@@ -148,8 +163,22 @@ HEADS = (
     _heads("root and parents", root_rank=128, parent_rank=64),
     _heads("root, parents, kl", {"targets": "kl"}, root_rank=128, parent_rank=64),
     _heads("root, parents, kl, worth", {"targets": "kl", "head_weights": "worth"}, root_rank=128, parent_rank=64),
+    Variant("version 0.2", _EARLIER),
 )
-"""The first one is what the others are compared with."""
+SWEEP = (
+    _heads("both, one block", num_layers=1, root_rank=128, parent_rank=64),
+    _heads("both, three blocks", num_layers=3, root_rank=128, parent_rank=64),
+    _heads("both, own projections", shared_projection=False, root_rank=128, parent_rank=64),
+    _heads("both, one block, own projections", num_layers=1, shared_projection=False, root_rank=128, parent_rank=64),
+    _steps("both, batch 1", batch_size=1, micro_batch_size=1),
+    _steps("both, batch 8", batch_size=8, micro_batch_size=8),
+    _steps("both, batch 24", batch_size=24, micro_batch_size=24),
+    _steps("both, peak 1e-3", learning_rate=1e-3),
+    _steps("both, peak 6e-3", learning_rate=6e-3),
+    _steps("both, no warm-up", warmup_share=None, warmup_steps=0),
+    _steps("both, 4 epochs", epochs=4.0),
+)
+"""Settings around those of the recipe, trained only if they are asked for (`--first "root and parents"`)."""
 OLDER = (
     Variant("own projections", {}),
     Variant("own, int8", {}, source="own projections", storage="int8"),
@@ -675,13 +704,15 @@ def heads_row(seeds: Sequence[Figures], first: Sequence[Figures]) -> Figures:
     found |= {"texts_unlike_plain": sum(one["texts_unlike_plain"] for one in seeds), "ways": {}}
     for way, sizes in seeds[0]["steps"].items():
         for size in sizes:
-            own, other = ([np.array(one["steps"][way][size]) for one in of] for of in (seeds, first))
-            paired = np.hstack([sum(own), sum(other)]).tolist()
-            found["ways"].setdefault(way, {})[size] = {
-                "tokens_per_step": _json(interval.ratio(paired)),
-                "over_first": _json(interval.ratio_of_rates(paired)),
+            own = [np.array(one["steps"][way][size]) for one in seeds]
+            cell = found["ways"].setdefault(way, {})[size] = {
+                "tokens_per_step": _json(interval.ratio(sum(own).tolist())),
                 "of_seeds": [float(np.divide(*rows.sum(0))) for rows in own],
             }
+            for name, other in (("over_first", way), (OVER_LIKELIEST, way + LIKELIEST)):
+                if other in first[0]["steps"]:
+                    rows = sum(np.array(one["steps"][other][size]) for one in first)
+                    cell[name] = _json(interval.ratio_of_rates(np.hstack([sum(own), rows]).tolist()))
     return found
 
 
@@ -702,7 +733,10 @@ def _cells(name: str, row: Figures) -> dict[str, str]:
     for size, expected in ways[EXPECTED].items():
         way = DECODED if size in ways.get(DECODED, ()) else EXPECTED
         one = ways.get(DECODED, {}).get(size, expected)
-        found[f"over the first row's, {size} nodes, {way}"] = interval.as_text(Interval(**one["over_first"]))
+        for over, words in (("over_first", ""), (OVER_LIKELIEST, LIKELIEST)):
+            if over in one:
+                name = f"over the first row's{words}, {size} nodes, {way}"
+                found[name] = interval.as_text(Interval(**one[over]))
         spread.append(f"{np.ptp(one['of_seeds']):.2f}")
     return found | {
         "range over seeds": " / ".join(spread),
@@ -750,8 +784,9 @@ def run_heads(args: argparse.Namespace) -> tuple[str, Figures, str]:
         raise ValueError("--prompts-from: expected a file of prompts for a model of your own, got none")
     if args.quick:
         args.training_prompts, args.prompts, args.new_tokens = 6, 3, 16
-    wanted = _chosen((*HEADS, *OLDER), args.only or [variant.name for variant in HEADS])
-    variants = [HEADS[0], *(variant for variant in wanted if variant != HEADS[0])]
+    wanted = _chosen((*HEADS, *SWEEP, *OLDER), args.only or [one.name for one in HEADS])
+    first = next(one for one in (*HEADS, *SWEEP, *OLDER) if one.name == args.first)
+    variants = [first, *(variant for variant in wanted if variant != first)]
     run = HeadsRun(args)
     run.prepare()
     found: dict[str, list[Figures]] = {variant.name: [] for variant in variants}
@@ -809,6 +844,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 help=f"trees to decode (default: {sizes})",
             )
             one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all trainings")
+            names = [variant.name for variant in (*HEADS, *SWEEP, *OLDER)]
+            words = "what the others are compared with (default: %(default)s)"
+            one.add_argument("--first", default=HEADS[0].name, choices=names, metavar="VARIANT", help=words)
     args = parser.parse_args(arguments)
     try:
         with only_writer("--out", args.out):

@@ -231,7 +231,7 @@ def test_only_some_variants_are_trained(tmp_path: Path, monkeypatch: Any, capsys
 
 
 def test_every_row_is_another_training(tmp_path: Path) -> None:
-    rows = (*variants.HEADS, *variants.OLDER)
+    rows = (*variants.HEADS, *variants.SWEEP, *variants.OLDER)
     shared = variants.table_2_settings(TINY, tmp_path / "rows.jsonl")
     made = {row.name: variants.config(row, shared, tmp_path).to_yaml() for row in rows}
     assert len(made) == len(rows)
@@ -324,7 +324,7 @@ def test_a_row_and_the_table_by_hand() -> None:
         figures(0.25, 20, [[22, 10], [20, 10]], [[20, 5], [20, 10]], 1),
         figures(0.35, 40, [[22, 10], [20, 10]], [[20, 5], [30, 10]], 2),
     ]
-    rows = {"today's": variants.heads_row(first, first), "new": variants.heads_row(one, first)}
+    rows = {"parents, rank 32": variants.heads_row(first, first), "new": variants.heads_row(one, first)}
     found = rows["new"]
     assert (found["top1"], found["top10"], found["seconds"]) == (pytest.approx([0.3, 0.2]), [0.9, 0.5], 30)
     assert found["texts_unlike_plain"] == 3
@@ -336,7 +336,11 @@ def test_a_row_and_the_table_by_hand() -> None:
     assert found["ways"][variants.EXPECTED]["8"]["over_first"] == pytest.approx(
         {"value": 1.05, "low": 1.0, "high": 1.1}
     )
-    assert rows["today's"]["ways"][variants.DECODED]["16"]["over_first"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert rows["parents, rank 32"]["ways"][variants.DECODED]["16"]["over_first"] == {
+        "value": 1.0,
+        "low": 1.0,
+        "high": 1.0,
+    }
     title, _, *lines = variants.heads_table(rows).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (title, *lines)]
     assert dict(zip(cells[0], cells[2], strict=True)) == {
@@ -353,6 +357,26 @@ def test_a_row_and_the_table_by_hand() -> None:
         "us at 7B, H200": "88",
         "training, s": "30",
     }
+
+
+def test_a_row_is_also_compared_with_the_first_one_without_the_noise() -> None:
+    first, one = figures(0.5, 10, [[20, 10]], [[24, 10]]), figures(0.5, 10, [[26, 10]], [[30, 10]])
+    first["steps"][variants.DECODED + variants.LIKELIEST] = {"16": [[20, 10]]}
+    one["steps"][variants.DECODED + variants.LIKELIEST] = {"16": [[22, 10]]}
+    rows = {"first": variants.heads_row([first], [first]), "new": variants.heads_row([one], [first])}
+    ways = {name: row["ways"] for name, row in rows.items()}
+    ratios = {name: {over: cell["value"] for over, cell in found[variants.DECODED]["16"].items() if "over" in over}
+              for name, found in ways.items()}  # fmt: skip
+    assert ratios == {
+        "first": {"over_first": 1.0, variants.OVER_LIKELIEST: pytest.approx(1.2)},
+        "new": {"over_first": pytest.approx(1.25), variants.OVER_LIKELIEST: pytest.approx(1.5)},
+    }
+    likeliest = ways["new"][variants.DECODED + variants.LIKELIEST]["16"]
+    assert likeliest["over_first"]["value"] == pytest.approx(1.1)
+    assert variants.OVER_LIKELIEST not in likeliest
+    assert variants.OVER_LIKELIEST not in ways["new"][variants.EXPECTED]["8"]
+    _, _, _, cells = variants.heads_table(rows).splitlines()
+    assert cells.split(" | ")[5:9] == ["2.20", "1.300", "1.250", "1.500"]
 
 
 def test_predicted_microseconds_of_heads() -> None:
@@ -436,7 +460,7 @@ def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     assert variants.main(called) == 0
     table = capsys.readouterr().out
     record = json.loads((tmp_path / "out" / "figures.json").read_text())
-    assert list(record["variants"]) == ["today's", "own projections", "own, int8"]
+    assert list(record["variants"]) == ["parents, rank 32", "own projections", "own, int8"]
     for one in record["variants"].values():
         assert one["texts_unlike_plain"] == 0
         assert len(one["top1"]) == 2
