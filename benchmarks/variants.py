@@ -158,11 +158,8 @@ HEADS = (
     _heads("tv", {"targets": "tv"}),
     _heads("kl, half hard", {"targets": "kl", "hard_share": 0.5}),
     _heads("tv, half hard", {"targets": "tv", "hard_share": 0.5}),
-    _heads("worth", {"head_weights": "worth"}),
-    _heads("kl, worth", {"targets": "kl", "head_weights": "worth"}),
     _heads("root and parents", root_rank=128, parent_rank=64),
     _heads("root, parents, kl", {"targets": "kl"}, root_rank=128, parent_rank=64),
-    _heads("root, parents, kl, worth", {"targets": "kl", "head_weights": "worth"}, root_rank=128, parent_rank=64),
     Variant("version 0.2", _EARLIER),
 )
 SWEEP = (

@@ -33,7 +33,7 @@ def values_at(config, keys):
 
 # Appendix B of the paper (and 3.1, 3.2 for epochs, lengths and batches), copied by hand.
 SHARED = {
-    "heads.num_heads": 5, "heads.num_layers": 1, "loss.head_decay": 0.8, "loss.head_weights": "decay",
+    "heads.num_heads": 5, "heads.num_layers": 1, "loss.head_decay": 0.8,
     "loss.targets": "hard", "optimisation.optimizer": "adamw_8bit",
     "optimisation.schedule": "cosine", "optimisation.heads_factor": 4.0, "lora.rank": 32, "lora.alpha": 16.0,
     "lora.dropout": 0.05, "lora.lm_head": True, "lora.target": "all-linear", "heads.shared_projection": False,
@@ -203,7 +203,6 @@ BAD = [
     ),
     ({"lora": {"dropout": 1.0}}, r"^lora.dropout: expected a number from 0 to below 1, got 1.0$"),
     ({"loss": {"targets": "soft"}}, r"^loss.targets: expected 'hard' or 'kl' or 'tv', got 'soft'$"),
-    ({"loss": {"head_weights": None}}, r"^loss.head_weights: expected 'decay' or 'worth', got None$"),
     (
         {"loss": {"targets": "kl", "hard_share": 1}},
         r"^loss.hard_share: expected a number from 0 to below 1, got 1.0$",
@@ -287,7 +286,7 @@ def test_settings_that_exclude_each_other_are_refused(method, change, message):
 
 
 def test_settings_close_to_those_are_allowed():
-    assert of(loss={"targets": "tv", "hard_share": 0.5, "head_weights": "worth"}).loss.hard_share == 0.5
+    assert of(loss={"targets": "tv", "hard_share": 0.5}).loss.hard_share == 0.5
     assert of("medusa-2", lora={"enabled": False}).trains_backbone
     assert of(data={"cache_hidden": "c"}).data.cache_hidden == "c"
     assert not of().trains_backbone

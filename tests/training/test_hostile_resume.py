@@ -37,10 +37,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, Pat
     """A run that was stopped after its checkpoint of step 4, a copy of its folder, and the heads it would have made."""
     folder = tmp_path_factory.mktemp("stopped")
     base, data = workshop.make_base(folder / "base"), workshop.make_data(folder / "data.jsonl")
-    loss = {"head_weights": "worth"}  # follows the accuracies of earlier steps
-    whole = workshop.config(folder / "whole", base, data, loss=loss)
+    whole = workshop.config(folder / "whole", base, data)
     train(whole)
-    config = workshop.config(folder / "run", base, data, loss=loss)
+    config = workshop.config(folder / "run", base, data)
     with pytest.raises(StoppedError):
         train(config, watchers=[stop])
     shutil.copytree(folder / "run", folder / "kept")
@@ -206,8 +205,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "seconds": (stated(seconds=NAN), "seconds nan"),
     "measured": (stated(measured={}), "measured: expected"),
     "measured's counts": (stated(measured={"accuracy": {"hits": [[1]], "total": [10**30]}}), "accuracy: expected"),
-    "no accuracies": (stated(accuracies=None), "accuracies: expected 3 shares, got None"),
-    "accuracies": (stated(accuracies=[0.5, 0.5, NAN]), "accuracies: expected 3 shares"),
     "rows": (stated(rows=1), "got one of 1"),
     "processes": (stated(processes=2), "got one of 2"),
     "data": (stated(data="x"), "the data has changed"),

@@ -11,7 +11,7 @@ from torch import nn
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.data.targets import IGNORE, head_targets, number_segments, shifted_labels
 from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss
-from medusa_decoding.training.loss.medusa import head_weights, medusa_loss, worth_weights
+from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,29 +151,6 @@ def test_head_weights_by_formula():
     found = medusa_loss(hidden, heads, labels, weights=weights).loss
     torch.testing.assert_close(found, plain_medusa(hidden, heads, labels, weights=weights))
     assert head_weights(3).tolist() == pytest.approx([0.8, 0.64, 0.512])
-
-
-@pytest.mark.parametrize("accuracies", [[0.9, 0.7, 0.5, 0.3], [0.3, 0.99], [0.6], [1.0, 1.0, 1.0]])
-def test_worth_is_the_derivative_of_the_expected_tokens_per_step(accuracies):
-    chances = torch.tensor(accuracies, dtype=torch.float64, requires_grad=True)
-    tokens, path = torch.ones(()).double(), torch.ones(()).double()
-    for chance in chances:
-        path = path * chance
-        tokens = tokens + path
-    (slopes,) = torch.autograd.grad(tokens, chances)
-    found = worth_weights(chances.detach(), 0.7)
-    torch.testing.assert_close(found / found.sum(), slopes / slopes.sum(), rtol=1e-12, atol=0)
-    assert found.sum() == pytest.approx(sum(0.7**k for k in range(1, len(accuracies) + 1)), rel=1e-12)
-
-
-def test_worth_by_hand_and_for_heads_that_know_nothing():
-    # 1 + a + a b: the derivatives are 1 + b and a; here 1.5 and 0.8, scaled to 0.8 + 0.64.
-    found = worth_weights(torch.tensor([0.8, 0.5], dtype=torch.float64))
-    assert found.tolist() == pytest.approx([1.5 * 1.44 / 2.3, 0.8 * 1.44 / 2.3], rel=1e-12)
-    low = worth_weights(torch.zeros(4, dtype=torch.float64))
-    assert low.tolist() == worth_weights(torch.full((4,), 0.25, dtype=torch.float64)).tolist()
-    assert (low > 0.02).all()
-    assert low.sum() == pytest.approx(float(head_weights(4).sum()))
 
 
 def test_labels_outside_a_trimmed_vocabulary_are_excluded_from_the_loss_and_count_as_misses():

@@ -30,7 +30,6 @@ from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loop.objective import HIDDEN
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.run import train
-from medusa_decoding.training.loss import medusa
 
 METHODS = ("medusa-1", "medusa-2", "self-distillation")
 pytestmark = pytest.mark.usefixtures("without_plots")
@@ -414,49 +413,7 @@ def test_a_run_resumes_from_any_checkpoint_to_the_same_bits(shop, tmp_path, fini
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_weights_by_worth_follow_the_accuracies_and_resume(shop, tmp_path, monkeypatch):
-    # The run has few steps, and its heads learn little.
-    monkeypatch.setattr(trainer, "MEMORY", 0.5)
-    monkeypatch.setattr(medusa, "LEAST_ACCURACY", 0.01)
-    loss = {"targets": "tv", "hard_share": 0.25, "head_weights": "worth"}
-    rates = {"learning_rate": 2e-2}
-
-    def run_of(name, **output):
-        folder = tmp_path / name
-        return workshop.config(folder, *shop, "medusa-2", loss=loss, optimisation=rates, output=output), folder
-
-    config, whole = run_of("whole", keep_checkpoints=99)
-    train(config)
-    lines = [line for line in curve(whole) if "loss" in line]
-    running, seen = torch.zeros(3, dtype=torch.float64), []
-    for line in lines:
-        a, b, c = running.clamp(min=0.01)
-        worth = torch.stack([1 + b + b * c, a * (1 + c), a * b])
-        weights = worth * (0.8 + 0.64 + 0.512) / worth.sum()
-        assert line["head_weights"] == pytest.approx(weights.tolist(), rel=1e-9)
-        own = sum(weight * loss for weight, loss in zip(line["head_weights"], line["head_losses"], strict=True))
-        joint = line["stage"] == "joint"
-        expected = line["model_loss"] + line["lambda_0"] * own if joint else own
-        assert line["loss"] == pytest.approx(expected, rel=1e-5)
-        running = (running + torch.tensor(line["head_top1"], dtype=torch.float64)) / 2
-        seen.append(tuple(weights.tolist()))
-    assert len(set(seen[-3:])) == 3, "the accuracies stayed below the least one: nothing was shown"
-
-    checkpoints = saving.Checkpoints(whole / "checkpoints", 1, None).all()
-    folder = tmp_path / "resumed"
-    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("heads", "model"))
-    for later in checkpoints[-2:]:
-        shutil.rmtree(folder / "checkpoints" / later.name)
-    train(run_of("resumed")[0], resume=True)
-    assert curve(folder) == curve(whole)
-    # Which steps are logged changes nothing.
-    train(run_of("silent", log_steps=99)[0])
-    tensors = heads_tensors(whole)
-    for other in (folder, tmp_path / "silent"):
-        assert all(torch.equal(tensor, tensors[name]) for name, tensor in heads_tensors(other).items())
-
-
-def test_checkpoints_of_before_the_targets_and_weights_resume(shop, tmp_path, finished):
+def test_checkpoints_of_before_the_targets_resume(shop, tmp_path, finished):
     whole, folder = finished("medusa-1").folder, tmp_path / "run"
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("heads"))
     *_, kept, last = sorted((folder / "checkpoints").iterdir())
@@ -465,10 +422,10 @@ def test_checkpoints_of_before_the_targets_and_weights_resume(shop, tmp_path, fi
     text = "".join(
         line
         for line in state["config"].splitlines(keepends=True)
-        if not line.strip().startswith(("targets:", "hard_share:", "head_weights:"))
+        if not line.strip().startswith(("targets:", "hard_share:"))
     )
-    assert len(text.splitlines()) == len(state["config"].splitlines()) - 3
-    del state["accuracies"], state["digest"], state["files"]
+    assert len(text.splitlines()) == len(state["config"].splitlines()) - 2
+    del state["digest"], state["files"]
     saving._write_state(kept, state | {"config": text})
     train(workshop.config(folder, *shop), resume=True)
     assert curve(folder) == curve(whole)
@@ -955,7 +912,7 @@ def launch(script, folder, sharding):
 )
 def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
     options = {} if method == "medusa-1" else {"lora": {"dropout": 0.0}}
-    options["loss"] = {"head_weights": "worth"} if method == "medusa-1" else {"targets": "kl"}
+    options["loss"] = {"targets": "kl"}
     train(workshop.config(tmp_path / "one", *shop, method, **options))
     folder = tmp_path / "two"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}

@@ -143,12 +143,6 @@ class LossConfig:
     )
     hard_share: float = setting(0.0, "share of the text's tokens in the loss with targets kl or tv", OURS, SHARE)
     head_decay: float = setting(0.8, "lambda_k is its k-th power, k from 1", "2.2.1; B.2", DECAY)
-    head_weights: Literal["decay", "worth"] = setting(
-        "decay",
-        "decay: lambda_k as above; worth: by what the head's accuracy so far is worth in tokens per step, their sum as "
-        "with decay",
-        "2.2.1: decay",
-    )
     lambda_0: float | None = setting(
         None,
         "weight of the heads' loss next to the model's own; Medusa-2: 0.2, self-distillation: 0.01",

@@ -52,7 +52,7 @@ def tensorboard(folder: Path, done: int) -> Watcher:
         names = ("loss", "model_loss", "model_top1", "lambda_0", "gradient_norm")
         values = {f"{part}/{name}": line[name] for name in names if name in line}
         values |= {f"rate/{name}": rate for name, rate in line.get("rates", {}).items()}
-        for name in ("head_losses", "head_top1", "head_weights"):
+        for name in ("head_losses", "head_top1"):
             values |= {f"{part}/{name}/{head}": value for head, value in enumerate(line.get(name, ()), start=1)}
         for name, value in values.items():
             writer.add_scalar(name, value, line["step"])

@@ -36,7 +36,6 @@ class Objective(nn.Module):
 
     Attributes:
         joint: whether the backbone (its adapter) is trained now too.
-        weights: of the heads' losses, fp64 [K] on the CPU; a trainer changes them if they follow the accuracies.
     """
 
     def __init__(self, backbone: TrainingBackbone, heads: MedusaHeads, config: Config) -> None:
@@ -45,7 +44,7 @@ class Objective(nn.Module):
         self.model = backbone.module
         self.joint = False
         self._backbone, self._config = backbone, config
-        self.weights = head_weights(heads.num_heads, config.loss.head_decay)
+        self._weights = head_weights(heads.num_heads, config.loss.head_decay)
 
     def train(self, mode: bool = True) -> Objective:
         """Switch to training mode. A backbone that is not trained now stays in evaluation mode."""
@@ -92,7 +91,7 @@ class Objective(nn.Module):
             segments=segments,
             lm_head=backbone.lm_head if heads.shared_projection else None,
             soft=None if measuring else self._soft_labels(),
-            weights=self.weights,
+            weights=self._weights,
             normaliser=None if normalisers is None else normalisers[1:],
             through_backbone=joint,
             chunk=chunk,

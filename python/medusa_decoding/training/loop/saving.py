@@ -170,14 +170,6 @@ def check_weights(path: Path, weights: Mapping[str, Any], expected: Mapping[str,
         raise damaged(path, f"{WEIGHTS}: {error}") from error
 
 
-def check_accuracies(found: Any, heads: int) -> list[float]:
-    """Return the running accuracies of a checkpoint, or raise `ValueError` unless there is one in [0, 1] per head."""
-    values = found if isinstance(found, list) else []
-    if len(values) != heads or not all(isinstance(value, float) and 0 <= value <= 1 for value in values):
-        raise ValueError(f"accuracies: expected {heads} shares, got {found!r:.80}")
-    return values
-
-
 def check_optimiser(
     path: Path, saved: Mapping[str, Any], optimiser: torch.optim.Optimizer, schedule: Any, step: int
 ) -> None:

@@ -34,7 +34,6 @@ from medusa_decoding.training.loop.processes import Processes, fill, own, whole
 from medusa_decoding.training.loop.saving import (
     STATE,
     Checkpoints,
-    check_accuracies,
     check_optimiser,
     check_weights,
     damaged,
@@ -52,10 +51,6 @@ from medusa_decoding.training.loop.schedules import (
 )
 from medusa_decoding.training.loop.states import StateCache, fingerprint
 from medusa_decoding.training.loss.chunked import TOP
-from medusa_decoding.training.loss.medusa import worth_weights
-
-MEMORY = 0.9
-"""Share of the earlier steps in the running accuracies that `loss.head_weights: worth` follows."""
 
 
 @dataclass
@@ -83,8 +78,6 @@ class Trainer:
         self.objective = Objective(self.backbone, self.heads, self.config)
         self.at = Progress()
         self.measured: Measured | None = None
-        worth = self.config.loss.head_weights == "worth"
-        self.accuracies: list[float] | None = [0.0] * self.heads.num_heads if worth else None
         self._trained_names = list(self.backbone.trained())
         if self.processes.sharded:
             self.processes.shard(self.objective, self.backbone.decoder.layers)
@@ -176,10 +169,6 @@ class Trainer:
         weight = config.loss.lambda_0
         if weight is not None and stage.trains_backbone:
             weight = lambda_0(self.at.step, stage.steps, weight, config.loss.lambda_0_schedule)
-        if self.accuracies is not None:
-            accuracies = torch.tensor(self.accuracies, dtype=torch.float64)
-            self.objective.weights = worth_weights(accuracies, config.loss.head_decay)
-        top = int(logged or self.accuracies is not None)
         self.objective.train()
         sums: dict[str, Tensor] = {}
         for place, part in enumerate(parts):
@@ -187,7 +176,7 @@ class Trainer:
             batch = self._batch(part, rows)
             more = place + 1 < len(parts)
             with processes.gradients_kept(self.wrapped, more), self._precision():
-                found = self.wrapped(batch, normalisers, 1.0 if weight is None else weight, top)
+                found = self.wrapped(batch, normalisers, 1.0 if weight is None else weight, int(logged))
                 # The wrapper averages gradients over the processes; the step's gradient is their sum.
                 (found["loss"] * processes.size).backward()
             _accumulate(sums, found)
@@ -202,11 +191,7 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         self.at.tokens += sum(row["input_ids"].numel() for row in rows.values())
         line = {"stage": stage.name, "step": self.at.done + 1, "of": self.steps, "loss": float(sums["loss"])}
-        line |= (means := _means(sums))
-        if self.accuracies is not None:
-            line["head_weights"] = self.objective.weights.tolist()
-            pairs = zip(self.accuracies, means["head_top1"], strict=True)
-            self.accuracies = [MEMORY * before + (1 - MEMORY) * now for before, now in pairs]
+        line |= _means(sums)
         if weight is not None and stage.trains_backbone:
             line["lambda_0"] = weight
         return line | {"rates": rates, "gradient_norm": float(norm), "tokens": self.at.tokens}
@@ -352,7 +337,6 @@ class Trainer:
             "sharded": self.processes.sharded,
             "config": self.config.to_yaml(),
             "measured": None if self.measured is None else self.measured.to_json(),
-            "accuracies": self.accuracies,
         }
         weights = self.trained()
         moments = self.processes.optimiser_state(self.objective, self.optimiser)
@@ -380,8 +364,6 @@ class Trainer:
         try:
             self.at = Progress.from_state(state, self.stages)
             self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
-            if self.accuracies is not None:
-                self.accuracies = check_accuracies(state.get("accuracies"), self.heads.num_heads)
         except ValueError as error:
             raise damaged(path, f"{STATE}: {error}") from error
         weights, optimiser, numbers = self.checkpoints.load(path, state)

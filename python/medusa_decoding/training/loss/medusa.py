@@ -8,8 +8,7 @@ The paper writes the loss of one position. Here each head's cross-entropy is ave
 target for this head: with one denominator for all heads, later heads would count less than lambda_k says, because they
 have fewer targets. `normaliser` divides the sums by counts over all micro-batches and processes.
 
-Beyond the paper, heads can learn the backbone's own distributions (`SoftLabels`), and the weights lambda_k can follow
-the heads' accuracies (`worth_weights`).
+Beyond the paper, heads can learn the backbone's own distributions (`SoftLabels`).
 """
 
 from __future__ import annotations
@@ -33,32 +32,12 @@ from medusa_decoding.training.loss.projections import (
     sum_type,
 )
 
-LEAST_ACCURACY = 0.25
-"""Lower accuracies count as this in `worth_weights`."""
-
 
 def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
     """Return lambda_k of each head: decay, decay^2, ..., decay^K; fp64 [K]."""
     if not 0 < decay <= 1:
         raise ValueError(f"decay: expected a number above 0 and at most 1, got {decay}")
     return decay ** torch.arange(1, num_heads + 1, dtype=torch.float64)
-
-
-def worth_weights(accuracies: Tensor, decay: float = 0.8) -> Tensor:
-    """Return lambda_k by what head k's accuracy is worth in tokens per step; fp64 [K].
-
-    A chain of draft tokens is accepted up to the first wrong one: with accuracies a_1, ..., a_K a step gives
-    1 + a_1 + a_1 a_2 + ... + a_1 ... a_K tokens if they are independent. lambda_k is the derivative of this by a_k,
-    scaled so that the sum over heads is that of `head_weights`: a change of weights is no change of rate.
-
-    Args:
-        accuracies: fp64 [K]. Those below `LEAST_ACCURACY` count as it, so that later heads learn from the start.
-        decay: see `head_weights`.
-    """
-    chances = accuracies.clamp(LEAST_ACCURACY, 1.0)
-    # Each product a_1 ... a_j with j >= k has the factor a_k, which its derivative lacks.
-    worth = chances.cumprod(0).flip(0).cumsum(0).flip(0) / chances
-    return worth * (head_weights(len(worth), decay).sum() / worth.sum())
 
 
 @dataclass(frozen=True)
