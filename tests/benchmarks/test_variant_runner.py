@@ -15,8 +15,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks import variants
 from benchmarks.ablations import measuring
+from benchmarks.variants import __main__ as command
+from benchmarks.variants import heads as kinds
+from benchmarks.variants import table_2
+from benchmarks.variants.variant import BASE, Figures, config
 from medusa_decoding.calibration.texts import Written
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.roofline.devices import DEVICES
@@ -30,8 +33,8 @@ from recipes.demo import corpus
 if not (CHECKPOINT / "measured.json").is_file():
     pytest.skip("the embedded checkpoint is not there", allow_module_level=True)
 
-TINY = variants.QUICK
-BY_NAME = {variant.name: variant for variant in (*variants.TABLE_2, *variants.CONTROLS)}
+TINY = table_2.QUICK
+BY_NAME = {variant.name: variant for variant in (*table_2.TABLE_2, *table_2.CONTROLS)}
 
 
 def few_files() -> corpus.Split:
@@ -41,7 +44,7 @@ def few_files() -> corpus.Split:
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(variants.BASE / "tokenizer.json"))
+    return Tokenizer.from_file(str(BASE / "tokenizer.json"))
 
 
 @pytest.fixture
@@ -53,16 +56,16 @@ def small() -> Any:
 
 @pytest.mark.parametrize("steps", [4, 300])
 def test_every_variant_takes_as_many_gradient_steps(tmp_path: Path, steps: int) -> None:
-    sizes = variants.Sizes(steps=steps, warmup=1)
+    sizes = table_2.Sizes(steps=steps, warmup=1)
     for variant in BY_NAME.values():
         if variant.sections:
-            made = variants.config(variant, variants.table_2_settings(sizes, tmp_path / "rows.jsonl"), tmp_path / "out")
+            made = config(variant, table_2.shared_settings(sizes, tmp_path / "rows.jsonl"), tmp_path / "out")
             assert sum(stage.steps for stage in stages(made, steps * sizes.rows)) == steps, variant.name
 
 
 def test_what_tells_the_variants_apart(tmp_path: Path) -> None:
     made = {
-        name: variants.config(variant, variants.table_2_settings(TINY, tmp_path / "rows.jsonl"), tmp_path / "out")
+        name: config(variant, table_2.shared_settings(TINY, tmp_path / "rows.jsonl"), tmp_path / "out")
         for name, variant in BY_NAME.items()
         if variant.sections
     }
@@ -90,7 +93,7 @@ def test_what_tells_the_variants_apart(tmp_path: Path) -> None:
 def test_training_text_is_of_training_files_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
     files = few_files()
     path = tmp_path / "rows.jsonl"
-    variants.write_rows(TINY, files, tokenizer, path)
+    table_2.write_rows(TINY, files, tokenizer, path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [len(row["input_ids"]) for row in rows] == [64] * 8
     whole = [tokenizer.encode(files.read(name)).ids for name in files.train]
@@ -98,8 +101,8 @@ def test_training_text_is_of_training_files_alone(tmp_path: Path, tokenizer: Tok
     assert first[0] == corpus.END
     assert first[1:] in [ids[:63] for ids in whole]
     with pytest.raises(ValueError, match="steps: expected at most"):
-        variants.write_rows(dataclasses.replace(TINY, steps=100_000), files, tokenizer, path)
-    windows = variants.held_out_windows(dataclasses.replace(TINY, windows=2), files, tokenizer)
+        table_2.write_rows(dataclasses.replace(TINY, steps=100_000), files, tokenizer, path)
+    windows = table_2.held_out_windows(dataclasses.replace(TINY, windows=2), files, tokenizer)
     assert len(windows) == len(files.held_out)
     for rows_of_file, name in zip(windows, files.held_out, strict=True):
         ids = [corpus.END, *tokenizer.encode(files.read(name)).ids]
@@ -108,7 +111,7 @@ def test_training_text_is_of_training_files_alone(tmp_path: Path, tokenizer: Tok
 
 def test_score_is_transformers_own_loss(small: Any) -> None:
     windows = list(torch.randint(0, 2048, (5, 20), generator=torch.Generator().manual_seed(1)).split([2, 3]))
-    found = variants.score(small, windows)
+    found = table_2.score(small, windows)
     for (loss, count, hits), rows in zip(found, windows, strict=True):
         assert count == len(rows) * 19
         assert loss == pytest.approx(float(small(rows, labels=rows).loss) * count, rel=1e-5)
@@ -119,19 +122,19 @@ def test_score_is_transformers_own_loss(small: Any) -> None:
 SAME, OTHER = [1, 2, 1, 2, 1, 2, 3], [1, 2, 1, 2, 1, 3, 3]
 
 
-def made(losses: list[float], hits: list[float], text: list[int]) -> variants.Measured:
+def made(losses: list[float], hits: list[float], text: list[int]) -> table_2.Measured:
     def texts(one: list[int], other: list[int], *figures: tuple[float, int, int]) -> list[measuring.Written]:
         return [measuring.Written(t, *of) for t, of in zip((one, other), figures, strict=True)]
 
     plain = texts(text, SAME, (1.0, 1, 1), (1.0, 1, 1))
     tree = texts(SAME, SAME, (0.25, 4, 2), (0.75, 5, 1))
-    found = {variants.PLAIN: measuring.Found(plain, plain), variants.CHAIN: measuring.Found(tree, plain, 1)}
-    return variants.Measured(np.array([losses, [10.0, 30.0], hits]).T, found)
+    found = {table_2.PLAIN: measuring.Found(plain, plain), table_2.CHAIN: measuring.Found(tree, plain, 1)}
+    return table_2.Measured(np.array([losses, [10.0, 30.0], hits]).T, found)
 
 
 def test_figures_by_hand() -> None:
     baseline, one = made([20.0, 60.0], [5.0, 15.0], SAME), made([10.0, 50.0], [6.0, 18.0], OTHER)
-    found = variants.table_2_figures(one, baseline)
+    found = table_2.figures_of(one, baseline)
     assert found["perplexity"]["value"] == pytest.approx(math.exp(60 / 40))
     over = found["perplexity_over_baseline"]
     # Of the two files one lost 1 nat a token and the other a third; one of them is drawn twice in half of the draws.
@@ -140,8 +143,8 @@ def test_figures_by_hand() -> None:
     )
     assert found["top1"]["value"] == pytest.approx(24 / 40)
     assert found["top1_less_baseline"]["value"] == pytest.approx(4 / 40)
-    assert found["tokens_per_step"][variants.CHAIN]["value"] == pytest.approx(9 / 3)
-    assert found["speedup"][variants.CHAIN]["value"] == pytest.approx(2.0)
+    assert found["tokens_per_step"][table_2.CHAIN]["value"] == pytest.approx(9 / 3)
+    assert found["speedup"][table_2.CHAIN]["value"] == pytest.approx(2.0)
     assert found["plain_tokens_per_second"] == pytest.approx(14 / 2)
     assert (found["texts_as_baseline"], found["texts_unlike_plain"]) == (1, 1)
     assert found["distinct_4_grams"] == pytest.approx((4 / 4 + 3 / 4) / 2)
@@ -152,10 +155,10 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
     pytest.importorskip("peft")
     files = few_files()
     monkeypatch.setattr(corpus, "split", lambda: files)
-    monkeypatch.setattr(variants, "table_2_material", _drawn)
-    monkeypatch.setattr(variants, "Sizes", _Tiny)
+    monkeypatch.setattr(table_2, "draw_material", _drawn)
+    monkeypatch.setattr(table_2, "Sizes", _Tiny)
     out = tmp_path / "out"
-    assert variants.main(["table-2", "--out", str(out)]) == 0
+    assert command.main(["table-2", "--out", str(out)]) == 0
     [record] = results.records()
     found = record["settings"]
     assert list(found) == ["baseline", "direct", "medusa-1", "medusa-2"]
@@ -166,7 +169,7 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
     assert found["medusa-1"]["texts_as_baseline"] == TINY.prompts
     for name in ("direct", "medusa-2"):
         trained = AutoModelForCausalLM.from_pretrained(out / name / "model", dtype=torch.float32)
-        scores = variants.score(trained, MATERIAL[0].windows)
+        scores = table_2.score(trained, MATERIAL[0].windows)
         expected = math.exp(scores[:, 0].sum() / scores[:, 1].sum())
         assert found[name]["perplexity"]["value"] == pytest.approx(expected)
         assert expected != found["baseline"]["perplexity"]["value"]
@@ -177,13 +180,13 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
     assert json.loads((out / "figures.json").read_text())["settings"].keys() == found.keys()
     trained = (out / "direct" / "heads" / "medusa_lm_head.safetensors").stat().st_mtime_ns
     again = [BY_NAME[name] for name in found]
-    variants.prepare_table_2(again, TINY, out)
+    table_2.prepare(again, TINY, out)
     assert (out / "direct" / "heads" / "medusa_lm_head.safetensors").stat().st_mtime_ns == trained
     with pytest.raises(SystemExit):
-        variants.main(["table-2", "--quick", "--out", str(tmp_path)])
+        command.main(["table-2", "--quick", "--out", str(tmp_path)])
     assert "out: expected a new folder, or one that was begun with" in capsys.readouterr().err
     with pytest.raises(ValueError, match="out: expected a new folder, or one that was begun with"):
-        variants.prepare_table_2(again, dataclasses.replace(TINY, steps=6), out)
+        table_2.prepare(again, dataclasses.replace(TINY, steps=6), out)
 
 
 class _Tiny:
@@ -193,14 +196,14 @@ class _Tiny:
         return TINY
 
 
-MATERIAL: list[variants.Material] = []
+MATERIAL: list[table_2.Material] = []
 
 
-def _drawn(sizes: variants.Sizes, files: corpus.Split, tokenizer: Tokenizer) -> variants.Material:
+def _drawn(sizes: table_2.Sizes, files: corpus.Split, tokenizer: Tokenizer) -> table_2.Material:
     ids = torch.from_numpy(corpus.encode(files, files.held_out, tokenizer)[1:].astype(np.int64))
     prompts = list(ids[: 5 * sizes.prompt_tokens].view(5, -1).split(1))
-    windows = variants.held_out_windows(sizes, files, tokenizer)
-    MATERIAL[:] = [variants.Material(prompts[:3], prompts[3:], sizes.new_tokens, windows)]
+    windows = table_2.held_out_windows(sizes, files, tokenizer)
+    MATERIAL[:] = [table_2.Material(prompts[:3], prompts[3:], sizes.new_tokens, windows)]
     return MATERIAL[0]
 
 
@@ -208,32 +211,32 @@ def test_a_text_that_is_not_the_models_own_fails(tmp_path: Path, monkeypatch: An
     def broken(*arguments: Any) -> None:
         raise measuring.OtherTextError("16 nodes: expected the text of plain on prompt 0")
 
-    monkeypatch.setattr(variants, "run", broken)
-    monkeypatch.setattr(variants, "prepare_table_2", lambda *arguments: None)
-    monkeypatch.setattr(variants, "table_2_material", lambda *arguments: None)
+    monkeypatch.setattr(table_2, "measure_all", broken)
+    monkeypatch.setattr(table_2, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(table_2, "draw_material", lambda *arguments: None)
     with pytest.raises(SystemExit) as stopped:
-        variants.main(["table-2", "--quick", "--out", str(tmp_path)])
+        command.main(["table-2", "--quick", "--out", str(tmp_path)])
     assert stopped.value.code == 2
     assert "expected the text of plain on prompt 0" in capsys.readouterr().err
 
 
 def test_only_some_variants_are_trained(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(variants, "prepare_table_2", lambda *given: asked.append(given))
+    monkeypatch.setattr(table_2, "prepare", lambda *given: asked.append(given))
     only = ["--only", "medusa-1", "medusa-2", "--train-only", "--out", str(tmp_path)]
-    assert variants.main(["table-2", "--steps", "60", *only]) == 0
+    assert command.main(["table-2", "--steps", "60", *only]) == 0
     [(wanted, sizes, out)] = asked
     assert ([variant.name for variant in wanted], sizes.steps, out) == (["medusa-1", "medusa-2"], 60, tmp_path)
     for bad, words in ((["--steps", "7"], "expected an even number"), (["--only", "x"], "--only: expected some of")):
         with pytest.raises(SystemExit):
-            variants.main(["table-2", *bad, "--out", str(tmp_path)])
+            command.main(["table-2", *bad, "--out", str(tmp_path)])
         assert words in capsys.readouterr().err
 
 
 def test_every_row_is_another_training(tmp_path: Path) -> None:
-    rows = (*variants.HEADS, *variants.SWEEP, *variants.OLDER)
-    shared = variants.table_2_settings(TINY, tmp_path / "rows.jsonl")
-    made = {row.name: variants.config(row, shared, tmp_path).to_yaml() for row in rows}
+    rows = (*kinds.HEADS, *kinds.SWEEP, *kinds.OLDER)
+    shared = table_2.shared_settings(TINY, tmp_path / "rows.jsonl")
+    made = {row.name: config(row, shared, tmp_path).to_yaml() for row in rows}
     assert len(made) == len(rows)
     assert len(set(made.values())) == len(rows) - 2  # int8 and fp8 are conversions
     assert made["own, int8"] == made["own, fp8"] == made["own projections"]
@@ -279,9 +282,9 @@ def test_measures_by_hand(monkeypatch: Any) -> None:
         lengths = [2, 0] if drawn() else [1, 0, 0], [0, 1]
         return [Written([1], text, accepted, 10) for text, accepted in zip(texts, lengths, strict=True)]
 
-    monkeypatch.setattr(variants, "own_text_ranks", ranks)
-    run = object.__new__(variants.HeadsRun)
-    run.decoded, run.ranked = ["16", "64"], ("", variants.LIKELIEST)
+    monkeypatch.setattr(kinds, "own_text_ranks", ranks)
+    run = object.__new__(kinds.Run)
+    run.decoded, run.ranked = ["16", "64"], ("", kinds.LIKELIEST)
     run._args = SimpleNamespace(temperature=0.5)
     run._write = write
     run._answers = {"held-out": [([1], [1, 2, 3, 4, 5], 10), ([2], [1, 2, 3, 4], 20)], "tuning": [([3], [1] * 9, 30)]}
@@ -306,8 +309,8 @@ def test_measures_by_hand(monkeypatch: Any) -> None:
     assert drawn()
 
 
-def figures(top1: float, seconds: float, expected: Any, decoded: Any, unlike: int = 0) -> variants.Figures:
-    steps = {variants.EXPECTED: {"8": expected, "16": expected}, variants.DECODED: {"16": decoded}}
+def figures(top1: float, seconds: float, expected: Any, decoded: Any, unlike: int = 0) -> Figures:
+    steps = {kinds.EXPECTED: {"8": expected, "16": expected}, kinds.DECODED: {"16": decoded}}
     sizes = {"bytes_bf16": 1_234_567, "us_7b_h200": 88.4}
     return {
         "top1": [top1, 0.2],
@@ -324,24 +327,22 @@ def test_a_row_and_the_table_by_hand() -> None:
         figures(0.25, 20, [[22, 10], [20, 10]], [[20, 5], [20, 10]], 1),
         figures(0.35, 40, [[22, 10], [20, 10]], [[20, 5], [30, 10]], 2),
     ]
-    rows = {"parents, rank 32": variants.heads_row(first, first), "new": variants.heads_row(one, first)}
+    rows = {"parents, rank 32": kinds.row_of(first, first), "new": kinds.row_of(one, first)}
     found = rows["new"]
     assert (found["top1"], found["top10"], found["seconds"]) == (pytest.approx([0.3, 0.2]), [0.9, 0.5], 30)
     assert found["texts_unlike_plain"] == 3
-    decoded = found["ways"][variants.DECODED]["16"]
+    decoded = found["ways"][kinds.DECODED]["16"]
     assert decoded["tokens_per_step"] == pytest.approx({"value": 90 / 30, "low": 50 / 20, "high": 40 / 10})
     # One of two prompts is drawn twice in half of the draws: twice as many tokens per step there, 1.25 in the other.
     assert decoded["over_first"] == pytest.approx({"value": 1.5, "low": 1.25, "high": 2.0})
     assert decoded["of_seeds"] == pytest.approx([40 / 15, 50 / 15])
-    assert found["ways"][variants.EXPECTED]["8"]["over_first"] == pytest.approx(
-        {"value": 1.05, "low": 1.0, "high": 1.1}
-    )
-    assert rows["parents, rank 32"]["ways"][variants.DECODED]["16"]["over_first"] == {
+    assert found["ways"][kinds.EXPECTED]["8"]["over_first"] == pytest.approx({"value": 1.05, "low": 1.0, "high": 1.1})
+    assert rows["parents, rank 32"]["ways"][kinds.DECODED]["16"]["over_first"] == {
         "value": 1.0,
         "low": 1.0,
         "high": 1.0,
     }
-    title, _, *lines = variants.heads_table(rows).splitlines()
+    title, _, *lines = kinds.as_table(rows).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (title, *lines)]
     assert dict(zip(cells[0], cells[2], strict=True)) == {
         "heads": "new",
@@ -361,21 +362,21 @@ def test_a_row_and_the_table_by_hand() -> None:
 
 def test_a_row_is_also_compared_with_the_first_one_without_the_noise() -> None:
     first, one = figures(0.5, 10, [[20, 10]], [[24, 10]]), figures(0.5, 10, [[26, 10]], [[30, 10]])
-    first["steps"][variants.DECODED + variants.LIKELIEST] = {"16": [[20, 10]]}
-    one["steps"][variants.DECODED + variants.LIKELIEST] = {"16": [[22, 10]]}
-    rows = {"first": variants.heads_row([first], [first]), "new": variants.heads_row([one], [first])}
+    first["steps"][kinds.DECODED + kinds.LIKELIEST] = {"16": [[20, 10]]}
+    one["steps"][kinds.DECODED + kinds.LIKELIEST] = {"16": [[22, 10]]}
+    rows = {"first": kinds.row_of([first], [first]), "new": kinds.row_of([one], [first])}
     ways = {name: row["ways"] for name, row in rows.items()}
-    ratios = {name: {over: cell["value"] for over, cell in found[variants.DECODED]["16"].items() if "over" in over}
+    ratios = {name: {over: cell["value"] for over, cell in found[kinds.DECODED]["16"].items() if "over" in over}
               for name, found in ways.items()}  # fmt: skip
     assert ratios == {
-        "first": {"over_first": 1.0, variants.OVER_LIKELIEST: pytest.approx(1.2)},
-        "new": {"over_first": pytest.approx(1.25), variants.OVER_LIKELIEST: pytest.approx(1.5)},
+        "first": {"over_first": 1.0, kinds.OVER_LIKELIEST: pytest.approx(1.2)},
+        "new": {"over_first": pytest.approx(1.25), kinds.OVER_LIKELIEST: pytest.approx(1.5)},
     }
-    likeliest = ways["new"][variants.DECODED + variants.LIKELIEST]["16"]
+    likeliest = ways["new"][kinds.DECODED + kinds.LIKELIEST]["16"]
     assert likeliest["over_first"]["value"] == pytest.approx(1.1)
-    assert variants.OVER_LIKELIEST not in likeliest
-    assert variants.OVER_LIKELIEST not in ways["new"][variants.EXPECTED]["8"]
-    _, _, _, cells = variants.heads_table(rows).splitlines()
+    assert kinds.OVER_LIKELIEST not in likeliest
+    assert kinds.OVER_LIKELIEST not in ways["new"][kinds.EXPECTED]["8"]
+    _, _, _, cells = kinds.as_table(rows).splitlines()
     assert cells.split(" | ")[5:9] == ["2.20", "1.300", "1.250", "1.500"]
 
 
@@ -389,10 +390,10 @@ def test_predicted_microseconds_of_heads() -> None:
     ):
         # The step's last two operators, which also count activations.
         expected = 1e6 * total_seconds(step_operators(SHAPES["llama-2-7b"], shape, 1, 16, 1024)[-2:], device)
-        assert variants.predicted_us(settings, None, 2048) == pytest.approx(expected, rel=0.01)
+        assert kinds.predicted_us(settings, None, 2048) == pytest.approx(expected, rel=0.01)
     # Half of the bytes of four matrices [32,000, 4,096], but a scale per row.
     saved = 4 * 32_000 * (4096 - 4) / (0.97 * 4.8e12) * 1e6
-    less = variants.predicted_us(own, None, 2048) - variants.predicted_us(own, "int8", 2048)
+    less = kinds.predicted_us(own, None, 2048) - kinds.predicted_us(own, "int8", 2048)
     assert less == pytest.approx(saved)
 
 
@@ -411,23 +412,23 @@ def test_no_prompt_is_on_two_sides(tmp_path: Path) -> None:
     records: list[Any] = [{"messages": [{"role": "user", "content": f"Question {i % 9}"}]} for i in range(12)]
     file = tmp_path / "asked.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"text": "A text"}]))
-    own = arguments(tmp_path / "own", model=str(variants.BASE), prompts_from=str(file), training_prompts=3)
-    variants.HeadsRun(own)
+    own = arguments(tmp_path / "own", model=str(BASE), prompts_from=str(file), training_prompts=3)
+    kinds.Run(own)
     sides = prompts_in(tmp_path / "own")
     assert [len(side) for side in sides.values()] == [3, 3, 3]
     unique = {json.dumps(record) for side in sides.values() for record in side}
     assert len(unique) == 9
     assert unique < {json.dumps(record) for record in [*records, {"text": "A text"}]}
     with pytest.raises(ValueError, match=r"--prompts: expected fewer than half of the 10 there, got 5"):
-        variants.HeadsRun(arguments(tmp_path / "few", prompts_from=str(file), prompts=5))
+        kinds.Run(arguments(tmp_path / "few", prompts_from=str(file), prompts=5))
     with pytest.raises(ValueError, match=r"out: expected a new folder, or the prompts in .*task.json"):
-        variants.HeadsRun(arguments(tmp_path / "own", prompts_from=str(file), training_prompts=3, prompts=2))
+        kinds.Run(arguments(tmp_path / "own", prompts_from=str(file), training_prompts=3, prompts=2))
 
 
 def test_code_to_learn_and_to_choose_trees_on_is_of_other_files(tmp_path: Path, monkeypatch: Any) -> None:
     files = few_files()
     monkeypatch.setattr(corpus, "split", lambda: files)
-    variants.HeadsRun(arguments(tmp_path))
+    kinds.Run(arguments(tmp_path))
     sides = prompts_in(tmp_path)
     sources = {
         "training": "".join(map(files.read, files.train[1:])),
@@ -443,7 +444,7 @@ def test_code_to_learn_and_to_choose_trees_on_is_of_other_files(tmp_path: Path, 
 def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     asked = tmp_path / "asked.jsonl"
     asked.write_text("".join(json.dumps({"text": f"def function_{i}(values):\n    return"}) + "\n" for i in range(12)))
-    own = ["--model", str(variants.BASE), "--prompts-from", str(asked)]
+    own = ["--model", str(BASE), "--prompts-from", str(asked)]
     sizes = ["--quick", "--out", str(tmp_path / "out"), *own, "--seeds", "0", "3", "--set", "heads.num_heads=2"]
     called = [
         "heads",
@@ -457,7 +458,7 @@ def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         "own projections",
         "own, int8",
     ]
-    assert variants.main(called) == 0
+    assert command.main(called) == 0
     table = capsys.readouterr().out
     record = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert list(record["variants"]) == ["parents, rank 32", "own projections", "own, int8"]
@@ -478,14 +479,14 @@ def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         raise AssertionError("nothing is trained or measured again")
 
     for name in ("train", "own_text_ranks"):
-        monkeypatch.setattr(variants, name, refused)
-    assert variants.main(called) == 0
+        monkeypatch.setattr(kinds, name, refused)
+    assert command.main(called) == 0
     assert capsys.readouterr().out.endswith(table[table.index("| heads |") :])
     with pytest.raises(SystemExit):
-        variants.main([*called, "--set", "optimisation.learning_rate=0.5"])
+        command.main([*called, "--set", "optimisation.learning_rate=0.5"])
     assert "out: expected a new folder, or the settings in" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        variants.main(["heads", "--out", str(tmp_path), "--model", str(variants.BASE)])
+        command.main(["heads", "--out", str(tmp_path), "--model", str(BASE)])
     assert "--prompts-from: expected a file of prompts for a model of your own" in capsys.readouterr().err
 
 
@@ -499,4 +500,4 @@ def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
 )
 def test_sizes_that_do_not_fit(given: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        variants.Sizes(**given)
+        table_2.Sizes(**given)

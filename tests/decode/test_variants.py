@@ -13,7 +13,7 @@ from models import heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import assert_some_accepted, new_tokens
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from benchmarks.variants import head_bytes
+from benchmarks.variants.heads import head_bytes
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.decode.arrange import arrange
 from medusa_decoding.decode.propose import propose
