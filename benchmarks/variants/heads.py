@@ -23,7 +23,7 @@ from medusa_decoding.cli.train import read_config
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
-from medusa_decoding.evaluation.prompts import read_prompts
+from medusa_decoding.evaluation.prompts import Prompt, read_prompts
 from medusa_decoding.files import read_json, write_json
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.model import MedusaModel
@@ -159,7 +159,7 @@ class Run:
         self.out.mkdir(parents=True, exist_ok=True)
         self._records = self.out / "answers" / "generated" / "records.jsonl"
         self.settings = self._settings()
-        names = ("prompts_from", "temperature", "training_prompts", "prompts", "new_tokens")
+        names = ("prompts_from", "held_out_from", "temperature", "training_prompts", "prompts", "new_tokens")
         self.stated = {name: getattr(args, name) for name in names} | {"settings": self.settings}
         stated = self.out / "task.json"
         if not stated.is_file():
@@ -199,13 +199,20 @@ class Run:
             write_seeds(out / "tuning.jsonl", args.prompts, 101, names=tuning)
             write_seeds(out / "held-out.jsonl", args.prompts, 102, held_out=True)
             return
-        found = list({prompt_key(one.turns[0]): one for one in read_prompts([args.prompts_from], turns=1)}.values())
-        if len(found) <= 2 * args.prompts:
-            raise ValueError(f"--prompts: expected fewer than half of the {len(found)} there, got {args.prompts}")
-        np.random.default_rng(0).shuffle(found)
-        ends = 0, args.prompts, 2 * args.prompts, 2 * args.prompts + args.training_prompts
-        for name, start, end in zip((*SIDES, "training"), ends, ends[1:], strict=False):
-            lines = [{"text": one.turns[0]} if one.is_text else {"messages": one.messages} for one in found[start:end]]
+        found, others = _unique(args.prompts_from), _unique(args.held_out_from)
+        held_out, rest = [one for key, one in others.items() if key not in found], list(found.values())
+        np.random.default_rng(0).shuffle(rest)
+        sides = "half" if args.held_out_from is None else "all"
+        if args.held_out_from is None:
+            held_out, rest = rest[: args.prompts], rest[args.prompts :]
+        elif not held_out:
+            raise ValueError(f"--held-out-from: expected prompts that {args.prompts_from} does not have, got none")
+        if len(rest) <= args.prompts:
+            raise ValueError(f"--prompts: expected fewer than {sides} of the {len(found)} there, got {args.prompts}")
+        ends = args.prompts, args.prompts + args.training_prompts
+        parts = held_out[: args.prompts], rest[: args.prompts], rest[ends[0] : ends[1]]
+        for name, part in zip((*SIDES, "training"), parts, strict=True):
+            lines = [{"text": one.turns[0]} if one.is_text else {"messages": one.messages} for one in part]
             (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     def prepare(self) -> None:
@@ -301,6 +308,11 @@ class Run:
             ranks = own_text_ranks(model, prompt + new, len(prompt), temperature=self._args.temperature, seed=seed)
             texts.append([tuple(map(tuple, ranks.clamp(min=NONE).tolist()))])
         return Calibration.of(model.heads.num_heads, min(RANKS, model.heads.num_candidates), texts)
+
+
+def _unique(file: str | None) -> dict[bytes, Prompt]:
+    """Return the prompts of a file by their first question, each once; none without a file."""
+    return {} if file is None else {prompt_key(one.turns[0]): one for one in read_prompts([file], turns=1)}
 
 
 @contextlib.contextmanager
@@ -402,6 +414,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `heads` alone."""
     parser.add_argument("--model", default="demo", metavar="FOLDER", help="base model (default: the demo's)")
     parser.add_argument("--prompts-from", metavar="FILE", help="prompts as for medusa calibrate (demo: code)")
+    words = "held-out prompts (default: some of --prompts-from, which are not used otherwise)"
+    parser.add_argument("--held-out-from", metavar="FILE", help=words)
     parser.add_argument("--temperature", type=float, default=0.0, help="of all answers (default: 0, greedy)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training (default: 0)")
     parser.add_argument("--training-prompts", type=int, default=1200, help="to learn from (default: %(default)s)")

@@ -398,7 +398,15 @@ def test_predicted_microseconds_of_heads() -> None:
 
 
 def arguments(out: Path, **given: Any) -> Any:
-    plain = {"model": "demo", "prompts_from": None, "temperature": 0.0, "quick": True, "set": [], "measured": [16]}
+    plain = {
+        "model": "demo",
+        "prompts_from": None,
+        "held_out_from": None,
+        "temperature": 0.0,
+        "quick": True,
+        "set": [],
+        "measured": [16],
+    }
     amounts = {"training_prompts": 6, "prompts": 3, "new_tokens": 16}
     return SimpleNamespace(**(plain | amounts | given), out=out)
 
@@ -423,6 +431,24 @@ def test_no_prompt_is_on_two_sides(tmp_path: Path) -> None:
         kinds.Run(arguments(tmp_path / "few", prompts_from=str(file), prompts=5))
     with pytest.raises(ValueError, match=r"out: expected a new folder, or the prompts in .*task.json"):
         kinds.Run(arguments(tmp_path / "own", prompts_from=str(file), training_prompts=3, prompts=2))
+
+
+def test_held_out_prompts_of_a_file_of_their_own(tmp_path: Path) -> None:
+    file, other = tmp_path / "asked.jsonl", tmp_path / "other.jsonl"
+    file.write_text("".join(json.dumps({"text": f"Text {i}"}) + "\n" for i in range(9)))
+    other.write_text("".join(json.dumps({"text": f"Text {i}"}) + "\n" for i in (3, 20, 20, 21, 22, 23)))
+    given = {"prompts_from": str(file), "held_out_from": str(other)}
+    kinds.Run(arguments(tmp_path / "own", training_prompts=5, **given))
+    sides = prompts_in(tmp_path / "own")
+    # Text 3 is in both files, so it is not held out.
+    assert [record["text"] for record in sides["held-out"]] == ["Text 20", "Text 21", "Text 22"]
+    learnt = [record["text"] for name in ("training", "tuning") for record in sides[name]]
+    assert len(learnt) == len(set(learnt)) == 8
+    assert set(learnt) < {f"Text {i}" for i in range(9)}
+    with pytest.raises(ValueError, match=r"--prompts: expected fewer than all of the 9 there, got 9"):
+        kinds.Run(arguments(tmp_path / "few", prompts=9, **given))
+    with pytest.raises(ValueError, match=r"--held-out-from: expected prompts that .* does not have, got none"):
+        kinds.Run(arguments(tmp_path / "same", **given | {"held_out_from": str(file)}))
 
 
 def test_code_to_learn_and_to_choose_trees_on_is_of_other_files(tmp_path: Path, monkeypatch: Any) -> None:
