@@ -167,7 +167,7 @@ class Run:
             write_json(stated, self.stated)
         there: Any = read_json(stated)
         if there != self.stated:
-            names = ", ".join(name for name, value in self.stated.items() if there[name] != value)
+            names = ", ".join(name for name, value in self.stated.items() if there.get(name, ...) != value)
             raise ValueError(f"out: expected a new folder, or the {names} in {stated}, got other ones")
 
     def _settings(self) -> dict[str, Any]:
