@@ -29,9 +29,10 @@ pathlib.Path(sys.argv[2]).write_text("".join(lines[:20]))
 PYTHON
 fi
 
-# A configuration that fits model, data and device; then the model writes answers, and heads learn them.
+# A configuration that fits model, data and device; then the model writes answers, and heads learn them. vLLM reads no heads whose
+# drafts see the tokens before them: without the two --set, they would guess better, and only this package could use them.
 medusa train --init "$model" "$train" --out "$out/heads.yaml"
-medusa distill --config "$out/heads.yaml"
+medusa distill --config "$out/heads.yaml" --set heads.root_rank=0 --set heads.parent_rank=0
 heads=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["output"]["folder"])' "$out/heads.yaml")/heads
 
 # How often the heads are right on these prompts; then the tree with the most tokens per second on this device. On a machine

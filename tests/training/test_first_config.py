@@ -60,7 +60,8 @@ def test_given_answers_are_trained_on_a_cpu(tmp_path, monkeypatch):
     assert chosen["data.train"] == [{"path": str(data)}]
     assert (chosen["model.dtype"], chosen["model.quantization"]) == ("float32", "none")
     assert chosen["heads.shared_projection"]
-    assert (chosen["heads.num_layers"], chosen["heads.parent_rank"]) == (2, 0)
+    ranks = chosen["heads.root_rank"], chosen["heads.parent_rank"]
+    assert (chosen["heads.num_layers"], ranks) == (2, (workshop.BASE["hidden_size"] // 2, 64))
     assert chosen["output.folder"] == "runs/tiny-model"
     config = found.config
     # Rows are as long as the longest conversations, within the model's context.
@@ -125,6 +126,8 @@ def test_the_way_of_sampling_is_the_models_own_and_it_is_said(tmp_path, stated, 
     found, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", {"prompt": "Hi"}))
     assert found.config.generation.temperature is None
     (why,) = [choice.why for choice in found.choices if choice.key == "generation.temperature"]
+    samples = stated is not None and stated["do_sample"]
+    assert chosen.get("loss.targets") == ("kl" if samples else None)
     assert why == f"the model's own generation_config: {words}; name it if you serve otherwise"
 
 
@@ -138,7 +141,8 @@ def test_the_papers_settings_can_be_had(tmp_path, gpu):
         "optimisation.optimizer": "adamw_8bit", "optimisation.batch_size": 64, "optimisation.epochs": 2,
     }  # fmt: skip
     assert {key: chosen[key] for key in paper} == paper
-    assert not {"optimisation.warmup_share", "optimisation.learning_rate", "heads.num_layers"} & chosen.keys()
+    ours = {"optimisation.warmup_share", "optimisation.learning_rate", "heads.num_layers", "heads.root_rank"}
+    assert not ours & chosen.keys()
 
 
 def test_names_with_line_breaks_stay_in_comments(tmp_path):
@@ -221,9 +225,9 @@ def test_a_template_that_changes_earlier_turns_is_rendered_turn_by_turn(tmp_path
 @pytest.mark.parametrize(
     ("gib", "expected"),
     [
-        (139, {"quantization": "none", "optimizer": "adamw", "shared": False}),
-        (24, {"quantization": "none", "optimizer": "adamw", "shared": True}),
-        (12, {"quantization": "4bit", "optimizer": "adamw", "shared": True}),
+        (139, {"quantization": "none", "optimizer": "adamw"}),
+        (24, {"quantization": "none", "optimizer": "adamw"}),
+        (12, {"quantization": "4bit", "optimizer": "adamw"}),
     ],
 )
 def test_a_smaller_gpu_gets_smaller_settings(tmp_path, gpu, gib, expected):
@@ -232,7 +236,7 @@ def test_a_smaller_gpu_gets_smaller_settings(tmp_path, gpu, gib, expected):
     found, chosen = make(model, data, GPU, "given-answers")
     assert chosen["model.quantization"] == expected["quantization"]
     assert chosen["optimisation.optimizer"] == expected["optimizer"]
-    assert chosen["heads.shared_projection"] == expected["shared"]
+    assert chosen["heads.shared_projection"]
     assert chosen["model.dtype"] == "bfloat16"
     assert "data.cache_hidden" not in chosen
     assert "# this GPU computes in it" in found.to_yaml([])
@@ -247,10 +251,19 @@ def test_a_model_is_not_quantised_to_write_its_answers(tmp_path, gpu):
         make(model, data, GPU)
 
 
-def test_large_vocabularies_share_lm_head(tmp_path, gpu):
+def test_own_projections_that_do_not_fit_are_shared(tmp_path, gpu):
+    model, data = large(tmp_path, LLAMA_3), workshop.make_data(tmp_path / "data.jsonl")
+    gpu(139)
+    assert not make(model, data, GPU, "paper")[1]["heads.shared_projection"]
+    gpu(16)
+    assert make(model, data, GPU, "paper")[1]["heads.shared_projection"]
+
+
+def test_heads_for_a_gpu(tmp_path, gpu):
     gpu(139)
     _, chosen = make(large(tmp_path, LLAMA_3), workshop.make_data(tmp_path / "data.jsonl"), GPU)
     assert chosen["heads.shared_projection"]
+    assert (chosen["heads.num_layers"], chosen["heads.root_rank"], chosen["heads.parent_rank"]) == (2, 256, 64)
 
 
 def test_without_bitsandbytes_a_model_that_does_not_fit_is_refused(tmp_path, gpu):

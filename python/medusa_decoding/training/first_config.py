@@ -299,7 +299,7 @@ class _Values:
         return self.free is None or self.bytes <= ROOM * self.free
 
     def ordered(self) -> list[Choice]:
-        sections = ["method", "model", "data", "heads", "generation", "optimisation", "output"]
+        sections = ["method", "model", "data", "heads", "loss", "generation", "optimisation", "output"]
         return sorted(self.choices.values(), key=lambda choice: sections.index(choice.key.split(".")[0]))
 
 
@@ -407,6 +407,8 @@ def _answers(values: _Values, model: str, found: _Data) -> None:
     drawn = ", ".join(f"{name} {own[name]}" for name in names if own.get(name) is not None)
     if not own.get("do_sample"):
         drawn = "greedy (no do_sample" + (f"; {drawn} not used)" if drawn else ")")
+    else:
+        values.add("loss.targets", "kl", "learns what the model could have answered, not only the one draw")
     drawn = drawn or "temperature 1"
     why = f"the model's own generation_config: {drawn}; name it if you serve otherwise"
     values.add("generation.temperature", None, why)
@@ -426,19 +428,16 @@ def _heads(values: _Values) -> None:
     shapes = values.shapes
     if values.paper and _quantises(values) and shapes.stored is None:
         values.add("model.quantization", "4bit", "as in the paper (B.3); serve it the same way")
-    share = shapes.own / (shapes.linear + shapes.other)
-    if not values.paper and not values.gpu:
-        values.add("heads.num_layers", 2, "a second block costs little and gains most")
-    if not values.paper:
-        rank = min(256, shapes.hidden // 2)
-        values.add("heads.root_rank", 0, f"{rank} lets drafts depend on the root token; only this package reads those")
-        values.add("heads.parent_rank", 0, "64: on the token before them, after longer training; only here, too")
-    if not values.paper and (share > 0.2 or not values.gpu):
-        words = f"own projections would be {share:.0%} of the model's size, and be read at every step"
-        values.add("heads.shared_projection", True, words)
-    else:
+    if values.paper:
+        share = shapes.own / (shapes.linear + shapes.other)
         words = f"own projections as in the paper, {share:.0%} of the model's size"
         values.add("heads.shared_projection", False, words)
+    else:
+        values.add("heads.shared_projection", True, "learns more from little data than own projections, and reads less")
+        values.add("heads.num_layers", 2, "a second block costs little and gains most")
+        rank = min(256, shapes.hidden // 2)
+        values.add("heads.root_rank", rank, "drafts see the root token; 0 for heads that other programs read")
+        values.add("heads.parent_rank", 64, "drafts see the token before them; 0 for heads that other programs read")
 
 
 def _dtype(values: _Values) -> tuple[str, str]:
