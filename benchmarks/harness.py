@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from medusa_decoding import provenance as package_provenance
 from medusa_decoding.evaluation import interval
 from medusa_decoding.files import append_line
-from medusa_decoding.provenance import machine
+from medusa_decoding.provenance import machine, without_folders
 
 RESULTS = Path(__file__).parent / "results"
 T = TypeVar("T")
@@ -26,18 +26,29 @@ R = TypeVar("R")
 
 
 def provenance() -> dict[str, Any]:
-    """Return machine, versions, commit, command and date."""
-    module = "pytest" if "pytest" in sys.argv[0] else f"benchmarks.{Path(sys.argv[0]).stem}"
-    return package_provenance.provenance(shlex.join(["python", "-m", module, *sys.argv[1:]]), file=__file__)
+    """Return machine, versions, commit, command (without folders of this machine) and date."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.stem == "__main__" else program.stem
+    module = "pytest" if "pytest" in sys.argv[0] else f"benchmarks.{name}"
+    command = shlex.join(["python", "-m", module, *without_folders(sys.argv[1:])])
+    return package_provenance.provenance(command, file=__file__)
 
 
 def write_record(benchmark: str, figures: Mapping[str, Any]) -> Path:
-    """Append one record to the machine's file and return the file."""
+    """Append one record to the machine's file and return the file. Absolute paths in it become their last parts."""
     RESULTS.mkdir(exist_ok=True)
-    record = {"benchmark": benchmark, **figures, **provenance()}
+    record = {"benchmark": benchmark, **_without_folders(figures), **provenance()}
     path = RESULTS / f"{machine_slug(record['machine'])}.jsonl"
     append_line(path, record)
     return path
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_folders(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_folders(one) for one in value]
+    return without_folders([value])[0] if isinstance(value, str) else value
 
 
 def machine_slug(described: Mapping[str, Any] | None = None) -> str:
