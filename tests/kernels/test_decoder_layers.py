@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -140,16 +141,24 @@ def of_rows(kv: Tensor, rows: Tensor) -> Tensor:
     return kv.movedim((2, 4), (0, 1))[rows]
 
 
-def check(case: Case, within_twice: Any = assert_within_twice) -> None:
-    """Check the hidden states, the appended rows, and that the bits of all others are as they were."""
-    (got, kv), (same, same_kv), (exact, exact_kv) = run(case), plain(case), run(wide(case), reference.decoder_layers)
-    assert got.dtype == case["hidden"].dtype
-    assert got.is_contiguous()
-    within_twice(got, same, exact)
-    rows = written(case)
-    within_twice(of_rows(kv, rows), of_rows(same_kv, rows), of_rows(exact_kv, rows))
-    bits = torch.int32 if kv.dtype == torch.float32 else torch.int16
-    assert torch.equal(of_rows(kv.view(bits), ~rows), of_rows(case["kv"].view(bits), ~rows))
+def check(*cases: Case, within_twice: Any = assert_within_twice) -> None:
+    """Check the hidden states, the appended rows, and that the bits of all others are as they were.
+
+    The numbers of all cases, which have the same shapes, are compared as one result.
+    """
+    results = []
+    for case in cases:
+        (got, kv), (same, same_kv) = run(case), plain(case)
+        exact, exact_kv = run(wide(case), reference.decoder_layers)
+        assert got.dtype == case["hidden"].dtype
+        assert got.is_contiguous()
+        rows = written(case)
+        results.append((got, same, exact, *(of_rows(cache, rows) for cache in (kv, same_kv, exact_kv))))
+        bits = torch.int32 if kv.dtype == torch.float32 else torch.int16
+        assert torch.equal(of_rows(kv.view(bits), ~rows), of_rows(case["kv"].view(bits), ~rows))
+    together = [torch.stack(parts) for parts in zip(*results, strict=True)]
+    within_twice(*together[:3])
+    within_twice(*together[3:])
 
 
 def test_reference_agrees_with_a_layer_written_out() -> None:
@@ -195,9 +204,9 @@ def test_matches_fp64(dtype: torch.dtype, data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
     kv_heads = data.draw(st.integers(1, 2), label="kv_heads")
     lens = data.draw(st.lists(st.sampled_from([0, 1, 9, 63, 64, 130]), min_size=1, max_size=3), label="lens")
-    case = make(
-        data.draw(st.integers(1, 20), label="nodes"),
-        lens,
+    shape = dict(
+        nodes=data.draw(st.integers(1, 20), label="nodes"),
+        lens=lens,
         kv_heads=kv_heads,
         heads=kv_heads * data.draw(st.sampled_from([1, 2, 4]), label="groups"),
         dim=data.draw(st.sampled_from([2, 16, 24, 64, 80, 128, 256]), label="dim"),
@@ -212,7 +221,10 @@ def test_matches_fp64(dtype: torch.dtype, data: st.DataObject) -> None:
         spare=data.draw(st.integers(0, 3), label="spare"),
         dtype=dtype,
     )
-    check(case, assert_typical_error_within_twice)
+    # The error of a few numbers is chance, in PyTorch's result too: a small shape is drawn several times.
+    numbers = shape["nodes"] * len(lens) * min(shape["width"], 2 * len(shape["windows"]) * kv_heads * shape["dim"])
+    cases = [make(**shape) for _ in range(math.ceil(1000 / numbers))]
+    check(*cases, within_twice=assert_typical_error_within_twice)
 
 
 @of_the_cpu

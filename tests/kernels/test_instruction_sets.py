@@ -87,7 +87,7 @@ def test_set_serves_decoder_layers(int8: tuple[str, ...], dim: int, dtype: torch
     case = test_decoder_layers.make(
         11, [100, 7], dim=dim, windows=(0, 70), norms=True, biases=True, int8=int8, own_trees=True, dtype=dtype
     )
-    test_decoder_layers.check(case, assert_typical_error_within_twice)
+    test_decoder_layers.check(case, within_twice=assert_typical_error_within_twice)
 
 
 @pytest.mark.usefixtures("isa", "poisoned_memory")
