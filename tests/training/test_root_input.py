@@ -94,8 +94,10 @@ def test_an_untrained_root_input_changes_nothing_and_is_trained():
             heads.get_parameter(name).copy_(parameter)
     hidden, labels, tokens, embedding = text_and_embedding(dtype=torch.float32)
     found = medusa_loss(hidden, heads, labels, tokens=tokens, embed_tokens=embedding)
-    assert torch.equal(found.loss, medusa_loss(hidden, plain, labels).loss)
-    assert torch.equal(heads(hidden, root_embedding=embedding(tokens)), plain(hidden))
+    # Adding zeros is exact; a state per head instead of one for all may be multiplied by another routine of the CPU's.
+    roundings = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(found.loss, medusa_loss(hidden, plain, labels).loss, **roundings)
+    torch.testing.assert_close(heads(hidden, root_embedding=embedding(tokens)), plain(hidden), **roundings)
     found.loss.backward()
     assert heads.root_up.grad.abs().amax((1, 2)).min() > 1e-3
     assert not heads.root_down.grad.any()
