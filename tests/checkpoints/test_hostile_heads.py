@@ -127,7 +127,7 @@ def expanded(*shape: int) -> torch.Tensor:
     return torch.zeros(1).expand(*shape)
 
 
-_ZEROS = {f"{k}.{k}.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for k in range(100_000)}
+_ZEROS = {f"{k}.{k}.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for k in range(20_000)}
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "views of one number": (
         pt(named(2, expanded(8192, 8192), expanded(VOCAB, 8192))),
@@ -212,7 +212,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         rf"{SAFE}: expected a safetensors file",
     ),
     "a header nested deeply": (header(b'{"a":' + b"[" * 200_000), rf"{SAFE}: expected a safetensors file"),
-    "a hundred thousand tensors of no size": (header(_ZEROS), r"got missing 0\.0\.linear\.weight"),
+    "twenty thousand tensors of no size": (header(_ZEROS), r"got missing 0\.0\.linear\.weight"),
     "a block of no size": (safe({"0.0.linear.weight": torch.ones(0, 0)}), r"expected shape \[H, H\], got \[0, 0\]"),
     "a projection of no rows": (
         safe(BLOCK | {"0.1.weight": torch.ones(0, 8)}),
