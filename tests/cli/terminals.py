@@ -32,6 +32,7 @@ class Terminal:
     def __init__(self, *argv, **variables):
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+        keep_output(theirs)
         self.bytes = b""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "medusa_decoding", *map(str, argv)],
@@ -83,6 +84,13 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self.ours)
+
+
+def keep_output(descriptor):
+    """Keep what was written but not read yet when Ctrl-C is pressed, which a terminal drops by default."""
+    modes = termios.tcgetattr(descriptor)
+    modes[3] |= termios.NOFLSH
+    termios.tcsetattr(descriptor, termios.TCSANOW, modes)
 
 
 def take_terminal(descriptor):
