@@ -202,11 +202,7 @@ BAD = [
         r"^optimisation.learning_rate: expected a finite number above 0, got 0.0$",
     ),
     ({"lora": {"dropout": 1.0}}, r"^lora.dropout: expected a number from 0 to below 1, got 1.0$"),
-    ({"loss": {"targets": "soft"}}, r"^loss.targets: expected 'hard' or 'kl' or 'tv', got 'soft'$"),
-    (
-        {"loss": {"targets": "kl", "hard_share": 1}},
-        r"^loss.hard_share: expected a number from 0 to below 1, got 1.0$",
-    ),
+    ({"loss": {"targets": "soft"}}, r"^loss.targets: expected 'hard' or 'kl', got 'soft'$"),
     ({"loss": {"head_decay": 1.5}}, r"^loss.head_decay: expected a number above 0 and at most 1, got 1.5$"),
     ({"model": {"name": " "}}, r"^model.name: expected at least one character, got ' '$"),
     ({"data": {"train": []}}, r"^data.train: expected at least one entry, got \(\)$"),
@@ -259,7 +255,6 @@ EXCLUDED = [
     ),
     ("medusa-2", {"data": {"cache_hidden": "c"}}, "data.cache_hidden: expected null with method medusa-2"),
     ("medusa-1", {"heads": {"shared_projection": True, "storage": "int8"}}, "heads.storage: expected float with"),
-    ("medusa-1", {"loss": {"hard_share": 0.5}}, "loss.hard_share: expected 0 with loss.targets hard .*, got 0.5"),
     (
         "medusa-1",
         {"model": {"attention": "flash_attention_2", "dtype": "float32"}},
@@ -286,7 +281,6 @@ def test_settings_that_exclude_each_other_are_refused(method, change, message):
 
 
 def test_settings_close_to_those_are_allowed():
-    assert of(loss={"targets": "tv", "hard_share": 0.5}).loss.hard_share == 0.5
     assert of("medusa-2", lora={"enabled": False}).trains_backbone
     assert of(data={"cache_hidden": "c"}).data.cache_hidden == "c"
     assert not of().trains_backbone

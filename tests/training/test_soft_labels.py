@@ -9,7 +9,7 @@ from torch import nn
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.data.targets import IGNORE
-from medusa_decoding.training.loss.medusa import SoftLabels, medusa_loss
+from medusa_decoding.training.loss.medusa import medusa_loss
 
 SEGMENTS = torch.tensor([0] * 9 + [1] * 2 + [2] * 12)
 KINDS = CASES | {"parents": {"rank": 2}, "shared, trimmed, parents": {"shared": True, "token_map": MAP, "rank": 2}}
@@ -31,8 +31,8 @@ def random_weight(seed=7, sizes=(VOCAB, HIDDEN)):
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def plain_soft(hidden, heads, labels, weight, kind, share, segments=None, tokens=None):
-    """The loss by its definition, a position at a time; KL as p (log p - log q), the variation as 1 - sum min(p, q)."""
+def plain_soft(hidden, heads, labels, weight, segments=None, tokens=None):
+    """The loss by its definition, a position at a time."""
     lm_head = None
     if heads.shared_projection:
         lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -52,8 +52,7 @@ def plain_soft(hidden, heads, labels, weight, kind, share, segments=None, tokens
             if heads.parent_rank:
                 own = own + heads.parent_tokens[tokens[t + k + 1]] @ heads.parent_mix[k] @ heads.candidate_tokens.T
             q = own.softmax(-1)
-            soft = (p * (p.log() - q.log())).sum() if kind == "kl" else 1 - torch.minimum(p, q).sum()
-            losses.append(share * -q[target[t]].log() + (1 - share) * soft)
+            losses.append((p * (p.log() - q.log())).sum())
         total = total + 0.8 ** (k + 1) * sum(losses) / len(losses)
     return total
 
@@ -65,9 +64,8 @@ def text(heads, length=23, **changes):
 
 
 @pytest.mark.parametrize("case", KINDS)
-@pytest.mark.parametrize(("kind", "share"), [("kl", 0.0), ("kl", 0.3), ("tv", 0.0), ("tv", 0.3)])
 @pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_loss_and_gradients_equal_the_formula_on_full_logits(case, kind, share, chunk):
+def test_loss_and_gradients_equal_the_formula_on_full_logits(case, chunk):
     heads = some_heads(**KINDS[case])
     hidden, labels, tokens = text(heads)
     hidden.requires_grad_()
@@ -75,9 +73,9 @@ def test_loss_and_gradients_equal_the_formula_on_full_logits(case, kind, share, 
     shared = weight if heads.shared_projection else None
     found = medusa_loss(
         hidden, heads, labels, tokens=tokens, segments=SEGMENTS, lm_head=shared,
-        soft=SoftLabels(weight, kind, share), chunk=chunk, through_backbone=True, top=0,
+        teacher_lm_head=weight, chunk=chunk, through_backbone=True, top=0,
     )  # fmt: skip
-    expected = plain_soft(hidden, heads, labels, weight, kind, share, SEGMENTS, tokens)
+    expected = plain_soft(hidden, heads, labels, weight, SEGMENTS, tokens)
     torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=1e-12)
     assert found.hits.shape == (HEADS, 0)
     inputs = [hidden, *heads.parameters(), *([] if shared is None else [weight])]
@@ -87,25 +85,24 @@ def test_loss_and_gradients_equal_the_formula_on_full_logits(case, kind, share, 
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize(("kind", "share"), [("kl", 0.0), ("tv", 0.0), ("tv", 0.5)])
-def test_gradients_equal_finite_differences(kind, share, rank):
+def test_gradients_equal_finite_differences(rank):
     sizes = (3, 5, 2)
     heads = some_heads(rank=rank, sizes=sizes)
     hidden, labels, tokens = text(heads, 6, hidden=3, vocab=5, ignored=0.0)
     names = [name for name, _ in heads.named_parameters()]
-    soft = SoftLabels(random_weight(sizes=(5, 3)), kind, share)
+    weight = random_weight(sizes=(5, 3))
 
     def loss(*parameters):
         copy = some_heads(rank=rank, sizes=sizes)
         for name, parameter in zip(names, parameters, strict=True):
             delattr(copy, name)
             setattr(copy, name, parameter)
-        return medusa_loss(hidden, copy, labels, tokens=tokens, soft=soft, chunk=3, repeatable=True).loss
+        return medusa_loss(hidden, copy, labels, tokens=tokens, teacher_lm_head=weight, chunk=3, repeatable=True).loss
 
     assert torch.autograd.gradcheck(loss, tuple(heads.parameters()))
 
 
-def test_the_losses_by_hand():
+def test_the_loss_by_hand():
     # One head with W1 = 0 and W2 = identity: its logits are the state. The teacher's are those of the state after it.
     heads = MedusaHeads(2, 2, 1, dtype=torch.float64)
     with torch.no_grad():
@@ -114,49 +111,39 @@ def test_the_losses_by_hand():
     labels = torch.tensor([0, 1, 1])
     # Only position 0 has a target (label 2). There q = (3/4, 1/4) and p = (1/8, 7/8), that of position 1.
     kl = 1 / 8 * math.log((1 / 8) / (3 / 4)) + 7 / 8 * math.log((7 / 8) / (1 / 4))
-    tv = 1 - (1 / 8 + 1 / 4)
-    for soft, expected, slope in (
-        (SoftLabels(torch.eye(2).double(), "kl"), kl, 3 / 4 - 1 / 8),
-        (SoftLabels(torch.eye(2).double(), "tv"), tv, 3 / 4 * 1 / 4),  # d q_0 / d x_0, as tv = q_0 - p_0
-        (SoftLabels(torch.eye(2).double(), "kl", 0.25), 0.75 * kl - 0.25 * math.log(1 / 4), 3 / 4 - 0.75 / 8),
-    ):
-        found = medusa_loss(hidden, heads, labels, soft=soft, weights=torch.ones(1))
-        assert found.loss.item() == pytest.approx(expected, rel=1e-14)
-        assert found.sums.tolist() == pytest.approx([expected], rel=1e-14)
-        # The gradient of W2 is the outer product of that of the logits and the state, (log 3, 0).
-        (gradient,) = gradients(found.loss, heads.w2)
-        wanted = torch.tensor([[[slope * math.log(3), 0.0], [-slope * math.log(3), 0.0]]], dtype=torch.float64)
-        torch.testing.assert_close(gradient, wanted, rtol=1e-13, atol=1e-15)
+    found = medusa_loss(hidden, heads, labels, teacher_lm_head=torch.eye(2).double(), weights=torch.ones(1))
+    assert found.loss.item() == pytest.approx(kl, rel=1e-14)
+    assert found.sums.tolist() == pytest.approx([kl], rel=1e-14)
+    # The gradient of W2 is the outer product of that of the logits, q - p, and the state, (log 3, 0).
+    (gradient,) = gradients(found.loss, heads.w2)
+    slope = (3 / 4 - 1 / 8) * math.log(3)
+    wanted = torch.tensor([[[slope, 0.0], [-slope, 0.0]]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-13, atol=1e-15)
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_hits_and_counts_are_those_of_cross_entropy(kind):
+def test_hits_and_counts_are_those_of_cross_entropy():
     heads = random_heads(token_map=MAP)
     hidden, labels = random_text(60)
     hard = medusa_loss(hidden, heads, labels, top=3, chunk=7)
-    soft = medusa_loss(hidden, heads, labels, top=3, chunk=7, soft=SoftLabels(random_weight(), kind))
+    soft = medusa_loss(hidden, heads, labels, top=3, chunk=7, teacher_lm_head=random_weight())
     assert soft.hits.tolist() == hard.hits.tolist()
     assert 0 < hard.hits[0, 0] < hard.counts[0]
     assert (soft.counts.tolist(), soft.outside.tolist()) == (hard.counts.tolist(), hard.outside.tolist())
-    mixed = medusa_loss(hidden, heads, labels, soft=SoftLabels(random_weight(), kind, 0.25)).sums
-    torch.testing.assert_close(mixed, 0.25 * hard.sums + 0.75 * soft.sums, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_the_teacher_gets_no_gradient(kind):
+def test_the_teacher_gets_no_gradient():
     backbone, lm_head = nn.Linear(HIDDEN, HIDDEN).double(), nn.Linear(HIDDEN, VOCAB, bias=False).double()
     heads = random_heads()
     states, labels = random_text()
-    medusa_loss(backbone(states), heads, labels, soft=SoftLabels(lm_head, kind)).loss.backward()
+    medusa_loss(backbone(states), heads, labels, teacher_lm_head=lm_head).loss.backward()
     assert [p.grad for p in [*backbone.parameters(), *lm_head.parameters()]] == [None, None, None]
-    medusa_loss(backbone(states), heads, labels, soft=SoftLabels(lm_head, kind), through_backbone=True).loss.backward()
+    medusa_loss(backbone(states), heads, labels, teacher_lm_head=lm_head, through_backbone=True).loss.backward()
     assert all(p.grad.abs().max() > 0 for p in backbone.parameters())
     assert lm_head.weight.grad is None
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
 @pytest.mark.parametrize("token_map", [None, MAP])
-def test_a_teacher_that_is_not_a_plain_matrix_is_called(kind, token_map):
+def test_a_teacher_that_is_not_a_plain_matrix_is_called(token_map):
     class Layer(nn.Module):
         out_features = VOCAB
 
@@ -169,25 +156,24 @@ def test_a_teacher_that_is_not_a_plain_matrix_is_called(kind, token_map):
 
     heads = random_heads(token_map=token_map)
     hidden, labels = random_text()
-    called = medusa_loss(hidden, heads, labels, soft=SoftLabels(Layer(), kind), chunk=5)
-    plain = medusa_loss(hidden, heads, labels, soft=SoftLabels(random_weight(), kind), chunk=5)
+    called = medusa_loss(hidden, heads, labels, teacher_lm_head=Layer(), chunk=5)
+    plain = medusa_loss(hidden, heads, labels, teacher_lm_head=random_weight(), chunk=5)
     torch.testing.assert_close(called.loss, plain.loss, rtol=1e-12, atol=0)
     for one, other in zip(*(gradients(x.loss, *heads.parameters()) for x in (called, plain)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_autocast_and_16_bits(kind):
+def test_autocast_and_16_bits():
     hidden, labels = random_text(dtype=torch.float32)
     weight = random_weight()
-    expected = plain_soft(hidden.double(), (exact := random_heads()), labels, weight, kind, 0.2)
+    expected = plain_soft(hidden.double(), (exact := random_heads()), labels, weight)
     wanted = gradients(expected, *exact.parameters())
     for heads, states, context in (
         (random_heads(dtype=torch.float32), hidden.bfloat16(), torch.autocast("cpu", dtype=torch.bfloat16)),
         (random_heads(dtype=torch.bfloat16), hidden, torch.autocast("cpu", enabled=False)),
     ):
         with context:
-            loss = medusa_loss(states, heads, labels, soft=SoftLabels(weight.bfloat16(), kind, 0.2)).loss
+            loss = medusa_loss(states, heads, labels, teacher_lm_head=weight.bfloat16()).loss
         loss.backward()
         assert loss.dtype == torch.float32
         assert 0 < abs(loss - expected) < 0.02 * expected
@@ -195,23 +181,21 @@ def test_autocast_and_16_bits(kind):
             assert (parameter.grad - theirs).norm() < 0.05 * theirs.norm()
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_no_tensor_is_as_large_as_the_logits_of_one_head(kind):
+def test_no_tensor_is_as_large_as_the_logits_of_one_head():
     positions, vocab, chunk = 600, 1000, 16
     heads = random_heads(sizes=(8, vocab, 3), dtype=torch.float32)
     hidden, labels = random_text(positions, hidden=8, vocab=vocab, dtype=torch.float32, ignored=0)
     with Largest() as largest:
-        soft = SoftLabels(torch.randn(vocab, 8), kind, 0.5)
-        medusa_loss(hidden, heads, labels, soft=soft, chunk=chunk).loss.backward()
+        teacher = torch.randn(vocab, 8)
+        medusa_loss(hidden, heads, labels, teacher_lm_head=teacher, chunk=chunk).loss.backward()
     # The weights' gradient, or the logits of a chunk.
     assert chunk * vocab <= largest.elements <= 3 * vocab * 8
 
 
-@pytest.mark.parametrize("kind", ["kl", "tv"])
-def test_no_target_at_all_gives_zero_and_zero_gradients(kind):
+def test_no_target_at_all_gives_zero_and_zero_gradients():
     heads = random_heads()
     hidden, labels = random_text()
-    found = medusa_loss(hidden, heads, torch.full_like(labels, IGNORE), soft=SoftLabels(random_weight(), kind, 0.5))
+    found = medusa_loss(hidden, heads, torch.full_like(labels, IGNORE), teacher_lm_head=random_weight())
     assert found.loss == 0
     found.loss.backward()
     assert all(p.grad is not None and not p.grad.any() for p in heads.parameters())
@@ -219,11 +203,6 @@ def test_no_target_at_all_gives_zero_and_zero_gradients(kind):
 
 def test_bad_soft_labels_are_named():
     weight = random_weight()
-    with pytest.raises(ValueError, match="divergence: expected 'kl' or 'tv', got 'js'"):
-        SoftLabels(weight, "js")
-    for share in (-0.1, 1.0, math.nan):
-        with pytest.raises(ValueError, match=f"hard_share: expected a number from 0 to below 1, got {share}"):
-            SoftLabels(weight, "kl", share)
     hidden, labels = random_text()
     with pytest.raises(ValueError, match=r"lm_head: expected weight \[13, 6\], got \[12, 6\]"):
-        medusa_loss(hidden, random_heads(), labels, soft=SoftLabels(weight[:12]))
+        medusa_loss(hidden, random_heads(), labels, teacher_lm_head=weight[:12])

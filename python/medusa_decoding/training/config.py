@@ -135,13 +135,11 @@ class LoraConfig:
 class LossConfig:
     """Targets and weights in the loss."""
 
-    targets: Literal["hard", "kl", "tv"] = setting(
+    targets: Literal["hard", "kl"] = setting(
         "hard",
-        "what heads learn: hard, the text's tokens; the model's own distributions, by their divergence (kl) or their "
-        "total variation (tv)",
+        "what heads learn: hard, the text's tokens; kl, the model's own distributions",
         "2.2.1: hard",
     )
-    hard_share: float = setting(0.0, "share of the text's tokens in the loss with targets kl or tv", OURS, SHARE)
     head_decay: float = setting(0.8, "lambda_k is its k-th power, k from 1", "2.2.1; B.2", DECAY)
     lambda_0: float | None = setting(
         None,
@@ -380,8 +378,6 @@ class Config:
                 yield "data.cache_hidden", f"null with method {method} (hidden states change during training)"
         if method == "self-distillation" and not lora.enabled:
             yield "lora.enabled", f"true with method {method} (its teacher is the model without the adapter)"
-        if loss.targets == "hard" and loss.hard_share > 0:
-            yield "loss.hard_share", "0 with loss.targets hard (there are no others)"
         if heads.shared_projection and heads.storage != "float":
             yield "heads.storage", "float with heads.shared_projection (there are no own matrices)"
         if rates.sharding == "full" and quantised:

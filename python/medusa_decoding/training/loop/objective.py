@@ -16,7 +16,7 @@ from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.targets import IGNORE, number_segments, shifted_labels
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss, without_adapter
-from medusa_decoding.training.loss.medusa import SoftLabels, head_weights, medusa_loss
+from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 HIDDEN = "hidden"
 """Name in a batch of states [B, T, H] that are computed already."""
@@ -52,10 +52,6 @@ class Objective(nn.Module):
         self.model.train(mode and self.joint)
         return self
 
-    def _soft_labels(self) -> SoftLabels | None:
-        loss = self._config.loss
-        return None if loss.targets == "hard" else SoftLabels(self._backbone.lm_head, loss.targets, loss.hard_share)
-
     def forward(
         self, batch: dict[str, Any], normalisers: Tensor | None = None, lambda_0: float = 1.0, top: int = 1
     ) -> dict[str, Tensor]:
@@ -90,7 +86,7 @@ class Objective(nn.Module):
             embed_tokens=backbone.causal.get_input_embeddings() if heads.root_rank else None,
             segments=segments,
             lm_head=backbone.lm_head if heads.shared_projection else None,
-            soft=None if measuring else self._soft_labels(),
+            teacher_lm_head=backbone.lm_head if self._config.loss.targets == "kl" and not measuring else None,
             weights=self._weights,
             normaliser=None if normalisers is None else normalisers[1:],
             through_backbone=joint,

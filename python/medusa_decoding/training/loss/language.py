@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -98,20 +97,14 @@ def distillation_loss(
 
 
 class Divergence:
-    """The divergence of each head's distribution q from a teacher's distribution p. A `Criterion`.
-
-    "kl" is KL(p || q) in nats. "tv" is the total variation, 1/2 sum |p(x) - q(x)| = 1 - sum min(p(x), q(x)): one minus
-    the chance that speculative sampling accepts a token drawn from q (Leviathan et al., 2023, section 3.2). Its
-    gradient for the logit of x is q(x) (s(x) - sum of s(y) q(y)) with s = sign(q - p) / 2.
+    """KL(p || q) in nats of each head's distribution q from a teacher's distribution p. A `Criterion`.
 
     Args:
         teacher: projection of the teacher's states; it gets no gradient.
         states: [T, H], the teacher's.
         places: int64 [K, R], the position of the teacher's state for each row of a head; IGNORE if nothing is learnt.
         dtype: of the sums.
-        kind: of the divergence.
-        hard: cross-entropy of the same rows, which also counts the hits; None for no hits.
-        hard_share: share of this cross-entropy in the loss; the divergence has the rest.
+        hard: cross-entropy of the same rows, which counts the hits; None for no hits.
     """
 
     def __init__(
@@ -121,42 +114,27 @@ class Divergence:
         places: Tensor,
         dtype: torch.dtype,
         *,
-        kind: Literal["kl", "tv"] = "kl",
         hard: CrossEntropy | None = None,
-        hard_share: float = 0.0,
     ) -> None:
         self.sums = torch.zeros(len(places), dtype=dtype, device=states.device)
         self.hits = places.new_zeros(len(places), 0) if hard is None else hard.hits
         self._teacher, self._states, self._places = teacher, states.detach(), places
-        self._kind, self._hard, self._share = kind, hard, hard_share
+        self._hard = hard
 
     def __call__(self, head: int, rows: slice, logits: Tensor, wants_gradient: bool) -> Tensor:
         """See `Criterion`."""
         places = self._places[head, rows]
         teacher = self._teacher.logits(head, rows, self._states[places.clamp(min=0)], wants_gradient=False)
-        hard, share = self._hard, self._share
-        of_hard = logits.new_zeros(()) if hard is None else hard(head, rows, logits, False)
+        if self._hard is not None:
+            self._hard(head, rows, logits, False)
         teacher.sub_(teacher.logsumexp(1, keepdim=True))
         logits.sub_(logits.logsumexp(1, keepdim=True))
-        if self._kind == "kl":
-            p = teacher.exp()
-            # A token that the teacher rules out (probability 0, logarithm -inf) adds nothing.
-            losses = teacher.sub_(logits).masked_fill_(p == 0, 0.0).mul_(p).sum(1)
-            if wants_gradient:
-                logits.exp_().sub_(p, alpha=1 - share)
-        else:
-            apart = logits.exp_() - teacher.exp_()
-            losses = apart.abs().sum(1) / 2
-            if wants_gradient:
-                signs = apart.sign_().div_(2)
-                signs.sub_((signs * logits).sum(1, keepdim=True))
-                logits.mul_(signs.mul_(1 - share).add_(share))
+        p = teacher.exp()
+        # A token that the teacher rules out (probability 0, logarithm -inf) adds nothing.
+        losses = teacher.sub_(logits).masked_fill_(p == 0, 0.0).mul_(p).sum(1)
         if wants_gradient:
-            if hard is not None and share:  # its gradient is q - 1 at the target; q is in already
-                index = hard.targets[head, rows].clamp(min=0)[:, None]
-                logits.scatter_add_(1, index, logits.new_full(index.shape, -share))
-            logits.masked_fill_((places == IGNORE)[:, None], 0.0)
-        loss = (1 - share) * losses.masked_fill(places == IGNORE, 0.0).sum() + share * of_hard
+            logits.exp_().sub_(p).masked_fill_((places == IGNORE)[:, None], 0.0)
+        loss = losses.masked_fill(places == IGNORE, 0.0).sum()
         self.sums[head] += loss
         return loss
 

@@ -8,13 +8,10 @@ The paper writes the loss of one position. Here each head's cross-entropy is ave
 target for this head: with one denominator for all heads, later heads would count less than lambda_k says, because they
 have fewer targets. `normaliser` divides the sums by counts over all micro-batches and processes.
 
-Beyond the paper, heads can learn the backbone's own distributions (`SoftLabels`).
+Beyond the paper, heads can learn the backbone's own distributions (`teacher_lm_head`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,34 +37,6 @@ def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
     return decay ** torch.arange(1, num_heads + 1, dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class SoftLabels:
-    """Labels from the backbone: head k learns the distribution from which the backbone draws the head's target.
-
-    At position t this is the backbone's at position t + k + 1. It is taken where the text's own token is a target too,
-    and in a trimmed vocabulary it is renormalised over the tokens there.
-
-    Attributes:
-        lm_head: the backbone's, as a module or its weight [V, H]; called as it is, with any adapter.
-        divergence: what is minimised, "kl" or "tv"; see `Divergence`.
-        hard_share: share of the cross-entropy with the text's own tokens, from 0 to below 1; the divergence has the
-            rest.
-
-    Raises:
-        ValueError: another divergence, or a share outside of this range.
-    """
-
-    lm_head: nn.Module | Tensor
-    divergence: Literal["kl", "tv"] = "kl"
-    hard_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.divergence not in ("kl", "tv"):
-            raise ValueError(f"divergence: expected 'kl' or 'tv', got {self.divergence!r}")
-        if not 0 <= self.hard_share < 1:
-            raise ValueError(f"hard_share: expected a number from 0 to below 1, got {self.hard_share}")
-
-
 def medusa_loss(
     hidden: Tensor,
     heads: MedusaHeads,
@@ -77,7 +46,7 @@ def medusa_loss(
     embed_tokens: nn.Module | None = None,
     segments: Tensor | None = None,
     lm_head: nn.Module | Tensor | None = None,
-    soft: SoftLabels | None = None,
+    teacher_lm_head: nn.Module | Tensor | None = None,
     weights: Tensor | None = None,
     normaliser: Tensor | None = None,
     through_backbone: bool = False,
@@ -101,7 +70,10 @@ def medusa_loss(
         segments: int64 [T], see `shifted_labels`.
         lm_head: the model's own, needed exactly if the heads share it: its weight [V, H], or the module. A module that
             is not a plain Linear without bias (LoRA around it, quantised) is called.
-        soft: learn the backbone's distributions. The teacher is the backbone as it is in this very step, also in
+        teacher_lm_head: the backbone's own, as a module or its weight [V, H], called as it is, with any adapter. With
+            it heads learn the backbone's distributions: head k at position t minimises KL(p || q) from p, the
+            backbone's at position t + k + 1, where the text's own token is a target too; in a trimmed vocabulary p is
+            renormalised over the tokens there. The teacher is the backbone as it is in this very step, also in
             Medusa-2; it gets no gradient, so only the heads' predictions move towards it. Hits and counts stay those
             of the text's tokens. Without it the loss is cross-entropy with these.
         weights: [K] of lambda_k; 0.8^(k + 1) without it.
@@ -158,17 +130,15 @@ def medusa_loss(
     index = targets.index.index_select(1, positions)
     hard = CrossEntropy(index, min(top, heads.num_candidates), sum_type(states.dtype))
     criterion: Criterion = hard
-    if soft is not None:
-        teacher = lm_head_projection(soft.lm_head, states, trains=False, heads=heads)
+    if teacher_lm_head is not None:
+        teacher = lm_head_projection(teacher_lm_head, states, trains=False, heads=heads)
         later = positions + torch.arange(1, heads.num_heads + 1, device=positions.device)[:, None]
         criterion = Divergence(
             teacher,
             hidden,
             later.masked_fill(index == IGNORE, IGNORE),
             sum_type(states.dtype),
-            kind=soft.divergence,
-            hard=hard if top or soft.hard_share else None,
-            hard_share=soft.hard_share,
+            hard=hard if top else None,
         )
     return chunked_loss(
         projection,
