@@ -204,5 +204,5 @@ def test_no_target_at_all_gives_zero_and_zero_gradients():
 def test_bad_soft_labels_are_named():
     weight = random_weight()
     hidden, labels = random_text()
-    with pytest.raises(ValueError, match=r"lm_head: expected weight \[13, 6\], got \[12, 6\]"):
+    with pytest.raises(ValueError, match=r"^teacher_lm_head: expected weight \[13, 6\], got \[12, 6\]"):
         medusa_loss(hidden, random_heads(), labels, teacher_lm_head=weight[:12])

@@ -87,7 +87,7 @@ def distillation_loss(
     if teacher_hidden.shape != hidden.shape:
         raise ValueError(f"teacher_hidden: expected shape {list(hidden.shape)}, got {list(teacher_hidden.shape)}")
     student = lm_head_projection(lm_head, hidden, trains=True)
-    teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False)
+    teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False, name="teacher_lm_head")
     if student.size != teacher.size:
         raise ValueError(f"teacher_lm_head: expected a vocabulary of {student.size}, got {teacher.size}")
     positions, targets = next_tokens(labels, len(hidden), student.size, segments)

@@ -131,7 +131,7 @@ def medusa_loss(
     hard = CrossEntropy(index, min(top, heads.num_candidates), sum_type(states.dtype))
     criterion: Criterion = hard
     if teacher_lm_head is not None:
-        teacher = lm_head_projection(teacher_lm_head, states, trains=False, heads=heads)
+        teacher = lm_head_projection(teacher_lm_head, states, trains=False, heads=heads, name="teacher_lm_head")
         later = positions + torch.arange(1, heads.num_heads + 1, device=positions.device)[:, None]
         criterion = Divergence(
             teacher,
