@@ -113,20 +113,20 @@ def measure(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype, c
     return records
 
 
-def test_projections_of_a_small_model(benchmark: Any) -> None:
+def test_projections_of_a_small_model(way_through: Any) -> None:
     """On a CPU only the way through the benchmark is shown, and that the ways agree; nothing is recorded."""
     shape = Shape("small", 64, 64, 32, 96, 2)
     device = torch.device("cpu")
-    records = benchmark.pedantic(lambda: measure(shape, 3, device, torch.float32, 1e9), rounds=1)
+    records = way_through.pedantic(lambda: measure(shape, 3, device, torch.float32, 1e9), rounds=1)
     assert [record["implementation"] for record in records] == list(WAYS)
     assert all(record["error"] < 1e-5 for record in records)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none")
-def test_projections_on_a_gpu(benchmark: Any) -> None:
+def test_projections_on_a_gpu(way_through: Any) -> None:
     device = torch.device("cuda")
     copy = gpu.copy_bandwidth(device)
-    records = benchmark.pedantic(lambda: measure(SHAPES[0], 64, device, torch.bfloat16, copy), rounds=1)
+    records = way_through.pedantic(lambda: measure(SHAPES[0], 64, device, torch.bfloat16, copy), rounds=1)
     assert all(record["error"] < 1e-2 for record in records)
 
 
@@ -175,9 +175,9 @@ def measure_on_cpu(
     }  # fmt: skip
 
 
-def test_one_projection_on_a_cpu(benchmark: Any) -> None:
+def test_one_projection_on_a_cpu(way_through: Any) -> None:
     """The way through the benchmark; nothing is recorded."""
-    record = benchmark.pedantic(lambda: measure_on_cpu(torch.bfloat16, 3, 64, 48, total=1, rounds=2), rounds=1)
+    record = way_through.pedantic(lambda: measure_on_cpu(torch.bfloat16, 3, 64, 48, total=1, rounds=2), rounds=1)
     assert {"base", "torch", record["chosen"]} <= set(record["ms"])
     assert _native.instruction_set() == record["chosen"]
 

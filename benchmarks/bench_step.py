@@ -337,12 +337,12 @@ def _small() -> Iterator[Point]:
     yield Point("tiny", 20, 2, ("shared", "trimmed 8192", "shared, trimmed 8192", "full bf16"), ("eager",))
 
 
-def test_step_of_a_small_model(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_of_a_small_model(way_through: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU only the way through the benchmark is shown: its figures are of no interest and not recorded."""
     monkeypatch.setattr(harness, "write_record", lambda *_: None)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    records = benchmark.pedantic(lambda: measure(tuple(_small()), device, dtype, 60, 0.01), rounds=1)
+    records = way_through.pedantic(lambda: measure(tuple(_small()), device, dtype, 60, 0.01), rounds=1)
     assert [record["heads"] for record in records] == [None, None, *HEADS]
 
 

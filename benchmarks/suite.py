@@ -348,6 +348,7 @@ def main(
 def gpu_part(benchmark: Any, op: str, cases: Sequence[Case], measure: Measure) -> None:
     """Run the most telling cases under pytest, within MEDUSA_BENCH_SECONDS (60) a file."""
     run = Run(op, torch.device("cuda"), float(os.environ.get("MEDUSA_BENCH_SECONDS", "60")))
+    benchmark.group, benchmark.name = "seconds of whole runs on the GPU, whose tables are above", op
     with torch.inference_mode():
         benchmark.pedantic(go, args=(run, cases, measure), rounds=1, iterations=1)
     assert any("median_us" in record for record in run.records)
@@ -358,6 +359,7 @@ def cpu_part(
 ) -> None:
     """Time one call on the CPU under pytest-benchmark and write the same record as on a GPU."""
     device = torch.device("cpu")
+    benchmark.group, benchmark.name = f"{op}: {label(case)}, float32, CPU", implementation
     if implementation == OURS:
         extra |= served(op, device)
     with torch.inference_mode():
