@@ -1,0 +1,61 @@
+"""A larger model that writes what a small one writes."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.enlarged import Shape, enlarge, enlarge_heads
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.heads import MedusaHeads
+
+SHAPE = Shape(hidden=160, layers=4, heads=9, kv_heads=3, inner=200, vocabulary=300)
+
+
+@pytest.fixture(scope="module")
+def small():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=90, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, initializer_range=0.3, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def heads():
+    made = MedusaHeads(64, 90, 3, num_layers=2, shared_projection=True, root_rank=8, parent_rank=4)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    return made.eval().requires_grad_(False)
+
+
+def test_the_larger_model_has_the_same_logits_and_never_writes_other_tokens(small):
+    large = enlarge(small, SHAPE)
+    ids = torch.randint(0, 90, (3, 25), generator=torch.Generator().manual_seed(2))
+    expected, found = small(ids).logits, large(ids).logits
+    assert found.shape == (3, 25, 300)
+    torch.testing.assert_close(found[..., :90], expected, rtol=1e-4, atol=1e-4)
+    assert found[..., 90:].max() < expected.min() - 10
+    assert large.num_parameters() > 4 * small.num_parameters()
+    busy = [(weight != 0).float().mean() for name, weight in large.named_parameters() if "q_proj" in name]
+    assert min(busy) > 0.99  # the weights around the small model's are no zeros
+
+
+def test_its_heads_accept_what_the_small_ones_accept(small, heads):
+    ids, tree = torch.tensor([[5, 17, 60, 3]]), Tree.cartesian([3, 2, 2])
+    outputs = []
+    for base, own in ((small, heads), (enlarge(small, SHAPE), enlarge_heads(heads, SHAPE))):
+        with MedusaModel(base, own, backend="eager") as model:
+            outputs.append(model.generate(ids, max_new_tokens=60, tree=tree))
+    assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist()
+    assert outputs[0].accept_lengths == outputs[1].accept_lengths
+    assert outputs[0].tokens_per_step > 1.05
+
+
+def test_what_cannot_be_enlarged(small, heads):
+    with pytest.raises(ValueError, match="shape: expected one larger than the small model in every way"):
+        enlarge(small, Shape(160, 1, 9, 3, 200, 300))
+    with pytest.raises(ValueError, match="heads: expected some that share the whole lm_head"):
+        enlarge_heads(heads.remade(shared_projection=False), SHAPE)
