@@ -10,63 +10,50 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
 
 from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.roofline.shapes import ModelShape
 
 CONSTANT = 1e-4
 """Held by one more dimension of the residual stream, to keep tokens that the small model lacks from being chosen."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a Llama; `head_dim` is the small model's."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    inner: int
-    vocabulary: int
-
-
-SHAPES = {
-    "127M": Shape(768, 12, 12, 4, 2048, 32000),
-    "254M": Shape(1024, 16, 16, 8, 2816, 32000),
-}
-
-
-def enlarge(small: Any, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
+def enlarge(small: Any, shape: ModelShape, seed: int = 0) -> LlamaForCausalLM:
     """Return a larger float32 model that writes what a small Llama writes.
 
     Args:
         small: float32, without biases and with its own lm_head.
-        shape: larger than the small model in every way.
+        shape: larger than the small model in every way, with the same head_dim.
         seed: of the weights around the small model's.
 
     Raises:
-        ValueError: a shape with a size below the small model's.
+        ValueError: a shape with a size below the small model's, or with another head_dim.
     """
     known = small.config
     group, wide = known.num_attention_heads // known.num_key_value_heads, shape.heads // shape.kv_heads
     least = (known.hidden_size + 1, known.num_hidden_layers, known.num_key_value_heads, known.intermediate_size)
-    if wide < group or any(
-        a < b for a, b in zip((shape.hidden, shape.layers, shape.kv_heads, shape.inner), least, strict=True)
-    ):
+    least += (known.vocab_size,)
+    sizes = (shape.hidden, shape.layers, shape.kv_heads, shape.intermediate, shape.vocabulary)
+    if wide < group or shape.head_dim != known.head_dim or any(a < b for a, b in zip(sizes, least, strict=True)):
         raise ValueError(f"shape: expected one larger than the small model in every way, got {shape}")
     config = copy.deepcopy(known)
-    config.hidden_size, config.num_hidden_layers, config.intermediate_size = shape.hidden, shape.layers, shape.inner
+    config.hidden_size, config.num_hidden_layers, config.intermediate_size = (
+        shape.hidden,
+        shape.layers,
+        shape.intermediate,
+    )
     config.num_attention_heads, config.num_key_value_heads = shape.heads, shape.kv_heads
     config.vocab_size, config.head_dim, config.max_position_embeddings = shape.vocabulary, known.head_dim, 1 << 14
     # The mean square is over more dimensions, of which the others hold zero.
     share = known.hidden_size / shape.hidden
     config.rms_norm_eps = known.rms_norm_eps * share
-    torch.manual_seed(seed)
-    large = LlamaForCausalLM(config).eval().requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        large = LlamaForCausalLM(config).eval().requires_grad_(False)
     size, dim, inner = known.hidden_size, known.head_dim, known.intermediate_size
     # Heads of one KV head stay together.
     query = torch.cat([
@@ -106,7 +93,7 @@ def enlarge(small: Any, shape: Shape, seed: int = 0) -> LlamaForCausalLM:
     return large
 
 
-def enlarge_heads(heads: MedusaHeads, shape: Shape) -> MedusaHeads:
+def enlarge_heads(heads: MedusaHeads, shape: ModelShape) -> MedusaHeads:
     """Return heads for the larger model that propose what heads of the small one propose.
 
     Raises:

@@ -1,14 +1,17 @@
 """A larger model that writes what a small one writes."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.enlarged import Shape, enlarge, enlarge_heads
+from benchmarks.enlarged import enlarge, enlarge_heads
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.roofline.shapes import ModelShape
 
-SHAPE = Shape(hidden=160, layers=4, heads=9, kv_heads=3, inner=200, vocabulary=300)
+SHAPE = ModelShape("larger", hidden=160, intermediate=200, layers=4, heads=9, kv_heads=3, head_dim=16, vocabulary=300)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,6 @@ def test_its_heads_accept_what_the_small_ones_accept(small, heads):
 
 def test_what_cannot_be_enlarged(small, heads):
     with pytest.raises(ValueError, match="shape: expected one larger than the small model in every way"):
-        enlarge(small, Shape(160, 1, 9, 3, 200, 300))
+        enlarge(small, dataclasses.replace(SHAPE, layers=1))
     with pytest.raises(ValueError, match="heads: expected some that share the whole lm_head"):
         enlarge_heads(heads.remade(shared_projection=False), SHAPE)
