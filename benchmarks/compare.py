@@ -5,7 +5,8 @@
 
 A set is a file of records, or the records of one commit in it (FILE@COMMIT). Of records of the same case the last
 counts. Beyond noise means: of times, that the ranges from the 10th to the 90th percentile do not overlap; of ratios and
-other figures with an interval, that the intervals do not. Exit status 1 if something got slower.
+other figures with an interval, of which more is taken for faster, that the intervals do not. Exit status 1 if something
+got slower.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Show medians, with ratios to the fastest way, unless the command line asks for other columns."""
     if not config.getoption("benchmark_columns", True):
         config.option.benchmark_columns = ["median", "iqr", "rounds"]
-    config.option.benchmark_sort = getattr(config.option, "benchmark_sort", None) or "median"
 
 
 @pytest.fixture
