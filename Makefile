@@ -9,7 +9,7 @@
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
 #   make docs            the documentation site, in site/; warnings are errors
-#   make train-demo      new heads for the embedded demo model, in runs/demo   (SEEDS=64 TRAIN_ARGS="--set ..")
+#   make train-demo      new heads for the embedded demo model, in runs/demo   (REQUESTS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
 #   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (45 minutes; MT_BENCH=FILE: 3b too)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
@@ -63,30 +63,44 @@ stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for 
 demo: $(READY)
 	$(BIN)/medusa demo
 
-# The model continues pieces of code, new heads learn what it wrote and decode with it. Remove runs/demo to start again.
-SEEDS ?= 1200
+# The model answers requests, new heads learn its answers and decode with them. Remove runs/demo to start again.
+REQUESTS ?= 1200
 TRAIN_ARGS ?=
+ASK := Write a function total(prices) that returns the sum of the squares of the odd values in prices.
 train-demo: $(EDITABLE)
-	$(BIN)/python -m recipes.demo.seeds runs/demo/seeds.jsonl --count $(SEEDS)
+	$(BIN)/python -m recipes.demo.requests runs/demo/requests.jsonl --count $(REQUESTS) --seed 2
 	$(BIN)/medusa distill --config recipes/demo-cpu.yaml $(TRAIN_ARGS)
-	$(BIN)/medusa generate --model runs/demo/out/heads --prompt "def read_lines(path):" --max-new-tokens 64
+	$(BIN)/medusa generate --model runs/demo/out/heads --chat --prompt "$(ASK)"
 
-# A recipe with the stages of the embedded checkpoint: backbone and heads learn the standard library together, then the heads
-# learn the model's own text, and the checkpoint is written with its card. Takes hours on a CPU. If it is stopped, it continues
-# from there; for other SEEDS or other settings remove runs/demo-model first.
+# The embedded checkpoint anew: a tokenizer and a model with random weights; backbone and heads learn requests and their
+# answers together, in three runs, the later ones with other requests and a lower rate; new heads learn the model's own
+# answers; the checkpoint is measured and written with its card. Three hours of two cores. If it is stopped, it continues
+# from there; for other settings remove runs/demo-model first.
 MODEL_ARGS ?=
-JOINT := runs/demo-model/joint
+MADE := runs/demo-model
+LEARN := $(BIN)/medusa train --config recipes/demo-model-cpu.yaml --resume
+DRAW := $(BIN)/python -m recipes.demo.requests
+# $(call learn_on,RUN BEFORE,RUN,REQUESTS,THEIR SEED,TEXTS,THEIR SEED,STEPS)
+define learn_on
+	[ -e $(MADE)/$(2)-texts.jsonl ] || { $(DRAW) $(MADE)/$(2)-requests.jsonl --count $(3) --seed $(4) && \
+		$(DRAW) $(MADE)/$(2)-texts.jsonl --count $(5) --seed $(6) --texts; }
+	$(LEARN) --set model.name=$(MADE)/$(1)/model --set heads.initial=$(MADE)/$(1)/heads \
+		--set data.train="[{path: $(MADE)/$(2)-requests.jsonl}, {path: $(MADE)/$(2)-texts.jsonl}]" \
+		--set optimisation.learning_rate=2e-3 --set optimisation.max_steps=$(7) --set loss.lambda_0=0.1 \
+		--set output.folder=$(MADE)/$(2) $(MODEL_ARGS)
+endef
 demo-model: $(EDITABLE)
-	$(BIN)/python -m recipes.demo.seeds runs/demo-model/text.jsonl --whole
-	[ -d runs/demo-model/base ] || $(BIN)/python -m recipes.demo.base --data runs/demo-model/text.jsonl \
-		--out runs/demo-model/base --vocab-size 2048 --plain
-	$(BIN)/medusa train --config recipes/demo-model-cpu.yaml --resume $(MODEL_ARGS)
-	$(BIN)/python -m recipes.demo.seeds runs/demo-model/seeds.jsonl --count $(SEEDS)
-	$(BIN)/medusa distill --config recipes/demo-cpu.yaml --set model.name=$(JOINT)/model \
-		--set heads.initial=$(JOINT)/heads --set data.train="[{path: runs/demo-model/seeds.jsonl}]" \
-		--set data.cache_hidden=runs/demo-model/states --set output.folder=runs/demo-model/heads --resume $(TRAIN_ARGS)
-	$(BIN)/python -m recipes.demo.card --model $(JOINT)/model --heads runs/demo-model/heads/heads \
-		--out runs/demo-model/checkpoint
+	[ -d $(MADE)/base ] || { $(DRAW) $(MADE)/requests.jsonl --count 64000 && \
+		$(DRAW) $(MADE)/texts.jsonl --count 6000 --seed 1 --texts && \
+		$(BIN)/python -m recipes.demo.base --data $(MADE)/requests.jsonl --out $(MADE)/base --vocab-size 1024 --code; }
+	$(LEARN) $(MODEL_ARGS)
+	$(call learn_on,joint,joint-2,36000,5,2000,6,3000)
+	$(call learn_on,joint-2,joint-3,48000,7,3000,8,4200)
+	$(DRAW) $(MADE)/more.jsonl --count 4000 --seed 2
+	$(BIN)/medusa distill --config recipes/demo-cpu.yaml --set model.name=$(MADE)/joint-3/model \
+		--set data.train="[{path: $(MADE)/more.jsonl}]" --set data.cache_hidden=$(MADE)/states \
+		--set output.folder=$(MADE)/heads --resume $(TRAIN_ARGS)
+	$(BIN)/python -m recipes.demo.card --model $(MADE)/joint-3/model --heads $(MADE)/heads/heads --out $(MADE)/checkpoint
 
 test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS) $(TESTS)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_decoding.files import whole_folder
@@ -32,13 +32,23 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = True) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE whose token 0 ends texts and turns, with a chat template unless `chat` is false."""
-    roles = [USER, ASSISTANT] if chat else []
+def train_tokenizer(texts: Iterable[str], vocab_size: int, code: bool = False) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE whose token 0 ends texts and turns, with a chat template.
+
+    Args:
+        texts: to learn from.
+        vocab_size: tokens.
+        code: keep words apart from the spaces before them. A name is then the same tokens wherever it stands, so that a
+            small model can copy it.
+    """
+    roles = [USER, ASSISTANT]
     model = Tokenizer(models.BPE())
-    model.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    if code:
+        pieces = Regex(r"[A-Za-z]+|[0-9]|\n[ \n]*|[^A-Za-z0-9\n]+")
+        splits = [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    else:
+        splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    model.pre_tokenizer = pre_tokenizers.Sequence(splits)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -50,8 +60,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = True) ->
     found = PreTrainedTokenizerFast(
         tokenizer_object=model, eos_token=END, pad_token=END, additional_special_tokens=roles
     )
-    if chat:
-        found.chat_template = TEMPLATE
+    found.chat_template = TEMPLATE
     return found
 
 
@@ -59,7 +68,7 @@ def make_base(
     data: str,
     out: Path,
     *,
-    chat: bool = True,
+    code: bool = False,
     vocab_size: int = 4096,
     hidden_size: int = 256,
     num_layers: int = 4,
@@ -70,7 +79,7 @@ def make_base(
     Args:
         data: conversations or texts (see `training.data`), of which the first 20,000 train the tokenizer.
         out: folder to write.
-        chat: give the tokenizer a chat template.
+        code: see `train_tokenizer`.
         vocab_size: tokens.
         hidden_size: H, a multiple of 64.
         num_layers: decoder layers.
@@ -88,7 +97,7 @@ def make_base(
         for record in read_records([SourceConfig(data)], Report(), limit=20_000):
             yield from [record.text] if record.text is not None else (turn["content"] for turn in record.messages)
 
-    tokenizer = train_tokenizer(texts(), vocab_size, chat)
+    tokenizer = train_tokenizer(texts(), vocab_size, code)
     torch.manual_seed(seed)
     end = int(tokenizer.vocab[END])
     heads = hidden_size // 64
@@ -102,7 +111,7 @@ def make_base(
             num_key_value_heads=max(1, heads // 2),
             max_position_embeddings=1024,
             tie_word_embeddings=False,
-            bos_token_id=None if chat else end,
+            bos_token_id=None,
             eos_token_id=end,
             pad_token_id=end,
         )
@@ -117,7 +126,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="conversations or texts: a file, a folder or a hub name")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--plain", action="store_true", help="for plain text: no chat template")
+    parser.add_argument("--code", action="store_true", help="keep words apart from the spaces before them")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens (default: 4096)")
     parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 64 (default: 256)")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers (default: 4)")
@@ -125,7 +134,7 @@ def main() -> int:
     make_base(
         args.data,
         args.out,
-        chat=not args.plain,
+        code=args.code,
         vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,
         num_layers=args.layers,

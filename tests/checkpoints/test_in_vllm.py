@@ -24,6 +24,7 @@ import torch
 from medusa_decoding.checkpoints import export, read_heads, write_heads
 from medusa_decoding.checkpoints.base_model import lm_head_weight
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.demo.requests import EXAMPLES
 from medusa_decoding.heads import MedusaHeads
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -42,7 +43,7 @@ counts = {metric.name.removeprefix("vllm:spec_decode_num_"): metric.value for me
           if metric.name.startswith("vllm:spec_decode_num_") and hasattr(metric, "value")}
 print("RESULT", json.dumps([[each.outputs[0].token_ids for each in found], counts]))
 """
-PROMPTS = ["def read(path):\n", "class Node:\n    def __init__(self", "import os\n\ndef main():\n"]
+PROMPTS = [f"{request}\n" for request in EXAMPLES[:3]]
 # One engine in one process, float32, nothing fetched.
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -86,7 +87,9 @@ KINDS = {
 def test_vllm_writes_the_models_own_text_and_accepts_draft_tokens(
     tmp_path: Path, plain: list[list[int]], kind: str
 ) -> None:
-    write_heads(KINDS[kind](read_heads(CHECKPOINT / "heads").heads), tmp_path / "heads", base_model=BASE)
+    # vLLM has no place for the terms that add the root and the parent; without them these heads guess worse.
+    heads = read_heads(CHECKPOINT / "heads").heads.remade(root_rank=0, parent_rank=0)
+    write_heads(KINDS[kind](heads), tmp_path / "heads", base_model=BASE)
     launch = export(tmp_path / "heads", tmp_path / "for-vllm", "vllm").launch
     assert launch is not None
     *_, option, speculation = shlex.split(launch)
@@ -97,5 +100,5 @@ def test_vllm_writes_the_models_own_text_and_accepts_draft_tokens(
     print(
         f"{kind}: {1 + accepted / steps:.2f} tokens per step ({accepted} of {counts['draft_tokens']} drafts accepted)"
     )
-    # A head whose weights were not loaded is right only by chance, once in 2,048 tokens.
+    # A head whose weights were not loaded is right only by chance, once in 1,024 tokens.
     assert accepted > 0.5 * steps

@@ -1,4 +1,4 @@
-"""What the recipes of small models start from: pieces of code, and a chat model with random weights."""
+"""What the recipes of small models start from: a chat model with random weights."""
 
 import json
 
@@ -7,27 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import Record
-from recipes.demo import base, corpus, seeds
-
-
-def test_seeds_are_pieces_of_one_side_of_the_corpus(tmp_path, monkeypatch):
-    split = corpus.split()
-    split = corpus.Split(split.root, split.train[::10], split.held_out[::5])
-    monkeypatch.setattr(corpus, "split", lambda: split)
-    for held_out, names in ((False, split.train), (True, split.held_out)):
-        file = tmp_path / "new" / f"{held_out}.jsonl"
-        seeds.write_seeds(file, 12, seed=3, held_out=held_out)
-        pieces = [json.loads(line)["text"] for line in file.read_text().splitlines()]
-        assert len(pieces) == 12
-        assert len(set(pieces)) > 6
-        whole = [split.read(name) for name in names]
-        for piece in pieces:
-            assert piece.strip()
-            assert any(text.startswith(piece) or f"\n{piece}" in text for text in whole)
-    seeds.write_seeds(tmp_path / "again.jsonl", 12, seed=3)
-    assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "new" / "False.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="count: expected at least 1, got 0"):
-        seeds.write_seeds(tmp_path / "none.jsonl", 0)
+from recipes.demo import base
 
 
 def test_a_chat_model_with_a_template_that_marks_its_answers(tmp_path):
