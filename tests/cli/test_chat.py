@@ -14,6 +14,8 @@ from medusa_decoding import MedusaModel
 from medusa_decoding.chat import template
 from medusa_decoding.chat.streaming import AnswerStreamer
 from medusa_decoding.cli import main
+from medusa_decoding.demo.checking import problem
+from medusa_decoding.demo.requests import EXAMPLES, parse
 
 QUESTIONS = ["hello", "tell me more, please!", "why?"]
 
@@ -428,12 +430,12 @@ def test_a_template_without_system_messages_leaves_the_history_unchanged(make_ch
     assert code == 2
 
 
-def test_the_demo_model_reports_that_it_has_no_chat_template(capsys):
-    assert main(["chat"]) == 2
-    (note,) = notes(capsys.readouterr().err)
-    assert "the embedded demo model continues code" in note
-    assert "medusa generate --prompt" in note
-    assert "--template plain" in note
+def test_without_a_model_the_demo_model_chats(monkeypatch, capsys):
+    request = parse(EXAMPLES[1])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{request.text}\n"))
+    assert main(["chat", "--json"]) == 0
+    (answer,) = lines_of(capsys.readouterr().out)
+    assert problem(request, answer["text"]) is None
 
 
 # --- errors and interruptions

@@ -104,8 +104,8 @@ def test_demo_compares_three_ways(capsys, checkpoint, monkeypatch):
     assert set(out["tokens_per_second"]) == {"transformers", "plain", "medusa"}
     steps = sum(out["accepted_length_histogram"].values())
     accepted = sum(int(length) * count for length, count in out["accepted_length_histogram"].items())
-    assert accepted + steps == 3 * 11
-    assert out["tokens_per_step"] == pytest.approx(33 / steps)
+    assert accepted + steps == 4 * 11
+    assert out["tokens_per_step"] == pytest.approx(44 / steps)
     assert out["steps_by_tree_nodes"] == {"3": steps}
 
 
@@ -113,7 +113,7 @@ def test_demo_prints_answer_and_table(capsys, checkpoint, monkeypatch, model_tex
     monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
     assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "9", "--rounds", "1", "--tree", "chain:2"]) == 0
     out = capsys.readouterr().out
-    assert "xyz" + model_text("xyz", 9).rstrip("\n") in out
+    assert f"xyz\n\n{model_text('xyz', 9)}\n" in out
     assert "identical" in out
     assert "Medusa, 3 nodes" in out
 

@@ -1,11 +1,13 @@
 """medusa demo: what it shows at a terminal, and what it says about its trees."""
 
+import json
 import re
 import shutil
 import termios
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from rich.cells import cell_len
 from terminals import HIDE, PATIENCE, SHOW, Terminal, plain
 
@@ -13,21 +15,52 @@ from benchmarks import terminal_picture
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import demo, main
+from medusa_decoding.demo.checking import problem
+from medusa_decoding.demo.requests import EXAMPLES, parse
 
 
-@pytest.mark.parametrize("width", [40, 200])
+@pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_demo_on_a_terminal(capsys, checkpoint, monkeypatch, at_terminal, width):
     monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
     at_terminal(width)
     assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "9", "--rounds", "1", "--tree", "chain:2"]) == 0
     out = plain(capsys.readouterr().out)
-    for words in ("draft tokens", "plain decoding", "Medusa", "9 tokens", "identical", "tokens/s"):
+    for words in (
+        "xyz",
+        "draft tokens",
+        "plain decoding",
+        "Medusa",
+        "9 tokens",
+        "identical",
+        "tokens/s",
+        "not checked",
+    ):
         assert words in out
+    assert ("─ transformers" in out) == (width == 200)  # the third panel, where there is room for it
     figures = r" +\d+ +\d+\.\d\d +\d+\.\d\d"
     assert re.search(
         rf"^Medusa, 3 nodes{figures} " if width > 40 else rf"^Medusa, 3{figures} *\nnodes", out, re.MULTILINE
     )
     assert max(cell_len(line.rpartition("\r")[2]) for line in out.splitlines()) <= width
+
+
+def test_answers_are_checked(capsys, checkpoint, monkeypatch):
+    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
+    argv = ["demo", "--max-new-tokens", "5", "--rounds", "1", "--tree", "chain:2"]
+    assert main([*argv, "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [one["request"] for one in checks] == list(EXAMPLES)
+    assert [one["kind"] for one in checks] == ["class", "function", "command line", "query"]
+    for one in checks:
+        assert one["problem"] == problem(parse(one["request"]), one["answer"])
+    monkeypatch.setattr(demo, "problem", lambda request, answer: "boom" if request.kind == "class" else None)
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^the answer was run and is wrong \(boom\): Write a class Invoice", out, re.MULTILINE)
+    assert len(re.findall("^the answer was run and does what was asked: Write ", out, re.MULTILINE)) == 3
+    assert out.index(EXAMPLES[0]) < out.index("tokens/s")
+    assert main([*argv, "--prompt", "xyz"]) == 0
+    assert "not checked: the request is of none of the kinds that the model knows" in capsys.readouterr().out
 
 
 def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
@@ -47,11 +80,17 @@ def test_the_race_has_the_tree_that_was_asked_for_or_came_with_the_heads(checkpo
     monkeypatch.setattr(demo, "CHECKPOINT", folder)
     tokenizer = pretrained.load_tokenizer(folder / "base")
     ids = tokenizer("xyz", return_tensors="pt").input_ids
+    base = pretrained.load_model(folder / "base", dtype=torch.float32)
 
     def label(tree=None):
         with MedusaModel.from_pretrained(folder / "heads", tree=tree) as model:
-            plain, medusa = demo.race(model, tokenizer, ids, 6)
-            assert [len(step) for step in plain.steps] == [1] * 6
+            theirs, plain, medusa = demo.race(model, base, tokenizer, ids, 6)
+            assert [len(step) for step in plain.steps] == [len(step) for step in theirs.steps] == [1] * 6
+            assert ["".join(map("".join, run.steps)) for run in (theirs, plain, medusa)] == [
+                "".join(map("".join, plain.steps))
+            ] * 3
+            assert theirs.label == "transformers"
+            assert theirs.ends == sorted(theirs.ends)
             assert plain.label == "plain decoding"
             return medusa.label
 
@@ -107,9 +146,9 @@ def test_ctrl_c_in_the_demo_leaves_the_terminal_as_it_was(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TERM": "xterm-256color", "NO_COLOR": "1"}])
 def test_the_demo_can_be_plain_text(start, variables):
-    terminal = start("demo", "--rounds", "1", "--max-new-tokens", "8", **variables)
+    terminal = start("demo", "--rounds", "1", "--max-new-tokens", "16", **variables)
     terminal.wait_for("median of 1 rounds\n")
     assert terminal.process.wait(PATIENCE) == 0
     assert "\x1b" not in terminal.shown()
     assert "replayed" not in terminal.shown()
-    assert "def read_lines(" in terminal.shown()
+    assert "class Invoice:" in terminal.shown()

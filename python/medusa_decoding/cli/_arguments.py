@@ -146,9 +146,9 @@ def add_option(
     parser.add_argument(flag, type=parse, metavar=metavar, default=default, help=words)
 
 
-def add_model(parser: argparse.ArgumentParser, default: str = "the embedded demo checkpoint") -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the model, its dtype and its device."""
-    add_option(parser, "--model HEADS", str, f"folder or hub id of the heads (default: {default})")
+    add_option(parser, "--model HEADS", str, "folder or hub id of the heads (default: the embedded demo checkpoint)")
     add_option(parser, "--base-model BASE", str, "folder or hub id of the base model (default: the one the heads name)")
     add_placement(parser)
 

@@ -37,9 +37,11 @@ REPLAY = 4.0
 """Seconds that a slowed replay takes."""
 PAUSE = 1.0
 """Seconds between two replays."""
-SIDE_BY_SIDE = 72
-"""Columns that two panels next to each other need."""
-WIDEST = 132
+PANEL = 36
+"""Columns that a panel next to others needs."""
+SIDE_BY_SIDE = 2 * PANEL
+"""Columns that two of them need."""
+WIDEST = 160
 """Columns that are used of a wider terminal."""
 
 
@@ -146,9 +148,9 @@ class Run:
         return sum(map(len, self.steps))
 
 
-def record(label: str, generate: Callable[..., object], tokenizer: Any) -> Run:
-    """Call `generate(streamer=..)` and return what it wrote when."""
-    recorder = _Recorder()
+def record(label: str, generate: Callable[..., object], tokenizer: Any, *, tells_steps: bool = True) -> Run:
+    """Call `generate(streamer=..)` and return what it wrote when; transformers does not tell its streamer of steps."""
+    recorder = _Recorder(tells_steps)
     generate(streamer=recorder)
     answer = AnswerText(tokenizer)
     steps = [[answer.add(token) for token in tokens] for tokens in recorder.steps]
@@ -157,9 +159,13 @@ def record(label: str, generate: Callable[..., object], tokenizer: Any) -> Run:
 
 
 class _Recorder(BaseStreamer):
-    """Records the tokens of each step and the time at its end, since the recorder was made."""
+    """Records the tokens of each step and the time at its end, since the recorder was made.
 
-    def __init__(self) -> None:
+    Unless it is told of steps, each token is one.
+    """
+
+    def __init__(self, told: bool) -> None:
+        self._told = told
         self.steps: list[list[int]] = []
         self.ends: list[float] = []
         self._tokens: list[int] | None = None
@@ -170,6 +176,8 @@ class _Recorder(BaseStreamer):
             self._tokens = []
         else:
             self._tokens.append(int(value))
+            if not self._told:
+                self.end_step()
 
     def end_step(self) -> None:
         assert self._tokens is not None
@@ -198,7 +206,7 @@ class Race:
         self.seconds = max(run.seconds for run in runs)
         self.slower = max(1, round(REPLAY / self.seconds))
         width = min(console.width, WIDEST)
-        self.beside = width >= SIDE_BY_SIDE
+        self.beside = width >= PANEL * len(runs)
         self.width = width // len(runs) if self.beside else width
         longest = max(len(self._lines(run, run.seconds)) for run in runs)
         head = len(legend(CHIPS).wrap(console, console.width)) + 2  # an empty line and the time

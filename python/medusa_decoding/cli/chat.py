@@ -35,11 +35,6 @@ def run(args: argparse.Namespace) -> int:
     """Load the model, then chat until the input ends."""
     _arguments.resolve_device(args)
     _arguments.sampling(args)
-    if args.model is None and args.template is None:
-        raise ValueError(
-            "--model: expected the heads of a chat model, because the embedded demo model continues code and cannot "
-            "chat, got none (medusa generate --prompt TEXT continues code; --template plain chats with it all the same)"
-        )
     history = load(args.load) if args.load else []
     if args.system is not None:
         history = [{"role": "system", "content": args.system}, *_exchanges(history)]

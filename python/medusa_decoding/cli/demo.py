@@ -18,48 +18,58 @@ from rich.table import Table
 from transformers import TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
+from medusa_decoding.chat.streaming import CONTROLS
+from medusa_decoding.chat.template import prompt_encoder
 from medusa_decoding.checkpoints import pretrained, tuning_file
 from medusa_decoding.cli import _display
 from medusa_decoding.cli._arguments import torch_dtype
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.demo.checking import problem
+from medusa_decoding.demo.requests import EXAMPLES, parse
 from medusa_decoding.generation.tree_choice import GIVEN
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.progress import Progress
 from medusa_decoding.trees.tree import Tree
 
-PROMPTS = (
-    'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a text file."""\n',
-    'class Stack:\n    """A last-in, first-out stack."""\n\n    def __init__(self):\n',
-    "class TestQueue(unittest.TestCase):\n    def setUp(self):\n        self.queue = Queue()\n\n    def test_get",
-)
-
 
 def run(args: argparse.Namespace) -> int:
-    """Stream an answer, then measure and print; return 1 if the texts differ in float32."""
+    """Show an answer, check it, then measure and print; return 1 if the texts differ in float32."""
     disable_progress_bar()  # loading takes 9 MB
-    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in ([args.prompt] if args.prompt else PROMPTS)]
-    if prompts[0].numel() == 0:
+    asked = [args.prompt] if args.prompt else list(EXAMPLES)
+    if not asked[0].strip():
         raise ValueError("--prompt: expected some text, got none")
+    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
+    encoder = prompt_encoder(tokenizer, None, [])
+    prompts = [torch.tensor([encoder.encode([{"role": "user", "content": text}])]) for text in asked]
     console = None if args.json else _display.terminal()
-    with MedusaModel.from_pretrained(
-        CHECKPOINT / "heads", dtype=torch_dtype(args.dtype), tree=args.tree, backend=args.backend
-    ) as model:
+    dtype = torch_dtype(args.dtype)
+    base = pretrained.load_model(CHECKPOINT / "base", dtype=dtype)
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=dtype, tree=args.tree, backend=args.backend) as model:
         if not args.json:
             parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]
             size = sum(weights.numel() for part in parts for weights in part.parameters())
-            say = print if console is None else console.print
-            say(f"A {size / 1e6:.1f}M-parameter model of Python code continues:\n")
+            say = print if console is None else functools.partial(console.print, markup=False)
+            say(f"A model of {size / 1e6:.1f}M parameters (medusa demo --help says what it knows) is asked:\n")
+            say(f"{asked[0].translate(CONTROLS)}\n")
         if console is not None:
-            perform(console, model, tokenizer, prompts[0], args.max_new_tokens)
+            runs = race(model, base, tokenizer, prompts[0], args.max_new_tokens)
+            if console.width < _display.PANEL * len(runs):
+                del runs[0]  # two next to each other show more than three below each other
+            _display.Race(console, runs).play()
+            console.print()
         elif not args.json:
-            model.generate(prompts[0], max_new_tokens=args.max_new_tokens, streamer=TextStreamer(tokenizer))
+            model.generate(
+                prompts[0],
+                max_new_tokens=args.max_new_tokens,
+                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            )
             print()
-        base = pretrained.load_model(CHECKPOINT / "base", dtype=torch_dtype(args.dtype))
         with Progress(args.rounds, "round", shown=console is not None, leave=False) as progress:
             result = compare(model, base, prompts, args.max_new_tokens, args.rounds, progress.update)
         backend = resolve_backend(args.backend, model.backbone.device)
+    answers = [encoder.answer(ids) for ids in result.pop("texts")]
+    result["checks"] = [check(text, answer) for text, answer in zip(asked, answers, strict=True)]
     result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}
     if args.json:
         print(json.dumps(result))
@@ -73,15 +83,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def perform(console: Console, model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> None:
-    """Show a race of plain and Medusa decoding."""
-    runs = race(model, tokenizer, ids, new_tokens)
-    _display.Race(console, runs, tokenizer.decode(ids[0])).play()
-    console.print()
+def check(text: str, answer: str) -> dict[str, Any]:
+    """Run an answer; return it with the kind of the request (None: unknown, and not checked) and what is wrong."""
+    request = parse(text)
+    found = None if request is None else problem(request, answer)
+    return {"request": text, "answer": answer, "kind": None if request is None else request.kind, "problem": found}
 
 
-def race(model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> list[_display.Run]:
-    """Record a plain and a Medusa generation, each after one that compiles and warms up.
+def race(model: MedusaModel, base: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> list[_display.Run]:
+    """Record a generation by transformers, a plain and a Medusa one, each after one that compiles and warms up.
 
     "auto" measures in its first generations, so unless it was asked for, the tree stored with the heads runs instead.
     """
@@ -95,7 +105,15 @@ def race(model: MedusaModel, tokenizer: Any, ids: torch.Tensor, new_tokens: int)
         generate()
         return _display.record(label, generate, tokenizer)
 
-    return [record("plain decoding", Tree([])), record(f"Medusa, {choice.name}", choice.tree)]
+    theirs = functools.partial(
+        base.generate, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+    )
+    theirs()
+    return [
+        _display.record("transformers", theirs, tokenizer, tells_steps=False),
+        record("plain decoding", Tree([])),
+        record(f"Medusa, {choice.name}", choice.tree),
+    ]
 
 
 def compare(
@@ -106,7 +124,7 @@ def compare(
     rounds: int,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Run the three methods in turn; return their speed and whether their texts are identical.
+    """Run the three methods in turn; return their speed, Medusa's texts, and whether all texts are identical.
 
     `base` is the same base model as transformers loads it, without swapped attention; prompts are int64 [1, T] each.
     """
@@ -155,6 +173,7 @@ def compare(
         "prompts": len(prompts),
         "new_tokens": sum(map(len, texts["medusa"])),
         "rounds": rounds,
+        "texts": texts["medusa"],
         "identical": texts["medusa"] == texts["plain"] == texts["transformers"],
     }
 
@@ -229,7 +248,20 @@ def notes(result: dict[str, Any]) -> list[str]:
         tree += f"; share of the steps: {', '.join(used)}"
     same = "identical" if result["identical"] else "DIFFERENT"
     return [
+        *map(verdict, result["checks"]),
+        "",
         tree,
         f"texts of all three: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
         f"{result['dtype']}, {result['backend']}, {result['threads']} threads, median of {result['rounds']} rounds",
     ]
+
+
+def verdict(checked: dict[str, Any]) -> str:
+    """Return whether an answer does what was asked, in words."""
+    if checked["kind"] is None:
+        return "not checked: the request is of none of the kinds that the model knows (medusa demo --help)"
+    request = checked["request"].strip()
+    shown = (request if len(request) <= 60 else request[:57] + "..").translate(CONTROLS)
+    if checked["problem"] is None:
+        return f"the answer was run and does what was asked: {shown}"
+    return f"the answer was run and is wrong ({checked['problem'].translate(CONTROLS)}): {shown}"

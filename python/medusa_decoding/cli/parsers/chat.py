@@ -26,7 +26,7 @@ from medusa_decoding.cli import _arguments
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    _arguments.add_model(parser, default="none: the embedded demo model continues code and cannot chat")
+    _arguments.add_model(parser)
     _arguments.add_option(parser, "--system TEXT", _arguments.text, "system message; replaces a loaded one")
     _arguments.add_option(parser, "--load FILE", Path, "start with the history in a JSON file")
     _arguments.add_option(parser, "--save FILE", Path, "write the history to a JSON file after each answer")

@@ -1,14 +1,22 @@
-"""Show Medusa decoding on the embedded model, next to plain decoding.
+"""Ask the embedded model for some code, run its answers, and show Medusa decoding next to plain decoding.
 
-An answer is streamed first, then plain and Medusa decoding run side by side. Three methods continue the same prompts in
-one process, in turn, for several rounds: transformers' generate, this package's plain loop, and Medusa. The texts are
-compared token by token.
+The model knows four kinds of request, with any names and numbers:
 
-On a terminal, a plain and a Medusa generation are recorded, then replayed side by side, at their own speed and slowed
-down; colours show which draft tokens each step accepted. Text is plain with NO_COLOR or TERM=dumb.
+    Write a class Invoice with number: int, customer: str and total: float = 0.0 that converts to and from a dict.
+    Write a function total(prices) that returns the sum of the squares of the odd values in prices.
+    Write a command line parser with path, --count: int = 3 and --verbose.
+    Write SQL for orders(id, customer, total): sum of total by customer where total is above 100.
+
+docs/demo.md says what else they can ask for. Answers are checked: programs are run, in a process of their own with
+limits; queries are run on a table in memory.
+
+Three methods write the same answers in one process, in turn, for several rounds: transformers' generate, this package's
+plain loop, and Medusa. The texts are compared token by token. On a terminal, one answer of each is recorded, then
+replayed side by side, at their own speed and slowed down; colours show which draft tokens each step accepted. Text is
+plain with NO_COLOR or TERM=dumb.
 
     medusa demo
-    medusa demo --prompt "def read_lines(path):" --tree chain:3 --max-new-tokens 64 --backend compiled
+    medusa demo --prompt "Write a class Point with x: float and y: float that is sorted by x." --tree chain:3
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from medusa_decoding.options import DTYPES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--prompt", type=_arguments.text, help="what to continue (default: three short pieces of code)")
+    parser.add_argument("--prompt", type=_arguments.text, help="a request (default: one of each kind)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
     parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds (default: 3)")
-    _arguments.add_decoding(parser, new_tokens=128)
+    _arguments.add_decoding(parser, new_tokens=400)

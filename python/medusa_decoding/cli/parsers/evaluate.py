@@ -8,7 +8,7 @@ generate write each text in turn within one process. A chat template is put arou
 
     medusa eval --model HEADS --prompts mt_bench.jsonl --dtype bfloat16 --device cuda
     medusa eval --model HEADS --prompts mt_bench.jsonl --categories coding math --limit 5 --json --out figures.json
-    medusa eval --prompts human_eval.jsonl --limit 10 --max-new-tokens 64 --tree chain:3 --no-transformers
+    medusa eval --prompts requests.jsonl --limit 10 --max-new-tokens 64 --tree chain:3 --no-transformers
 """
 
 from __future__ import annotations

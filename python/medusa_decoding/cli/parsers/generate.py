@@ -4,10 +4,10 @@ The prompt comes from --prompt, --file or standard input, heads and base model f
 the embedded demo checkpoint). The text is the base model's own greedy text, unless --temperature asks for sampling.
 At a terminal, colours show which draft tokens each step accepted; text is plain with NO_COLOR or TERM=dumb.
 
-    medusa generate --prompt "def main(" --max-new-tokens 64
-    medusa generate --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 7 --tree chain:4+lookup:8 --metrics
+    medusa generate --chat --prompt "Write a command line parser with path and --verbose."
+    medusa generate --file prompt.txt --temperature 0.8 --top-p 0.95 --seed 7 --tree chain:4+lookup:8 --metrics
     medusa generate --model FasterDecoding/medusa-vicuna-7b-v1.3 --dtype float16 --device cuda --file prompt.txt
-    torchrun --nproc-per-node 2 -m medusa_decoding generate --tensor-parallel --prompt "def main("
+    torchrun --nproc-per-node 2 -m medusa_decoding generate --tensor-parallel --chat --prompt "What is a tree?"
 """
 
 from __future__ import annotations
