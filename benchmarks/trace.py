@@ -1,0 +1,253 @@
+"""The figures of README and docs, traced to the records that they come from.
+
+    python -m benchmarks.trace                          # what differs in README and docs, and claims without a record
+    python -m benchmarks.trace --write README.md        # put the records' figures in
+
+In a page, a comment behind a number names its record, the place in it, and a factor if the page has another unit. It
+may divide by another figure, and take the least, the median, the most or the count of all records with that name:
+
+    3.67<!--=demo/best/medusa_over_transformers/ratio--> times, 84<!--=step-7b/fraction*100--> %
+    1.5<!--=step-own-modules/median_us : step-7b/median_us--> times, 1.3<!--=min attention-over-sdpa/ratio--> times
+
+`docs/records.yaml` says which records a name means: those of a results file with these fields (`shapes.nodes` is one
+within another). A figure without least or most is that of the last one. It keeps the decimals that the page shows. A
+claim (a number with a unit, an interval, a decimal in a table) without such a comment is an error, unless a comment on
+its line, or one on a line by itself in its section (up to the next heading), says where it comes from:
+
+    <!-- records: NAME NAME -->     every claim is a value of these records, in its unit; here a name means all of them
+    <!-- no record: REASON -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from decimal import ROUND_HALF_EVEN, Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Record = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "docs" / "records.yaml"
+RESULTS = ROOT / "benchmarks" / "results"
+NUMBER = r"-?\d(?:[\d,]*\d)?(?:\.\d+)?"
+PLACE = r"[\w.-]+/[^*:>]+?"
+OF_ALL: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "min": min,
+    "median": statistics.median,
+    "max": max,
+    "count": len,
+}
+FIGURE = re.compile(
+    rf"(?P<shown>{NUMBER})<!--=(?:(?P<of_all>{'|'.join(OF_ALL)})\s+)?(?P<place>{PLACE})(?:\s+:\s+(?P<over>{PLACE}))?"
+    r"(?:\*(?P<factor>[\d.e-]+))?-->"
+)
+# Factors from records' units to a page's: shares in per cent, microseconds or seconds, bytes in GB and TB.
+UNITS = {
+    "%": ("1", "100"), "ms": ("1", "1e-3", "1e3"), "µs": ("1", "1e6"), "us": ("1", "1e6"), "s": ("1", "1e-6"),
+    "seconds": ("1", "1e-6"), "GB/s": ("1", "1e-9"), "TB/s": ("1e-3", "1e-12"), "MB": ("1", "1e-6"),
+    "GB": ("1", "1e-9"), "times": ("1",), "minutes": ("1",), "TFLOP/s": ("1",), "tokens/s": ("1",),
+    "tokens per step": ("1",), "nats": ("1",), None: ("1", "1e-3", "1e-6"),
+}  # fmt: skip
+UNIT = "|".join(re.escape(unit).replace(r"\ ", r"\s") for unit in UNITS if unit)
+CLAIMS = re.compile(
+    rf"(?<![\w.,-])(?P<with_unit>(?:{NUMBER}(?:,| to| and| or) )?{NUMBER})\*{{0,2}}\s?(?P<unit>{UNIT})(?![\w/])"
+    rf"(?!\s(?:bootstrap |confidence )?interval)|(?<![\w.,])(?P<interval>{NUMBER}\*{{0,2}} \({NUMBER} to {NUMBER})\)"
+    rf"|(?<=\|)[ *]*(?P<cell>\d[\d,]*\.\d+)(?=[ *±|(])"
+)
+SETTINGS = {"seed", "seeds", "threads", "batch", "prompts", "warm_up", "rounds", "shapes", "p10_us", "p90_us"}
+"""Fields that no claim is about."""
+BY_VALUE = re.compile(r"<!-- records: (?P<names>[^>]*?) -->")
+NO_RECORD = re.compile(r"<!-- no record: \S.*?-->", re.DOTALL)
+CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]+`|\]\([^)\s]*\)|<!-- setup:.*?-->", re.DOTALL | re.MULTILINE)
+
+
+@cache
+def names() -> Mapping[str, Mapping[str, Any]]:
+    """Return what the names of records mean."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(RECORDS.read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def records(file: str) -> list[Record]:
+    """Return the records of a results file, lines or one object."""
+    if (one := RESULTS / f"{file}.json").is_file():
+        return [json.loads(one.read_text(encoding="utf-8"))]
+    return [json.loads(line) for line in (RESULTS / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def records_of(name: str) -> list[Record]:
+    """Return the records that a name means, in the order of their file.
+
+    A name with `over: PEER` means ratios: how many times our median a peer's is, for each of the same shapes.
+
+    Raises:
+        ValueError: an unknown name, or no such record.
+    """
+    if name not in names():
+        raise ValueError(f"{name}: expected a name of docs/records.yaml, got another")
+    wanted = dict(names()[name])
+    file, peer = wanted.pop("file"), wanted.pop("over", None)
+    found = [one for one in records(file) if all(holds(one, *field) for field in wanted.items())]
+    if peer is not None:
+        ours = {str(one["shapes"]): one["median_us"] for one in found if one["implementation"] == "medusa_kernels"}
+        peers: dict[str, float] = {}
+        for one in found:
+            if re.fullmatch(peer, one["implementation"]) and "median_us" in one:
+                peers[str(one["shapes"])] = min(one["median_us"], peers.get(str(one["shapes"]), math.inf))
+        found = [{"ratio": taken / ours[shapes]} for shapes, taken in peers.items() if shapes in ours]
+    if not found:
+        raise ValueError(f"{name}: expected a record with {wanted} in {file}, got none")
+    return found
+
+
+def holds(record: Record, field: str, wanted: Any) -> bool:
+    """Return whether a record has a value in a field, or one of several: `{in: [16, 64]}`."""
+    value: Any = record
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(wanted, Mapping) and "in" in wanted:
+        return value in wanted["in"]
+    return bool(value == wanted)
+
+
+def numbers(value: Any) -> Iterator[Decimal]:
+    """Yield all numbers in a record that a page may claim."""
+    if isinstance(value, Mapping):
+        value = [one for name, one in value.items() if name not in SETTINGS]
+    if isinstance(value, list):
+        for one in value:
+            yield from numbers(one)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        yield Decimal(repr(value))
+
+
+def in_records(claim: re.Match[str], known: Collection[Decimal]) -> bool:
+    """Return whether every number of a claim is one of the values, in its unit and with the decimals shown."""
+    unit = claim["unit"] and re.sub(r"\s", " ", claim["unit"])
+    factors = [Decimal(factor) for factor in UNITS[unit]]
+
+    def there(shown: str) -> bool:
+        number = Decimal(shown.replace(",", ""))
+        half = Decimal(1).scaleb(-len(shown.partition(".")[2])) / 2
+        return any(abs(value * factor - number) <= half for value in known for factor in factors)
+
+    return all(map(there, re.findall(NUMBER, claim[0])))
+
+
+def value_of(place: str, of_all: str | None = None, over: str | None = None, factor: str | None = None) -> Decimal:
+    """Return a figure of records.
+
+    Args:
+        place: the name in `docs/records.yaml`, then keys and places in lists, all separated by slashes.
+        of_all: what to take of all records of that name, a key of `OF_ALL`; the last one's figure otherwise.
+        over: the place of a figure to divide by.
+        factor: from the record's unit to the page's.
+
+    Raises:
+        ValueError: no such record, or no number in that place.
+    """
+    name, *keys = re.sub(r"\s+", " ", place).strip().split("/")
+    found = [number_at(record, keys, place) for record in records_of(name)[0 if of_all else -1 :]]
+    value = Decimal(repr(OF_ALL[of_all](found) if of_all else found[0])) * Decimal(factor or 1)
+    return value / value_of(over) if over else value
+
+
+def number_at(record: Record, keys: Sequence[str], place: str) -> float:
+    """Return the number in a place of a record."""
+    found: Any = record
+    for key in keys:
+        try:
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        except (LookupError, ValueError, TypeError) as error:
+            raise ValueError(f"{place}: expected a number in the record, got nothing") from error
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise ValueError(f"{place}: expected a number in the record, got {type(found).__name__}")
+    return found
+
+
+def shown_as(value: Decimal, shown: str) -> str:
+    """Return a value with the decimals and the separators of another text."""
+    decimals = len(shown.partition(".")[2])
+    rounded = value.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_EVEN)
+    return f"{rounded:,}" if "," in shown or abs(rounded) >= 10_000 else str(rounded)
+
+
+def figure_of(found: re.Match[str]) -> str:
+    """Return a traced figure as its record has it."""
+    return shown_as(value_of(*found.group("place", "of_all", "over", "factor")), found["shown"])
+
+
+def written(text: str) -> str:
+    """Return a page with its figures as the records have them."""
+    return FIGURE.sub(lambda found: figure_of(found) + found[0].removeprefix(found["shown"]), text)
+
+
+def blanked(pattern: re.Pattern[str], text: str, by: str = " ") -> str:
+    """Return a text of the same lines and lengths without what a pattern finds."""
+    return pattern.sub(lambda found: re.sub(r"[^\n]", by, found[0]), text)
+
+
+def problems(text: str) -> Iterator[tuple[int, str]]:
+    """Yield lines and words for figures that differ from their records, and for claims without one."""
+
+    def line(place: int) -> int:
+        return text.count("\n", 0, place) + 1
+
+    for found in FIGURE.finditer(text):
+        try:
+            expected = figure_of(found)
+        except ValueError as error:
+            yield line(found.start()), str(error)
+            continue
+        if expected != found["shown"]:
+            yield line(found.start()), f"{found['place']}: expected {expected}, got {found['shown']}"
+    # A traced number keeps its length and its place, but is no claim any more.
+    blank = blanked(FIGURE, blanked(CODE, text), "x")
+    blank = blanked(re.compile(r"<!--(?! no record:| records:).*?-->", re.DOTALL), blank)
+    # A reason next to a claim is for its line only.
+    blank = blanked(re.compile(r"^[^\n]*[^\s][^\n]*<!-- no record: [^\s>][^\n]*?-->[^\n]*$", re.MULTILINE), blank)
+    for section in re.finditer(r"(?:\A|^#{1,6} ).*?(?=^#{1,6} |\Z)", blank, re.DOTALL | re.MULTILINE):
+        if NO_RECORD.search(section[0]):
+            continue
+        known: set[Decimal] = set()
+        for named in BY_VALUE.finditer(section[0]):
+            try:
+                known.update(*(numbers(record) for name in named["names"].split() for record in records_of(name)))
+            except ValueError as error:
+                yield line(section.start() + named.start()), str(error)
+        for claim in CLAIMS.finditer(section[0]):
+            if not in_records(claim, known):
+                words = f"a claim that is in none of the {len(known)} values" if known else "a claim without a record"
+                yield line(section.start() + claim.start()), f"{words}: {' '.join(claim[0].strip(' |*').split())}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check or write pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", type=Path, nargs="*", help="default: README.md and docs/*.md")
+    parser.add_argument("--write", action="store_true", help="put the records' figures in")
+    args = parser.parse_args(argv)
+    failed = False
+    for page in args.pages or [ROOT / "README.md", *sorted(RECORDS.parent.glob("*.md"))]:
+        text = page.read_text(encoding="utf-8")
+        if args.write and (new := written(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            text = new
+        for place, words in sorted(problems(text)):
+            failed = True
+            print(f"{page}:{place}: {words}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
