@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from benchmarks import harness
-from benchmarks.bench_generate import NEW, PROMPT, prompts
+from benchmarks.bench_generate import NEW, prompts
 from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B, TreeSet
 from medusa_decoding.decode.runtime.steps import Backend
@@ -60,9 +60,9 @@ class Ways:
         def way(ids: torch.Tensor) -> int:
             # "auto" and "auto, first" use the same model, but must not learn from each other.
             self.model._adaptive = {} if name.endswith("first") else kept
-            output = self.model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=choice)
+            output = self.model.generate(ids, max_new_tokens=NEW, tree=choice)
             assert isinstance(output, MedusaOutput)
-            self.texts[name].append(output.sequences[0, PROMPT:].tolist())
+            self.texts[name].append(output.sequences[0, ids.shape[1] :].tolist())
             self.steps[name] += output.steps
             return output.new_tokens[0]
 
@@ -77,10 +77,11 @@ class Ways:
         for texts in self.texts.values():
             texts.clear()
         samples = harness.interleaved(self.ways, inputs)
-        tokens = len(inputs) * (NEW - 1)
+        # The prefill gives a text's first token and is not a step.
+        tokens = {name: sum(len(text) - 1 for text in texts) for name, texts in self.texts.items()}
         return {
             "tokens_per_second": {name: harness.rate(found) for name, found in samples.items()},
-            "tokens_per_step": {name: tokens / self.steps[name] for name in samples},
+            "tokens_per_step": {name: tokens[name] / self.steps[name] for name in samples},
             "over_plain": {name: harness.ratio(samples[name], samples["plain"]) for name in samples if name != "plain"},
             "auto_over": {name: harness.ratio(samples["auto"], samples[name]) for name in samples if name != "auto"},
             "same_text_as_plain": {
@@ -101,8 +102,7 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
         "auto, first": "auto",
     }
     figures: dict[str, Any] = {
-        "prompts": count, "warm_up": WARM_UP, "prompt_tokens": PROMPT, "new_tokens": NEW,
-        "batch": 1, "dtype": "float32", "backend": backend,
+        "prompts": count, "warm_up": WARM_UP, "max_new_tokens": NEW, "batch": 1, "dtype": "float32", "backend": backend,
     }  # fmt: skip
     with MedusaModel(base, random_heads(base, seed), backend=backend) as model:
         figures["random_heads"] = Ways(model, plain).compare(inputs, warm_up)
@@ -115,7 +115,7 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["plain", "auto"])
 def test_adaptive(benchmark: Any, way: str) -> None:
-    """One held-out prompt with random heads, eager, float32: plainly, and with tree="auto"."""
+    """The answer to one held-out request with random heads, eager, float32: plainly, and with tree="auto"."""
     if not (CHECKPOINT / "measured.json").is_file():
         pytest.skip("the embedded checkpoint is not there")
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
@@ -123,10 +123,12 @@ def test_adaptive(benchmark: Any, way: str) -> None:
     with MedusaModel(base, random_heads(base, seed=0), backend="eager") as model:
         ways = Ways(model, choices)
         [ids] = prompts(held_out=True, count=1, seed=11)
-        assert benchmark.pedantic(ways.ways[way], args=(ids,), rounds=5, warmup_rounds=1) == NEW
+        tokens = benchmark.pedantic(ways.ways[way], args=(ids,), rounds=5, warmup_rounds=1)
         ways.ways["plain"](ids)
-    assert ways.texts[way][-1] == ways.texts["plain"][-1]
-    figures = {"way": way, "heads": "random", "prompt_tokens": PROMPT, "new_tokens": NEW, "batch": 1}
+    text = ways.texts["plain"][-1]
+    assert (tokens, ways.texts[way][-1]) == (len(text), text)
+    assert text[-1] == base.generation_config.eos_token_id or tokens == NEW
+    figures = {"way": way, "heads": "random", "prompt_tokens": ids.shape[1], "new_tokens": tokens, "batch": 1}
     seconds = {"median": benchmark.stats.stats.median, "spread": benchmark.stats.stats.iqr}
     harness.write_record("adaptive", figures | {"seconds": seconds})
 
@@ -134,7 +136,7 @@ def test_adaptive(benchmark: Any, way: str) -> None:
 def main() -> None:
     """Run both comparisons, print them and append them to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=60, help="held-out prompts (default: 60)")
+    parser.add_argument("--prompts", type=int, default=60, help="held-out requests (default: 60)")
     parser.add_argument(
         "--backend", choices=("eager", "compiled"), default="eager", help="how steps run (default: eager)"
     )

@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_generate --prompts 104
 
-First every setting (dtype, eager or compiled step, tree size) is timed on prompts from the training side; then the best
-of each way runs on held-out prompts, in turn within this process. Prompts are 128 tokens of held-out files of this
-Python's standard library; 128 new tokens; batch 1. The texts are compared: in float32 all three must be identical.
+First every setting (dtype, eager or compiled step, tree size) is timed on requests of the training side; then the best
+of each way answers held-out requests, in turn within this process. Answers end at the model's EOS, or after 256 tokens;
+batch 1. The texts are compared: in float32 all three must be identical.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from benchmarks import harness
 from medusa_decoding.checkpoints import pretrained
@@ -24,9 +23,10 @@ from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
-from recipes.demo import corpus
+from recipes.demo.requests import draw, encoded
 
-PROMPT, NEW = 128, 128
+NEW = 256
+"""Most new tokens of an answer."""
 SIZES = (3, 4, 8, 16, 24)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Way = Callable[[torch.Tensor], list[int]]
@@ -55,33 +55,30 @@ class Ways:
                     self.groups["medusa"][name] = self._ours(model, tree, name)
 
     def _transformers(self, base: Any, cache: str) -> Way:
-        settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+        settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
         if cache == "static":
             settings["cache_implementation"] = "static"
 
         def way(ids: torch.Tensor) -> list[int]:
             out = base.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            return out[0, PROMPT:].tolist()
+            return out[0, ids.shape[1] :].tolist()
 
         return way
 
     def _ours(self, model: MedusaModel, tree: Tree, name: str) -> Way:
         def way(ids: torch.Tensor) -> list[int]:
-            output = model.generate(ids, max_new_tokens=NEW, eos_token_id=[], tree=tree)
+            output = model.generate(ids, max_new_tokens=NEW, tree=tree)
             assert isinstance(output, MedusaOutput)
             committed, steps = self.steps.get(name, (0, 0))
             self.steps[name] = (committed + output.new_tokens[0] - 1, steps + output.steps)
-            return output.sequences[0, PROMPT:].tolist()
+            return output.sequences[0, ids.shape[1] :].tolist()
 
         return way
 
 
 def prompts(held_out: bool, count: int, seed: int) -> list[torch.Tensor]:
-    """Draw prompts int64 [1, 128] from one side of the corpus."""
-    files = corpus.split()
-    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
-    names = files.held_out if held_out else files.train[:: len(files.train) // 60]
-    return list(corpus.random_prompts(corpus.encode(files, names, tokenizer), count, PROMPT, seed).split(1))
+    """Draw requests of one side as the model's prompts, int64 [1, T] each; the kinds of request take turns."""
+    return encoded(pretrained.load_tokenizer(CHECKPOINT / "base"), draw(count, seed, held_out=held_out))
 
 
 def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str, Any]:
@@ -115,7 +112,8 @@ def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str,
     samples = harness.interleaved(
         {name: counted(name, way) for name, way in chosen.items()}, prompts(held_out=True, count=count, seed=11)
     )
-    figures: dict[str, Any] = {"prompts": count, "prompt_tokens": PROMPT, "new_tokens": NEW, "batch": 1}
+    written = sum(map(len, texts[in_fp32["plain"]]))
+    figures: dict[str, Any] = {"prompts": count, "max_new_tokens": NEW, "new_tokens": written, "batch": 1}
     for label, names in (("best", best), ("float32", in_fp32)):
         medusa = names["medusa"]
         committed, steps = ways.steps[medusa]
@@ -137,7 +135,7 @@ def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str,
 
 @pytest.mark.parametrize("way", ["transformers", "plain", "medusa"])
 def test_generate(benchmark: Any, way: str) -> None:
-    """One held-out prompt, eager, float32: 128 tokens by each way."""
+    """The answer to one held-out request by each way, eager, float32."""
     if not (CHECKPOINT / "measured.json").is_file():
         pytest.skip("the embedded checkpoint is not there")
     ways = Ways(("eager",))
@@ -147,7 +145,7 @@ def test_generate(benchmark: Any, way: str) -> None:
     [ids] = prompts(held_out=True, count=1, seed=11)
     text = benchmark.pedantic(ways.groups[way][name], args=(ids,), rounds=5, warmup_rounds=1)
     assert text == ways.groups["transformers"]["transformers float32 dynamic cache"](ids)
-    figures = {"way": name, "prompt_tokens": PROMPT, "new_tokens": NEW, "batch": 1}
+    figures = {"way": name, "prompt_tokens": ids.shape[1], "new_tokens": len(text), "batch": 1}
     seconds = {"median": benchmark.stats.stats.median, "spread": benchmark.stats.stats.iqr}
     harness.write_record("generate", figures | {"seconds": seconds})
 
@@ -155,9 +153,9 @@ def test_generate(benchmark: Any, way: str) -> None:
 def main() -> None:
     """Run the whole comparison, print it and append it to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=104, help="held-out prompts (default: 104)")
+    parser.add_argument("--prompts", type=int, default=104, help="held-out requests (default: 104)")
     parser.add_argument(
-        "--tuning-prompts", type=int, default=6, help="prompts that settings are chosen on (default: 6)"
+        "--tuning-prompts", type=int, default=6, help="requests that settings are chosen on (default: 6)"
     )
     parser.add_argument("--eager-only", action="store_true", help="leave compiled steps out")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What a branch copied from the text is worth: on real answers by category, and in generation where text repeats.
+"""What a branch copied from the text is worth: on real answers by category, and in generation by kind of request.
 
-    python -m benchmarks.bench_lookup --prompts 60                       # generation on the demo model
+    python -m benchmarks.bench_lookup --prompts 120                      # generation on the demo model
     python -m benchmarks.bench_lookup --replay dev.jsonl.gz --tokenizer-text train.jsonl.gz
 
-Generation: the demo model continues held-out code ("ordinary"), and the beginning of a second version of a held-out
-piece of code with one name changed ("editing"); every tree with and without copied branches, in turn within this
-process.
+Generation: the demo model answers held-out requests, with every tree with and without copied branches, in turn within
+this process; figures are by kind of request, as some answers repeat more names than others. It has no request that
+asks for an edit of given code: the replay has those.
 
 Replay: the answers of chat models (ShareGPT form) are taken as the text to be written, and only lookup drafts:
 tokens per step with a copied branch alone, where plain decoding has 1. Tokens are those of a byte-pair encoding trained
@@ -19,6 +19,7 @@ import gzip
 import json
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,15 +27,17 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from benchmarks import bench_generate, harness
+from benchmarks import harness
 from benchmarks.ablations import measuring, setup
+from benchmarks.bench_generate import NEW
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.lookup import Text, look_up
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
+from recipes.demo.requests import draw, encoded
 
 LENGTHS = (2, 4, 8, 16)
-NEW = 128
 CATEGORIES = {
     "summarise": r"summar|tl;dr",
     "edit": r"\b(rewrite|re-write|edit|proofread|correct the|fix|rephrase|paraphrase)\b",
@@ -42,25 +45,8 @@ CATEGORIES = {
 }
 
 
-def editing_prompts(count: int, seed: int) -> list[torch.Tensor]:
-    """Pieces of held-out code, each followed by the beginning of a second version with one name changed."""
-    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "base" / "tokenizer.json"))
-    chooser = random.Random(seed)
-    found: list[torch.Tensor] = []
-    for ids in bench_generate.prompts(held_out=True, count=4 * count, seed=seed):
-        piece = tokenizer.decode(ids[0].tolist())
-        names = [name for name in re.findall(r"\b[a-z_]{4,}\b", piece) if piece.count(name) > 1]
-        if not names or len(found) == count:
-            continue
-        name = chooser.choice(sorted(set(names)))
-        changed = re.sub(rf"\b{name}\b", f"new_{name}", piece)
-        prompt = tokenizer.encode(f"{piece}\n\n\n{changed}").ids
-        found.append(torch.tensor([prompt[: len(ids[0]) + 40]]))
-    return found
-
-
 def generation(count: int) -> dict[str, Any]:
-    """Run the demo model on both kinds of prompt, with and without copied branches."""
+    """Run the demo model on each kind of request, with and without copied branches."""
     accuracies = json.loads((CHECKPOINT / "measured.json").read_text())["calibration"]
     bases = {"plain": Tree([]), "4 nodes": Tree.optimal(accuracies, 4), "8 nodes": Tree.optimal(accuracies, 8)}
     trees = {
@@ -68,14 +54,15 @@ def generation(count: int) -> dict[str, Any]:
         for name, tree in bases.items()
         for length in (0, *LENGTHS)
     }
-    figures: dict[str, Any] = {"prompts": count, "new_tokens": NEW, "batch": 1, "dtype": "float32", "backend": "eager"}
-    kinds = {
-        "ordinary": bench_generate.prompts(held_out=True, count=count, seed=21),
-        "editing": editing_prompts(count, seed=22),
-    }
+    figures: dict[str, Any] = {
+        "prompts": count, "max_new_tokens": NEW, "batch": 1, "dtype": "float32", "backend": "eager"
+    }  # fmt: skip
+    tokenizer, kinds = pretrained.load_tokenizer(CHECKPOINT / "base"), defaultdict(list)
+    for request in draw(count, 21, held_out=True):
+        kinds[request.kind].append(request)
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
-        for kind, inputs in kinds.items():
-            bench = setup.bench_of(model, inputs, [], NEW)
+        for kind, requests in kinds.items():
+            bench = setup.bench_of(model, encoded(tokenizer, requests), [], NEW)
             ways = {name: measuring.ours(bench, tree) for name, tree in trees.items()}
             found = measuring.compare(bench, ways, dict.fromkeys(trees.keys() - {"plain"}, "plain"))
             timed = {name: [(len(one.text), one.seconds) for one in of.written] for name, of in found.items()}
@@ -86,7 +73,7 @@ def generation(count: int) -> dict[str, Any]:
                     "over_same_tree_without": harness.ratio(timed[name], timed[name.split(",")[0]]),
                 }
                 for name, of in found.items()
-            } | {"same_text_as_plain": True, "prompts": len(inputs)}
+            } | {"same_text_as_plain": True, "prompts": len(requests)}
     return figures
 
 
@@ -154,6 +141,7 @@ def test_lookup(benchmark: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     held.begin([torch.randint(0, 50, (3840,), generator=generator)])
     output = torch.randint(0, 50, (1, 256), generator=generator)
+    benchmark.group, benchmark.name = "prompt lookup: 4,096 tokens of text, CPU", "look_up, 8 tokens"
     copied = benchmark(look_up, held, output, torch.tensor([256]), 8)
     assert copied.shape == (1, 8)
 
@@ -161,7 +149,7 @@ def test_lookup(benchmark: Any) -> None:
 def main() -> None:
     """Run one of the two, print it and append it to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=60, help="of each kind in generation (default: 60)")
+    parser.add_argument("--prompts", type=int, default=120, help="requests in generation, of all kinds (default: 120)")
     parser.add_argument("--replay", type=Path, help="chats whose answers are replayed, .jsonl.gz")
     parser.add_argument("--tokenizer-text", type=Path, help="chats that the tokenizer is trained on, .jsonl.gz")
     parser.add_argument("--answers", type=int, default=200, help="answers a category in the replay (default: 200)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,34 +17,37 @@ import torch
 from benchmarks import harness, plot
 from benchmarks.plot import COLOURS, Record
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.chat.template import prompt_encoder
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.decode.arrange import arrange
+from medusa_decoding.decode.propose import propose
+from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.demo.requests import EXAMPLES
 
 H200 = harness.RESULTS / "nvidia-h200.jsonl"
 CPU = harness.RESULTS / "amd-epyc.jsonl"
 XEON = harness.RESULTS / "intel-r--xeon-r--processor.jsonl"
 
-PROMPT = "def read_lines(path):"
-FULL_STEP = 4
-"""Draft tokens that the drawn step accepts: the first step of the text with a whole path."""
+REQUEST = EXAMPLES[1]
 
 
 def one_step(plt: Any, path: Path) -> None:
-    """Draw the tree of one step of the demo model: draft tokens, and the path that verification keeps."""
+    """Draw the tree of the first step that keeps a whole path: draft tokens, and the path that verification keeps."""
     tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
     tree = Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype="float32") as model, torch.no_grad():
-        prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
-        output = model.generate(prompt, max_new_tokens=48, tree=tree)
-        text, place = output.sequences[0], prompt.shape[1]
-        for accepted in output.accept_lengths[0]:
-            if accepted == FULL_STEP:
-                break
-            place += accepted + 1
-        hidden = model.base.model(text[None, :place]).last_hidden_state[:, -1]
-        drafts = model.heads.propose(hidden, 2, model.base.lm_head).tokens[0].tolist()
-    tokens = [int(text[place]), *(drafts[len(choice) - 1][choice[-1]] for choice in tree.choices)]
-    right = text[place + 1 : place + 2 + accepted].tolist()
+        prompt = torch.tensor([prompt_encoder(tokenizer, None, []).encode([{"role": "user", "content": REQUEST}])])
+        output = model.generate(prompt, tree=tree)
+        text, lengths = output.sequences[0], output.accept_lengths[0]
+        step = lengths.index(tree.depth)
+        place = prompt.shape[1] + step + sum(lengths[:step])
+        base, nodes = model.base, TreeTensors.from_tree(tree, text.device)
+        hidden = base.model(text[None, :place]).last_hidden_state[:, -1]
+        state: Any = SimpleNamespace(hidden=hidden, root=text[None, place])
+        drafts = propose(state, model.heads, base.lm_head, nodes, embed_tokens=base.model.embed_tokens)
+        tokens = arrange(state, drafts, nodes)[0][0].tolist()
+    right = text[place + 1 : place + 2 + tree.depth].tolist()
     names = [_shown(tokenizer, token) for token in tokens]
     kept = [0]
     for token in right[:-1]:
@@ -69,7 +73,7 @@ def one_step(plt: Any, path: Path) -> None:
     panel.set_xlim(-0.5, tree.depth + 1.5)
     panel.set_ylim(min(y for _, y in at) - 0.6, 2.2)
     panel.axis("off")
-    foot = f"One step of the demo model, prompt {PROMPT!r}: green is kept, {accepted + 1} tokens from one pass"
+    foot = f"One step of the demo model, asked {REQUEST!r}\ngreen is kept: {tree.depth + 1} tokens from one pass"
     plot._save(plt, figure, foot, path)
 
 

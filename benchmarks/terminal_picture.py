@@ -1,6 +1,6 @@
 """Draws what `medusa demo` shows at a terminal: `python -m benchmarks.terminal_picture [--out FILE]`.
 
-The picture is the demo's race at the moment when Medusa has written its text. Both generations are measured when the
+The picture is the demo's race at the moment when Medusa has written its answer. All generations are measured when the
 picture is made, on this machine: the fastest of five each.
 """
 
@@ -12,13 +12,17 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from medusa_decoding import MedusaModel
+from medusa_decoding.chat.template import prompt_encoder
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _display, demo
+from medusa_decoding.demo.requests import EXAMPLES
 
-WIDTH, HEIGHT = 100, 50
+REQUEST = EXAMPLES[1]
+WIDTH, HEIGHT = 144, 50
 NEW_TOKENS = 128
 REPEATS = 5
 
@@ -32,12 +36,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         file=io.StringIO(), record=True, force_terminal=True, color_system="truecolor", width=WIDTH, height=HEIGHT
     )
     tokenizer = pretrained.load_tokenizer(demo.CHECKPOINT / "base")
-    ids = tokenizer(demo.PROMPTS[0], return_tensors="pt").input_ids
+    ids = torch.tensor([prompt_encoder(tokenizer, None, []).encode([{"role": "user", "content": REQUEST}])])
+    base = pretrained.load_model(demo.CHECKPOINT / "base", dtype=torch.float32)
     with MedusaModel.from_pretrained(demo.CHECKPOINT / "heads", dtype="float32") as model:
-        races = [demo.race(model, tokenizer, ids, NEW_TOKENS) for _ in range(REPEATS)]
+        races = [demo.race(model, base, tokenizer, ids, NEW_TOKENS) for _ in range(REPEATS)]
     runs = [min(same, key=lambda run: run.seconds) for same in zip(*races, strict=True)]
-    race = _display.Race(console, runs, demo.PROMPTS[0])
-    console.print(race.picture(runs[1].seconds, race.slower))
+    race = _display.Race(console, runs)
+    console.print(f"{REQUEST}\n", markup=False, highlight=False)
+    console.print(race.picture(runs[-1].seconds, race.slower))
     svg = console.export_svg(title="medusa demo", unique_id="terminal")
     # Without fonts from other sites: readers' own monospaced font will do.
     args.out.write_text(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL), encoding="utf-8")

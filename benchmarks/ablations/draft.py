@@ -1,9 +1,9 @@
-"""A draft model for speculative decoding: the embedded demo model's first layer, taught to foretell the whole model.
+"""A draft model for speculative decoding: the embedded demo model's first layer, trained to predict the whole model.
 
-Half of what it reads are pieces of the demo model's training files, half are texts that the demo model wrote greedily;
-it minimises KL(demo model, draft) at every place (as in DistillSpec, Zhou et al. 2023), so that it is trained for what
-the heads are trained for: the model's own next tokens. The tokenizer is the demo model's. This module knows no other
-base model: for one of your own, name a draft that shares its tokenizer.
+It learns the demo model's greedy answers to requests of the training side: at each token of an answer it minimises
+KL(demo model, draft), as in DistillSpec (Zhou et al. 2023). So it is trained for what the heads are trained for, the
+model's own next tokens. The tokenizer is the demo model's. This module knows no other base model: for one of your own,
+name a draft that shares its tokenizer.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import argparse
 import copy
 import json
 import math
+import random
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM
 
 from benchmarks import harness
 from benchmarks.ablations import writing
+from benchmarks.bench_generate import NEW, prompts
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.files import write_json
 from medusa_decoding.model import MedusaModel
-from recipes.demo import corpus
-from recipes.demo.card import continuations
+from recipes.demo.card import answers
 
 NAME = "draft"
 BASE = CHECKPOINT / "base"
@@ -45,19 +45,16 @@ class DraftSettings:
     Attributes:
         steps: gradient steps; the rate falls to zero towards their end.
         layers: of the demo model that it begins with, and with its embedding, last norm and lm_head.
-        own_texts: that the demo model writes; each has `prompt_tokens` + `new_tokens`.
-        every: training file that is read.
-        rows, length: of a step.
+        requests: that the demo model answers.
+        new_tokens: of an answer at most.
+        rows: answers per step.
     """
 
     steps: int = 500
     layers: int = 1
-    own_texts: int = 512
-    prompt_tokens: int = 96
-    new_tokens: int = 160
-    every: int = 4
+    requests: int = 1024
+    new_tokens: int = NEW
     rows: int = 16
-    length: int = 256
     learning_rate: float = 2e-3
     warmup_steps: int = 20
     seed: int = 0
@@ -70,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=_arguments.at_least_one,
         default=DraftSettings.steps,
-        help="gradient steps of 4,096 tokens (default: %(default)s, about five minutes on one core)",
+        help=f"gradient steps of {DraftSettings.rows} answers (default: %(default)s, about ten minutes on one core)",
     )
 
 
@@ -97,21 +94,19 @@ def make(settings: DraftSettings, out: Path) -> dict[str, Any]:
     """Train a draft and write it with its tokenizer and what it was made with; return the latter."""
     begun = time.monotonic()
     base = pretrained.load_model(BASE, dtype=torch.float32).eval()
-    files, tokenizer = corpus.split(), Tokenizer.from_file(str(BASE / "tokenizer.json"))
-    stream = corpus.encode(files, files.train[:: settings.every], tokenizer)
-    prompts = corpus.random_prompts(stream, settings.own_texts, settings.prompt_tokens, settings.seed)
+    asked = prompts(held_out=False, count=settings.requests, seed=settings.seed)
     with MedusaModel(base) as plain:
-        own = continuations(plain, prompts, settings.new_tokens)
+        written = answers(plain, asked, settings.new_tokens)
+    texts = [(torch.cat([ids[0], torch.tensor(new)]), ids.shape[1]) for ids, new in zip(asked, written, strict=True)]
     draft = new_draft(base, settings)
-    loss = _train(base, draft, stream, own, settings)
+    learnt = _train(base, draft, texts, settings)
     out.mkdir(parents=True, exist_ok=True)
     draft.eval().save_pretrained(out)
     pretrained.load_tokenizer(BASE).save_pretrained(out)
     said = {
         "settings": asdict(settings),
         "parameters": sum(p.numel() for p in draft.parameters()),
-        "tokens": settings.steps * settings.rows * settings.length,
-        "last_kl": loss,
+        **learnt,
         "seconds": round(time.monotonic() - begun),
         **harness.provenance(),
         "command": writing.command(NAME, ["--steps", str(settings.steps)]),
@@ -120,37 +115,38 @@ def make(settings: DraftSettings, out: Path) -> dict[str, Any]:
     return said
 
 
-def _train(base: Any, draft: LlamaForCausalLM, stream: np.ndarray, own: torch.Tensor, settings: DraftSettings) -> float:
-    """Fit the draft; return the mean loss of the last steps."""
-    rng = np.random.default_rng(settings.seed)
+def _train(
+    base: Any, draft: LlamaForCausalLM, texts: list[tuple[torch.Tensor, int]], settings: DraftSettings
+) -> dict[str, Any]:
+    """Fit the draft to texts int64 [T], each with the length of its prompt.
+
+    Returns the tokens learnt from in all steps, and the mean loss of the last steps.
+    """
+    chooser, tokens = random.Random(settings.seed), 0
     optimizer = torch.optim.AdamW(draft.parameters(), lr=settings.learning_rate, weight_decay=0.05, betas=(0.9, 0.95))
     losses: list[float] = []
     for step in (bar := tqdm(range(settings.steps), unit="step", disable=None)):
         rate = min((step + 1) / settings.warmup_steps, 1.0, (1 - step / settings.steps) / 0.7)
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * rate
-        rows = _rows(stream, own, settings, rng)
+        chosen = chooser.choices(texts, k=settings.rows)
+        rows = pad_sequence([text for text, _ in chosen], batch_first=True)
+        # Each token of an answer is predicted at the position before it.
+        place = torch.arange(rows.shape[1])
+        learnt = torch.stack([(place >= prompt - 1) & (place < len(text) - 1) for text, prompt in chosen])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with torch.no_grad():
-                wanted = base(rows, use_cache=False).logits.float().log_softmax(-1)
-            said = draft(rows, use_cache=False).logits
-        loss = F.kl_div(said.float().log_softmax(-1), wanted, reduction="sum", log_target=True) / rows.numel()
+                wanted = base(rows, use_cache=False).logits[learnt].float().log_softmax(-1)
+            said = draft(rows, use_cache=False).logits[learnt]
+        loss = F.kl_div(said.float().log_softmax(-1), wanted, reduction="batchmean", log_target=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        tokens += len(wanted)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(f"expected a finite loss, got {losses[-1]} at step {step + 1}")
         bar.set_postfix(kl=f"{losses[-1]:.3f}")
     last = losses[-20:]
-    return round(sum(last) / len(last), 4)
-
-
-def _rows(stream: np.ndarray, own: torch.Tensor, settings: DraftSettings, rng: np.random.Generator) -> torch.Tensor:
-    """Draw int64 [rows, length]: half of them files' text, half the model's own."""
-    half = settings.rows // 2
-    starts = rng.integers(0, len(stream) - settings.length, settings.rows - half)
-    files = np.stack([stream[start : start + settings.length] for start in starts]).astype(np.int64)
-    picked = own[torch.from_numpy(rng.integers(0, len(own), half))]
-    return torch.cat([torch.from_numpy(files), picked[:, : settings.length]])
+    return {"tokens": tokens, "last_kl": round(sum(last) / len(last), 4)}

@@ -1,7 +1,7 @@
 """What every ablation starts from: the arguments, the model, its prompts, and how often its heads are right.
 
-Without `--model` and `--prompts`: the embedded demo model in float32 and pieces of 128 tokens of files that it was not
-trained on. This module measures no time.
+Without `--model` and `--prompts`: the embedded demo model in float32 and requests with names and combinations that it
+was not trained on. This module measures no time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import BACKENDS, resolve_backend
 from medusa_decoding.evaluation import read_prompts
@@ -26,7 +27,7 @@ from medusa_decoding.trees import search
 from medusa_decoding.trees.tree import Tree
 
 DEMO = "the embedded demo checkpoint"
-DEMO_PROMPTS = "the first 128 tokens of pieces of held-out files of Python's standard library"
+DEMO_PROMPTS = "held-out requests of the demo model"
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,10 @@ class Bench:
 def bench_of(
     model: MedusaModel, prompts: Sequence[torch.Tensor], tuning: Sequence[torch.Tensor], new_tokens: int
 ) -> Bench:
-    """Return a bench of prompts int64 [1, T], whose texts all have `new_tokens` tokens."""
+    """Return a bench of prompts int64 [1, T], whose texts end at the model's EOS tokens."""
     asked, other = ([Asked(i, ids) for i, ids in enumerate(some)] for some in (prompts, tuning))
-    return Bench(model, None, asked, other, new_tokens, {"eos_token_id": []})
+    eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
+    return Bench(model, None, asked, other, new_tokens, {"eos_token_id": eos})
 
 
 def heads_of(model: MedusaModel) -> Any:
@@ -102,13 +104,12 @@ def heads_of(model: MedusaModel) -> Any:
     return model.heads
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, limit: int, new_tokens: int = 128, files: bool = False) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, limit: int, files: bool = False) -> None:
     """Declare what all ablations take.
 
     Args:
         parser: of one ablation.
         limit: prompts by default.
-        new_tokens: of a text by default.
         files: whether prompts must come from files.
     """
     _arguments.add_model(parser)
@@ -137,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, limit: int, new_tokens: in
             help="prompts on which heads are counted and trees chosen; of files, so many are set aside (default: 16)",
         )
     parser.add_argument(
-        "--max-new-tokens", type=_arguments.at_least_one, default=new_tokens, metavar="N", help="default: %(default)s"
+        "--max-new-tokens", type=_arguments.at_least_one, default=256, metavar="N", help="default: %(default)s"
     )
     _arguments.add_template(parser)
     parser.add_argument("--seed", type=_arguments.at_least_zero, default=0, help="default: 0")
@@ -225,17 +226,14 @@ def set_aside(found: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
 
 
 def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) -> Bench:
+    conversations, left_out = Conversations(model, tokenizer, args.template), 0
     if args.prompts is None:
         from benchmarks.bench_generate import prompts
 
         rows = prompts(held_out=True, count=args.limit, seed=11)
         tuning = prompts(held_out=False, count=args.tuning, seed=3)
-        # The model is so small that it ends few texts where they should: all are of one length.
-        ends: dict[str, Any] = {"eos_token_id": []}
-        left_out = 0
     else:
         read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1)
-        conversations = Conversations(model, tokenizer, args.template)
         found = [torch.tensor([conversations.encode(one)]) for one in read]
         fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.backbone.context_limit]
         left_out = len(found) - len(fits)
@@ -243,7 +241,7 @@ def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) 
             most = model.backbone.context_limit - args.max_new_tokens
             raise ValueError(f"--prompts: expected one of at most {most} tokens, got {len(found)} longer ones")
         rows, tuning = set_aside(fits, args.tuning)
-        ends = {"eos_token_id": []} | conversations.ending()
+    ends = {"eos_token_id": []} | conversations.ending()
     asked, other = ([Asked(i, ids) for i, ids in enumerate(some)] for some in (rows, tuning))
     bench = Bench(model, tokenizer, asked, other, args.max_new_tokens, ends, args.seed)
     bench.described["left_out"] = left_out

@@ -4,10 +4,10 @@
     python -m benchmarks.variants heads --out runs/heads --seeds 0 1 2 [--temperature 0.8]
 
 `table-2` is the paper's Table 2 in miniature: what direct fine-tuning, Medusa-1 and Medusa-2 do to a small model and
-its speed. Every variant sees as many tokens in gradient steps, from training files of this Python's standard library,
-which the model itself was trained on, as Vicuna's heads learn from ShareGPT. (Text written by the model would reward
-whatever makes it more certain, and its perplexity on real text would rise with any recipe.) Perplexity on held-out
-files takes the place of MT-Bench.
+its speed. Every variant learns the same requests with their reference answers, such as the model itself was trained
+on, as Vicuna's heads learn from ShareGPT. (Text written by the model would reward whatever makes it more certain, and
+its perplexity on other text would rise with any recipe.) Perplexity of the reference answers to held-out requests takes
+the place of MT-Bench.
 
 `heads` compares kinds of heads and losses. A model, the demo's or one of your own, answers prompts, greedily or at a
 temperature (`medusa distill`). Each kind learns these answers from the same start (`medusa train`), with every seed.

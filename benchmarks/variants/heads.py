@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from benchmarks.bench_generate import NEW
 from benchmarks.variants.variant import BASE, Figures, Variant, as_json, chosen, config, file_name, train_all
 from medusa_decoding.calibration.texts import Settings, Writer, Written
 from medusa_decoding.checkpoints import pretrained, read_heads
@@ -38,8 +39,7 @@ from medusa_decoding.trees.calibration import NONE, Calibration
 from medusa_decoding.trees.replay import walk
 from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
-from recipes.demo import corpus
-from recipes.demo.seeds import write_seeds
+from recipes.demo.requests import draw
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo-cpu.yaml"
 ROOT = Tree([])
@@ -102,8 +102,8 @@ OLDER = (
     Variant("own, int8", {}, source="own projections", storage="int8"),
     Variant("own, fp8", {}, source="own projections", storage="fp8"),
     Variant("own, two blocks", {"heads": {"num_layers": 2}}),
-    Variant("own, 1,024 tokens", {"heads": {"token_map_size": 1024}}),
     Variant("own, 512 tokens", {"heads": {"token_map_size": 512}}),
+    Variant("own, 256 tokens", {"heads": {"token_map_size": 256}}),
     Variant("own, parents, rank 16", {"heads": {"parent_rank": 16}}),
     Variant("own, parents, rank 64", {"heads": {"parent_rank": 64}}),
     Variant("shared lm_head", {"heads": {"shared_projection": True}}),
@@ -172,45 +172,42 @@ class Run:
         values["model"] |= {"name": str(BASE if args.model == "demo" else args.model), "dtype": "float32"}
         values["heads"] = {"num_heads": 4}
         values["data"] |= {"train": [{"path": str(self._records)}], "held_out_share": 0.0}
-        values["data"] |= {
-            "cache_hidden": str(self.out / "states"),
-            "template": "auto" if args.prompts_from else "plain",
-        }
+        values["data"]["cache_hidden"] = str(self.out / "states")
         values["data"].pop("answers", None)  # the model's own, but written before
         values["generation"] |= {"temperature": args.temperature, "turns": 1}
         if args.quick:
-            values["data"]["length"] = 40
-            values["generation"] |= {"max_new_tokens": 16, "prompt_tokens": 16}
+            values["data"]["length"] = 128
+            values["generation"]["max_new_tokens"] = 16
             values["optimisation"] = {"optimizer": "adamw", "max_steps": 2, "batch_size": 2}
         write_json(file, values)  # JSON is YAML
         write_json(file, asdict(read_config(argparse.Namespace(config=file, set=args.set))))
         return dict(read_json(file))
 
     def _write_prompts(self) -> None:
-        """Write prompts to learn from, to choose trees on and held-out ones; none is, and no file of code, in two."""
-        args, out = self._args, self.out
+        """Write prompts to learn from, to choose trees on and held-out ones; none is in two files."""
+        for name, part in zip((*SIDES, "training"), self._drawn(), strict=True):
+            lines = [{"text": one.turns[0]} if one.is_text else {"messages": one.messages} for one in part]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (self.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+    def _drawn(self) -> tuple[Sequence[Prompt], ...]:
+        """Return held-out prompts, others to choose trees on and others to learn from."""
+        args, count = self._args, self._args.prompts
         if args.prompts_from is None:
-            files = corpus.split()
-            tuning = files.train[::20]
-            write_seeds(out / "training.jsonl", args.training_prompts, names=sorted({*files.train} - {*tuning}))
-            write_seeds(out / "tuning.jsonl", args.prompts, 101, names=tuning)
-            write_seeds(out / "held-out.jsonl", args.prompts, 102, held_out=True)
-            return
+            requests = [*draw(count, 2, held_out=True), *draw(count + args.training_prompts, 2)]
+            prompts = [Prompt((request.text,)) for request in requests]
+            return prompts[:count], prompts[count : 2 * count], prompts[2 * count :]
         found, others = _unique(args.prompts_from), _unique(args.held_out_from)
         held_out, rest = [one for key, one in others.items() if key not in found], list(found.values())
         np.random.default_rng(0).shuffle(rest)
         sides = "half" if args.held_out_from is None else "all"
         if args.held_out_from is None:
-            held_out, rest = rest[: args.prompts], rest[args.prompts :]
+            held_out, rest = rest[:count], rest[count:]
         elif not held_out:
             raise ValueError(f"--held-out-from: expected prompts that {args.prompts_from} does not have, got none")
-        if len(rest) <= args.prompts:
-            raise ValueError(f"--prompts: expected fewer than {sides} of the {len(found)} there, got {args.prompts}")
-        ends = args.prompts, args.prompts + args.training_prompts
-        parts = held_out[: args.prompts], rest[: args.prompts], rest[ends[0] : ends[1]]
-        for name, part in zip((*SIDES, "training"), parts, strict=True):
-            lines = [{"text": one.turns[0]} if one.is_text else {"messages": one.messages} for one in part]
-            (out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        if len(rest) <= count:
+            raise ValueError(f"--prompts: expected fewer than {sides} of the {len(found)} there, got {count}")
+        return held_out[:count], rest[:count], rest[count : count + args.training_prompts]
 
     def prepare(self) -> None:
         """Have the model answer all prompts, and load it."""
@@ -410,13 +407,17 @@ def run_suite(args: argparse.Namespace) -> tuple[str, Figures, str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `heads` alone."""
     parser.add_argument("--model", default="demo", metavar="FOLDER", help="base model (default: the demo's)")
-    parser.add_argument("--prompts-from", metavar="FILE", help="prompts as for medusa calibrate (demo: code)")
+    parser.add_argument(
+        "--prompts-from", metavar="FILE", help="prompts as for medusa calibrate (default: requests of the demo model)"
+    )
     words = "held-out prompts (default: some of --prompts-from, which are not used otherwise)"
     parser.add_argument("--held-out-from", metavar="FILE", help=words)
     parser.add_argument("--temperature", type=float, default=0.0, help="of all answers (default: 0, greedy)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training (default: 0)")
     parser.add_argument("--training-prompts", type=int, default=1200, help="to learn from (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=128, help="of measured answers (default: %(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=int, default=NEW, help="of measured answers, at most (default: %(default)s)"
+    )
     words = f"trees to decode (default: {' '.join(map(str, SIZES))})"
     parser.add_argument("--measured", type=int, nargs="*", choices=SIZES, default=SIZES, help=words)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all trainings")

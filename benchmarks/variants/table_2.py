@@ -6,26 +6,26 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 
 from benchmarks.ablations import measuring, setup
+from benchmarks.bench_generate import NEW
 from benchmarks.variants.variant import BASE, Figures, Say, Variant, as_json, chosen, train_all
 from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.own_text import accuracy_of_texts
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.training.data.encoding import fingerprint
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
 from medusa_decoding.trees.tree import Tree
-from recipes.demo import corpus
+from recipes.demo.base import END
 from recipes.demo.card import distinct_four_grams
+from recipes.demo.requests import answer, draw, encoded
 
 PLAIN, CHAIN, TREE = measuring.PLAIN, "chain of 3", "16 nodes"
 NODES = 16
@@ -60,24 +60,21 @@ class Sizes:
 
     Attributes:
         steps: gradient steps of each variant, an even number.
-        rows: rows per step.
-        length: tokens per row, in training and in measuring perplexity.
+        rows: requests with their answers per step.
+        length: tokens of each that are learnt from, at most.
         warmup: steps of each stage.
-        windows: per held-out file, at most.
-        prompts: held-out prompts to decode.
-        tuning: prompts from training files that trees are chosen on.
-        prompt_tokens, new_tokens: of each.
+        prompts: held-out requests, which are decoded and whose reference answers perplexity is of.
+        tuning: requests of the training side that trees are chosen on.
+        new_tokens: of a decoded answer, at most.
     """
 
     steps: int = 300
     rows: int = 4
-    length: int = 256
+    length: int = 384
     warmup: int = 20
-    windows: int = 4
     prompts: int = 64
     tuning: int = 16
-    prompt_tokens: int = 128
-    new_tokens: int = 128
+    new_tokens: int = NEW
 
     def __post_init__(self) -> None:
         if self.steps < 2 or self.steps % 2:
@@ -87,13 +84,8 @@ class Sizes:
         if not 0 <= self.warmup < self.steps // 2:
             raise ValueError(f"warmup: expected from 0 to below {self.steps // 2}, got {self.warmup}")
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that each variant sees in gradient steps."""
-        return self.steps * self.rows * self.length
 
-
-QUICK = Sizes(steps=4, rows=2, length=64, warmup=1, windows=1, prompts=3, tuning=2, prompt_tokens=24, new_tokens=16)
+QUICK = Sizes(steps=4, rows=2, warmup=1, prompts=3, tuning=2, new_tokens=16)
 
 
 def shared_settings(sizes: Sizes, data: Path) -> dict[str, Any]:
@@ -101,8 +93,7 @@ def shared_settings(sizes: Sizes, data: Path) -> dict[str, Any]:
     return {
         "model": {"name": str(BASE), "dtype": "float32", "quantization": "none"},
         "data": {
-            "train": [{"path": str(data)}], "length": sizes.length, "held_out_share": 0.0, "template": "plain",
-            "pack": False,
+            "train": [{"path": str(data)}], "length": sizes.length, "held_out_share": 0.0, "pack": False,
         },
         "heads": {"num_heads": 4},
         "optimisation": {
@@ -113,7 +104,7 @@ def shared_settings(sizes: Sizes, data: Path) -> dict[str, Any]:
 
 
 def prepare(variants: Sequence[Variant], sizes: Sizes, out: Path, say: Say = print) -> None:
-    """Write the training text and train every variant of the table.
+    """Write the training data and train every variant of the table.
 
     Raises:
         ValueError: a folder that holds something else.
@@ -125,31 +116,11 @@ def prepare(variants: Sequence[Variant], sizes: Sizes, out: Path, say: Say = pri
         raise ValueError(f"out: expected a new folder, or one that was begun with {wanted}, got {out} with {there}")
     out.mkdir(parents=True, exist_ok=True)
     stated.write_text(json.dumps(wanted), encoding="utf-8")
-    data = out / "rows.jsonl"
-    write_rows(sizes, corpus.split(), Tokenizer.from_file(str(BASE / "tokenizer.json")), data)
+    data = out / "requests.jsonl"
+    asked = draw(sizes.steps * sizes.rows)  # for one epoch
+    lines = (json.dumps({"prompt": request.text, "response": answer(request)}) + "\n" for request in asked)
+    data.write_text("".join(lines), encoding="utf-8")
     train_all(variants, shared_settings(sizes, data), out, say)
-
-
-def write_rows(sizes: Sizes, files: corpus.Split, tokenizer: Tokenizer, path: Path) -> None:
-    """Write training text as exact tokens, in as many rows as one epoch of `sizes.steps` steps needs.
-
-    Files are taken in a random order and cut into consecutive rows.
-
-    Raises:
-        ValueError: more steps than there is text for.
-    """
-    stream = np.empty(0, dtype=np.uint16)
-    for name in np.random.default_rng(0).permutation(files.train):
-        if len(stream) >= sizes.tokens:
-            break
-        stream = np.concatenate([stream, corpus.encode(files, [str(name)], tokenizer)])
-    if len(stream) < sizes.tokens:
-        raise ValueError(f"steps: expected at most {len(stream) // sizes.length // sizes.rows}, got {sizes.steps}")
-    mark = fingerprint(pretrained.load_tokenizer(BASE))
-    with path.open("w", encoding="utf-8") as lines:
-        for row in stream[: sizes.tokens].reshape(-1, sizes.length).tolist():
-            exact = {"input_ids": row, "learnt": [[0, sizes.length]], "tokenizer": mark}
-            lines.write(json.dumps({"text": tokenizer.decode(row, skip_special_tokens=False)} | exact) + "\n")
 
 
 @dataclass(frozen=True)
@@ -157,38 +128,25 @@ class Material:
     """What every variant is measured on.
 
     Attributes:
-        prompts: int64 [1, T] from held-out files.
-        tuning: the same from training files.
-        new_tokens: of each text.
-        windows: int64 [n, T] of each held-out file, for perplexity.
+        prompts: held-out requests, int64 [1, T] each.
+        answers: the reference answer to each of them, with its EOS, int64 [1, T].
+        tuning: requests of the training side, int64 [1, T] each.
+        new_tokens: of each text, at most.
     """
 
     prompts: list[torch.Tensor]
+    answers: list[torch.Tensor]
     tuning: list[torch.Tensor]
     new_tokens: int
-    windows: list[torch.Tensor] = field(default_factory=list)
 
 
-def draw_material(sizes: Sizes, files: corpus.Split, tokenizer: Tokenizer) -> Material:
+def draw_material(sizes: Sizes) -> Material:
     """Draw the material of the table."""
-    sides = (files.held_out, sizes.prompts, 11), (files.train[:: len(files.train) // 60], sizes.tuning, 3)
-    prompts, tuning = (
-        list(corpus.random_prompts(corpus.encode(files, names, tokenizer), count, sizes.prompt_tokens, seed).split(1))
-        for names, count, seed in sides
-    )
-    return Material(prompts, tuning, sizes.new_tokens, held_out_windows(sizes, files, tokenizer))
-
-
-def held_out_windows(sizes: Sizes, files: corpus.Split, tokenizer: Tokenizer) -> list[torch.Tensor]:
-    """Return windows int64 [n, length] of each held-out file that is as long as one, evenly spread over it."""
-    found = []
-    for name in files.held_out:
-        ids = torch.from_numpy(corpus.encode(files, [name], tokenizer).astype(np.int64))
-        if len(ids) >= sizes.length:
-            count = min(sizes.windows, len(ids) // sizes.length)
-            starts = np.linspace(0, len(ids) - sizes.length, count).astype(int) if count > 1 else [0]
-            found.append(torch.stack([ids[start : start + sizes.length] for start in starts]))
-    return found
+    tokenizer = pretrained.load_tokenizer(BASE)
+    asked = list(draw(sizes.prompts, 11, held_out=True))
+    texts = (f"{answer(request)}{END}" for request in asked)
+    answers = [tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in texts]
+    return Material(encoded(tokenizer, asked), answers, encoded(tokenizer, draw(sizes.tuning, 3)), sizes.new_tokens)
 
 
 @dataclass(frozen=True)
@@ -196,7 +154,7 @@ class Measured:
     """What was measured of one variant.
 
     Attributes:
-        scores: fp64 [files, 3], see `score`.
+        scores: fp64 [answers, 3], see `score`.
         found: texts by way of decoding, the plain loop first.
         accuracy: of the heads on the model's own text; None without heads.
         tree: choices of the tree of 16 nodes; None without heads.
@@ -233,7 +191,7 @@ def measure(model: MedusaModel, material: Material) -> Measured:
         best = Tree.optimal(setup.count_heads(bench), NODES)
         ways |= {CHAIN: measuring.ours(bench, Tree.chain(3)), TREE: measuring.ours(bench, best)}
     found = measuring.compare(bench, ways, dict.fromkeys(ways.keys() - {PLAIN}, PLAIN))
-    scores = score(model.base, material.windows)
+    scores = score(model.base, material.prompts, material.answers)
     if model.heads is None or best is None:
         return Measured(scores, found)
     own = [
@@ -245,19 +203,22 @@ def measure(model: MedusaModel, material: Material) -> Measured:
 
 
 @torch.no_grad()
-def score(base: Any, windows: Sequence[torch.Tensor]) -> np.ndarray:
-    """Return each file's sum of next-token losses (nats), tokens predicted and of them right, fp64 [files, 3]."""
+def score(base: Any, prompts: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]) -> np.ndarray:
+    """Return the sum of losses (nats), the tokens and of them the top-1 ones of each answer, fp64 [answers, 3].
+
+    Prompts and answers are int64 [1, T] each.
+    """
     found = []
-    for rows in windows:
-        logits = base(rows, use_cache=False).logits[:, :-1].flatten(0, 1)
-        targets = rows[:, 1:].flatten()
+    for prompt, expected in zip(prompts, answers, strict=True):
+        logits = base(torch.cat([prompt, expected], 1), use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
+        targets = expected[0]
         loss = F.cross_entropy(logits.double(), targets, reduction="sum")
         found.append((float(loss), float(len(targets)), float((logits.argmax(-1) == targets).sum())))
     return np.array(found)
 
 
 def figures_of(one: Measured, baseline: Measured) -> Figures:
-    """Return a variant's figures for the table; intervals are over held-out files or prompts, which stay paired."""
+    """Return a variant's figures for the table; intervals are over held-out requests, which stay paired."""
     own = one.scores.tolist()
     paired = np.stack(
         [one.scores[:, 0], baseline.scores[:, 0], *one.scores[:, 1:].T, baseline.scores[:, 2]], 1
@@ -293,7 +254,7 @@ def as_table(columns: Mapping[str, Figures], prompts: int) -> str:
         return {f"{words}, {name}": lambda c, name=name: spread(c[key].get(name), 2) for name in (CHAIN, TREE)}
 
     rows: dict[str, Callable[[Figures], str]] = {
-        "perplexity, held-out files": lambda c: spread(c["perplexity"], 2),
+        "perplexity, held-out answers": lambda c: spread(c["perplexity"], 4),
         "over the baseline's": lambda c: spread(c["perplexity_over_baseline"], 4),
         "next-token top-1": lambda c: spread(c["top1"], 4),
         "less the baseline's": lambda c: spread(c["top1_less_baseline"], 4),
@@ -330,12 +291,11 @@ def run_suite(args: argparse.Namespace) -> tuple[str, Figures, str]:
         return "", {}, ""
     baseline = TABLE_2[0]  # it trains nothing, and the others are compared with it
     variants = [baseline, *(variant for variant in variants if variant != baseline)]
-    material = draw_material(sizes, corpus.split(), Tokenizer.from_file(str(BASE / "tokenizer.json")))
+    material = draw_material(sizes)
     found = measure_all(variants, material, args.out)
     columns = {name: figures_of(one, found[baseline.name]) for name, one in found.items()}
-    figures = {"sizes": asdict(sizes), "tokens": sizes.tokens, "held_out_files": len(material.windows)}
-    words = interval.WORDS.replace("over prompts", "over held-out files or prompts")
-    return "table2", figures | {"settings": columns}, f"{as_table(columns, sizes.prompts)}{words}\n"
+    figures = {"sizes": asdict(sizes), "settings": columns}
+    return "table2", figures, f"{as_table(columns, sizes.prompts)}{interval.WORDS}\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

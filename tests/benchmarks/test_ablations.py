@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import random
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,12 @@ from benchmarks.ablations import (
     table_3,
     writing,
 )
+from benchmarks.bench_generate import prompts as demo_prompts
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
+from recipes.demo.requests import draw
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "decode"))
 from models import heads_for, prompts, tiny, transformers_greedy
@@ -107,6 +112,21 @@ def test_texts_and_steps(bench: setup.Bench) -> None:
     assert sum(w.steps for w in found["tree"].written) < 3 * (NEW - 1)
     assert found["tree"].figures()["same_text"] == 3
     assert "same_text" not in found["plain"].figures()
+
+
+def test_texts_end_at_the_models_eos(bench: setup.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = texts_of_transformers(bench)
+    end = next(token for token in whole[0] if token in whole[1] and whole[0].index(token) != whole[1].index(token))
+    expected = [text[: text.index(end) + 1] if end in text else text for text in whole]
+    assert len(set(map(len, expected))) > 1
+    monkeypatch.setattr(bench.model.backbone.causal_lm.generation_config, "eos_token_id", end)
+    other = setup.bench_of(bench.model, [one.ids for one in bench.asked], [], NEW)
+    ways = {"plain": measuring.ours(other, Tree([])), "transformers": measuring.transformers(other)}
+    ways["tree"] = measuring.ours(other, Tree.cartesian([3, 2]))
+    for name, one in measuring.compare(other, ways, {"tree": "plain", "transformers": "plain"}).items():
+        assert [written.text for written in one.written] == expected
+        first = 0 if name == "transformers" else 1  # our prefill's token is not a step's
+        assert [written.committed for written in one.written] == [len(text) - first for text in expected]
 
 
 def test_the_first_different_text_ends_the_run(bench: setup.Bench) -> None:
@@ -424,14 +444,18 @@ def test_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(path.read_text())
     assert record["prompts"] == 2
     assert record["model"] == setup.DEMO
-    assert record["prompt_tokens"] == {"least": 128, "median": 128, "most": 128}
+    lengths = [ids.shape[1] for ids in demo_prompts(held_out=True, count=2, seed=11)]
+    assert record["prompt_tokens"] == {
+        "least": min(lengths), "median": statistics.median(lengths), "most": max(lengths)
+    }  # fmt: skip
+    assert record["prompts_from"] == setup.DEMO_PROMPTS
     assert record["shape"]["heads"] == 4
     assert record["versions"]["torch"]
     assert str(tmp_path) not in path.read_text()
     assert "optimised 4" in capsys.readouterr().out
     questions = tmp_path / "questions.jsonl"
     lines = [{"question_id": i, "category": "math", "turns": [f"How much is {i}?"]} for i in range(3)]
-    lines[2]["turns"] = ["long " * 600]
+    lines[2]["turns"] = ["long " * 1100]
     questions.write_text("\n".join(map(json.dumps, lines)))
     asked = ["--prompts", str(questions), "--limit", "3", *small[2:]]
     path.with_suffix(".svg").unlink()
@@ -444,18 +468,43 @@ def test_one_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert record["prompts_from"] == ["questions.jsonl"]
 
 
+@needs_demo
+def test_the_demo_model_is_asked_held_out_requests() -> None:
+    bench = setup.load(command.parser().parse_args(["figure-4", "--limit", "2", "--tuning", "1"]))
+    with bench.model:
+        assert bench.ends == {"eos_token_id": [bench.tokenizer.eos_token_id]}
+        for asked, expected in ((bench.asked, draw(2, 11, held_out=True)), (bench.tuning, draw(1, 3))):
+            texts = [bench.tokenizer.decode(one.ids[0]) for one in asked]
+            assert texts == [f"<|user|>{request.text}<|end|><|assistant|>" for request in expected]
+
+
+def test_a_draft_learns_the_tokens_of_answers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    base, small = tiny(), tiny(seed=5, num_hidden_layers=1)
+    settings = draft.DraftSettings(steps=1, rows=8)
+    texts = [(torch.tensor([1, 2, 3, 4, 5, 6, 7]), 3), (torch.tensor([8, 9, 1, 2]), 1)]
+    tokens, total = 0, 0.0
+    with torch.no_grad():
+        for text, prompt in random.Random(settings.seed).choices(texts, k=8):
+            wanted, said = (model(text[None]).logits[0, prompt - 1 : -1].log_softmax(-1) for model in (base, small))
+            tokens += len(text) - prompt
+            total += float((wanted.exp() * (wanted - said)).sum())
+    found = draft._train(base, small, texts, settings)
+    assert found == {"tokens": tokens, "last_kl": pytest.approx(total / tokens, abs=1e-4)}
+
+
 @pytest.mark.slow
 @needs_demo
 def test_a_draft_learns(tmp_path: Path) -> None:
-    settings = draft.DraftSettings(steps=4, own_texts=2, new_tokens=32, every=200, rows=4, length=64)
+    settings = draft.DraftSettings(steps=4, requests=2, new_tokens=32, rows=4)
     said = draft.make(settings, tmp_path)
-    assert said["tokens"] == 4 * 4 * 64
+    assert 4 * 4 < said["tokens"] <= 4 * 4 * 32
     made = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(draft.BASE, dtype=torch.float32)
     assert made.config.vocab_size == base.config.vocab_size
     assert said["parameters"] == sum(p.numel() for p in made.parameters()) < base.num_parameters() / 2
     # Its loss falls from that of an untrained one.
-    rows = torch.randint(1, 2048, (2, 32), generator=torch.Generator().manual_seed(0))
+    rows = demo_prompts(held_out=False, count=1, seed=0)[0]
     fresh = draft.new_draft(base, settings)
     wanted = base(rows).logits.log_softmax(-1)
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.ablations import measuring
 from benchmarks.variants import __main__ as command
@@ -21,14 +20,17 @@ from benchmarks.variants import heads as kinds
 from benchmarks.variants import table_2
 from benchmarks.variants.variant import BASE, Figures, config
 from medusa_decoding.calibration.texts import Written
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.demo.requests import FunctionRequest, parse
 from medusa_decoding.roofline.devices import DEVICES
 from medusa_decoding.roofline.operators import step_operators, total_seconds
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape
 from medusa_decoding.training.config import HeadsConfig
 from medusa_decoding.training.data.targets import IGNORE
 from medusa_decoding.training.loop.schedules import stages
-from recipes.demo import corpus
+from recipes.demo.requests import answer, draw
+from recipes.demo.words import is_held_out
 
 if not (CHECKPOINT / "measured.json").is_file():
     pytest.skip("the embedded checkpoint is not there", allow_module_level=True)
@@ -37,21 +39,18 @@ TINY = table_2.QUICK
 BY_NAME = {variant.name: variant for variant in (*table_2.TABLE_2, *table_2.CONTROLS)}
 
 
-def few_files() -> corpus.Split:
-    files = corpus.split()
-    return dataclasses.replace(files, train=files.train[:200:20], held_out=files.held_out[:3])
-
-
-@pytest.fixture
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(BASE / "tokenizer.json"))
+def names_held_out(texts: list[str]) -> set[bool]:
+    """Return whether words in the names of the functions among requests are held out."""
+    functions = [request for text in texts if isinstance(request := parse(text), FunctionRequest)]
+    names = "_".join(name for request in functions for name in (request.name, request.argument))
+    return {is_held_out(word) for word in names.split("_")}
 
 
 @pytest.fixture
 def small() -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_key_value_heads=1, **sizes)).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=1, **sizes)).eval()
 
 
 @pytest.mark.parametrize("steps", [4, 300])
@@ -59,13 +58,13 @@ def test_every_variant_takes_as_many_gradient_steps(tmp_path: Path, steps: int) 
     sizes = table_2.Sizes(steps=steps, warmup=1)
     for variant in BY_NAME.values():
         if variant.sections:
-            made = config(variant, table_2.shared_settings(sizes, tmp_path / "rows.jsonl"), tmp_path / "out")
+            made = config(variant, table_2.shared_settings(sizes, tmp_path / "requests.jsonl"), tmp_path / "out")
             assert sum(stage.steps for stage in stages(made, steps * sizes.rows)) == steps, variant.name
 
 
 def test_what_tells_the_variants_apart(tmp_path: Path) -> None:
     made = {
-        name: config(variant, table_2.shared_settings(TINY, tmp_path / "rows.jsonl"), tmp_path / "out")
+        name: config(variant, table_2.shared_settings(TINY, tmp_path / "requests.jsonl"), tmp_path / "out")
         for name, variant in BY_NAME.items()
         if variant.sections
     }
@@ -90,33 +89,41 @@ def test_what_tells_the_variants_apart(tmp_path: Path) -> None:
     assert all(one.loss.head_decay == 0.8 and one.model.dtype == "float32" for one in made.values())
 
 
-def test_training_text_is_of_training_files_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    files = few_files()
-    path = tmp_path / "rows.jsonl"
-    table_2.write_rows(TINY, files, tokenizer, path)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [len(row["input_ids"]) for row in rows] == [64] * 8
-    whole = [tokenizer.encode(files.read(name)).ids for name in files.train]
-    first = rows[0]["input_ids"]
-    assert first[0] == corpus.END
-    assert first[1:] in [ids[:63] for ids in whole]
-    with pytest.raises(ValueError, match="steps: expected at most"):
-        table_2.write_rows(dataclasses.replace(TINY, steps=100_000), files, tokenizer, path)
-    windows = table_2.held_out_windows(dataclasses.replace(TINY, windows=2), files, tokenizer)
-    assert len(windows) == len(files.held_out)
-    for rows_of_file, name in zip(windows, files.held_out, strict=True):
-        ids = [corpus.END, *tokenizer.encode(files.read(name)).ids]
-        assert rows_of_file.tolist() == [ids[:64], ids[-64:]]
+def test_training_data_are_training_requests_with_their_answers(tmp_path: Path) -> None:
+    table_2.prepare([], TINY, tmp_path / "out")
+    records = [json.loads(line) for line in (tmp_path / "out" / "requests.jsonl").read_text().splitlines()]
+    assert len(records) == TINY.steps * TINY.rows
+    asked = [record["prompt"] for record in records]
+    assert len(set(asked)) == len(asked)
+    assert names_held_out(asked) == {False}
+    assert [record["response"] for record in records] == [answer(parse(text)) for text in asked]
+
+
+def test_held_out_requests_are_measured_with_their_reference_answers() -> None:
+    tokenizer, material = pretrained.load_tokenizer(BASE), table_2.draw_material(TINY)
+
+    def asked(prompts: list[torch.Tensor]) -> list[str]:
+        texts = [tokenizer.decode(ids[0]) for ids in prompts]
+        return [text.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>") for text in texts]
+
+    assert (len(material.prompts), len(material.tuning)) == (TINY.prompts, TINY.tuning)
+    assert (names_held_out(asked(material.prompts)), names_held_out(asked(material.tuning))) == ({True}, {False})
+    expected = [f"{answer(parse(text))}<|end|>" for text in asked(material.prompts)]
+    assert [tokenizer.decode(ids[0]) for ids in material.answers] == expected
 
 
 def test_score_is_transformers_own_loss(small: Any) -> None:
-    windows = list(torch.randint(0, 2048, (5, 20), generator=torch.Generator().manual_seed(1)).split([2, 3]))
-    found = table_2.score(small, windows)
-    for (loss, count, hits), rows in zip(found, windows, strict=True):
-        assert count == len(rows) * 19
-        assert loss == pytest.approx(float(small(rows, labels=rows).loss) * count, rel=1e-5)
-        best = small(rows).logits.argmax(-1)
-        assert hits == sum(int(best[i, t]) == int(rows[i, t + 1]) for i in range(len(rows)) for t in range(19))
+    texts = torch.randint(0, 16, (1, 60), generator=torch.Generator().manual_seed(1)).split([20, 40], dim=1)
+    prompts, answers = zip(*(text.split([5, text.shape[1] - 5], dim=1) for text in texts), strict=True)
+    found = table_2.score(small, prompts, answers)
+    assert found[:, 1].tolist() == [15, 35]
+    assert found[:, 2].any()
+    for (loss, count, hits), text in zip(found, texts, strict=True):
+        labels = text.clone()
+        labels[:, :5] = -100
+        assert loss == pytest.approx(float(small(text, labels=labels).loss) * count, rel=1e-5)
+        best = small(text).logits[0].argmax(-1)
+        assert hits == sum(int(best[t - 1]) == int(text[0, t]) for t in range(5, text.shape[1]))
 
 
 SAME, OTHER = [1, 2, 1, 2, 1, 2, 3], [1, 2, 1, 2, 1, 3, 3]
@@ -137,7 +144,7 @@ def test_figures_by_hand() -> None:
     found = table_2.figures_of(one, baseline)
     assert found["perplexity"]["value"] == pytest.approx(math.exp(60 / 40))
     over = found["perplexity_over_baseline"]
-    # Of the two files one lost 1 nat a token and the other a third; one of them is drawn twice in half of the draws.
+    # Of the two answers one lost 1 nat a token and the other a third; one of them is drawn twice in half of the draws.
     assert [over[key] for key in ("value", "low", "high")] == pytest.approx(
         [math.exp(-20 / 40), math.exp(-1), math.exp(-1 / 3)]
     )
@@ -153,23 +160,21 @@ def test_figures_by_hand() -> None:
 @pytest.mark.slow
 def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     pytest.importorskip("peft")
-    files = few_files()
-    monkeypatch.setattr(corpus, "split", lambda: files)
-    monkeypatch.setattr(table_2, "draw_material", _drawn)
-    monkeypatch.setattr(table_2, "Sizes", _Tiny)
+    monkeypatch.setattr(table_2, "Sizes", lambda **_: TINY)
     out = tmp_path / "out"
     assert command.main(["table-2", "--out", str(out)]) == 0
     [record] = results.records()
     found = record["settings"]
     assert list(found) == ["baseline", "direct", "medusa-1", "medusa-2"]
-    assert record["tokens"] == 4 * 2 * 64
+    assert record["sizes"] == dataclasses.asdict(TINY)
     assert record["versions"]["torch"]
     assert found["medusa-1"]["perplexity"] == found["baseline"]["perplexity"]
     assert found["medusa-1"]["perplexity_over_baseline"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert found["medusa-1"]["texts_as_baseline"] == TINY.prompts
+    material = table_2.draw_material(TINY)
     for name in ("direct", "medusa-2"):
         trained = AutoModelForCausalLM.from_pretrained(out / name / "model", dtype=torch.float32)
-        scores = table_2.score(trained, MATERIAL[0].windows)
+        scores = table_2.score(trained, material.prompts, material.answers)
         expected = math.exp(scores[:, 0].sum() / scores[:, 1].sum())
         assert found[name]["perplexity"]["value"] == pytest.approx(expected)
         assert expected != found["baseline"]["perplexity"]["value"]
@@ -187,24 +192,6 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
     assert "out: expected a new folder, or one that was begun with" in capsys.readouterr().err
     with pytest.raises(ValueError, match="out: expected a new folder, or one that was begun with"):
         table_2.prepare(again, dataclasses.replace(TINY, steps=6), out)
-
-
-class _Tiny:
-    steps, prompts = TINY.steps, TINY.prompts
-
-    def __new__(cls, **given: int) -> Any:
-        return TINY
-
-
-MATERIAL: list[table_2.Material] = []
-
-
-def _drawn(sizes: table_2.Sizes, files: corpus.Split, tokenizer: Tokenizer) -> table_2.Material:
-    ids = torch.from_numpy(corpus.encode(files, files.held_out, tokenizer)[1:].astype(np.int64))
-    prompts = list(ids[: 5 * sizes.prompt_tokens].view(5, -1).split(1))
-    windows = table_2.held_out_windows(sizes, files, tokenizer)
-    MATERIAL[:] = [table_2.Material(prompts[:3], prompts[3:], sizes.new_tokens, windows)]
-    return MATERIAL[0]
 
 
 def test_a_text_that_is_not_the_models_own_fails(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -235,7 +222,7 @@ def test_only_some_variants_are_trained(tmp_path: Path, monkeypatch: Any, capsys
 
 def test_every_row_is_another_training(tmp_path: Path) -> None:
     rows = (*kinds.HEADS, *kinds.SWEEP, *kinds.OLDER)
-    shared = table_2.shared_settings(TINY, tmp_path / "rows.jsonl")
+    shared = table_2.shared_settings(TINY, tmp_path / "requests.jsonl")
     made = {row.name: config(row, shared, tmp_path).to_yaml() for row in rows}
     assert len(made) == len(rows)
     assert len(set(made.values())) == len(rows) - 2  # int8 and fp8 are conversions
@@ -451,25 +438,20 @@ def test_held_out_prompts_of_a_file_of_their_own(tmp_path: Path) -> None:
         kinds.Run(arguments(tmp_path / "same", **given | {"held_out_from": str(file)}))
 
 
-def test_code_to_learn_and_to_choose_trees_on_is_of_other_files(tmp_path: Path, monkeypatch: Any) -> None:
-    files = few_files()
-    monkeypatch.setattr(corpus, "split", lambda: files)
+def test_requests_to_learn_and_to_choose_trees_on_are_others(tmp_path: Path) -> None:
     kinds.Run(arguments(tmp_path))
-    sides = prompts_in(tmp_path)
-    sources = {
-        "training": "".join(map(files.read, files.train[1:])),
-        "tuning": files.read(files.train[0]),
-        "held-out": "".join(map(files.read, files.held_out)),
-    }
-    assert [len(side) for side in sides.values()] == [6, 3, 3]
-    for name, side in sides.items():
-        assert all(record["text"] in sources[name] for record in side)
+    asked = {name: [one["messages"][0]["content"] for one in part] for name, part in prompts_in(tmp_path).items()}
+    assert [len(part) for part in asked.values()] == [6, 3, 3]
+    assert len({text for part in asked.values() for text in part}) == 12
+    assert {name: names_held_out(part) for name, part in asked.items()} == {
+        "training": {False}, "tuning": {False}, "held-out": {True}
+    }  # fmt: skip
 
 
 @pytest.mark.slow
 def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"text": f"def function_{i}(values):\n    return"}) + "\n" for i in range(12)))
+    asked.write_text("".join(json.dumps({"prompt": request.text}) + "\n" for request in draw(12, 5)))
     own = ["--model", str(BASE), "--prompts-from", str(asked)]
     sizes = ["--quick", "--out", str(tmp_path / "out"), *own, "--seeds", "0", "3", "--set", "heads.num_heads=2"]
     called = [
@@ -496,8 +478,9 @@ def test_kinds_of_heads(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
             expected, decoded = (one["ways"][way + how] for way in ("expected", "measured"))
             assert decoded == {size: expected[size] for size in ("8", "64")}
     _, projections, int8 = record["variants"].values()
-    # Two matrices [2048, 256] of two bytes or one, and then a scale of four bytes per row.
-    assert projections["bytes_bf16"] - int8["bytes_bf16"] == 2 * 2048 * (256 - 4)
+    # Two matrices [V, 256] of two bytes or one, and then a scale of four bytes per row.
+    vocabulary = AutoConfig.from_pretrained(BASE).vocab_size
+    assert projections["bytes_bf16"] - int8["bytes_bf16"] == 2 * vocabulary * (256 - 4)
     assert projections["seconds"] == int8["seconds"] > 0
     assert "| own, int8 | " in table
 
