@@ -12,10 +12,12 @@ from transformers import AutoTokenizer
 from medusa_decoding import MedusaModel
 from medusa_decoding.demo import CHECKPOINT
 
+PROMPT = "Write a function total(prices) that returns the sum of the squares of the odd values in prices."
+
 parser = argparse.ArgumentParser(description="Continue a prompt, or answer it if the model has a chat template.")
 parser.add_argument("--model", default=str(CHECKPOINT / "heads"), help="heads: a folder or a hub id")
-parser.add_argument("--prompt", default='def read_lines(path):\n    """Return the lines of a text file."""\n')
-parser.add_argument("--max-new-tokens", type=int, default=64)
+parser.add_argument("--prompt", default=PROMPT)
+parser.add_argument("--max-new-tokens", type=int, default=128)
 args = parser.parse_args()
 
 # The base model is the one that the heads name.

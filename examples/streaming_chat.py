@@ -1,9 +1,9 @@
 """A chat that prints each answer while it is written, and keeps the conversation in the KV cache.
 
 python examples/streaming_chat.py --model HEADS_OF_A_CHAT_MODEL
-echo "class TestStack(unittest.TestCase):" | python examples/streaming_chat.py
+echo "Write a class Point with x: float and y: float." | python examples/streaming_chat.py
 
-The embedded demo model has no chat template. It continues code, so that a message is the next piece of a file.
+A model without a chat template continues the text: a message is then its next piece.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from medusa_decoding.demo import CHECKPOINT
 
 parser = argparse.ArgumentParser(description="Chat with a model and its heads; Ctrl-D leaves.")
 parser.add_argument("--model", default=str(CHECKPOINT / "heads"), help="heads: a folder or a hub id")
-parser.add_argument("--max-new-tokens", type=int, default=128)
+parser.add_argument("--max-new-tokens", type=int, default=256)
 args = parser.parse_args()
 
 model = MedusaModel.from_pretrained(args.model, device_map="cuda" if torch.cuda.is_available() else "cpu")

@@ -12,21 +12,12 @@ mkdir -p "$out"
 if [ $# -ge 3 ]; then
   model=$1 train=$2 prompts=$3
 else
-  # Pieces of the standard library: 20 of them as prompts, the others to train with.
+  # Requests that this model knows: some to train with, others as prompts.
   model=$(python -c 'from medusa_decoding.demo import CHECKPOINT; print(CHECKPOINT / "base")')
   train=$out/train.jsonl prompts=$out/prompts.jsonl
-  python - "$train" "$prompts" <<'PYTHON'
-import json
-import pathlib
-import sys
-import sysconfig
-
-files = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
-texts = [file.read_text(errors="ignore")[1000:2000] for file in files]
-lines = [json.dumps({"text": text}) + "\n" for text in texts if len(text) > 500]
-pathlib.Path(sys.argv[1]).write_text("".join(lines[20:]))
-pathlib.Path(sys.argv[2]).write_text("".join(lines[:20]))
-PYTHON
+  requests() { PYTHONPATH=$(dirname "$0")/..${PYTHONPATH:+:$PYTHONPATH} python -m recipes.demo.requests "$@"; }
+  requests "$train" --count 200 --seed 3
+  requests "$prompts" --count 20 --seed 4
 fi
 
 # A configuration that fits model, data and device; then the model writes answers, and heads learn them. vLLM reads no heads whose

@@ -36,16 +36,17 @@ def run(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 
 
 def plain_text(prompt: str, new_tokens: int, dtype: str) -> str:
-    """The prompt and the greedy text that transformers alone writes after it."""
+    """The prompt and the greedy text that transformers alone writes after it, without its end token."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=dtype)
     inputs = tokenizer(prompt, return_tensors="pt")
     with torch.inference_mode():
-        return tokenizer.decode(model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0])
+        text = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0]
+    return tokenizer.decode(text, skip_special_tokens=True)
 
 
 def test_generate(run) -> None:
-    printed = run("generate.py", "--prompt", "import os\n\n\ndef ", "--max-new-tokens", "24")
+    printed = run("generate.py", "--prompt", "Write a class Point with x: float.", "--max-new-tokens", "24")
     new, steps, rate = re.search(r"(\d+) tokens in (\d+) steps: ([\d.]+) per step", printed).groups()
     assert int(new) == 24
     # The first token is the prefill's. No step makes less than one token.
@@ -55,13 +56,13 @@ def test_generate(run) -> None:
 
 
 def test_custom_generate(run) -> None:
-    prompt = "def close(self):\n"
+    prompt = "Write a command line parser with path and --verbose."
     printed = run("custom_generate.py", "--prompt", prompt)
-    assert printed == f"{plain_text(prompt, 64, 'float32')}\n\nThe same tokens as before: True\n"
+    assert printed == f"{plain_text(prompt, 128, 'float32')}\n\nThe same tokens as before: True\n"
 
 
 def test_streaming_chat(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("class A:\nclass B:\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Write a class A with x: int.\nWrite a class B with y: int.\n"))
     printed = run("streaming_chat.py", "--max-new-tokens", "8")
     reused = [int(number) for number in re.findall(r"(\d+) tokens from the cache", printed)]
     assert reused[0] == 0
