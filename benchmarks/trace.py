@@ -11,11 +11,12 @@ may divide by another figure, and take the least, the median, the most or the co
 
 `docs/records.yaml` says which records a name means: those of a results file with these fields (`shapes.nodes` is one
 within another). A figure without least or most is that of the last one. It keeps the decimals that the page shows. A
-claim (a number with a unit, an interval, a decimal in a table) without such a comment is an error, unless a comment on
-its line, or one on a line by itself in its section (up to the next heading), says where it comes from:
+claim (a number with a unit, an interval, a decimal in a table) without such a comment is an error, unless a comment in
+its section (up to the next heading) says where all of them come from, or one right behind the number why it has none:
 
     <!-- records: NAME NAME -->     every claim is a value of these records, in its unit; here a name means all of them
     <!-- no record: REASON -->
+    78<!-- no record: an aim --> %
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ SETTINGS = {"seed", "seeds", "threads", "batch", "prompts", "warm_up", "rounds",
 """Fields that no claim is about."""
 BY_VALUE = re.compile(r"<!-- records: (?P<names>[^>]*?) -->")
 NO_RECORD = re.compile(r"<!-- no record: \S.*?-->", re.DOTALL)
+NO_CLAIM = re.compile(rf"{NUMBER}{NO_RECORD.pattern}", re.DOTALL)
 CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]+`|\]\([^)\s]*\)|<!-- setup:.*?-->", re.DOTALL | re.MULTILINE)
 
 
@@ -88,7 +90,7 @@ def records(file: str) -> list[Record]:
 def records_of(name: str) -> list[Record]:
     """Return the records that a name means, in the order of their file.
 
-    A name with `over: PEER` means ratios: how many times our median a peer's is, for each of the same shapes.
+    A name with `over: PEER` means ratios: how many times our median the fastest such peer's is, for each of the shapes.
 
     Raises:
         ValueError: an unknown name, or no such record.
@@ -96,7 +98,7 @@ def records_of(name: str) -> list[Record]:
     if name not in names():
         raise ValueError(f"{name}: expected a name of docs/records.yaml, got another")
     wanted = dict(names()[name])
-    file, peer = wanted.pop("file"), wanted.pop("over", None)
+    file, peer, ratio = wanted.pop("file"), wanted.pop("over", None), wanted.pop("ratio", {})
     found = [one for one in records(file) if all(holds(one, *field) for field in wanted.items())]
     if peer is not None:
         ours = {str(one["shapes"]): one["median_us"] for one in found if one["implementation"] == "medusa_kernels"}
@@ -104,20 +106,22 @@ def records_of(name: str) -> list[Record]:
         for one in found:
             if re.fullmatch(peer, one["implementation"]) and "median_us" in one:
                 peers[str(one["shapes"])] = min(one["median_us"], peers.get(str(one["shapes"]), math.inf))
-        found = [{"ratio": taken / ours[shapes]} for shapes, taken in peers.items() if shapes in ours]
+        over = [{"ratio": taken / ours[shapes]} for shapes, taken in peers.items() if shapes in ours]
+        found = [one for one in over if holds(one, "ratio", ratio)]
     if not found:
         raise ValueError(f"{name}: expected a record with {wanted} in {file}, got none")
     return found
 
 
 def holds(record: Record, field: str, wanted: Any) -> bool:
-    """Return whether a record has a value in a field, or one of several: `{in: [16, 64]}`."""
+    """Return whether a record has a value in a field, or one of several or of a range: `{in: [1, 2]}`, `{least: 1}`."""
     value: Any = record
     for key in field.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(wanted, Mapping) and "in" in wanted:
-        return value in wanted["in"]
-    return bool(value == wanted)
+    if not isinstance(wanted, Mapping) or wanted.keys() - {"in", "least", "most"}:
+        return bool(value == wanted)
+    least, most = wanted.get("least", -math.inf), wanted.get("most", math.inf)
+    return value in wanted["in"] if "in" in wanted else value is not None and least <= value <= most
 
 
 def numbers(value: Any) -> Iterator[Decimal]:
@@ -214,8 +218,7 @@ def problems(text: str) -> Iterator[tuple[int, str]]:
     # A traced number keeps its length and its place, but is no claim any more.
     blank = blanked(FIGURE, blanked(CODE, text), "x")
     blank = blanked(re.compile(r"<!--(?! no record:| records:).*?-->", re.DOTALL), blank)
-    # A reason next to a claim is for its line only.
-    blank = blanked(re.compile(r"^[^\n]*[^\s][^\n]*<!-- no record: [^\s>][^\n]*?-->[^\n]*$", re.MULTILINE), blank)
+    blank = blanked(NO_CLAIM, blank, "x")
     for section in re.finditer(r"(?:\A|^#{1,6} ).*?(?=^#{1,6} |\Z)", blank, re.DOTALL | re.MULTILINE):
         if NO_RECORD.search(section[0]):
             continue
