@@ -47,6 +47,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         markdown += settings()
     elif page.file.src_uri == "troubleshooting.md":
         markdown = with_messages(markdown)
+    markdown = re.sub(r"<!--(?:=| no record: ).*?-->", "", markdown, flags=re.S)  # where figures come from
     markdown = re.sub(r"^( *```\w+)((?: \w+)+)$", _marked, markdown, flags=re.M)
     return re.sub(
         r"\[([^\]]*)\]\((\.\./)+(?!reference|figures)([\w.-]+/?[^)]*)\)", lambda m: _outside(m, config), markdown
