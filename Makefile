@@ -11,7 +11,8 @@
 #   make docs            the documentation site, in site/; warnings are errors
 #   make train-demo      new heads for the embedded demo model, in runs/demo   (REQUESTS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
-#   make ablations       the paper's figures 4, 5, 7 and table 3 on the demo model (45 minutes; MT_BENCH=FILE: 3b too)
+#   make ablations       the paper's figures 3b, 4, 5, 7 and table 3   (MT_BENCH=FILE CHATS=FILE)
+#   make campaign        every CPU figure of README and docs anew, in stages   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
@@ -50,14 +51,16 @@ GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
 	gpu-step gpu-projections $(GPU_ABLATIONS)
-COMMIT = $(or $(MEDUSA_COMMIT),$(shell git rev-parse --short=12 HEAD 2>/dev/null || echo unknown))
+# The last commit of what is measured: committing results or words repeats no stage.
+COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' \
+	':!benchmarks/results' 2>/dev/null),unknown)
 STAMPS = benchmarks/results/.stages/$(COMMIT)
 # The sources of this checkout, whether or not the interpreter has the package installed.
 ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
 	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest sanitize lint format types bench docs ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -151,25 +154,122 @@ $(VENV)/.docs: $(EDITABLE)
 	$(PIP) -e ".[docs]"
 	@touch "$@"
 
-# Of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE". What the
-# demo model also needs (a draft model; heads and a model trained alike) is made once, in ten minutes.
-ABLATION_ARGS ?=
+# Every figure of README and docs that a CPU can make, anew: `nohup make -k campaign > campaign.log &` on an idle machine.
+# A stage takes at most ten minutes and leaves a stamp for this commit when it succeeds, so a campaign that was stopped
+# goes on with the same command; a stage that needs longer (training) goes on by itself. Records are appended to
+# benchmarks/results/<machine>.jsonl, the ablations' are in a folder beside it. Of conversations (AlpacaEval-style dev
+# questions, MT-Bench) only their files are needed: CHATS=train.jsonl.gz OTHER_CHATS=dev.jsonl.gz MT_BENCH=mt_bench.jsonl
+CHATS ?=
+OTHER_CHATS ?=
 MT_BENCH ?=
-ABLATE = $(BIN)/python -m benchmarks.ablations
+MODELS := $(foreach model,Llama-127M Llama-254M,$(foreach dtype,bfloat16 float32 int8,$(model)-$(dtype)))
+ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
+CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-prefill campaign-linear \
+	$(MODELS:%=campaign-steps-%) $(MODELS:%=campaign-models-%) $(MODELS:%=campaign-batch-4-%) $(MODELS:%=campaign-batch-8-%) \
+	$(MODELS:%=campaign-prefix-%) $(ABLATIONS) campaign-heads campaign-heads-sampled campaign-table-2 campaign-chat-heads \
+	campaign-alpaca
+RUNS := runs/campaign
+ON_CPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(BIN)/python
+# $(call pieces,COMMAND): of at most ten minutes each, of a command that continues where it was stopped.
+pieces = until $(1); do [ $$? = 124 ] || exit 1; done
+# $(call with,FILES,COMMAND): without its files a stage says which it wants, and fails.
+with = $(if $(filter-out $(words $(1)),$(words $(foreach file,$(1),$($(file))))),echo "$@: expected $(1:%=%=FILE)"; false,$(2))
+part = $(word $(1),$(subst -, ,$*))
+
+campaign: $(CAMPAIGN)
+	$(BIN)/python -m benchmarks.trace
+
+ablations: $(ABLATIONS)
+
+campaign-ops: $(EDITABLE)
+	$(call stage,PYTHONUNBUFFERED=1 timeout 590 $(BIN)/pytest benchmarks/ --benchmark-only -q)
+
+campaign-generate: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_generate --prompts 100)
+
+campaign-adaptive: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_adaptive --prompts 60)
+
+campaign-lookup: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_lookup --prompts 60)
+
+campaign-replay: $(EDITABLE)
+	$(call stage,$(call with,CHATS OTHER_CHATS,\
+		$(ON_CPU) -m benchmarks.bench_lookup --replay $(OTHER_CHATS) --tokenizer-text $(CHATS) --answers 100))
+
+campaign-prefill: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_prefill --shapes 254M --tokens 2048 4096 --rounds 3)
+
+campaign-linear: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_decode_linear)
+
+campaign-steps-%: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_cpu_step --models $(call part,1)-$(call part,2) \
+		--dtypes $(patsubst bfloat16,bf16,$(patsubst float32,fp32,$(call part,3))) \
+		--ways eager transformers-eager transformers-compiled)
+
+# $(call models,ARGUMENTS): whole answers of models that exceed the cache
+models = $(call stage,$(ON_CPU) -m benchmarks.bench_models --models $(call part,1)-$(call part,2) --dtypes $(call part,3) $(1))
+campaign-models-%: runs/ablations/draft | $(EDITABLE)
+	$(call models,--prompts 6 --draft runs/ablations/draft)
+
+campaign-batch-4-%: $(EDITABLE)
+	$(call models,--batches 4 --prompts 2 --nodes 4 8 16)
+
+campaign-batch-8-%: $(EDITABLE)
+	$(call models,--batches 8 --prompts 1 --nodes 4 8)
+
+campaign-prefix-%: $(EDITABLE)
+	$(call models,--prefix 4000 --prompts 2 --nodes 8 16)
+
+# Ablations of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE".
+ABLATION_ARGS ?=
+ABLATE = $(ON_CPU) -m benchmarks.ablations
 VARIANTS := runs/ablations/table2
-ablations: $(EDITABLE) runs/ablations/draft $(VARIANTS)/medusa-2/heads
-	$(ABLATE) figure-4 $(ABLATION_ARGS)
-	$(ABLATE) figure-5 $(ABLATION_ARGS)
-	$(ABLATE) dynamic $(ABLATION_ARGS)
-	$(ABLATE) table-3 --medusa-1 $(VARIANTS)/medusa-1/heads --medusa-2 $(VARIANTS)/medusa-2/heads
-	$(ABLATE) figure-7 --draft runs/ablations/draft
-	$(if $(MT_BENCH),$(ABLATE) figure-3b --prompts $(MT_BENCH) $(ABLATION_ARGS))
+campaign-figure-4 campaign-dynamic campaign-figure-5: campaign-%: $(EDITABLE)
+	$(call stage,$(ABLATE) $* $(ABLATION_ARGS))
+
+campaign-table-3: $(VARIANTS)/medusa-2/heads
+	$(call stage,$(ABLATE) table-3 --medusa-1 $(VARIANTS)/medusa-1/heads --medusa-2 $(VARIANTS)/medusa-2/heads)
+
+campaign-figure-7: runs/ablations/draft
+	$(call stage,$(ABLATE) figure-7 --draft runs/ablations/draft)
+
+campaign-figure-3b: runs/chat/heads/heads
+	$(call stage,$(call with,MT_BENCH,$(ABLATE) figure-3b --prompts $(MT_BENCH) \
+		$(or $(ABLATION_ARGS),--model runs/chat/heads/heads --nodes 8 --max-new-tokens 128)))
 
 runs/ablations/draft: | $(EDITABLE)
 	$(ABLATE) draft --out $@
 
 $(VARIANTS)/medusa-2/heads: | $(EDITABLE)
-	$(BIN)/python -m benchmarks.variants table-2 --out $(VARIANTS) --only medusa-1 medusa-2 --train-only
+	$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS) --only medusa-1 medusa-2 --train-only)
+
+COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds 0 1 2 $(1))
+campaign-heads: $(EDITABLE)
+	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads))
+
+campaign-heads-sampled: $(EDITABLE)
+	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads --temperature 0.8))
+
+campaign-table-2: $(EDITABLE)
+	$(call stage,$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS)))
+
+campaign-chat-heads: runs/chat/model/model
+	$(call stage,$(call with,CHATS OTHER_CHATS,$(call COMPARE_HEADS,--out $(RUNS)/chat-heads --model runs/chat/model/model \
+		--prompts 50 --prompts-from $(CHATS) --held-out-from $(OTHER_CHATS))))
+
+campaign-alpaca: runs/chat/heads/heads
+	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b --prompts $(OTHER_CHATS) --limit 80 --turns 1 \
+		--out benchmarks/results/alpaca --model runs/chat/heads/heads --nodes 8 --max-new-tokens 128))
+
+# The small chat model and its heads, in an hour or two.
+runs/chat/model/model: | $(EDITABLE)
+	$(call with,CHATS,$(BIN)/python -m recipes.demo.base --data $(CHATS) --out runs/chat/base && \
+		$(BIN)/medusa train --config recipes/chat-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]" --set model.dtype=float32)
+
+runs/chat/heads/heads: runs/chat/model/model
+	$(call with,CHATS,$(BIN)/medusa distill --config recipes/chat-heads-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]")
 
 # Tests first: figures of wrong kernels are worth nothing. `make -k gpu` goes on after a stage that fails.
 gpu: $(GPU_STAGES)
