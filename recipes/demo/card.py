@@ -1,6 +1,6 @@
 """Round a trained demo model to bfloat16, measure it, and write its checkpoint folder with a model card.
 
-    python -m recipes.demo.card --model runs/demo-model/joint/model --heads runs/demo-model/heads/heads --out FOLDER
+    python -m recipes.demo.card --model runs/demo-model/joint-3/model --heads runs/demo-model/heads/heads --out FOLDER
 
 Trees and accuracies are calibrated on requests of the training side and measured on held-out ones.
 """
@@ -141,8 +141,8 @@ def card(result: dict[str, Any], config: Any, heads: MedusaHeads) -> str:
         f"- Heads: {heads.num_heads}, {heads.w1.shape[1]} residual block(s) each, projecting with the backbone's "
         f"lm_head; root term of rank {heads.root_rank}, parent term of rank {heads.parent_rank}.",
         "- Weights in bfloat16, safetensors.",
-        "- Data: requests that a program draws, with answers that it writes (`recipes/demo`). Names are words of the",
-        f"  identifiers in Python {result['python']}'s standard library, and made-up ones. One word in ten, and one in",
+        "- Data: requests that a program draws, with answers that it writes (`recipes/demo`). Names are words in the",
+        f"  sources of Python {result['python']}'s standard library, and made-up ones. One word in ten, and one in",
         "  ten combinations of what a function does, are held out: training has none of them, held-out requests have",
         "  no others.",
         "- Training: backbone and heads together (the combined loss of Medusa-2), then new heads on the backbone's own",
@@ -158,7 +158,7 @@ def card(result: dict[str, Any], config: Any, heads: MedusaHeads) -> str:
         f"- Distinct 4-grams: {result['distinct_4_grams']:.2f} of all 4-grams of an answer, the mean.",
         f"- Answers have {result['answer_tokens']['mean']:.0f} tokens in the mean, "
         f"{result['answer_tokens']['most']} at most.",
-        f"- Prompt lookup alone, which copies {lookup['copied']} tokens from the text so far, would have guessed "
+        f"- Prompt lookup alone, which copies {lookup['copied']} tokens from the text so far, would have drafted "
         f"{lookup['share_of_tokens']:.0%} of the tokens: {lookup['tokens_per_step']:.2f} tokens per step.",
         "",
         "| | " + " | ".join(f"head {k}" for k in range(1, heads.num_heads + 1)) + " |",

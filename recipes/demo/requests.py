@@ -31,6 +31,7 @@ from medusa_decoding.demo.requests import (
     Request,
     combinations,
 )
+from medusa_decoding.files import whole_file
 from recipes.demo.base import END
 from recipes.demo.words import Words, is_held_out, stdlib_words
 
@@ -248,7 +249,7 @@ def main() -> int:
     args = parser.parse_args()
     args.file.parent.mkdir(parents=True, exist_ok=True)
     chooser = random.Random(args.seed)
-    with open(args.file, "w", encoding="utf-8") as lines:
+    with whole_file(args.file) as part, open(part, "w", encoding="utf-8") as lines:
         for request in draw(args.count, args.seed, held_out=args.held_out):
             turns = {"human": asked(request, chooser), "gpt": answer(request)}
             record: dict[str, Any] = {"conversations": [{"from": who, "value": said} for who, said in turns.items()]}

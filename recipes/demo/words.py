@@ -1,4 +1,4 @@
-"""Words for names: those that identifiers of the standard library consist of, and made-up ones.
+"""Words for names: those in the sources of the standard library, and made-up ones.
 
 Held-out requests have names of held-out words only, so that a model that does well on them has learnt to use the names
 of a request and not to know them.
@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from medusa_decoding.demo.requests import SQL
+
 FEWEST_FILES = 5
 HELD_OUT_ONE_IN = 10
 LETTERS = 0.04
@@ -26,19 +28,6 @@ RESERVED = {
     *keyword.kwlist, *keyword.softkwlist, *dir(builtins), "self", "other", "value", "word", "parser", "argv"
 }  # fmt: skip
 """Words of Python and of the answers; they name nothing."""
-_SQL = """
-    abort action add after all alter always analyze and any as asc attach autoincrement before begin between by
-    cascade case cast check collate column commit conflict constraint create cross current database default deferrable
-    deferred delete desc detach distinct do drop each else end escape except exclude exclusive exists explain fail
-    filter first following for foreign from full generated glob group groups having if ignore immediate in index
-    indexed initially inner insert instead intersect into is isnull join key last left like limit match materialized
-    natural no not nothing notnull null nulls of offset on or order others outer over partition plan pragma preceding
-    primary query raise range recursive references regexp reindex release rename replace restrict returning right
-    rollback row rows savepoint select set table temp temporary then ties to transaction trigger unbounded union
-    unique update using vacuum values view virtual when where window with without count max min sum
-"""
-SQL = frozenset(_SQL.split())
-"""Words of SQL; they name nothing."""
 
 
 def is_held_out(word: str) -> bool:

@@ -57,8 +57,25 @@ def test_how_people_write_them():
         "Write a class Invoice with number: int that is sorted by price.",
         "Write a function total(prices) that returns the sum of the squares of the odd values in costs.",
         "Write a function total(prices) that returns the sum of the squares of the blue values in prices.",
+        "Write a function max(values) that returns the largest of the values in values.",
         "Write a command line parser with --count: integer.",
         "Write a command line parser with --deep: bool.",
+        "Write a class Invoice with number: int = 3 and total: int.",
+        "Write a class Invoice with number: int and number: int.",
+        "Write a class Invoice with self: int.",
+        "Write a class Invoice with name: str = some.",
+        "Write a class Invoice with number: int = 0.5.",
+        "Write a command line parser with --mode: str = fast.",
+        "Write a command line parser with --help.",
+        "Write a command line parser with path and --path.",
+        "Write a function few(words) that returns a list of the words longer than 9999999999 in words.",
+        f"Write a function few(values) that returns a list of the values above {'9' * 5000} in values.",
+        "Write SQL for orders(id, group): id.",
+        "Write SQL for orders(id, id): id.",
+        "Write SQL for orders(id, total): sum of total by id, sorted by id downwards.",
+        "Write SQL for orders(id, total): sum of total by id, at most 3.",
+        "Write SQL for orders(id, total): id where total is above 5 and total is below 3.",
+        f"Write SQL for orders(id, total): id where total is above {'9' * 20}.",
         "Write SQL for orders(id, total): price.",
         "Write SQL for orders(id, total): id where total is about 3.",
     ],
@@ -172,11 +189,49 @@ def test_an_answer_is_run():
 def test_an_answer_cannot_pretend(monkeypatch):
     monkeypatch.setattr(checking, "SECONDS", 2)
     request = parse(FUNCTION)
-    for program in ("raise SystemExit(0)", "import os; os._exit(0)", "print('done'); exit()", "", "x = 'a' * 10**10"):
+    for program in ("raise SystemExit(0)", "import os; os._exit(0)", "print('done'); exit()", ""):
         assert checking.problem(request, program), program
+    assert checking.problem(request, "x = 'a' * 10**10") == "MemoryError"
+    assert checking.problem(request, "raise ValueError('x' * 10**6)") == ("ValueError: " + "x" * 300)[:300]
+    flood = "import sys\nsys.stdout.buffer.write(b'\\xff' * 10**8)\nprint('x' * 10**6)\n"
+    assert checking.problem(request, flood + answer(request)) is None
     assert checking.problem(request, "while True: pass") in (
         "it did not end within 2 seconds", "its program ended early (exit status -9)",
     )  # fmt: skip
+
+
+def test_an_answer_that_reads_its_arguments_says_why_it_ended():
+    request = parse("Write a command line parser with path and --verbose.")
+    program = answer(request).replace('"path"', '"path", nargs=2')
+    assert checking.problem(request, program).endswith("error: the following arguments are required: path")
+
+
+def test_where_no_program_runs(monkeypatch):
+    monkeypatch.setattr(checking.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match=r"check: expected an interpreter .*, got exit status 1"):
+        checking.problem(parse(FUNCTION), "")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("Write SQL for t(a, b): sum of a by b where b is above 100.", "SELECT 1 WHERE 0;"),
+        (
+            "Write SQL for t(a, b): sum of a by b where b is above 100.",
+            "SELECT b, MAX(a) FROM t WHERE b > 100 GROUP BY b;",
+        ),
+        ("Write SQL for t(a, b): a and b, at most 45.", "SELECT a, b FROM t;"),
+        ("Write SQL for t(a, b): a where a is equal to 3 and b is equal to 5.", "SELECT a FROM t WHERE 0;"),
+        ("Write SQL for t(a, b): b where a is above 100 and a is below 200.", "SELECT b FROM t WHERE a < 200;"),
+        ("Write SQL for t(a, b): b where a is above 100 and a is below 200.", "SELECT b FROM t WHERE a > 100;"),
+        ("Write SQL for t(a, b): b where a is above 100.", "SELECT b FROM t WHERE a >= 100;"),
+        ("Write SQL for t(a, b): b where a is below 9, sorted by a.", "SELECT b FROM t WHERE a <= 9 ORDER BY a;"),
+        ("Write SQL for t(a, b): b, sorted by a.", "SELECT b FROM t ORDER BY a DESC;"),
+    ],
+)
+def test_wrong_queries_fail(text, wrong):
+    assert checking.problem(parse(text), answer(parse(text))) is None
+    assert checking.problem(parse(text), wrong) is not None
 
 
 def test_an_answer_leaves_no_file_and_sees_no_environment(tmp_path, monkeypatch):

@@ -8,17 +8,33 @@ with a message if the answer is wrong. It is run by `demo.checking`, apart from 
 
 from __future__ import annotations
 
+import ast
+import builtins
 import itertools
 import keyword
 import operator
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 NAME = rf"(?!(?:{'|'.join(keyword.kwlist)})\b)[a-z_][a-z0-9_]*"
+_SQL = """
+    abort action add after all alter always analyze and any as asc attach autoincrement before begin between by
+    cascade case cast check collate column commit conflict constraint create cross current database default deferrable
+    deferred delete desc detach distinct do drop each else end escape except exclude exclusive exists explain fail
+    filter first following for foreign from full generated glob group groups having if ignore immediate in index
+    indexed initially inner insert instead intersect into is isnull join key last left like limit match materialized
+    natural no not nothing notnull null nulls of offset on or order others outer over partition plan pragma preceding
+    primary query raise range recursive references regexp reindex release rename replace restrict returning right
+    rollback row rows savepoint select set table temp temporary then ties to transaction trigger unbounded union
+    unique update using vacuum values view virtual when where window with without count max min sum
+"""
+SQL = frozenset(_SQL.split())
+"""Words of SQL; they name nothing."""
+
 TYPES = {"int": (3, 8), "str": ("a", "b"), "float": (0.5, 2.5), "bool": (False, True), "list": ([1], [2, 3])}
 """Types of fields and options, with two different values of each."""
 
@@ -72,8 +88,18 @@ class Field:
     @classmethod
     def read(cls, text: str) -> Field | None:
         """Return the field that a text such as "total: float = 0.5" describes."""
-        found = re.fullmatch(rf"({NAME}): ({'|'.join(TYPES)})(?: = ([^,]+))?", text)
-        return None if found is None else cls(*found.groups())
+        found = re.fullmatch(rf"({NAME}): ({'|'.join(TYPES)})(?: = ([^,]{{1,99}}))?", text)
+        if found is None or not (found[3] is None or is_literal(found[3], found[2])):
+            return None
+        return cls(*found.groups())
+
+
+def is_literal(text: str, type: str) -> bool:
+    """Return whether Python reads a text as a value of a type that can be a default; a list cannot."""
+    try:
+        return ast.literal_eval(text).__class__.__name__ == type != "list"
+    except (ValueError, SyntaxError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -111,7 +137,11 @@ class ClassRequest(Request):
             return None
         fields = [Field.read(part) for part in divided(found[2])]
         known = tuple(field for field in fields if field is not None)
-        if len(known) < len(fields) or (found[4] and found[4] not in [field.name for field in known]):
+        names = [field.name for field in known]
+        defaults = [field.default is not None for field in known]
+        if len(known) < len(fields) or (found[4] and found[4] not in names) or defaults != sorted(defaults):
+            return None
+        if len(set(names)) < len(names) or "self" in names:
             return None
         return cls(found[1], known, bool(found[3]), found[4])
 
@@ -237,10 +267,11 @@ class FunctionRequest(Request):
     @classmethod
     def read(cls, text: str) -> FunctionRequest | None:
         found = re.fullmatch(rf"Write a function ({NAME})\(({NAME})\) that returns (.+) in \2\.", text)
-        if found is None:
+        if found is None or {found[1], found[2]} & {*dir(builtins)}:
             return None
         for parts in combinations():
-            words = re.escape(" ".join(part.words for part in parts)).replace("N", r"(\d+)")
+            digits = 9 if parts[2] in NUMBER_FILTERS else 3
+            words = re.escape(" ".join(part.words for part in parts)).replace("N", rf"(\d{{1,{digits}}})")
             if (task := re.fullmatch(words, found[3])) is not None:
                 return cls(found[1], found[2], *parts, *map(int, task.groups()))
         return None
@@ -318,6 +349,9 @@ class CommandRequest(Request):
                 options.append(option)
             else:
                 return None
+        names = [*arguments, *(option.name for option in options)]
+        if len(set(names)) < len(names) or "help" in names:
+            return None
         return cls(tuple(arguments), tuple(options))
 
     def check(self) -> str:
@@ -382,14 +416,14 @@ class QueryRequest(Request):
     def read(cls, text: str) -> QueryRequest | None:
         found = re.fullmatch(
             rf"Write SQL for ({NAME})\(((?:{NAME}, )*{NAME})\): (?:(sum|max|min|count) of ({NAME}) by ({NAME})|(.+?))"
-            rf"(?: where (.+?))?(?:, sorted by ({NAME})( downwards)?)?(?:, at most (\d+))?\.",
+            rf"(?: where (.+?))?(?:, sorted by ({NAME})( downwards)?)?(?:, at most (\d{{1,3}}))?\.",
             text,
         )
         if found is None:
             return None
         where = []
         for condition in found[7].split(" and ") if found[7] else []:
-            parts = re.fullmatch(rf"({NAME}) is ({'|'.join(COMPARISONS)}) (\d+)", condition)
+            parts = re.fullmatch(rf"({NAME}) is ({'|'.join(COMPARISONS)}) (\d{{1,9}})", condition)
             if parts is None:
                 return None
             where.append((parts[1], parts[2], int(parts[3])))
@@ -397,25 +431,49 @@ class QueryRequest(Request):
         wanted = (found[4], found[5]) if found[3] else tuple(divided(found[6]))
         limit = int(found[10]) if found[10] else None
         used = {*wanted, *(column for column, _, _ in where), *([found[8]] if found[8] else [])}
-        if not used <= set(columns):
+        if not used <= set(columns) or len(set(columns)) < len(columns) or SQL & {found[1], *columns}:
             return None
-        return cls(found[1], columns, wanted, found[3], tuple(where), found[8], bool(found[9]), limit)
+        if found[3] and (found[8] or limit is not None):
+            return None
+        request = cls(found[1], columns, wanted, found[3], tuple(where), found[8], bool(found[9]), limit)
+        return request if all(request._kept_values(column, 0) for column in columns) else None
+
+    def _draw(self, column: str, count: int, chooser: random.Random) -> list[int]:
+        """Return values of a column in rows of which the first half meets all conditions, if that many values do.
+
+        The others are at the borders of the conditions and beyond. Values to sort by are all different, groups few.
+        """
+        numbers = [number for name, _, number in self.where if name == column]
+        good = self._kept_values(column, count)
+        if self.by == column:
+            first = chooser.sample(good, min(count // 2, len(good)))
+            others = {*range(min(good) - 2 * count, max(good) + 2 * count)} - {*first}
+            borders = [n + i for n in numbers for i in (-1, 0, 1) if n + i in others][: count // 4]
+            rest = chooser.sample(sorted(others - {*borders}), count - len(first) - len(borders))
+            return [*first, *borders, *rest]
+        if self.total is not None and column == self.wanted[1]:
+            good = chooser.sample(good, min(4, len(good)))
+        others_too = [*good[:4], *(n + i for n in numbers for i in (-1, 0, 1))]
+        return [chooser.choice(good if i < count // 2 else others_too) for i in range(count)]
+
+    def _kept_values(self, column: str, around: int) -> list[int]:
+        """Return values that meet all conditions of a column, not far from their numbers."""
+        numbers = [number for name, _, number in self.where if name == column] or [500]
+        values = {number + i for number in numbers for i in range(-around - 1, around + 2)}
+        return [value for value in sorted(values) if self._keeps({column: value})]
+
+    def _keeps(self, row: Mapping[str, int]) -> bool:
+        """Return whether a row, or some columns of one, meet the conditions."""
+        return all(COMPARISONS[word][1](row[name], number) for name, word, number in self.where if name in row)
 
     def check(self) -> str:
         chooser = random.Random(0)
-        # Values around the numbers of the conditions; a column's values differ unless rows are to be grouped by it.
-        rows: list[dict[str, int]] = []
-        for _ in range(40):
-            row = dict(zip(self.columns, chooser.sample(range(1000), len(self.columns)), strict=True))
-            for column, _, number in self.where:
-                row[column] = number + chooser.randrange(-3, 4)
-            if self.total is not None:
-                row[self.wanted[1]] = chooser.randrange(4)
-            if self.by is not None:
-                row[self.by] = len(rows) + min([n for c, _, n in self.where if c == self.by], default=20) - 20
-            rows.append(row)
+        count = 40 + 3 * (self.limit or 0)
+        drawn = {column: self._draw(column, count, chooser) for column in self.columns}
+        rows = [dict(zip(drawn, values, strict=True)) for values in zip(*drawn.values(), strict=True)]
         chooser.shuffle(rows)
-        kept = [row for row in rows if all(COMPARISONS[word][1](row[column], n) for column, word, n in self.where)]
+        kept = [row for row in rows if self._keeps(row)]
+        assert kept, "a check of a query that returns nothing says nothing"
         if (by := self.by) is not None:
             kept.sort(key=lambda row: row[by], reverse=self.descending)
         if self.total is None:
