@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import TextStreamer
+from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.chat.streaming import CONTROLS
@@ -36,7 +36,7 @@ from medusa_decoding.trees.tree import Tree
 def run(args: argparse.Namespace) -> int:
     """Show an answer, check it, then measure and print; return 1 if the texts differ in float32."""
     disable_progress_bar()  # loading takes 9 MB
-    asked = [args.prompt] if args.prompt else list(EXAMPLES)
+    asked = list(EXAMPLES) if args.prompt is None else [args.prompt]
     if not asked[0].strip():
         raise ValueError("--prompt: expected some text, got none")
     tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]
             size = sum(weights.numel() for part in parts for weights in part.parameters())
-            say = print if console is None else functools.partial(console.print, markup=False)
+            say = print if console is None else lambda line: console.print(Text(line))
             say(f"A model of {size / 1e6:.1f}M parameters (medusa demo --help says what it knows) is asked:\n")
             say(f"{asked[0].translate(CONTROLS)}\n")
         if console is not None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             model.generate(
                 prompts[0],
                 max_new_tokens=args.max_new_tokens,
-                streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+                streamer=encoder.streamer(),
             )
             print()
         with Progress(args.rounds, "round", shown=console is not None, leave=False) as progress:
@@ -220,7 +220,7 @@ def show_result(console: Console, result: dict[str, Any]) -> None:
             histogram.add_row(f"  {length}", f"{share:7.1%}", _display.bar(share, 1, width=min(40, width - 16)))
         console.print(histogram)
     for line in notes(result):
-        console.print(line)
+        console.print(Text(line))
 
 
 def labels(result: dict[str, Any]) -> dict[str, str]:
