@@ -3,7 +3,7 @@
     python -m benchmarks.trace                          # what differs in README and docs, and claims without a record
     python -m benchmarks.trace --write README.md        # put the records' figures in
 
-In a page, a comment behind a number names its record, the place in it, and a factor if the page has another unit. It
+In a page, a comment after a number names its record, the place in it, and a factor if the page has another unit. It
 may divide by another figure, and take the least, the median, the most or the count of all records with that name:
 
     3.67<!--=demo/best/medusa_over_transformers/ratio--> times, 84<!--=step-7b/fraction*100--> %
@@ -12,7 +12,7 @@ may divide by another figure, and take the least, the median, the most or the co
 `docs/records.yaml` says which records a name means: those of a results file with these fields (`shapes.nodes` is one
 within another). A figure without least or most is that of the last one. It keeps the decimals that the page shows. A
 claim (a number with a unit, an interval, a decimal in a table) without such a comment is an error, unless a comment in
-its section (up to the next heading) says where all of them come from, or one right behind the number why it has none:
+its section (up to the next heading) says where all of them come from, or one right after the number why it has none:
 
     <!-- records: NAME NAME -->     every claim is a value of these records, in its unit; here a name means all of them
     <!-- no record: REASON -->
@@ -22,6 +22,7 @@ its section (up to the next heading) says where all of them come from, or one ri
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -243,9 +244,10 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for page in args.pages or [ROOT / "README.md", *sorted(RECORDS.parent.glob("*.md"))]:
         text = page.read_text(encoding="utf-8")
-        if args.write and (new := written(text)) != text:
-            page.write_text(new, encoding="utf-8")
-            text = new
+        if args.write:
+            with contextlib.suppress(ValueError):  # which is named below
+                page.write_text(new := written(text), encoding="utf-8")
+                text = new
         for place, words in sorted(problems(text)):
             failed = True
             print(f"{page}:{place}: {words}")
