@@ -12,7 +12,7 @@
 #   make train-demo      new heads for the embedded demo model, in runs/demo   (REQUESTS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
 #   make ablations       the paper's figures 3b, 4, 5, 7 and table 3   (MT_BENCH=FILE CHATS=FILE)
-#   make campaign        every CPU figure of README and docs anew, in stages   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
+#   make campaign        the CPU figures of README and docs anew, in stages   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
@@ -154,21 +154,22 @@ $(VENV)/.docs: $(EDITABLE)
 	$(PIP) -e ".[docs]"
 	@touch "$@"
 
-# Every figure of README and docs that a CPU can make, anew: `nohup make -k campaign > campaign.log &` on an idle machine.
-# A stage takes at most ten minutes and leaves a stamp for this commit when it succeeds, so a campaign that was stopped
-# goes on with the same command; a stage that needs longer (training) goes on by itself. Records are appended to
-# benchmarks/results/<machine>.jsonl, the ablations' are in a folder beside it. Of conversations (AlpacaEval-style dev
-# questions, MT-Bench) only their files are needed: CHATS=train.jsonl.gz OTHER_CHATS=dev.jsonl.gz MT_BENCH=mt_bench.jsonl
+# The CPU figures of README and docs, anew: `nohup make -k campaign > campaign.log &` on an idle machine. A stage takes at
+# most ten minutes and leaves a stamp for this commit when it succeeds, so a campaign that was stopped goes on with the
+# same command; training that takes longer goes on by itself. Records are appended to benchmarks/results/<machine>.jsonl,
+# the ablations' are in a folder beside it. CHATS are conversations to train on (train.jsonl.gz), OTHER_CHATS others to
+# measure on (dev.jsonl.gz), MT_BENCH its questions (mt_bench.jsonl).
 CHATS ?=
 OTHER_CHATS ?=
 MT_BENCH ?=
 MODELS := $(foreach model,Llama-127M Llama-254M,$(foreach dtype,bfloat16 float32 int8,$(model)-$(dtype)))
 ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
 CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-prefill campaign-linear \
-	$(MODELS:%=campaign-steps-%) $(MODELS:%=campaign-models-%) $(MODELS:%=campaign-batch-4-%) $(MODELS:%=campaign-batch-8-%) \
-	$(MODELS:%=campaign-prefix-%) $(ABLATIONS) campaign-heads campaign-heads-sampled campaign-table-2 campaign-chat-heads \
+	$(MODELS:%=campaign-steps-%) $(MODELS:%=campaign-long-%) $(MODELS:%=campaign-models-%) $(MODELS:%=campaign-batch-4-%) $(MODELS:%=campaign-batch-8-%) \
+	$(ABLATIONS) campaign-heads campaign-heads-sampled campaign-table-2 campaign-chat-heads \
 	campaign-alpaca
-RUNS := runs/campaign
+# What is trained for a campaign belongs to one commit, like its stamps.
+RUNS = runs/campaign/$(COMMIT)
 ON_CPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(BIN)/python
 # $(call pieces,COMMAND): of at most ten minutes each, of a command that continues where it was stopped.
 pieces = until $(1); do [ $$? = 124 ] || exit 1; done
@@ -208,39 +209,40 @@ campaign-steps-%: $(EDITABLE)
 		--dtypes $(patsubst bfloat16,bf16,$(patsubst float32,fp32,$(call part,3))) \
 		--ways eager transformers-eager transformers-compiled)
 
+campaign-long-%: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_cpu_step --models $(call part,1)-$(call part,2) --prefix 4000 \
+		--dtypes $(patsubst bfloat16,bf16,$(patsubst float32,fp32,$(call part,3))) --ways eager transformers-eager)
+
 # $(call models,ARGUMENTS): whole answers of models that exceed the cache
 models = $(call stage,$(ON_CPU) -m benchmarks.bench_models --models $(call part,1)-$(call part,2) --dtypes $(call part,3) $(1))
-campaign-models-%: runs/ablations/draft | $(EDITABLE)
-	$(call models,--prompts 6 --draft runs/ablations/draft)
+campaign-models-%: $(RUNS)/draft | $(EDITABLE)
+	$(call models,--prompts 6 --draft $(RUNS)/draft)
 
 campaign-batch-4-%: $(EDITABLE)
-	$(call models,--batches 4 --prompts 2 --nodes 4 8 16)
+	$(call models,--batches 4 --prompts 3 --nodes 4 8)
 
 campaign-batch-8-%: $(EDITABLE)
-	$(call models,--batches 8 --prompts 1 --nodes 4 8)
-
-campaign-prefix-%: $(EDITABLE)
-	$(call models,--prefix 4000 --prompts 2 --nodes 8 16)
+	$(call models,--batches 8 --prompts 3 --nodes 4)
 
 # Ablations of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE".
 ABLATION_ARGS ?=
 ABLATE = $(ON_CPU) -m benchmarks.ablations
-VARIANTS := runs/ablations/table2
+VARIANTS = $(RUNS)/table2
 campaign-figure-4 campaign-dynamic campaign-figure-5: campaign-%: $(EDITABLE)
 	$(call stage,$(ABLATE) $* $(ABLATION_ARGS))
 
 campaign-table-3: $(VARIANTS)/medusa-2/heads
 	$(call stage,$(ABLATE) table-3 --medusa-1 $(VARIANTS)/medusa-1/heads --medusa-2 $(VARIANTS)/medusa-2/heads)
 
-campaign-figure-7: runs/ablations/draft
-	$(call stage,$(ABLATE) figure-7 --draft runs/ablations/draft)
+campaign-figure-7: $(RUNS)/draft
+	$(call stage,$(ABLATE) figure-7 --draft $(RUNS)/draft)
 
-campaign-figure-3b: runs/chat/heads/heads
+campaign-figure-3b: $(if $(ABLATION_ARGS),$(EDITABLE),runs/chat/heads/heads)
 	$(call stage,$(call with,MT_BENCH,$(ABLATE) figure-3b --prompts $(MT_BENCH) \
 		$(or $(ABLATION_ARGS),--model runs/chat/heads/heads --nodes 8 --max-new-tokens 128)))
 
-runs/ablations/draft: | $(EDITABLE)
-	$(ABLATE) draft --out $@
+$(RUNS)/draft: | $(EDITABLE)
+	PYTHONPATH=. $(BIN)/python -m benchmarks.ablations draft --out $@
 
 $(VARIANTS)/medusa-2/heads: | $(EDITABLE)
 	$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS) --only medusa-1 medusa-2 --train-only)
@@ -265,7 +267,7 @@ campaign-alpaca: runs/chat/heads/heads
 
 # The small chat model and its heads, in an hour or two.
 runs/chat/model/model: | $(EDITABLE)
-	$(call with,CHATS,$(BIN)/python -m recipes.demo.base --data $(CHATS) --out runs/chat/base && \
+	$(call with,CHATS,{ [ -d runs/chat/base ] || $(BIN)/python -m recipes.demo.base --data $(CHATS) --out runs/chat/base; } && \
 		$(BIN)/medusa train --config recipes/chat-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]" --set model.dtype=float32)
 
 runs/chat/heads/heads: runs/chat/model/model
