@@ -199,6 +199,8 @@ def write(model: Path, heads_folder: Path, out: Path, **amounts: int) -> None:
     for name, size in (("medusa_tree.json", 8), ("medusa_tree_64.json", 64)):
         Tree.optimal(result["calibration"], size).save(out / "heads" / name)
     write_json(out / "measured.json", result)
+    # Where `tree="auto"`, `medusa tune` and `medusa tree` look for them.
+    write_json(out / "heads" / "measured.json", {"accuracies": result["calibration"]})
     write_text(out / "answers.jsonl", "".join(json.dumps(one) + "\n" for one in checked))
     write_text(out / "README.md", card(result, base.config, heads))
 

@@ -23,10 +23,14 @@ QUICK = ["--nodes", "2,4", "--prefix", "16,64", "--repeats", "1", "--undecided",
 FLOAT32 = ["--dtype", "float32"]
 
 
+# The copies are without the accuracies that the checkpoint has: those of the paper are taken then.
+WITHOUT = shutil.ignore_patterns("tuning.json", "calibration.json", "measured.json")
+
+
 @pytest.fixture
 def folder(tmp_path):
     """A copy of the embedded checkpoint's heads (of its base model only a name)."""
-    shutil.copytree(CHECKPOINT, tmp_path / "demo", ignore=shutil.ignore_patterns("tuning.json", "calibration.json"))
+    shutil.copytree(CHECKPOINT, tmp_path / "demo", ignore=WITHOUT)
     return tmp_path / "demo" / "heads"
 
 
@@ -34,7 +38,7 @@ def folder(tmp_path):
 def choice(tmp_path_factory):
     """The tuning file that `QUICK` writes, measured once for all tests that only read it."""
     folder = tmp_path_factory.mktemp("choice")
-    shutil.copytree(CHECKPOINT, folder / "demo", ignore=shutil.ignore_patterns("tuning.json", "calibration.json"))
+    shutil.copytree(CHECKPOINT, folder / "demo", ignore=WITHOUT)
     assert main(["tune", "--model", str(folder / "demo" / "heads"), *FLOAT32, *QUICK]) == 0
     return (folder / "demo" / "heads" / "tuning.json").read_text()
 

@@ -49,6 +49,14 @@ def test_weights_are_bfloat16_and_heads_are_of_the_best_kind():
     assert config["medusa_parent_rank"] > 0
 
 
+def test_trees_are_chosen_by_the_heads_own_accuracies(measured):
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
+        trees = {tree.num_nodes: tree for tree in model._policy("auto").trees}
+    assert trees[4] == Tree.optimal(measured["calibration"], 4) == Tree.chain(3)
+    assert trees[16] == Tree.optimal(measured["calibration"], 16)
+    assert trees[8] == Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
+
+
 def test_the_card_states_what_was_measured(measured):
     card = (CHECKPOINT / "README.md").read_text()
     for size, row in measured["tokens_per_step"].items():

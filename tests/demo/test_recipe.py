@@ -79,6 +79,7 @@ def test_every_stage_of_the_recipe(small, root, monkeypatch, tmp_path):
     assert read_heads(out / "heads").heads.w1.abs().max() > 0
     measured = json.loads((out / "measured.json").read_text())
     assert measured["answers"] == 4
+    assert json.loads((out / "heads" / "measured.json").read_text()) == {"accuracies": measured["calibration"]}
     answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     assert measured["answers_right"] == sum(one["problem"] is None for one in answers) == 0
     assert measured["wrong_by_kind"] == {"class": 1, "function": 1, "command line": 1, "query": 1}
