@@ -21,8 +21,8 @@ import torch
 
 from benchmarks import harness
 from benchmarks.bench_generate import NEW, prompts
-from medusa_decoding.checkpoints import pretrained, read_heads
-from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B, TreeSet
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
@@ -106,9 +106,11 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
     }  # fmt: skip
     with MedusaModel(base, random_heads(base, seed), backend=backend) as model:
         figures["random_heads"] = Ways(model, plain).compare(inputs, warm_up)
-    heads = read_heads(CHECKPOINT / "heads", dtype=torch.float32).heads
-    fixed = {f"{tree.num_nodes} nodes": tree for tree in TreeSet(VICUNA_7B[: heads.num_heads]).trees[1:]}
-    with MedusaModel(base, heads.eval(), backend=backend) as model:
+    # As users load it: with the accuracies and the tree that are stored next to the heads.
+    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32, backend=backend) as model:
+        of_auto = model._policy("auto")
+        assert isinstance(of_auto, Adaptive)
+        fixed = {f"{tree.num_nodes} nodes": tree for tree in of_auto.trees[1:]}
         figures["own_heads"] = Ways(model, plain | fixed).compare(inputs, warm_up)
     return figures
 
