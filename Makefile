@@ -51,9 +51,9 @@ GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
 	gpu-step gpu-projections $(GPU_ABLATIONS)
-# The last commit of what is measured: committing results or words repeats no stage.
-COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' \
-	':!benchmarks/results' 2>/dev/null),unknown)
+# The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
+COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
+	':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
 STAMPS = benchmarks/results/.stages/$(COMMIT)
 # The sources of this checkout, whether or not the interpreter has the package installed.
 ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
@@ -165,9 +165,10 @@ MT_BENCH ?=
 MODELS := $(foreach model,Llama-127M Llama-254M,$(foreach dtype,bfloat16 float32 int8,$(model)-$(dtype)))
 ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
 CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-prefill campaign-linear \
-	$(MODELS:%=campaign-steps-%) $(MODELS:%=campaign-long-%) $(MODELS:%=campaign-models-%) $(MODELS:%=campaign-batch-4-%) $(MODELS:%=campaign-batch-8-%) \
-	$(ABLATIONS) campaign-heads campaign-heads-sampled campaign-table-2 campaign-chat-heads \
-	campaign-alpaca
+	$(foreach stage,steps long,$(MODELS:%=campaign-$(stage)-%)) campaign-roofline \
+	$(foreach stage,models batch-4 batch-8,$(MODELS:%=campaign-$(stage)-%)) \
+	$(ABLATIONS) campaign-alpaca campaign-heads campaign-heads-sampled campaign-table-2 campaign-chat-heads \
+	campaign-chat-heads-sampled
 # What is trained for a campaign belongs to one commit, like its stamps.
 RUNS = runs/campaign/$(COMMIT)
 ON_CPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(BIN)/python
@@ -213,6 +214,10 @@ campaign-long-%: $(EDITABLE)
 	$(call stage,$(ON_CPU) -m benchmarks.bench_cpu_step --models $(call part,1)-$(call part,2) --prefix 4000 \
 		--dtypes $(patsubst bfloat16,bf16,$(patsubst float32,fp32,$(call part,3))) --ways eager transformers-eager)
 
+# What bytes and arithmetic predict for these steps on this machine.
+campaign-roofline: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.roofline --device cpu --write)
+
 # $(call models,ARGUMENTS): whole answers of models that exceed the cache
 models = $(call stage,$(ON_CPU) -m benchmarks.bench_models --models $(call part,1)-$(call part,2) --dtypes $(call part,3) $(1))
 campaign-models-%: $(RUNS)/draft | $(EDITABLE)
@@ -247,19 +252,29 @@ $(RUNS)/draft: | $(EDITABLE)
 $(VARIANTS)/medusa-2/heads: | $(EDITABLE)
 	$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS) --only medusa-1 medusa-2 --train-only)
 
-COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds 0 1 2 $(1))
+# One training seed; SEEDS="0 1 2" says how far figures vary with it, in three times the time.
+SEEDS ?= 0
+KINDS := "version 0.2" "own projections" "own, int8" "shared lm_head" "shared, two blocks" "parents, rank 32" \
+	"root, rank 128" "root and parents" "root, parents, kl"
+FEW_KINDS := "version 0.2" "parents, rank 32" "root and parents" "root, parents, kl"
+COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds $(SEEDS) --first "version 0.2" $(1))
 campaign-heads: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads))
+	$(call stage,$(call COMPARE_HEADS,--only $(KINDS) --out $(RUNS)/heads))
 
 campaign-heads-sampled: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads --temperature 0.8))
+	$(call stage,$(call COMPARE_HEADS,--only $(KINDS) --out $(RUNS)/heads --temperature 0.8))
+
+CHAT_HEADS = $(call with,CHATS OTHER_CHATS,$(call COMPARE_HEADS,--out $(RUNS)/chat-heads --model runs/chat/model/model \
+	--only $(FEW_KINDS) --prompts 50 --prompts-from $(CHATS) \
+	--held-out-from $(OTHER_CHATS) $(1)))
+campaign-chat-heads: runs/chat/model/model
+	$(call stage,$(call CHAT_HEADS))
+
+campaign-chat-heads-sampled: runs/chat/model/model
+	$(call stage,$(call CHAT_HEADS,--temperature 0.8))
 
 campaign-table-2: $(EDITABLE)
 	$(call stage,$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS)))
-
-campaign-chat-heads: runs/chat/model/model
-	$(call stage,$(call with,CHATS OTHER_CHATS,$(call COMPARE_HEADS,--out $(RUNS)/chat-heads --model runs/chat/model/model \
-		--prompts 50 --prompts-from $(CHATS) --held-out-from $(OTHER_CHATS))))
 
 campaign-alpaca: runs/chat/heads/heads
 	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b --prompts $(OTHER_CHATS) --limit 80 --turns 1 \

@@ -1,8 +1,12 @@
 """Compare measured steps with the roofline's prediction, and fit shares of a device's peaks to measurements.
 
     python -m benchmarks.roofline benchmarks/results/nvidia-h200.jsonl --device h200
+    python -m benchmarks.roofline --device cpu --write
 
 The records are those of `python -m benchmarks.bench_step`: whole captured steps of this project with random weights.
+With `--device cpu`, which is measured first, they are those of `python -m benchmarks.bench_cpu_step`; `--write` appends
+the comparison to this machine's results.
+
 The roofline counts bytes and operations. What it leaves out (launches, activations that are read repeatedly through the
 caches, norms, acceptance, compaction) is part of the stated error.
 """
@@ -15,15 +19,18 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.bench_step import MODELS
+from benchmarks.plot import read
 from medusa_decoding.cli.simulate import find_device
 from medusa_decoding.files import MAX_JSON, parse_json, read_text
 from medusa_decoding.roofline.devices import Attained, Device
 from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
-from medusa_decoding.roofline.shapes import SHAPES, HeadShape
+from medusa_decoding.roofline.shapes import SHAPES, HeadShape, shape_of
 
 Record = dict[str, Any]
 PLAIN = "plain graph"
@@ -35,6 +42,10 @@ HEADS: dict[str | None, HeadShape | None] = {
     "shared, trimmed 8192": HeadShape(vocabulary=8192, shared=True),
     "full bf16": HeadShape(),
 }
+
+CPU_STEP = ("model", "dtype", "nodes", "prefix")
+# Of a record of bench_cpu_step: the dtype of activations, lm_head and heads, and the bytes of a layer's weight.
+CPU_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2), "int8": ("bfloat16", 1)}
 
 
 def fit_attained(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], float]) -> Attained:
@@ -135,6 +146,50 @@ def compare(records: Sequence[Record], device: Device) -> list[Record]:
     return rows
 
 
+def compare_on_cpu(records: Iterable[Record], device: Device) -> list[Record]:
+    """Return the eager steps of bench_cpu_step, the last of each case, with the ideal roofline's prediction.
+
+    All dtypes are computed in float32's arithmetic, as the C++ kernels do where a CPU has no products of bfloat16.
+
+    Args:
+        records: of a machine.
+        device: its peaks in float32.
+
+    Raises:
+        ValueError: no such step.
+    """
+    steps = {
+        tuple(record[name] for name in CPU_STEP): record
+        for record in records
+        if record["benchmark"] == "cpu-step" and record["way"] == "eager" and record["dtype"] in CPU_DTYPES
+    }
+    if not steps:
+        raise ValueError("records: expected eager steps of bench_cpu_step, got none")
+    rows = []
+    for case, record in steps.items():
+        activations, layer_weight = CPU_DTYPES[record["dtype"]]
+        on = replace(device.ideal(), dtype=activations)
+        shape, heads = shape_of(MODELS[record["model"]](), record["model"]), HeadShape(shared=True)
+        operators = step_operators(shape, heads if record["nodes"] > 1 else None, 1, record["nodes"], record["prefix"])
+        seconds = sum(one.seconds(on, layer_weight if one.times == shape.layers else None) for one in operators)
+        row = dict(zip(CPU_STEP, case, strict=True)) | {"measured_us": record["median_us"]}
+        rows.append(
+            row | {"predicted_us": 1e6 * seconds, "measured_over_predicted": record["median_us"] / seconds / 1e6}
+        )
+    return rows
+
+
+def print_on_cpu(rows: Sequence[Record], device: Device) -> None:
+    """Print what `compare_on_cpu` found for a person."""
+    print(f"{device.name}: {device.flops / 1e9:.0f} GFLOP/s, {device.bandwidth / 1e9:.1f} GB/s")
+    print("model        dtype  prefix  nodes  measured ms  predicted  measured over predicted")
+    for row in rows:
+        print(
+            f"{row['model']:12} {row['dtype']:5}{row['prefix']:8}{row['nodes']:7}{row['measured_us'] / 1e3:13.1f}"
+            f"{row['predicted_us'] / 1e3:11.1f}{row['measured_over_predicted']:13.2f}"
+        )
+
+
 def print_comparison(rows: Sequence[dict[str, Any]]) -> None:
     """Print measured steps and their predictions for a person."""
     print("errors in percent of the measured time; fitted: to the plain steps alone")
@@ -155,13 +210,22 @@ def print_comparison(rows: Sequence[dict[str, Any]]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison for a file of records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, help="file of records, such as benchmarks/results/nvidia-h200.jsonl")
+    words = "file of records (default: the H200's; with --device cpu this machine's)"
+    parser.add_argument("records", type=Path, nargs="?", help=words)
     words = "that they were measured on, as in medusa simulate (default: h200)"
     parser.add_argument("--device", default="h200", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON list")
+    parser.add_argument("--write", action="store_true", help="append the comparison on a CPU to this machine's results")
     args = parser.parse_args(arguments)
     try:
-        rows = compare(read_steps(args.records), find_device(args.device))
+        if args.device == "cpu":
+            device = find_device("cpu")
+            rows = compare_on_cpu(read(args.records or harness.RESULTS / f"{harness.machine_slug()}.jsonl"), device)
+            if args.write:
+                harness.write_record("roofline-cpu", {"device": asdict(device), "steps": rows})
+            print(json.dumps(rows)) if args.json else print_on_cpu(rows, device)
+            return 0
+        rows = compare(read_steps(args.records or harness.RESULTS / "nvidia-h200.jsonl"), find_device(args.device))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.json:

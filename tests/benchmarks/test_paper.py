@@ -16,7 +16,7 @@ from benchmarks.paper import __main__ as command
 from benchmarks.paper import reproduction
 from benchmarks.paper import values as paper
 from benchmarks.paper.block import attention_product, block_operators
-from benchmarks.roofline import compare, fit_steps, main, read_steps
+from benchmarks.roofline import compare, compare_on_cpu, fit_steps, main, read_steps
 from medusa_decoding.roofline.devices import A100, DEVICES, H200, Attained, Device
 from medusa_decoding.roofline.operators import linear, total_seconds
 from medusa_decoding.roofline.shapes import ModelShape
@@ -248,6 +248,26 @@ def test_records_without_a_plain_step_are_refused() -> None:
     record = {"way": "medusa graph", "model": "Llama-2-7B", "heads": "shared", "prefix": 8, "batch": 1, "nodes": 4}
     with pytest.raises(ValueError, match="records: expected a plain step among them, got none"):
         compare([record | {"median_us": 5.0}], H200)
+
+
+def test_a_step_on_a_cpu_is_bound_by_bytes_and_then_by_arithmetic() -> None:
+    # Llama-127M: 12 layers of 768 (q, k, v 768 + 2 x 384, MLP of 2048), vocabulary 32,000; hardly any keys.
+    layers, lm_head = 12 * (2 * 768 * 768 + 2 * 768 * 384 + 3 * 768 * 2048), 32000 * 768
+    step = {"benchmark": "cpu-step", "model": "Llama-127M", "way": "eager", "prefix": 0, "median_us": 1e4}
+    kinds = [("fp32", 4, 4), ("bf16", 2, 2), ("int8", 1, 2)]
+    records = [step | {"dtype": dtype, "nodes": 1} for dtype, *_ in kinds]
+    slow_memory = Device("cpu", flops=1e15, bandwidth=1e10, dtype="float32")
+    for (dtype, of_layers, of_lm_head), row in zip(kinds, compare_on_cpu(records, slow_memory), strict=True):
+        microseconds = (layers * of_layers + lm_head * of_lm_head) / 1e4
+        assert (row["dtype"], row["nodes"]) == (dtype, 1)
+        assert row["predicted_us"] == pytest.approx(microseconds, rel=0.01)
+        assert row["measured_over_predicted"] == pytest.approx(1e4 / microseconds, rel=0.01)
+    slow_arithmetic = Device("cpu", flops=1e9, bandwidth=1e15, dtype="float32")
+    (row,) = compare_on_cpu([step | {"dtype": "bf16", "nodes": 8}], slow_arithmetic)
+    heads = 4 * 768 * 768 + 4 * lm_head
+    assert row["predicted_us"] == pytest.approx(2 * (8 * (layers + lm_head) + heads) / 1e3, rel=0.01)
+    with pytest.raises(ValueError, match="expected eager steps of bench_cpu_step, got none"):
+        compare_on_cpu([step | {"dtype": "bf16", "nodes": 1, "way": "transformers-eager"}], slow_memory)
 
 
 def test_the_papers_simulation_is_its_block_on_llama_7b() -> None:
