@@ -53,12 +53,13 @@ GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-attention gpu-heads gp
 	gpu-step gpu-projections $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
-	':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
+	':!Makefile' ':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
 STAMPS = benchmarks/results/.stages/$(COMMIT)
 # The sources of this checkout, whether or not the interpreter has the package installed.
 ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
 stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
-	else echo "=== $@"; { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@"; fi
+	else echo "=== $@"; from=$$(date +%s); { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@" && \
+	echo "=== $@: $$(($$(date +%s) - from)) s"; fi
 
 .PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
@@ -164,7 +165,8 @@ OTHER_CHATS ?=
 MT_BENCH ?=
 MODELS := $(foreach model,Llama-127M Llama-254M,$(foreach dtype,bfloat16 float32 int8,$(model)-$(dtype)))
 ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
-CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-prefill campaign-linear \
+CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-linear \
+	campaign-prefill-float32 campaign-prefill-bfloat16 \
 	$(foreach stage,steps long,$(MODELS:%=campaign-$(stage)-%)) campaign-roofline \
 	$(foreach stage,models batch-4 batch-8,$(MODELS:%=campaign-$(stage)-%)) \
 	$(ABLATIONS) campaign-alpaca campaign-heads campaign-heads-sampled campaign-table-2 campaign-chat-heads \
@@ -199,8 +201,10 @@ campaign-replay: $(EDITABLE)
 	$(call stage,$(call with,CHATS OTHER_CHATS,\
 		$(ON_CPU) -m benchmarks.bench_lookup --replay $(OTHER_CHATS) --tokenizer-text $(CHATS) --answers 100))
 
-campaign-prefill: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_prefill --shapes 254M --tokens 2048 4096 --rounds 3)
+campaign-prefill-float32: PROMPTS := 2048 4096
+campaign-prefill-bfloat16: PROMPTS := 1024 2048
+campaign-prefill-float32 campaign-prefill-bfloat16: campaign-prefill-%: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_prefill --shapes 254M --dtypes $* --tokens $(PROMPTS) --rounds 3)
 
 campaign-linear: $(EDITABLE)
 	$(call stage,$(ON_CPU) -m benchmarks.bench_decode_linear)
