@@ -10,7 +10,8 @@ may divide by another figure, and take the least, the median, the most or the co
     1.5<!--=step-own-modules/median_us : step-7b/median_us--> times, 1.3<!--=min attention-over-sdpa/ratio--> times
 
 `docs/records.yaml` says which records a name means: those of a results file with these fields (`shapes.nodes` is one
-within another). A figure without least or most is that of the last one. It keeps the decimals that the page shows. A
+within another). With `by: [model, dtype]` the place begins with the values of these: `steps/Llama-254M/bf16/median_us`.
+A figure without least or most is that of the last one. It keeps the decimals that the page shows. A
 claim (a number with a unit, an interval, a decimal in a table) without such a comment is an error, unless a comment in
 its section (up to the next heading) says where all of them come from, or one right after the number why it has none:
 
@@ -100,6 +101,7 @@ def records_of(name: str) -> list[Record]:
         raise ValueError(f"{name}: expected a name of docs/records.yaml, got another")
     wanted = dict(names()[name])
     file, peer, ratio = wanted.pop("file"), wanted.pop("over", None), wanted.pop("ratio", {})
+    wanted.pop("by", None)
     found = [one for one in records(file) if all(holds(one, *field) for field in wanted.items())]
     if peer is not None:
         ours = {str(one["shapes"]): one["median_us"] for one in found if one["implementation"] == "medusa_kernels"}
@@ -162,7 +164,11 @@ def value_of(place: str, of_all: str | None = None, over: str | None = None, fac
         ValueError: no such record, or no number in that place.
     """
     name, *keys = re.sub(r"\s+", " ", place).strip().split("/")
-    found = [number_at(record, keys, place) for record in records_of(name)[0 if of_all else -1 :]]
+    by = names().get(name, {}).get("by", [])
+    meant = [one for one in records_of(name) if all(str(one.get(field)) == key for field, key in zip(by, keys))]  # noqa: B905
+    if not meant:
+        raise ValueError(f"{place}: expected a record with such {', '.join(by)}, got none")
+    found = [number_at(record, keys[len(by) :], place) for record in meant[0 if of_all else -1 :]]
     value = Decimal(repr(OF_ALL[of_all](found) if of_all else found[0])) * Decimal(factor or 1)
     return value / value_of(over) if over else value
 

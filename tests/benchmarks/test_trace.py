@@ -28,6 +28,7 @@ def _records(monkeypatch):
         "over-16": {"file": "here", "benchmark": "op", "shapes.nodes": {"in": [16, 64]}, "over": "tor.*"},
         "over-slow": {"file": "here", "benchmark": "op", "over": "tor.*", "ratio": {"least": 2}},
         "op-quick": {"file": "here", "implementation": KERNEL, "median_us": {"most": 15}},
+        "op-by": {"file": "here", "benchmark": "op", "by": ["implementation", "benchmark"]},
         "op-16": {"file": "here", "implementation": KERNEL, "shapes.nodes": 16},
     }
     monkeypatch.setattr(trace, "names", lambda: names)
@@ -49,6 +50,8 @@ def _records(monkeypatch):
         ("9<!--=count over-slow/ratio--> cases", "1<!--=count over-slow/ratio--> cases"),
         ("1<!--=max op-quick/median_us--> us", "10<!--=max op-quick/median_us--> us"),
         ("9.9<!--=max over-16/ratio--> times", "2.5<!--=max over-16/ratio--> times"),
+        ("9<!--=op-by/torch/op/median_us--> us", "50<!--=op-by/torch/op/median_us--> us"),
+        ("9<!--=min op-by/torch/op/median_us--> us", "12<!--=min op-by/torch/op/median_us--> us"),
         ("9.9<!--=op-16/median_us : demo/list/1--> times", "40.0<!--=op-16/median_us : demo/list/1--> times"),
         ("9.9<!--=op-16/median_us : demo/list/1*1e-1--> x", "4.0<!--=op-16/median_us : demo/list/1*1e-1--> x"),
     ],
@@ -65,6 +68,10 @@ def test_figures_are_written_as_the_page_shows_them(text, expected):
         ("\n9.99<!--=demo/best/ratio/ratio--> times", (2, "demo/best/ratio/ratio: expected 3.67, got 9.99")),
         ("1<!--=nobody/x-->", (1, "nobody: expected a name of docs/records.yaml, got another")),
         ("1<!--=demo/best/none-->", (1, "demo/best/none: expected a number in the record, got nothing")),
+        (
+            "1<!--=op-by/nobody/op/median_us-->",
+            (1, "op-by/nobody/op/median_us: expected a record with such implementation, benchmark, got none"),
+        ),
         ("1<!--=demo/best-->", (1, "demo/best: expected a number in the record, got dict")),
         ("It is 1.35 times\nas fast", (1, "a claim without a record: 1.35 times")),
         ("84 % of a copy", (1, "a claim without a record: 84 %")),
