@@ -97,11 +97,11 @@ def medusa_command() -> str:
 
 
 def without_folders(arguments: Iterable[str]) -> list[str]:
-    """Return a command's arguments with every absolute path replaced by its last part."""
+    """Return a command's arguments with paths to elsewhere (absolute, `~`, `..`) replaced by their last part."""
     found = []
     for word in arguments:
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-        found.append(option + equals + (Path(value).name if value.startswith(("/", "~")) else value))
+        found.append(option + equals + (Path(value).name if value.startswith(("/", "~", "../")) else value))
     return found
 
 

@@ -21,7 +21,7 @@ from benchmarks import harness
 def test_a_record_names_the_command_without_folders(
     results: Any, monkeypatch: pytest.MonkeyPatch, program: str, module: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [program, "--out=/home/me/runs", "--model", "/home/me/models/small", "8"])
+    monkeypatch.setattr(sys, "argv", [program, "--out=/home/me/runs", "--model", "../models/small", "8"])
     harness.write_record(
         "some", {"files": ["/home/me/prompts.jsonl", "runs/heads"], "rows": {"a": {"at": "/x/y", "n": 3}}}
     )
