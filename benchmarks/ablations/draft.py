@@ -134,11 +134,10 @@ def _train(
         # Each token of an answer is predicted at the position before it.
         place = torch.arange(rows.shape[1])
         learnt = torch.stack([(place >= prompt - 1) & (place < len(text) - 1) for text, prompt in chosen])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            with torch.no_grad():
-                wanted = base(rows, use_cache=False).logits[learnt].float().log_softmax(-1)
-            said = draft(rows, use_cache=False).logits[learnt]
-        loss = F.kl_div(said.float().log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+        with torch.no_grad():
+            wanted = base(rows, use_cache=False).logits[learnt].log_softmax(-1)
+        said = draft(rows, use_cache=False).logits[learnt]
+        loss = F.kl_div(said.log_softmax(-1), wanted, reduction="batchmean", log_target=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         optimizer.step()
