@@ -23,7 +23,7 @@ def file(tmp_path):
 
 def test_the_embedded_model_with_json_and_file(capsys, file, tmp_path):
     out = tmp_path / "figures.json"
-    assert main(["eval", "--prompts", file, *ARGV, "--json", "--out", str(out)]) == 0
+    assert main(["eval", "--prompts", file, "--dtype", "float32", *ARGV, "--json", "--out", str(out)]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == figures
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
