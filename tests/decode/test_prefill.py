@@ -12,6 +12,7 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import attention_swap
 from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.backbone.backbone import Backbone
+from medusa_decoding.backbone.fused_layers import NativeLayers
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
@@ -19,6 +20,7 @@ from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.selection.greedy import Greedy
 from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_kernels import ancestor_words, tree_attention
+from medusa_kernels._native import why_missing
 
 NEW = 12
 # Around the boundaries of chunks of 1, 3 and 5 tokens per row, the shortest and the longest in the middle.
@@ -49,9 +51,19 @@ VARIANTS = {
 variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
 
 
-@pytest.fixture(params=["here", "as on a GPU"])
+def as_nodes(backbone):
+    """Takes the place of `Backbone.prefill_nodes`, before any generation has chosen how layers run."""
+    backbone.native = NativeLayers(backbone.decoder)
+    return 64
+
+
+@pytest.fixture(params=["here", "as on a GPU", "as nodes"])
 def way(request, monkeypatch):
-    """Both ways to attend after the first chunk and to run the last layer, on this machine's CPU."""
+    """All ways to attend after the first chunk and to run the last layer, on this machine's CPU."""
+    if request.param == "as nodes":
+        if why_missing("cpu"):
+            pytest.skip(f"no C++ ops: {why_missing('cpu')}")
+        monkeypatch.setattr(Backbone, "prefill_nodes", property(as_nodes))
     if request.param == "as on a GPU":
         monkeypatch.setattr(Backbone, "can_hold_last", False)
         monkeypatch.setattr(attention_swap, "_prefill_by_mask", attention_swap._prefill_by_chains)
@@ -169,6 +181,30 @@ def test_the_last_layer_runs_for_the_last_tokens_alone(family, overrides, monkey
         prefill(medusa.backbone, rows, state, *greedy(3), chunk=12)
         assert seen == [(3, 1)]
         agrees(state)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "supported", "rows", "passes"),
+    [
+        (torch.bfloat16, False, 1, [(1, 64), (1, 64), (1, 2)]),
+        (torch.bfloat16, False, 3, [(3, 21)] * 6 + [(3, 4)]),
+        (torch.bfloat16, False, 65, [(65, 15)] * 8 + [(65, 10)]),
+        (torch.bfloat16, True, 1, [(1, 130)]),
+        (torch.float32, False, 1, [(1, 130)]),
+    ],
+)
+def test_bfloat16_runs_as_nodes_where_pytorch_has_no_instructions_for_it(dtype, supported, rows, passes, monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    with MedusaModel(tiny().to(dtype)) as medusa, torch.no_grad():
+        medusa._steps._choose_layers("eager")
+        if medusa.backbone.native is None:
+            pytest.skip(f"no C++ ops: {why_missing('cpu')}")
+        forward = medusa.backbone.forward
+        monkeypatch.setattr(medusa.backbone, "forward", lambda t, c: seen.append((*t.shape,)) or forward(t, c))
+        state = acquire(medusa, [130] * rows, 160)
+        prefill(medusa.backbone, prompts(rows, [130] * rows), state, *greedy(rows), chunk=1000)
+    assert seen == passes
 
 
 @pytest.mark.parametrize("name", ["mlp", "self_attn.k_proj", "", "subclass"])

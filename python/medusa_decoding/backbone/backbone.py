@@ -17,6 +17,7 @@ from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
 from medusa_decoding.heads import is_hooked
+from medusa_kernels.decode_linear import MOST_ROWS
 
 
 class Backbone:
@@ -128,6 +129,17 @@ class Backbone:
             and unsupported.foreign_forward(type(layer)) is None
             and not any(is_hooked(module) for module in layer.modules())
         )
+
+    @property
+    def prefill_nodes(self) -> int:
+        """The most tokens that a prefill runs at once as the nodes of a tree, by `native`; 0 if it runs by modules.
+
+        PyTorch's products in bfloat16 take several times those in float32 on a CPU without instructions for them.
+        """
+        if self.native is None or self.dtype != torch.bfloat16:
+            return 0
+        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return 0 if fast else MOST_ROWS
 
     def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H].

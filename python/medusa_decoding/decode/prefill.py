@@ -1,7 +1,8 @@
 """Prefill: the prompt through the model, its keys and values cached, the first root chosen. Prefill is not a step.
 
 A long prompt runs in chunks, so that its activations do not grow with it. On a CPU the last layer runs only for the
-last token of each row: of the others it appends keys and values, and nothing reads its output.
+last token of each row: of the others it appends keys and values, and nothing reads its output. In bfloat16 on a CPU
+without instructions for it, chunks are as small as a tree, and run as steps do (see `Backbone.prefill_nodes`).
 """
 
 from __future__ import annotations
@@ -63,15 +64,20 @@ def prefill(
     tokens = torch.zeros(batch, width, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    at_once = max(1, chunk // batch)
+    at_once, chain = max(1, chunk // batch), None
+    if batch <= backbone.prefill_nodes:
+        at_once = min(at_once, backbone.prefill_nodes // batch)
+        # Each token is the child of the one before it; a word of 64 ones is -1.
+        chain = torch.tensor([(2 << i) - 1 if i < 63 else -1 for i in range(at_once)])[:, None]
     positions = torch.arange(min(at_once, width - reuse), dtype=torch.int32, device=device)
-    hold_last = backbone.can_hold_last
+    hold_last = chain is None and backbone.can_hold_last
     last = torch.empty(batch, 1, backbone.config.hidden_size, dtype=state.hidden.dtype, device=device)
     for first in range(reuse, width, at_once):
         piece = tokens[:, first : first + at_once]
         state.cache.lengths.fill_(first)
         depths = positions[: piece.shape[1]]
-        context = DecodeContext(state.cache, depths, ancestors=None, offset=first, hold_last=hold_last)
+        ancestors = None if chain is None else chain[: piece.shape[1]]
+        context = DecodeContext(state.cache, depths, ancestors, offset=first, hold_last=hold_last)
         hidden = backbone.forward(piece, context)
         ends = [row for row, length in enumerate(lengths) if first < length <= first + at_once]
         if ends:
