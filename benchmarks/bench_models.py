@@ -2,10 +2,12 @@
 
     python -m benchmarks.bench_models --models Llama-254M --dtypes bfloat16
     python -m benchmarks.bench_models --models Llama-127M --dtypes float32 int8 --batches 4 8 --prompts 16
+    python -m benchmarks.bench_models --heads HEADS --prompts-from mt_bench.jsonl     # a small model of your own inside
 
-The models are the demo model within larger ones (`benchmarks.enlarged`): they write its answers and accept its drafts,
-at the cost of their own size. All ways of a model, dtype and batch answer the same held-out requests in turn within
-this process; texts must be equal in float32. Prefill is timed by itself, as an answer of one token.
+The models are the demo model, or another small one, within larger ones (`benchmarks.enlarged`): they write its answers
+and accept its drafts, at the cost of their own size. All ways of a model, dtype and batch answer the same held-out
+requests in turn within this process; texts must be equal in float32. Prefill is timed by itself, as an answer of one
+token; what is left of an answer's time is decoding.
 
 `--draft` is a small model for assisted generation, as `python -m benchmarks.ablations draft` makes one. `--prefix` puts
 that many tokens of earlier requests and answers before each request; the demo model has learnt 384 tokens, so with more
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,9 +29,11 @@ import torch
 
 from benchmarks import enlarged, harness
 from benchmarks.bench_step import MODELS as CONFIGS
-from medusa_decoding.checkpoints import pretrained, read_heads
+from medusa_decoding.checkpoints import find_base_model, pretrained, read_heads
+from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.demo.requests import Request
+from medusa_decoding.evaluation.prompts import read_prompts
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.roofline.shapes import ModelShape, shape_of
 from medusa_decoding.trees.tree import Tree
@@ -36,8 +41,9 @@ from recipes.demo.requests import answer, draw, encoded
 
 NEW = 256
 """Most new tokens of an answer."""
+DEMO = CHECKPOINT / "heads"
 MODELS = ("Llama-127M", "Llama-254M")
-SIZES = (4, 8, 16, 32, 64)
+SIZES = (4, 8, 16, 64)
 # Dtype of the activations, and whether the layers' weights are int8 (torchao).
 DTYPES = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False), "int8": (torch.bfloat16, True)}
 PLAIN = "plain"
@@ -63,10 +69,10 @@ class Model:
     steps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, shape: ModelShape, dtype: str) -> Model:
-        """Enlarge the demo model and its heads."""
-        small = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
-        heads = enlarged.enlarge_heads(read_heads(CHECKPOINT / "heads", dtype=torch.float32).heads, shape)
+    def make(cls, shape: ModelShape, dtype: str, folder: Path = DEMO) -> Model:
+        """Enlarge the heads in a folder and their model."""
+        small = pretrained.load_model(find_base_model(folder), dtype=torch.float32).eval()
+        heads = enlarged.enlarge_heads(read_heads(folder, dtype=torch.float32).heads, shape)
         activations, quantised = DTYPES[dtype]
         both = []
         for _ in range(2):
@@ -76,7 +82,7 @@ class Model:
 
                 quantize_(model.model, Int8WeightOnlyConfig())
             both.append(model)
-        accuracies = json.loads((CHECKPOINT / "measured.json").read_text())["calibration"]
+        accuracies = read_accuracies(folder / "measured.json")
         return cls(both[0], MedusaModel(both[1], heads.to(activations)), accuracies)
 
     def ways(self, draft: Path | None, sizes: Sequence[int]) -> dict[str, Way]:
@@ -131,17 +137,27 @@ def compiled() -> dict[str, Any]:
     return {"compile_config": config}
 
 
-def batches(count: int, size: int, prefix: int) -> Iterator[Batch]:
-    """Yield held-out requests as padded batches."""
-    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
-    before = history(tokenizer, draw(4 * prefix // 100 + 1, 17), prefix) if prefix else []
-    asked = [before + ids[0].tolist() for ids in encoded(tokenizer, draw(count * size, 11, held_out=True))]
-    for first in range(0, len(asked), size):
-        rows = asked[first : first + size]
-        width = max(map(len, rows))
-        pad = [[0] * (width - len(row)) for row in rows]
-        ids = torch.tensor([zeros + row for zeros, row in zip(pad, rows, strict=True)])
-        mask = torch.tensor([zeros + [1] * len(row) for zeros, row in zip(pad, rows, strict=True)])
+def encode(folder: Path, prompts: Path | None, count: int, prefix: int) -> list[list[int]]:
+    """Return the tokens of held-out requests of the demo model, or of a file's first turns."""
+    tokenizer = pretrained.load_tokenizer(find_base_model(folder))
+    if prompts is None:
+        before = history(tokenizer, draw(4 * prefix // 100 + 1, 17), prefix) if prefix else []
+        return [before + ids[0].tolist() for ids in encoded(tokenizer, draw(count, 11, held_out=True))]
+    found = read_prompts([prompts], turns=1)
+    if len(found) < count or prefix:
+        raise ValueError(f"{prompts}: expected {count} prompts and no --prefix, got {len(found)} and {prefix}")
+    asked = ([{"role": "user", "content": one.turns[0]}] for one in found[:: len(found) // count][:count])
+    return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in asked]
+
+
+def batches(rows: Sequence[list[int]], size: int) -> Iterator[Batch]:
+    """Yield prompts as padded batches."""
+    for first in range(0, len(rows), size):
+        some = rows[first : first + size]
+        width = max(map(len, some))
+        pad = [[0] * (width - len(row)) for row in some]
+        ids = torch.tensor([zeros + row for zeros, row in zip(pad, some, strict=True)])
+        mask = torch.tensor([zeros + [1] * len(row) for zeros, row in zip(pad, some, strict=True)])
         yield Batch(ids, mask)
 
 
@@ -163,18 +179,24 @@ def size_in_bytes(weight: Any) -> int:
 
 
 def measure(
-    shape: ModelShape, dtype: str, size: int, prefix: int, count: int, draft: Path | None, sizes: Sequence[int]
+    model: Model, inputs: Sequence[Batch], draft: Path | None = None, sizes: Sequence[int] = SIZES, most: int = NEW
 ) -> dict[str, Any]:
-    """Measure one model in one dtype with one batch size; return the record's figures.
+    """Have a model answer batches of one size in every way; return the record's figures.
+
+    Args:
+        model: it.
+        inputs: the batches.
+        draft: folder of a draft model for assisted generation of single rows.
+        sizes: nodes of the trees.
+        most: new tokens of an answer.
 
     Raises:
         AssertionError: in float32, a way writes another text than transformers.
     """
-    model = Model.make(shape, dtype)
+    count, size = len(inputs), len(inputs[0].ids)
     ways = model.ways(draft if size == 1 else None, sizes)
     if size > 1:  # these take one row only
         ways.pop("transformers, prompt lookup")
-    inputs = list(batches(count, size, prefix))
     texts: dict[str, list[list[list[int]]]] = {name: [] for name in ways}
 
     def counted(name: str, new_tokens: int) -> Callable[[Batch], int]:
@@ -188,26 +210,39 @@ def measure(
 
     with torch.no_grad(), model.medusa:
         for name in ways:
-            for new_tokens in (1, NEW):
-                counted(name, new_tokens)(inputs[0])  # compiles and warms up
+            # What is compiled is compiled for every length of a prompt before it is timed.
+            met, lengths = (inputs, (1, most)) if "compiled" in name else (inputs[:1], (1, 16))
+            for batch, new_tokens in itertools.product(met, lengths):
+                counted(name, new_tokens)(batch)
             texts[name].clear()
         model.steps.clear()
         prefills = ("transformers", PLAIN)
         prefill = harness.interleaved({name: counted(name, 1) for name in prefills}, inputs)
         model.steps.clear()
-        samples = harness.interleaved({name: counted(name, NEW) for name in ways}, inputs)
+        samples = harness.interleaved({name: counted(name, most) for name in ways}, inputs)
     same = {
         name: sum(a == b for a, b in zip(found, texts["transformers"], strict=True)) for name, found in texts.items()
     }
-    assert dtype != "float32" or set(same.values()) == {len(inputs)}, f"expected the same texts, got {same}"
+    exact = model.theirs.dtype == torch.float32
+    assert not exact or set(same.values()) == {len(inputs)}, f"expected the same texts, got {same}"
     weights = sum(map(size_in_bytes, model.theirs.parameters()))
+    known, itemsize = model.theirs.config, model.theirs.dtype.itemsize
+    filled = {name: sum(taken for _, taken in found) for name, found in prefill.items()}
+    decoding = {
+        name: (sum(made for made, _ in found) - count * size)
+        / (sum(taken for _, taken in found) - filled["transformers" if name.startswith("transformers") else PLAIN])
+        for name, found in samples.items()
+    }
     return {
-        "parameters": sum(weight.numel() for weight in model.theirs.parameters()), "dtype": dtype, "batch": size,
-        "prefix": prefix, "prompts": count * size, "threads": torch.get_num_threads(), "weights_bytes": weights,
+        "parameters": sum(weight.numel() for weight in model.theirs.parameters()), "batch": size,
+        "prompts": count * size, "threads": torch.get_num_threads(), "weights_bytes": weights,
+        "heads_bytes": sum(map(size_in_bytes, model.medusa.heads.parameters())),
+        "cache_bytes_per_token": 2 * known.num_hidden_layers * known.num_key_value_heads * known.head_dim * itemsize,
         "new_tokens": sum(len(row) for rows in texts[PLAIN] for row in rows),
-        "prefill_seconds": {name: sum(taken for _, taken in found) / count for name, found in prefill.items()},
+        "prefill_seconds": {name: taken / count for name, taken in filled.items()},
         "prefill_over_transformers": harness.ratio(prefill[PLAIN], prefill["transformers"]),
         "tokens_per_second": {name: harness.rate(found) for name, found in samples.items()},
+        "decoding_tokens_per_second": decoding,
         "over_plain": {name: harness.ratio(found, samples[PLAIN]) for name, found in samples.items() if name != PLAIN},
         "over_transformers": {
             name: harness.ratio(found, samples["transformers"])
@@ -229,14 +264,22 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12, help="batches of held-out requests (default: 12)")
     parser.add_argument("--nodes", nargs="+", type=int, default=SIZES, help="sizes of trees (default: %(default)s)")
     parser.add_argument("--draft", type=Path, help="folder of a draft model for assisted generation")
+    parser.add_argument("--heads", type=Path, default=DEMO, help="folder of heads on a small model (default: demo)")
+    parser.add_argument("--prompts-from", type=Path, help="file of prompts (default: requests of the demo model)")
+    parser.add_argument("--max-new-tokens", type=int, default=NEW, help="default: %(default)s")
     args = parser.parse_args()
+    name = "models" if args.heads == DEMO else "models-with-own-heads"
     for model in args.models:
+        shape = shape_of(CONFIGS[model](), model)
         for dtype in args.dtypes:
             for size in args.batches:
-                shape = shape_of(CONFIGS[model](), model)
-                figures = measure(shape, dtype, size, args.prefix, args.prompts, args.draft, args.nodes)
-                print(json.dumps({"model": model, **figures}, indent=1), flush=True)
-                print(harness.write_record("models", {"model": model, **figures}))
+                rows = encode(args.heads, args.prompts_from, args.prompts * size, args.prefix)
+                made = Model.make(shape, dtype, args.heads)
+                found = measure(made, list(batches(rows, size)), args.draft, args.nodes, args.max_new_tokens)
+                figures = {"model": model, "dtype": dtype, "prefix": args.prefix, **found}
+                print(json.dumps(figures, indent=1), flush=True)
+                print(harness.write_record(name, figures))
+                del made
                 gc.collect()
 
 
