@@ -38,9 +38,14 @@ def write_record(benchmark: str, figures: Mapping[str, Any]) -> Path:
     """Append one record to the machine's file and return the file. Absolute paths in it become their last parts."""
     RESULTS.mkdir(exist_ok=True)
     record = {"benchmark": benchmark, **_without_folders(figures), **provenance()}
-    path = RESULTS / f"{machine_slug(record['machine'])}.jsonl"
+    path = own_file()
     append_line(path, record)
     return path
+
+
+def own_file() -> Path:
+    """Return the file of this machine's records."""
+    return RESULTS / f"{machine_slug()}.jsonl"
 
 
 def _without_folders(value: Any) -> Any:

@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.device == "cpu":
             device = find_device("cpu")
-            rows = compare_on_cpu(read(args.records or harness.RESULTS / f"{harness.machine_slug()}.jsonl"), device)
+            rows = compare_on_cpu(read(args.records or harness.own_file()), device)
             if args.write:
                 harness.write_record("roofline-cpu", {"device": asdict(device), "steps": rows})
             print(json.dumps(rows)) if args.json else print_on_cpu(rows, device)
