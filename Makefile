@@ -163,14 +163,15 @@ $(VENV)/.docs: $(EDITABLE)
 CHATS ?=
 OTHER_CHATS ?=
 MT_BENCH ?=
-MODELS := $(foreach model,Llama-127M Llama-254M,$(foreach dtype,bfloat16 float32 int8,$(model)-$(dtype)))
+LARGE := $(foreach dtype,bfloat16 float32 int8,Llama-254M-$(dtype))
+MODELS := $(LARGE) $(LARGE:Llama-254M%=Llama-127M%)
 ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
+CHAT_ABLATIONS := campaign-chat-figure-4 campaign-chat-dynamic campaign-chat-figure-5
 CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-linear \
-	campaign-prefill-float32 campaign-prefill-bfloat16 \
-	$(foreach stage,steps long,$(MODELS:%=campaign-$(stage)-%)) campaign-roofline \
-	$(foreach stage,models batch-4 batch-8,$(MODELS:%=campaign-$(stage)-%)) \
-	$(ABLATIONS) campaign-alpaca campaign-heads campaign-heads-sampled campaign-table-2 campaign-chat-heads \
-	campaign-chat-heads-sampled
+	campaign-prefill-float32 campaign-prefill-bfloat16 $(MODELS:%=campaign-steps-%) campaign-roofline \
+	$(MODELS:%=campaign-models-%) $(foreach stage,long batch-4 batch-8 chat-models,$(LARGE:%=campaign-$(stage)-%)) \
+	$(ABLATIONS) campaign-alpaca $(CHAT_ABLATIONS) campaign-trees campaign-tune campaign-table-2 \
+	campaign-heads campaign-heads-sampled campaign-chat-heads campaign-chat-heads-sampled
 # What is trained for a campaign belongs to one commit, like its stamps.
 RUNS = runs/campaign/$(COMMIT)
 ON_CPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(BIN)/python
@@ -225,30 +226,41 @@ campaign-roofline: $(EDITABLE)
 # $(call models,ARGUMENTS): whole answers of models that exceed the cache
 models = $(call stage,$(ON_CPU) -m benchmarks.bench_models --models $(call part,1)-$(call part,2) --dtypes $(call part,3) $(1))
 campaign-models-%: $(RUNS)/draft | $(EDITABLE)
-	$(call models,--prompts 6 --draft $(RUNS)/draft)
+	$(call models,--prompts 3 --draft $(RUNS)/draft)
+
+# The same with the small chat model within, whose text is harder to foresee.
+campaign-chat-models-%: runs/chat/heads/heads
+	$(call with,MT_BENCH,$(call models,--prompts 8 --nodes 4 8 16 --heads runs/chat/heads/heads --prompts-from $(MT_BENCH) \
+		--max-new-tokens 64))
 
 campaign-batch-4-%: $(EDITABLE)
-	$(call models,--batches 4 --prompts 3 --nodes 4 8)
+	$(call models,--batches 4 --prompts 2 --nodes 4 8)
 
 campaign-batch-8-%: $(EDITABLE)
-	$(call models,--batches 8 --prompts 3 --nodes 4)
+	$(call models,--batches 8 --prompts 2 --nodes 4)
 
-# Ablations of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE".
+# In float32 every method must write the plain loop's text. Ablations of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE".
 ABLATION_ARGS ?=
+EXACT := --dtype float32
 ABLATE = $(ON_CPU) -m benchmarks.ablations
 VARIANTS = $(RUNS)/table2
 campaign-figure-4 campaign-dynamic campaign-figure-5: campaign-%: $(EDITABLE)
-	$(call stage,$(ABLATE) $* $(ABLATION_ARGS))
+	$(call stage,$(ABLATE) $* $(or $(ABLATION_ARGS),$(EXACT)))
+
+# The same of the small chat model: three questions of each of MT-Bench's categories, and two to choose trees by.
+$(CHAT_ABLATIONS): campaign-chat-%: runs/chat/heads/heads
+	$(call stage,$(call with,MT_BENCH,$(ABLATE) $* --prompts $(MT_BENCH) --limit 5 \
+		--out benchmarks/results/chat-ablations --model runs/chat/heads/heads --max-new-tokens 128))
 
 campaign-table-3: $(VARIANTS)/medusa-2/heads
-	$(call stage,$(ABLATE) table-3 --medusa-1 $(VARIANTS)/medusa-1/heads --medusa-2 $(VARIANTS)/medusa-2/heads)
+	$(call stage,$(ABLATE) table-3 $(EXACT) --medusa-1 $(VARIANTS)/medusa-1/heads --medusa-2 $(VARIANTS)/medusa-2/heads)
 
 campaign-figure-7: $(RUNS)/draft
-	$(call stage,$(ABLATE) figure-7 --draft $(RUNS)/draft)
+	$(call stage,$(ABLATE) figure-7 $(EXACT) --draft $(RUNS)/draft)
 
 campaign-figure-3b: $(if $(ABLATION_ARGS),$(EDITABLE),runs/chat/heads/heads)
 	$(call stage,$(call with,MT_BENCH,$(ABLATE) figure-3b --prompts $(MT_BENCH) \
-		$(or $(ABLATION_ARGS),--model runs/chat/heads/heads --nodes 8 --max-new-tokens 128)))
+		$(or $(ABLATION_ARGS),--model runs/chat/heads/heads --nodes 4 --max-new-tokens 128)))
 
 $(RUNS)/draft: | $(EDITABLE)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.ablations draft --out $@
@@ -260,16 +272,17 @@ $(VARIANTS)/medusa-2/heads: | $(EDITABLE)
 SEEDS ?= 0
 KINDS := "version 0.2" "own projections" "own, int8" "shared lm_head" "shared, two blocks" "parents, rank 32" \
 	"root, rank 128" "root and parents" "root, parents, kl"
+# The demo model is so sure of its answers that kinds of heads hardly differ there.
 FEW_KINDS := "version 0.2" "parents, rank 32" "root and parents" "root, parents, kl"
 COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds $(SEEDS) --first "version 0.2" $(1))
 campaign-heads: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--only $(KINDS) --out $(RUNS)/heads))
+	$(call stage,$(call COMPARE_HEADS,--only $(FEW_KINDS) --out $(RUNS)/heads))
 
 campaign-heads-sampled: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--only $(KINDS) --out $(RUNS)/heads --temperature 0.8))
+	$(call stage,$(call COMPARE_HEADS,--only $(FEW_KINDS) --out $(RUNS)/heads --temperature 0.8))
 
 CHAT_HEADS = $(call with,CHATS OTHER_CHATS,$(call COMPARE_HEADS,--out $(RUNS)/chat-heads --model runs/chat/model/model \
-	--only $(FEW_KINDS) --prompts 50 --prompts-from $(CHATS) \
+	--only $(KINDS) --prompts 50 --prompts-from $(CHATS) \
 	--held-out-from $(OTHER_CHATS) $(1)))
 campaign-chat-heads: runs/chat/model/model
 	$(call stage,$(call CHAT_HEADS))
@@ -282,7 +295,20 @@ campaign-table-2: $(EDITABLE)
 
 campaign-alpaca: runs/chat/heads/heads
 	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b --prompts $(OTHER_CHATS) --limit 80 --turns 1 \
-		--out benchmarks/results/alpaca --model runs/chat/heads/heads --nodes 8 --max-new-tokens 128))
+		--out benchmarks/results/alpaca --model runs/chat/heads/heads --nodes 4 --max-new-tokens 128))
+
+# Trees of the small chat model: what some conversations let expect of others, and the tuned tree among all sizes.
+ON_CHATS = --model runs/chat/heads/heads --prompts $(OTHER_CHATS)
+SHORT = --dtype float32 --max-new-tokens 128
+campaign-trees: runs/chat/heads/heads
+	$(call stage,$(call with,OTHER_CHATS,$(ON_CPU) -m benchmarks.bench_trees $(ON_CHATS)))
+
+campaign-tune: runs/chat/heads/heads
+	$(call stage,$(call with,OTHER_CHATS MT_BENCH,\
+		$(BIN)/medusa calibrate $(ON_CHATS) $(SHORT) --turns 1 --limit 120 --out $(RUNS)/calibration.json && \
+		$(BIN)/medusa tune --model runs/chat/heads/heads --dtype float32 --calibration $(RUNS)/calibration.json && \
+		$(BIN)/medusa tune --model runs/chat/heads/heads $(SHORT) --sweep --prompts $(MT_BENCH) --rounds 2 \
+		--sweep-out "$$(PYTHONPATH=.:python $(BIN)/python -c 'from benchmarks import harness; print(harness.own_file())')"))
 
 # The small chat model and its heads, in an hour or two.
 runs/chat/model/model: | $(EDITABLE)
