@@ -27,7 +27,6 @@ from medusa_decoding.demo.requests import EXAMPLES
 
 H200 = harness.RESULTS / "nvidia-h200.jsonl"
 CPU = harness.RESULTS / "amd-epyc.jsonl"
-XEON = harness.RESULTS / "intel-r--xeon-r--processor.jsonl"
 
 REQUEST = EXAMPLES[1]
 
@@ -164,9 +163,63 @@ def generations(plt: Any, record: Record, path: Path) -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[j]) for j in range(3)]
     names = ["transformers' generate", "our plain loop", "Medusa"]
     figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=8)
-    machine = f"{record['machine']['name']}, {record['machine']['cores']} cores; torch {record['versions']['torch']}"
-    foot = f"Demo model, {record['prompts']} prompts, batch 1. {machine}; commit {record['commit']}; {record['date']}"
+    foot = f"Demo model, {record['prompts']} prompts, batch 1. {_conditions(record)}"
     plot._save(plt, figure, foot, path)
+
+
+def predicted_steps(plt: Any, record: Record, path: Path) -> None:
+    """Draw what bytes and arithmetic predict for a step on a CPU (lines), and what steps took (points)."""
+    steps = [step for step in record["steps"] if step["prefix"] == 256]
+    models = list(dict.fromkeys(step["model"] for step in steps))
+    figure, panels = plt.subplots(1, len(models), figsize=(9, 3.4), layout="constrained", squeeze=False)
+    for panel, model in zip(panels[0], models, strict=True):
+        for i, dtype in enumerate(("fp32", "bf16", "int8")):
+            mine = [step for step in steps if (step["model"], step["dtype"]) == (model, dtype)]
+            nodes = [step["nodes"] for step in mine]
+            panel.plot(nodes, [step["predicted_us"] / 1e3 for step in mine], "--", color=COLOURS[i], linewidth=1)
+            panel.plot(nodes, [step["measured_us"] / 1e3 for step in mine], "o", color=COLOURS[i], label=dtype)
+        panel.set(title=model, xlabel="nodes (1: plain)", ylabel="ms per step", ylim=(0, None))
+        panel.grid(alpha=0.3)
+        panel.legend(loc="upper left")
+    device = record["device"]
+    peaks = f"{device['flops'] / 1e9:.0f} GFLOP/s in float32 and {device['bandwidth'] / 1e9:.1f} GB/s"
+    words = f"points: measured; lines: predicted from bytes and arithmetic at the {peaks} that PyTorch reaches"
+    foot = f"{words}\n{_conditions(record)}"
+    plot._save(plt, figure, foot, path)
+
+
+def large_models(plt: Any, records: Sequence[Record], path: Path) -> None:
+    """Draw tokens per second of every way of decoding a model whose weights exceed the cache, at batch 1."""
+    single = [r for r in records if r["benchmark"] == "models" and r["batch"] == 1]
+    largest = max(single, key=lambda r: r["parameters"])["model"]
+    latest = {r["dtype"]: r for r in single if r["model"] == largest and "decoding_tokens_per_second" in r}
+    shown = [latest[dtype] for dtype in ("float32", "bfloat16", "int8") if dtype in latest]
+    figure, panels = plt.subplots(
+        1, len(shown), figsize=(3 * len(shown) + 2, 3.6), layout="constrained", squeeze=False, sharey=True
+    )
+    ways = list(max((r["tokens_per_second"] for r in shown), key=len))
+    for panel, record in zip(panels[0], shown, strict=True):
+        decoding = record["decoding_tokens_per_second"]
+        for place, way in enumerate(ways):
+            if way not in decoding:
+                continue
+            colour = COLOURS[0 if way.startswith("transformers") else 1 if way == "plain" else 2]
+            panel.barh(place, decoding[way], color=colour, alpha=0.35)
+            panel.barh(place, record["tokens_per_second"][way], color=colour)
+            panel.text(decoding[way], place, f" {decoding[way]:.0f}", va="center", fontsize=8)
+        panel.set(title=f"{record['model']}, {record['dtype']}", xlabel="tokens per second")
+        panel.set_xlim(0, 1.2 * max(max(r["decoding_tokens_per_second"].values()) for r in shown))
+    names = {"plain": "our plain loop"}
+    panels[0][0].set_yticks(range(len(ways)), [names.get(way, way) for way in ways], fontsize=8)
+    panels[0][0].invert_yaxis()
+    words = "light: decoding alone; full: with prefill"
+    words += f"; batch 1, {shown[0]['prompts']} requests, texts and drafts are the demo model's"
+    plot._save(plt, figure, f"{words}\n{_conditions(shown[-1])}", path)
+
+
+def _conditions(record: Record) -> str:
+    machine = f"{record['machine']['name']}, {record['machine']['cores']} cores; torch {record['versions']['torch']}"
+    return f"{machine}; commit {record['commit']}; {record['date']}"
 
 
 def head_kinds(plt: Any, record: Record, path: Path) -> None:
@@ -210,13 +263,15 @@ def draw(out: Path) -> list[Path]:
     plt = plot.pyplot()
     out.mkdir(parents=True, exist_ok=True)
     gpu, cpu = plot.read(H200), plot.read(CPU)
-    names = ("one-step", "step-cost", "heads-cost", "generations", "head-kinds")
+    names = ("one-step", "step-cost", "heads-cost", "generations", "head-kinds", "predicted-steps", "large-models")
     files = [out / f"{name}.svg" for name in names]
     one_step(plt, files[0])
     step_cost(plt, gpu, files[1])
     heads_cost(plt, gpu, files[2])
-    generations(plt, last(plot.read(XEON), "generate-demo"), files[3])
+    generations(plt, last(cpu, "generate-demo"), files[3])
     head_kinds(plt, last(cpu, "head-variants-demo"), files[4])
+    predicted_steps(plt, last(cpu, "roofline-cpu"), files[5])
+    large_models(plt, cpu, files[6])
     return files
 
 

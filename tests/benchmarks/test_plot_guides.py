@@ -47,5 +47,5 @@ def test_figures_show_what_the_guides_quote(tmp_path: Path) -> None:
     assert any(path <= set(shown["one-step"]) for path in paths)
     assert {"1.08", "1.18", "1.42"} <= set(shown["step-cost"])
     assert {"1002", "294", "261", "199"} <= set(shown["heads-cost"])
-    assert {"394", "1071", "1446", "970", "1285"} <= set(shown["generations"])
+    assert {"148", "538", "856", "430", "707"} <= set(shown["generations"])
     assert "two blocks per head" in shown["head-kinds"]
