@@ -1,7 +1,7 @@
 """Name what got slower, beyond noise, from one set of records to another.
 
     python -m benchmarks.compare benchmarks/results/nvidia-h200.jsonl new.jsonl
-    python -m benchmarks.compare benchmarks/results/amd-epyc.jsonl@1364a03 benchmarks/results/amd-epyc.jsonl
+    python -m benchmarks.compare benchmarks/results/amd-epyc-avx2.jsonl@7681681 benchmarks/results/amd-epyc-avx2.jsonl
 
 A set is a file of records, or the records of one commit in it (FILE@COMMIT). Of records of the same case the last
 counts. Beyond noise means: of times, that the ranges from the 10th to the 90th percentile do not overlap; of ratios and

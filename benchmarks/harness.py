@@ -57,8 +57,12 @@ def _without_folders(value: Any) -> Any:
 
 
 def machine_slug(described: Mapping[str, Any] | None = None) -> str:
-    """Return a machine's name (default: this one's) as file names have it: "NVIDIA H200" is nvidia-h200."""
-    name = (described or machine())["name"]
+    """Return a machine's name (default: this one's) as file names have it: "NVIDIA H200" is nvidia-h200.
+
+    Several processors have one name in a cloud, so a CPU's ends with its instruction set: amd-epyc-avx2.
+    """
+    described = described or machine()
+    name = " ".join(filter(None, (described["name"], described.get("isa"))))
     return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
 
 

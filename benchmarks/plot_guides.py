@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import harness, plot
 from benchmarks.plot import COLOURS, Record
+from benchmarks.trace import records_of
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.chat.template import prompt_encoder
 from medusa_decoding.checkpoints import pretrained
@@ -26,7 +27,6 @@ from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.demo.requests import EXAMPLES
 
 H200 = harness.RESULTS / "nvidia-h200.jsonl"
-CPU = harness.RESULTS / "amd-epyc.jsonl"
 
 REQUEST = EXAMPLES[1]
 
@@ -190,7 +190,7 @@ def predicted_steps(plt: Any, record: Record, path: Path) -> None:
 
 def large_models(plt: Any, records: Sequence[Record], path: Path) -> None:
     """Draw tokens per second of every way of decoding a model whose weights exceed the cache, at batch 1."""
-    single = [r for r in records if r["benchmark"] == "models" and r["batch"] == 1]
+    single = [r for r in records if r["batch"] == 1]
     largest = max(single, key=lambda r: r["parameters"])["model"]
     latest = {r["dtype"]: r for r in single if r["model"] == largest and "decoding_tokens_per_second" in r}
     shown = [latest[dtype] for dtype in ("float32", "bfloat16", "int8") if dtype in latest]
@@ -218,8 +218,9 @@ def large_models(plt: Any, records: Sequence[Record], path: Path) -> None:
 
 
 def _conditions(record: Record) -> str:
-    machine = f"{record['machine']['name']}, {record['machine']['cores']} cores; torch {record['versions']['torch']}"
-    return f"{machine}; commit {record['commit']}; {record['date']}"
+    machine = record["machine"]
+    words = f"{machine['name']}, {machine['isa']}, {machine['cores']} cores; torch {record['versions']['torch']}"
+    return f"{words}; commit {record['commit']}; {record['date']}"
 
 
 def head_kinds(plt: Any, record: Record, path: Path) -> None:
@@ -249,11 +250,6 @@ def head_kinds(plt: Any, record: Record, path: Path) -> None:
     plot._save(plt, figure, foot, path)
 
 
-def last(records: Sequence[Record], benchmark: str) -> Record:
-    """Return the last record of a benchmark."""
-    return [record for record in records if record["benchmark"] == benchmark][-1]
-
-
 def draw(out: Path) -> list[Path]:
     """Draw every figure into a folder; return the files.
 
@@ -262,16 +258,16 @@ def draw(out: Path) -> list[Path]:
     """
     plt = plot.pyplot()
     out.mkdir(parents=True, exist_ok=True)
-    gpu, cpu = plot.read(H200), plot.read(CPU)
+    gpu = plot.read(H200)
     names = ("one-step", "step-cost", "heads-cost", "generations", "head-kinds", "predicted-steps", "large-models")
     files = [out / f"{name}.svg" for name in names]
     one_step(plt, files[0])
     step_cost(plt, gpu, files[1])
     heads_cost(plt, gpu, files[2])
-    generations(plt, last(cpu, "generate-demo"), files[3])
-    head_kinds(plt, last(cpu, "head-variants-demo"), files[4])
-    predicted_steps(plt, last(cpu, "roofline-cpu"), files[5])
-    large_models(plt, cpu, files[6])
+    generations(plt, records_of("generate")[-1], files[3])
+    head_kinds(plt, records_of("head-kinds")[-1], files[4])
+    predicted_steps(plt, records_of("cpu-roofline")[-1], files[5])
+    large_models(plt, records_of("models"), files[6])
     return files
 
 

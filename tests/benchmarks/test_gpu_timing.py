@@ -248,6 +248,7 @@ def test_by_rank_puts_the_fronts_of_all_axes_first() -> None:
 
 def test_machine_slug() -> None:
     assert harness.machine_slug({"name": "NVIDIA H200"}) == "nvidia-h200"
+    assert harness.machine_slug({"name": "AMD EPYC", "isa": "AVX2"}) == "amd-epyc-avx2"
 
 
 def test_ways_run_in_turn_in_changing_order() -> None:
