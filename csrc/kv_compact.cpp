@@ -4,14 +4,14 @@
 namespace {
 
 template <typename Unit>
-void compact(void* kv, int64_t layers2, int64_t batch, int64_t kv_heads, int64_t rows, int64_t row_bytes,
-             const int32_t* cache_lens, const int32_t* path, int64_t path_len, const int32_t* accept_lens) {
+void compact(void* kv, int64_t layers2, int64_t slots, int64_t batch, int64_t kv_heads, int64_t rows,
+             int64_t row_bytes, const int32_t* cache_lens, const int32_t* path, int64_t path_len, const int32_t* accept_lens) {
   const int64_t row_units = row_bytes / static_cast<int64_t>(sizeof(Unit));
   const int64_t head_units = rows * row_units;
   for (int64_t layer = 0; layer < layers2; ++layer) {
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t head = 0; head < kv_heads; ++head) {
-        Unit* first = static_cast<Unit*>(kv) + ((layer * batch + b) * kv_heads + head) * head_units +
+        Unit* first = static_cast<Unit*>(kv) + ((layer * slots + b) * kv_heads + head) * head_units +
                       static_cast<int64_t>(cache_lens[b]) * row_units;
         const int32_t* nodes = path + b * path_len;
         const medusa::Sources sources = medusa::read_sources(nodes, path_len, 0);
@@ -28,9 +28,9 @@ void compact(void* kv, int64_t layers2, int64_t batch, int64_t kv_heads, int64_t
 
 MEDUSA_EXPORT int medusa_abi_version(void) { return medusa::kAbiVersion; }
 
-MEDUSA_EXPORT int medusa_kv_compact_cpu(void* kv, int64_t layers2, int64_t batch, int64_t kv_heads, int64_t rows,
-                                        int64_t row_bytes, const int32_t* cache_lens, const int32_t* path,
-                                        int64_t path_len, const int32_t* accept_lens) {
+MEDUSA_EXPORT int medusa_kv_compact_cpu(void* kv, int64_t layers2, int64_t slots, int64_t batch, int64_t kv_heads,
+                                        int64_t rows, int64_t row_bytes, const int32_t* cache_lens,
+                                        const int32_t* path, int64_t path_len, const int32_t* accept_lens) {
   for (int64_t b = 0; b < batch; ++b) {
     const int32_t* nodes = path + b * path_len;
     const medusa::Sources sources = medusa::read_sources(nodes, path_len, 0);
@@ -39,7 +39,8 @@ MEDUSA_EXPORT int medusa_kv_compact_cpu(void* kv, int64_t layers2, int64_t batch
     if (status != medusa::kOk) return status;
   }
   const auto run = [&](auto unit) {
-    compact<decltype(unit)>(kv, layers2, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len, accept_lens);
+    compact<decltype(unit)>(kv, layers2, slots, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len,
+                            accept_lens);
   };
   switch (medusa::widest_unit(kv, row_bytes)) {
     case 16: run(medusa::Unit16{}); break;

@@ -1,6 +1,7 @@
 // The code of kv_compact for both compilers: the check of a path, the choice of a unit and the loop that moves rows.
 //
-// The cache is [layers2, batch, kv_heads, rows, row_bytes], contiguous bytes of unknown element type. After a step, row
+// The cache is [layers2, slots, kv_heads, rows, row_bytes], contiguous bytes of unknown element type, of which the first
+// `batch` of the slots from `kv` on are moved: a batch may be some neighbours of a larger one. After a step, row
 // cache_lens[b] + path[b, i] moves to row cache_lens[b] + i for i <= accept_lens[b]. The path ascends strictly from 0
 // or more, so path[i] >= i: no source comes before its target. A walk upwards therefore never overwrites a row that it
 // has yet to read, although sources and targets overlap: target i < j <= path[j] = source j, for every j > i. Columns
@@ -27,7 +28,7 @@
 namespace medusa {
 
 // Raise it when the arguments or the meaning of an exported function change, also in medusa_kernels/_native.py.
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 
 enum Status : int {
   kOk = 0,

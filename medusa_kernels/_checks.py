@@ -5,6 +5,7 @@ Each check raises `ValueError` with the argument's name, what was expected and w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -47,6 +48,23 @@ def contiguous(name: str, tensor: Tensor) -> None:
     """Check that a tensor's memory is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+
+
+def cache_slots(name: str, kv: Tensor) -> int:
+    """Check that a cache `[L, 2, B, Hkv, S, D]` is contiguous, or neighbouring sequences of a contiguous one.
+
+    Return the number of sequences that the contiguous one has.
+    """
+    if kv.is_contiguous():
+        return kv.shape[2]
+    layers, two, batch, *inner = kv.shape
+    slots = kv.stride(1) // max(math.prod(inner), 1)
+    strides = torch.empty(layers, two, slots, *inner, device="meta").stride()
+    if slots < batch or kv.stride() != strides:
+        raise ValueError(
+            f"{name}: expected a contiguous tensor or neighbouring sequences of one, got strides {tuple(kv.stride())}"
+        )
+    return slots
 
 
 def match(name: str, tensor: Tensor, expected: Shape, like: str, other: Tensor) -> None:

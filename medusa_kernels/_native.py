@@ -16,7 +16,7 @@ from typing import Any, Literal
 Kind = Literal["cpu", "cuda"]
 
 # The same number as kAbiVersion in csrc/kv_compact.h.
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY_FOLDER = Path(__file__).parent / "_lib"
 
 
@@ -83,8 +83,8 @@ def _load(folder: Path, kind: Kind) -> tuple[ctypes.CDLL | None, str]:
 
 def _declare(library: ctypes.CDLL, kind: Kind) -> None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    # kv, layers2, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len, accept_lens
-    arguments: list[Any] = [pointer, *[integer] * 5, pointer, pointer, integer, pointer]
+    # kv, layers2, slots, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len, accept_lens
+    arguments: list[Any] = [pointer, *[integer] * 6, pointer, pointer, integer, pointer]
     if kind == "cpu":
         # -> 0: done. Nothing was moved if 1: a row is outside [0, rows), 2: a path does not ascend strictly from 0 or
         #    more, 3: an accepted length is outside [-1, path_len)

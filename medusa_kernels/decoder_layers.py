@@ -120,8 +120,8 @@ def decoder_layers(
         hidden: embedded tokens `[B, N, H]`; fp16, bf16 or fp32.
         weights: all layers' tensors and the final norm's, from `packed`; dtype of hidden, or int8 with scales.
         forms: which tensors each layer has, from `packed`.
-        kv: the cache `[L, 2, B, Hkv, S, D]`, contiguous, dtype of hidden. Mutated: rows `cache_lens[b]` to
-            `cache_lens[b] + N` of every layer.
+        kv: the cache `[L, 2, B, Hkv, S, D]`, dtype of hidden, contiguous, or neighbouring sequences of a contiguous
+            one. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N` of every layer.
         cos: table `[P, D]` or `[B, P, D]`, contiguous, dtype of hidden.
         sin: like `cos`.
         cache_lens: int32 `[B]`, rows already cached; not changed.
@@ -145,7 +145,7 @@ def decoder_layers(
     count = len(forms)
     _checks.shape("kv", kv, (count, 2, batch, "Hkv", "S", "D"))
     _checks.match("kv", kv, kv.shape, "hidden", hidden)
-    _checks.contiguous("kv", kv)
+    _checks.cache_slots("kv", kv)
     head_dim = kv.shape[5]
     tables = ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim)
     for name, table, shape in (("cos", cos, tables), ("sin", sin, cos.shape)):
@@ -225,7 +225,7 @@ def _native(
             _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, out,
             batch, nodes, width, query_rows // head_dim, kv_heads, head_dim,
             weights[layout.gate].shape[0],
-            kv, rows, cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
+            kv, _checks.cache_slots("kv", kv), rows, cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
             cache_lens, depths, 0 if depths.dim() == 1 else nodes,
             ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
             weights[-1], float(eps), float(scale), len(forms), pointers, sizes,

@@ -22,7 +22,8 @@ def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor
     end of the prefix. The result is as if all rows were read before any is written, although the rows overlap.
 
     Args:
-        kv: the cache `[L, 2, B, Hkv, S, D]`, contiguous, of any dtype. Mutated.
+        kv: the cache `[L, 2, B, Hkv, S, D]` of any dtype, contiguous, or neighbouring sequences of a contiguous one,
+            such as `cache[:, :, 2:5]`. Mutated.
         cache_lens: int32 `[B]`, rows before the tree's rows; not changed.
         path: int32 `[B, P]`, node indices of the accepted path, strictly ascending from 0 or more. Entries beyond the
             accepted ones are not used.
@@ -33,7 +34,7 @@ def kv_compact(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor
             read) a row would be outside the cache or a path does not ascend. Nothing has been moved then.
     """
     _checks.shape("kv", kv, ("L", 2, "B", "Hkv", "S", "D"))
-    _checks.contiguous("kv", kv)
+    _checks.cache_slots("kv", kv)
     batch = kv.shape[2]
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "kv", kv)
     _checks.typed("path", path, (batch, "P"), torch.int32, "kv", kv)
@@ -72,9 +73,10 @@ def _reference_on_host(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens
 def _call(function: Callable[..., int], kv: Tensor, *indices: Tensor, stream: tuple[int, ...] = ()) -> int:
     """Call a C function, return its status."""
     layers, two, batch, kv_heads, rows, head_dim = kv.shape
+    slots = _checks.cache_slots("kv", kv)
     # Named, so that a copy made here lives until the call has returned.
     lens, path, accepted = (tensor.contiguous() for tensor in indices)
-    sizes = layers * two, batch, kv_heads, rows, head_dim * kv.element_size()
+    sizes = layers * two, slots, batch, kv_heads, rows, head_dim * kv.element_size()
     pointers = lens.data_ptr(), path.data_ptr(), path.shape[1], accepted.data_ptr()
     return function(kv.data_ptr(), *sizes, *pointers, *stream)
 

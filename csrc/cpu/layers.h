@@ -201,7 +201,7 @@ Result layers(const Layers& a) {
     if (length < 0 || length + a.nodes > a.rows || position < 0 || position >= a.table_rows) return kOutside;
   }
   const int64_t tokens = a.batch * a.nodes, attended = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim;
-  const int64_t head_rows = a.rows * a.head_dim, half = a.batch * a.kv_heads * head_rows;
+  const int64_t head_rows = a.rows * a.head_dim, half = a.slots * a.kv_heads * head_rows;
   T* hidden = static_cast<T*>(a.out);
   T* normed = static_cast<T*>(
       scratch(kBetween, tokens * (a.width + 2 * attended + 2 * kv_width + a.inner) * int64_t(sizeof(T))));

@@ -46,8 +46,8 @@ struct Layers {
   const void* hidden;
   void* out;  // [batch, nodes, width]
   int64_t batch, nodes, width, heads, kv_heads, head_dim, inner;
-  void* kv;  // [layers, 2, batch, kv_heads, rows, head_dim]
-  int64_t rows;
+  void* kv;  // [layers, 2, slots, kv_heads, rows, head_dim], of which the first `batch` slots are read and written
+  int64_t slots, rows;
   const void *cos, *sin;  // [positions, head_dim], or with a stride one table per batch row
   int64_t table_rows, table_stride;
   const int32_t* cache_lens;  // [batch]

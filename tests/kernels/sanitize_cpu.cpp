@@ -613,7 +613,7 @@ void layers() {
   std::vector<int32_t> lens;
   for (int64_t b = 0; b < batch; ++b) lens.push_back(static_cast<int32_t>(any(0, 40)));
   const int64_t longest = *std::max_element(lens.begin(), lens.end());
-  call.rows = longest + nodes + any(0, 5);
+  call.rows = longest + nodes + any(0, 5), call.slots = batch + any(0, 2);
 
   // A random tree for each row, or one for all.
   std::vector<int32_t> depths;
@@ -640,10 +640,11 @@ void layers() {
   Array hidden(call.type, batch * nodes, call.width), out(call.type, batch * nodes, call.width);
   Array final_norm(call.type, 1, call.width);
   hidden.fill(normal), final_norm.fill([] { return 1 + normal() / 4; });
-  const int64_t caches = call.count * 2 * batch * call.kv_heads;
+  const int64_t caches = call.count * 2 * call.slots * call.kv_heads;
   Array kv(call.type, caches * call.rows, dim);
   for (int64_t cache = 0; cache < caches; ++cache) {
-    const int32_t len = lens[cache / call.kv_heads % batch];
+    const int64_t slot = cache / call.kv_heads % call.slots;
+    const int32_t len = slot < batch ? lens[slot] : 0;  // the others stay NaN
     for (int64_t row = 0; row < len; ++row) {
       for (int64_t i = 0; i < dim; ++i) kv.set(cache * call.rows + row, i, normal());
     }
@@ -665,7 +666,7 @@ void layers() {
   const double allowed = call.type == kFloat32 ? 1e-4 : 0.15;
   const std::vector<double> after = kv.read(), found = out.read();
   const auto cache_row = [&](int64_t layer, int64_t which, int64_t b, int64_t head, int64_t row) {
-    return ((((layer * 2 + which) * batch + b) * call.kv_heads + head) * call.rows + row) * dim;
+    return ((((layer * 2 + which) * call.slots + b) * call.kv_heads + head) * call.rows + row) * dim;
   };
   std::vector<std::vector<double>> state;  // of each node of each batch row
   for (int64_t i = 0; i < batch * nodes; ++i) {

@@ -161,6 +161,18 @@ def check(*cases: Case, within_twice: Any = assert_within_twice) -> None:
     within_twice(*together[3:])
 
 
+@pytest.mark.parametrize("nodes", [3, 40])  # in one call of the library, and by the other ops
+def test_neighbouring_sequences_of_a_larger_cache(nodes: int) -> None:
+    case = make(nodes, [4, 7])
+    alone, alone_kv = run(case)
+    whole = torch.randn(2, 2, 5, *case["kv"].shape[3:])
+    whole[:, :, 1:3] = case["kv"]
+    before = whole.clone()
+    assert torch.equal(decoder_layers(**(case | {"kv": whole[:, :, 1:3]})), alone)
+    before[:, :, 1:3] = alone_kv
+    torch.testing.assert_close(whole, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_reference_agrees_with_a_layer_written_out() -> None:
     """One layer without norms of heads, biases and windows: a chain of nodes is causal attention."""
     case = make(5, [0], heads=2, kv_heads=1, dim=4, windows=(0,), dtype=torch.float64)

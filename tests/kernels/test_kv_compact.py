@@ -104,6 +104,16 @@ def test_the_last_row_is_a_source_and_a_target(device: str) -> None:
     check(make_cache((1, 2, 2, 1, 8, 3), device=device), [5, 4], [[0, 1, 2], [1, 2, 3]], [2, 2])
 
 
+def test_neighbouring_sequences_of_a_larger_cache(device: str) -> None:
+    whole = make_cache((3, 2, 6, 2, 12, 16), device=device)
+    before = whole.clone()
+    lens, paths, accepted = [2, 5], [[0, 2, 5], [1, 3, 6]], [2, 1]
+    kv_compact(whole[:, :, 3:5], int32(lens, device), int32(paths, device), int32(accepted, device))
+    expected = by_copy(before[:, :, 3:5], lens, paths, accepted)
+    before.view(torch.uint8)[:, :, 3:5] = expected.to(device)
+    assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8))
+
+
 def test_strided_index_tensors(device: str) -> None:
     kv = make_cache((1, 2, 2, 1, 9, 3), device=device)
     wanted = by_copy(kv, [1, 2], [[0, 3], [1, 4]], [1, 1])
@@ -116,6 +126,7 @@ BAD = {
     "kv-axes": ({"kv": torch.zeros(2, 2, 1, 9, 4)}, "kv: expected shape"),
     "kv-two": ({"kv": torch.zeros(1, 3, 2, 1, 9, 4)}, "kv: expected shape"),
     "kv-strides": ({"kv": torch.zeros(1, 2, 2, 1, 9, 8)[..., ::2]}, "kv: expected a contiguous tensor"),
+    "kv-sequences": ({"kv": torch.zeros(1, 2, 4, 1, 9, 4)[:, :, ::2]}, "kv: expected a contiguous tensor"),
     "cache_lens-shape": ({"cache_lens": int32([0])}, "cache_lens: expected shape"),
     "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
     "cache_lens-high": ({"cache_lens": int32([0, 7])}, r"cache_lens: .*9 cache rows, got 7 \+ 2 in batch row 1"),
