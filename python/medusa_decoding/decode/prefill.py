@@ -7,6 +7,8 @@ without instructions for it, chunks are as small as a tree, and run as steps do 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from medusa_decoding.backbone.attention_swap import DecodeContext
@@ -36,7 +38,22 @@ def prefill(
     reuse: int = 0,
     chunk: int = PREFILL_CHUNK,
 ) -> None:
-    """Run a batch of prompts and leave `state` as the first step needs it.
+    """Run a batch of prompts and leave `state` as the first step needs it; see `prefill_chunks`."""
+    for _ in prefill_chunks(backbone, prompts, state, selector, limits, reuse=reuse, chunk=chunk):
+        pass
+
+
+def prefill_chunks(
+    backbone: Backbone,
+    prompts: list[torch.Tensor],
+    state: DecodeState,
+    selector: TokenSelector,
+    limits: Limits,
+    *,
+    reuse: int = 0,
+    chunk: int = PREFILL_CHUNK,
+) -> Iterator[int]:
+    """Run a batch of prompts chunk by chunk, so that steps of other rows may run between two chunks.
 
     The prompts run in chunks, all rows from the same position on, each over the keys and values of those before it.
 
@@ -49,6 +66,10 @@ def prefill(
         reuse: tokens at the start of every prompt whose keys and values are in the cache already, fewer than the
             shortest prompt has; they do not run again (see `StatePool.enlarge`).
         chunk: the most tokens to run at once, all rows together; at least one per row.
+
+    Yields:
+        After each chunk but the last: the cached tokens of each row. When it ends, `state` is as the first step needs
+        it.
 
     Raises:
         ValueError: `reuse` or `chunk` out of range; nothing has run then.
@@ -83,6 +104,10 @@ def prefill(
         if ends:
             last[ends, 0] = hidden[ends, [lengths[row] - 1 - first for row in ends]]
         del hidden  # not kept in memory next to the following chunk's activations
+        if first + at_once < width:
+            # Steps that meanwhile run with this row as one that has ended write after its last cached token.
+            state.cache.lengths.fill_(first + at_once)
+            yield first + at_once
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
     root_only = TreeTensors.from_tree(Tree([]), device)
     # The prompt's last token is treated as a root that has just been accepted, in the cache row after the others.
