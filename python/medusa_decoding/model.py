@@ -203,7 +203,7 @@ class MedusaModel:
     @tree.setter
     def tree(self, tree: Tree | Literal["auto"] | None) -> None:
         if tree is not None:
-            self._check_tree(tree)
+            self.check_tree(tree)
         self._tree = tree
 
     def tree_choice(
@@ -222,7 +222,7 @@ class MedusaModel:
         """
         given = self._tree if tree is None else tree
         if given is not None:
-            self._check_tree(given)
+            self.check_tree(given)
             return TreeChoice(given, GIVEN)
         if self.heads is None:
             return TreeChoice(Tree([]), NO_HEADS)
@@ -373,17 +373,23 @@ class MedusaModel:
             return FixedTree(tree)
         # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
         # Heads are right about sampled tokens at another rate, so that is learned apart.
-        adaptive = self._adaptive.pop(sample, None)
-        if adaptive is None:
-            accuracies = [] if self.heads is None else (self._accuracies or default_accuracies(self.heads)).by_rank
-            backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
-            names = (tuning_file.SAMPLING_TREE_FILE,) * sample + (tuning_file.TREE_FILE,)
-            stored = next((self._stored_trees[name] for name in names if name in self._stored_trees), None)
-            tree_set = TreeSet(accuracies, stored, sizes_for(backend))
-            tuning = self._tuning_here()
-            times = StepTimes() if tuning is None else tuning.times()
-            adaptive = Adaptive(tree_set, times, AcceptanceModel(tree_set))
-        return adaptive
+        return self._adaptive.pop(sample, None) or self.adaptive_policy(sample)
+
+    def adaptive_policy(self, sample: bool = False, independent: bool = False) -> Adaptive:
+        """Return a new policy that chooses the tree of each step, from what is known of this model so far.
+
+        Args:
+            sample: whether tokens are sampled.
+            independent: see `Adaptive`.
+        """
+        accuracies = [] if self.heads is None else (self._accuracies or default_accuracies(self.heads)).by_rank
+        backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
+        names = (tuning_file.SAMPLING_TREE_FILE,) * sample + (tuning_file.TREE_FILE,)
+        stored = next((self._stored_trees[name] for name in names if name in self._stored_trees), None)
+        tree_set = TreeSet(accuracies, stored, sizes_for(backend))
+        tuning = self._tuning_here()
+        times = StepTimes() if tuning is None else tuning.times()
+        return Adaptive(tree_set, times, AcceptanceModel(tree_set), independent)
 
     def _tuning_here(self) -> tuning_file.Tuning | None:
         """Return what `medusa tune` has found, as long as the model runs where that was."""
@@ -508,7 +514,8 @@ class MedusaModel:
                 f"got {heads.w1.dtype} on {heads.w1.device}; convert both with to(device, dtype)"
             )
 
-    def _check_tree(self, tree: Tree | Literal["auto"]) -> None:
+    def check_tree(self, tree: Tree | Literal["auto"]) -> None:
+        """Raise `ValueError` for a tree that the heads cannot fill, or for neither a tree nor "auto"."""
         if isinstance(tree, str) and tree == "auto":
             return
         if not isinstance(tree, Tree):

@@ -30,6 +30,9 @@ class Policy:
     def grown(self, rows: int) -> None:
         """Continue in a cache of `rows` rows."""
 
+    def resized(self, batch: int) -> None:
+        """Continue with another number of sequences, some of which may be new (see `serving.engine`)."""
+
     def choose(self) -> Tree:
         """Return the tree of the next step."""
         raise NotImplementedError

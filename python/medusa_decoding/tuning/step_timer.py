@@ -191,7 +191,7 @@ def _check(model: MedusaModel, trees: Sequence[Tree], batch: int, prefix: int, r
         sizes = [tree.num_nodes for tree in trees]
         raise ValueError(f"trees: expected 1 to {KEPT_STEPS} different ones, got {len(sizes)} of {sizes} nodes")
     for tree in trees:
-        model._check_tree(tree)
+        model.check_tree(tree)
     if model.backbone.peers.size > 1:
         raise ValueError(f"model: expected one in one process, got one over {model.backbone.peers.size}")
     most = longest_prefix(model, trees)

@@ -5,6 +5,7 @@ A policy sees what steps took and committed. It does not know tokens, models or 
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Sequence
 
@@ -64,6 +65,8 @@ class Adaptive(Policy):
         tree_set: the trees to choose from.
         times: step times of this model on this device.
         acceptance: a model of the same trees.
+        independent: whether each sequence of a batch ends by itself, as in a server: the batch has then come as far as
+            its sequences have on average.
 
     Raises:
         ValueError: `acceptance` is about another tree set.
@@ -71,12 +74,15 @@ class Adaptive(Policy):
 
     timed = True
 
-    def __init__(self, tree_set: TreeSet, times: StepTimes, acceptance: AcceptanceModel) -> None:
+    def __init__(
+        self, tree_set: TreeSet, times: StepTimes, acceptance: AcceptanceModel, independent: bool = False
+    ) -> None:
         if acceptance.tree_set is not tree_set:
             raise ValueError("acceptance: expected a model of the given tree set, got one of another")
         self.trees = tree_set.trees
         self.times = times
         self.acceptance = acceptance
+        self.independent = independent
         self._nodes = [tree.num_nodes for tree in self.trees]
         self._index = {id(tree): index for index, tree in enumerate(self.trees)}
         self._good_heads = [tokens - 1.0 for tokens in AcceptanceModel(tree_set).tokens]
@@ -96,8 +102,14 @@ class Adaptive(Policy):
         self.grown(rows)
         self._elapsed = prefill_seconds / self._plain if self._plain else 0.0
 
+    def resized(self, batch: int) -> None:
+        """Go on with another number of sequences; see `Policy`."""
+        self._batch, self._earned = batch, []  # the next step begins another account
+        self.grown(self._rows)
+
     def grown(self, rows: int) -> None:
         """Go on in a cache of `rows` rows; see `Policy`."""
+        self._rows = rows
         profile = self.times.profile(self._batch, rows)
         if profile is not self._profile:
             self._profile, self._since_check, self._checks = profile, 0, 0
@@ -169,7 +181,8 @@ class Adaptive(Policy):
             self._opening, self._spent, self._earned = self._lost, 0.0, [0.0] * len(committed)
         self._spent += cost
         self._earned = [earned + count for earned, count in zip(self._earned, committed, strict=True)]
-        self._lost = self._opening + self._spent - min(self._earned)
+        earned = statistics.fmean(self._earned) if self.independent else min(self._earned)
+        self._lost = self._opening + self._spent - earned
 
     def _refresh(self, profile: Profile) -> None:
         """Read the current step times, as multiples of a plain step."""
