@@ -83,10 +83,14 @@ class DecodeState:
         self.count[row] = count
         self.finished[row] = True
 
+    def per_row(self) -> tuple[torch.Tensor, ...]:
+        """Return what belongs to single rows, one of whose sizes is B, except keys and values."""
+        own = (self.root, self.hidden, self.output, self.count, self.finished, self.log, self.check, self.seeds)
+        return (*own, self.cache.lengths)
+
     def _running(self) -> tuple[torch.Tensor, ...]:
         """Return all that steps change, except keys and values."""
-        own = (self.root, self.hidden, self.output, self.count, self.finished, self.log, self.step, self.check)
-        return (*own, self.cache.lengths)
+        return (*(tensor for tensor in self.per_row() if tensor is not self.seeds), self.step)
 
     def clear(self) -> None:
         """Return to the state before a prefill. Keys and values stay: rows past the lengths are never read."""

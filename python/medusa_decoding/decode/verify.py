@@ -44,11 +44,14 @@ class TokenSelector:
         key: selectors with the same key run the same operations; captured and compiled steps are cached by it.
         makes_logits: whether it makes the logits of all nodes, which take memory.
         draw_temperature: the temperature at which tokens are drawn, as far as the heads follow it; None if none are.
+        temperatures: fp32 [B] if every row has its own temperature, 0 for the argmax. The noise is multiplied by them,
+            and `draw_temperature` is 1: the argmax of logits + T * noise is that of logits / T + noise.
     """
 
     key: Hashable
     makes_logits = True
     draw_temperature: float | None = None
+    temperatures: torch.Tensor | None = None
 
     def noise(self, state: DecodeState, places: int, vocabulary: int) -> torch.Tensor | None:
         """Return the random numbers of a step's tokens, or None if none are drawn.
@@ -62,11 +65,12 @@ class TokenSelector:
             vocabulary: V.
 
         Returns:
-            Standard Gumbel noise, fp32 [B, places, V].
+            Standard Gumbel noise times the rows' own temperatures, if they have some: fp32 [B, places, V].
         """
         if self.draw_temperature is None:
             return None
-        return gumbel_noise(state.seeds, state.count, places, vocabulary)
+        noise = gumbel_noise(state.seeds, state.count, places, vocabulary)
+        return noise if self.temperatures is None else noise.mul_(self.temperatures[:, None, None])
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return int64 [B, N]: the next token at every node; any id at nodes that no path can reach.

@@ -48,6 +48,7 @@ class Request:
             torch's generator on the CPU.
         metrics: whether to measure.
         session: holds the cache between calls, or None.
+        top_logprobs: how many of the model's likeliest tokens to keep with every new token; None for none.
     """
 
     input_ids: torch.Tensor
@@ -64,6 +65,7 @@ class Request:
     seed: int | Sequence[int] | None = None
     metrics: bool = False
     session: Session | None = None
+    top_logprobs: int | None = None
 
     def row_seeds(self, peers: Peers) -> torch.Tensor | None:
         """Return the keys of the random numbers that sampling uses, int64 [B]; None if nothing is sampled."""

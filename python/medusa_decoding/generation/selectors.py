@@ -61,14 +61,17 @@ def token_selector(causal: Any, request: Request, prompts: Sequence[torch.Tensor
     if request.acceptance == "typical":
         if sample:
             raise ValueError("do_sample: expected False with acceptance='typical', which draws nothing, got True")
-        if listed or keep_scores or keep_logits:
-            got = type(listed[0]).__name__ if listed else "output_scores or output_logits"
+        if listed or keep_scores or keep_logits or request.top_logprobs is not None:
+            kept = "top_logprobs" if request.top_logprobs is not None else "output_scores or output_logits"
+            got = type(listed[0]).__name__ if listed else kept
             raise ValueError(f"acceptance: expected 'lossless' with {got}, got 'typical'")
         return TypicalAcceptance(threshold, alpha, 1.0 if config.temperature is None else config.temperature)
-    if keep_scores or keep_logits or not all(type(processor) in CONTEXT_FREE for processor in listed):
+    keeps = keep_scores or keep_logits or request.top_logprobs is not None
+    if keeps or not all(type(processor) in CONTEXT_FREE for processor in listed):
         return LogitsProcessors(
-            prompts, processors, limits.budgets, limits.eos, sample, keep_scores=keep_scores, keep_logits=keep_logits
-        )
+            prompts, processors, limits.budgets, limits.eos, sample,
+            keep_logits=keep_logits, keep_scores=keep_scores, top_logprobs=request.top_logprobs,
+        )  # fmt: skip
     return Sampling(listed, sample) if sample or listed else Greedy()
 
 

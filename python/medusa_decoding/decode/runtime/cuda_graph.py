@@ -23,7 +23,7 @@ class HostSelection(TokenSelector):
     """Takes the place of a selector on the host: makes the logits it needs, then calls `split`.
 
     Args:
-        draw_temperature: of that selector.
+        selector: that selector; it is not kept.
         next_tokens: int64 [B, N], from which the step reads the selected tokens; allocated outside of the capture.
 
     Attributes:
@@ -32,8 +32,9 @@ class HostSelection(TokenSelector):
 
     key = "host"
 
-    def __init__(self, draw_temperature: float | None, next_tokens: torch.Tensor) -> None:
-        self.draw_temperature, self.next_tokens = draw_temperature, next_tokens
+    def __init__(self, selector: HostTokenSelector, next_tokens: torch.Tensor) -> None:
+        self.draw_temperature, self.temperatures = selector.draw_temperature, selector.temperatures
+        self.next_tokens = next_tokens
         self.split: Callable[[], None] = lambda: None
         self.logits: torch.Tensor | None = None
         self.nodes: Nodes | None = None
@@ -115,7 +116,7 @@ class CapturedStep:
         if isinstance(selector, HostTokenSelector):
             # The host's selector may remember what it is shown, and belongs to one generation: no graph refers to it.
             next_tokens = torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device)
-            selector = host_selection = HostSelection(selector.draw_temperature, next_tokens)
+            selector = host_selection = HostSelection(selector, next_tokens)
             if isinstance(step, CompiledStep):
                 step = step.step  # compiled code is one piece
         before = state.snapshot()

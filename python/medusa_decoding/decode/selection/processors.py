@@ -33,6 +33,12 @@ class Row:
         length: tokens so far.
         processors: called in order with (int64 [1, length], scores fp32 [1, V]).
         budget: new tokens it may get.
+        ends: tokens that end it.
+        samples: whether its tokens are drawn.
+        top_logprobs: how many of the model's likeliest tokens to keep with every emitted token; None for none.
+        logprobs: at each emitted token, if kept: its log-probability in the model's own distribution, and the likeliest
+            tokens with theirs, best first.
+        error: what ended a row of a batch whose rows belong to several callers.
         logits: the model's logits fp32 [V] at each emitted token, if kept.
         scores: the processed scores fp32 [V] at each emitted token, if kept.
     """
@@ -42,6 +48,11 @@ class Row:
     length: int
     processors: Sequence[Processor]
     budget: int
+    ends: frozenset[int] = frozenset()
+    samples: bool = False
+    top_logprobs: int | None = None
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    error: Exception | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
 
@@ -57,7 +68,13 @@ class LogitsProcessors(HostTokenSelector):
         sample: draw from the processed distribution; False takes its argmax.
         keep_logits: keep the model's logits of every emitted token.
         keep_scores: keep the processed scores of every emitted token.
+        top_logprobs: see `Row`.
+
+    Attributes:
+        shared: whether the rows belong to several callers, so that an error ends only its own row.
     """
+
+    shared = False
 
     def __init__(
         self,
@@ -68,16 +85,34 @@ class LogitsProcessors(HostTokenSelector):
         sample: bool = False,
         keep_logits: bool = False,
         keep_scores: bool = False,
+        top_logprobs: int | None = None,
     ) -> None:
         self.rows = [
-            Row(prompt, len(prompt), len(prompt), [without_sorting(processor) for processor in own], budget)
+            Row(
+                prompt, len(prompt), len(prompt), [without_sorting(processor) for processor in own], budget,
+                frozenset(eos), sample, top_logprobs,
+            )
             for prompt, own, budget in zip(prompts, processors, budgets, strict=True)
-        ]
-        self.eos = set(eos)
+        ]  # fmt: skip
         if sample:
             self.draw_temperature = draw_temperature(temperature_of(processors[0]))
         self.key = ("processed", self.draw_temperature)
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row], temperatures: torch.Tensor) -> LogitsProcessors:
+        """Return the selector of a batch whose rows belong to several callers.
+
+        Args:
+            rows: of selectors of one row each, or of others; they go on here.
+            temperatures: fp32 [B], see `TokenSelector`.
+        """
+        selector = cls([], [], [], [])
+        selector.rows, selector.shared = list(rows), True
+        if any(row.samples for row in rows):
+            selector.draw_temperature, selector.temperatures = 1.0, temperatures
+        selector.key = ("processed", selector.draw_temperature, "rows")
+        return selector
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return the token after every visited node, [B, N]; 0 after the others, which no path reaches."""
@@ -89,29 +124,53 @@ class LogitsProcessors(HostTokenSelector):
         tokens, finished = nodes.tokens.cpu(), state.finished.tolist()
         next_tokens = torch.zeros_like(tokens)
         # What the loop would raise after this step: processors must not see logits that are not finite.
-        refuse_broken([not math.isfinite(value) for value in state.check.tolist()], finished, state.step)
+        broken = [not math.isfinite(value) for value in state.check.tolist()]
+        if not self.shared:
+            refuse_broken(broken, finished, state.step)
         trees = nodes.shape.children()
+        temperatures = None if self.temperatures is None else self.temperatures.tolist()
         for index, row in enumerate(self.rows):
-            children = trees[index % len(trees)]
-            visited, depth = [] if finished[index] else [0], 0
-            while visited and not self._ended(row):
-                noise = None if nodes.noise is None else nodes.noise[index, depth]
-                token = self._next(row, logits[index, visited[0]], noise)
-                next_tokens[index, visited] = token
-                below = [child for node in visited for child in children[node]]
-                visited = [child for child in below if int(tokens[index, child]) == token]
-                depth += 1
+            if finished[index] or (self.shared and broken[index]):
+                continue
+            noise = nodes.noise[index] if nodes.noise is not None and row.samples else None
+            if noise is not None and temperatures is not None:
+                noise = noise / temperatures[index]
+            try:
+                self._walk(row, logits[index], noise, tokens[index], trees[index % len(trees)], next_tokens[index])
+            except Exception as error:
+                if not self.shared:
+                    raise
+                row.error = error
         return next_tokens.to(logits.device)
+
+    def _walk(
+        self,
+        row: Row,
+        logits: torch.Tensor,
+        noise: torch.Tensor | None,
+        tokens: torch.Tensor,
+        children: list[list[int]],
+        next_tokens: torch.Tensor,
+    ) -> None:
+        """Follow one row down the tree: logits [N, V], noise [more than the depth, V], tokens and next_tokens [N]."""
+        visited, depth = [0], 0
+        while visited and not self._ended(row):
+            token = self._next(row, logits[visited[0]], None if noise is None else noise[depth])
+            next_tokens[visited] = token
+            below = [child for node in visited for child in children[node]]
+            visited = [child for child in below if int(tokens[child]) == token]
+            depth += 1
 
     def _ended(self, row: Row) -> bool:
         new = row.length - row.prompt
-        return new >= row.budget or (new > 0 and int(row.text[row.length - 1]) in self.eos)
+        return new >= row.budget or (new > 0 and int(row.text[row.length - 1]) in row.ends)
 
     def _next(self, row: Row, logits: torch.Tensor, noise: torch.Tensor | None) -> int:
         text = row.text[None, : row.length]
         scores = raw = logits[None].to(torch.float32, copy=True)
         if self.keep_logits:
             row.logits.append(raw[0].clone())
+        logprobs = None if row.top_logprobs is None else raw[0].log_softmax(-1)
         for processor in row.processors:
             scores = processor(text, scores)
         if self.keep_scores:
@@ -124,6 +183,10 @@ class LogitsProcessors(HostTokenSelector):
                 )
             scores = scores + noise
         token = int(scores.argmax(-1))
+        if logprobs is not None:
+            best = logprobs.topk(row.top_logprobs or 0)
+            top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            row.logprobs.append((float(logprobs[token]), top))
         row.text = append_tokens(row.text, row.length, row.text.new_tensor([token]))
         row.length += 1
         return token
