@@ -1,0 +1,249 @@
+"""Engine: generations of one model whose rows join and leave between steps.
+
+One thread runs everything on the model (`scheduler`). All rows of a step verify the same tree, which follows the load:
+the policy of "auto" keeps step times by the number of rows, so a full batch gets smaller trees or plain decoding where
+these make more tokens per second. No text depends on that, nor on the rows beside it: each row gets what
+`MedusaModel.generate` gives it alone (up to rounding, so in float32 the same tokens).
+
+It knows token ids, and neither text nor HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from medusa_decoding.decode.runtime.memory import MemoryUse, Sizes, available, memory_use
+from medusa_decoding.decode.runtime.steps import Steps
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.serving.rows import MOST_NODES, Choice, check_rows, check_tree
+from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
+from medusa_decoding.serving.slots import Slots
+from medusa_decoding.serving.ticket import Delta, QueueFullError, Ticket
+from medusa_decoding.trees.tree import Tree
+
+MEMORY_SHARE = 0.9
+"""Part of the free memory that a default context may take."""
+LONGEST_CONTEXT = 8192
+"""The most tokens of a default context."""
+
+
+@dataclass
+class EngineStats(Counts):
+    """What an engine has done so far, and does now.
+
+    Attributes:
+        steps: number of steps.
+        new_tokens: tokens emitted.
+        prompt_tokens: tokens of the prompts admitted.
+        reused_tokens: those of them that were cached already.
+        accepted_histogram: steps of single rows, by accepted draft tokens.
+        tree_nodes: steps by nodes of their tree.
+        finished: generations by the reason of their end.
+        step_seconds: time in steps.
+        prefill_seconds: time in prefills.
+        running: rows that take part in steps, and the one whose prompt runs.
+        waiting: requests in the queue.
+        slots: the most rows that can run.
+        queue: the most requests that can wait.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    queue: int = 0
+
+
+class Engine:
+    """Generates for many callers at once.
+
+    Use it as a context manager, or call `start` and `close`. While it runs, the model's own `generate` works too, but
+    the two wait for each other.
+
+    Args:
+        model: its default tree is that of requests that name none.
+        slots: the most rows that run at once.
+        context: the most tokens of a prompt and its answer. None for the model's own limit, at most `LONGEST_CONTEXT`,
+            or as many as fit into memory if these are fewer.
+        queue: the most requests that wait for a slot.
+        stall_seconds: how long a chunk of a prompt may keep running rows waiting, roughly.
+
+    Attributes:
+        model: see above.
+        context: see above.
+        memory: what was allocated, and what steps will take.
+
+    Raises:
+        ValueError: impossible sizes, or a model that cannot be served: one over several processes, or whose rotary
+            embedding depends on the length of a text.
+        MemoryError: the cache does not fit; says what would.
+    """
+
+    def __init__(
+        self,
+        model: MedusaModel,
+        *,
+        slots: int = 8,
+        context: int | None = None,
+        queue: int = 64,
+        stall_seconds: float = 0.1,
+    ) -> None:
+        for name, value, least in (("slots", slots, 1), ("context", context, 2), ("queue", queue, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
+        backbone = model.backbone
+        if backbone.peers.size > 1:
+            raise ValueError(f"model: expected one in a single process, got one over {backbone.peers.size}")
+        if "dynamic" in backbone.decoder.rotary_emb.rope_type:
+            raise ValueError("model: expected rotary embeddings that are the same for all texts, got dynamic scaling")
+        if isinstance(model.tree, Tree):
+            check_tree(model.tree)
+        self.model, self.queue = model, queue
+        steps = Steps(backbone, model.heads)
+        with self._on_device():
+            self.context, self.memory = self._fit(slots, context)
+            state = steps.pool.acquire(self._sizes(slots, self.context), self.context + self._spare)
+            self._scheduler = Scheduler(model, steps, Slots(state), stall_seconds)
+        self._changed = threading.Condition()  # guards the queue
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def _spare(self) -> int:
+        """Cache rows that a step needs after a row's last token."""
+        return MOST_NODES + (self.model.heads.num_heads if self.model.heads is not None else 0)
+
+    def _sizes(self, slots: int, context: int) -> Sizes:
+        heads = self.model.heads
+        nodes, noise = (1, 1) if heads is None else (MOST_NODES, heads.num_heads + 1)
+        return Sizes([context] * slots, context, nodes=nodes, spare=self._spare, logits=True, noise=noise)
+
+    def _fit(self, slots: int, context: int | None) -> tuple[int, MemoryUse]:
+        """Return the context and what it takes; a default one is halved until it fits."""
+        backbone = self.model.backbone
+        limit, free = backbone.context_limit, available(backbone.device)
+        if context is not None and context > limit:
+            raise ValueError(f"context: expected at most {limit} tokens (the model's own), got {context}")
+        chosen = min(limit, LONGEST_CONTEXT) if context is None else context
+        while True:
+            use = memory_use(backbone, self._sizes(slots, chosen), chosen + self._spare)
+            if context is not None or free is None or use.total <= MEMORY_SHARE * free or chosen < SHORTEST_CHUNK:
+                return chosen, use
+            chosen //= 2
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        deliver: Callable[[int, Delta], None],
+        *,
+        n: int = 1,
+        ends: Sequence[int] = (),
+        logprobs: int | None = None,
+        tree: Tree | Literal["auto"] | None = None,
+        acceptance: str = "lossless",
+        seed: int | None = None,
+        make_processors: Callable[[], list[Any]] | None = None,
+        max_new_tokens: int | None = None,
+        posterior_threshold: float = 0.09,
+        posterior_alpha: float = 0.3,
+        **settings: Any,
+    ) -> list[Ticket]:
+        """Queue a prompt; return one ticket per choice.
+
+        Args:
+            prompt: token ids.
+            deliver: called with the number of a choice and each of its deltas, in order, in the engine's thread. It
+                must return at once.
+            n: choices. Choice i is what row i of `generate(.., num_return_sequences=n)` is.
+            ends: tokens that end a choice, in addition to the model's EOS tokens.
+            logprobs: how many of the likeliest tokens to deliver with every token, 0 to 20; None for none.
+            tree: a tree of at most 64 nodes without a copied branch, or "auto"; None for the model's default.
+            acceptance: "lossless", or "typical" with the posterior settings.
+            seed: of sampling; None draws one.
+            make_processors: returns the logits processors of one choice; called once per choice.
+            max_new_tokens: None for what the context leaves.
+            posterior_threshold: epsilon of typical acceptance.
+            posterior_alpha: delta of typical acceptance.
+            **settings: of generation, as `MedusaModel.generate` takes them. `max_time`, stop strings and minimum
+                lengths are refused.
+
+        Raises:
+            ValueError: bad settings, or more tokens than the context has; names them.
+            QueueFullError: no room in the queue for all choices; none is queued.
+            RuntimeError: the engine is not running.
+        """
+        settings |= {
+            "max_new_tokens": max_new_tokens, "acceptance": acceptance, "posterior_threshold": posterior_threshold,
+            "posterior_alpha": posterior_alpha,
+        }  # fmt: skip
+        choice = Choice(list(prompt), deliver, ends, logprobs, tree)
+        rows = check_rows(self.model, self.context, choice, n, seed, make_processors, settings)
+        scheduler = self._scheduler
+        with self._changed:
+            if self._thread is None or self._closing:
+                raise RuntimeError("engine: expected a running one, got one that was not started or was closed")
+            room = self.queue + len(scheduler.slots) - scheduler.taken - len(scheduler.waiting)
+            if len(rows) > room:
+                raise QueueFullError(
+                    f"queue: expected at most {self.queue} waiting requests, got more; try again later"
+                )
+            scheduler.waiting.extend(rows)
+            self._changed.notify_all()
+        return [row.ticket for row in rows]
+
+    def stats(self) -> EngineStats:
+        """Return the figures so far; a copy."""
+        scheduler = self._scheduler
+        counts = {name: getattr(scheduler.counts, name) for name in asdict(Counts())}
+        for name in ("accepted_histogram", "tree_nodes", "finished"):
+            counts[name] = counts[name].copy()
+        return EngineStats(
+            **counts, running=scheduler.taken, waiting=len(scheduler.waiting), slots=len(scheduler.slots),
+            queue=self.queue,
+        )  # fmt: skip
+
+    def start(self) -> Engine:
+        """Start the engine's thread."""
+        with self._changed:
+            if self._thread is not None or self._closing:
+                raise RuntimeError("engine: expected one that was not started, got a running or closed one")
+            self._thread = threading.Thread(target=self._run, name="medusa-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Cancel what runs and waits, and end the thread; a second call does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        """Start it."""
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _run(self) -> None:
+        backbone, scheduler = self.model.backbone, self._scheduler
+        with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing or not scheduler.idle)
+                    if self._closing:
+                        break
+                with backbone.lock.held(backbone.device):
+                    scheduler.round()
+            scheduler.end_all()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        device = self.model.backbone.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

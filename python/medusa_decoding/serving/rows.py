@@ -1,0 +1,192 @@
+"""A row of the engine: one generation, checked as `generate` checks it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from medusa_decoding.decode.selection.processors import LogitsProcessors
+from medusa_decoding.decode.selection.rows import temperature_of_row
+from medusa_decoding.decode.selection.typical import TypicalAcceptance
+from medusa_decoding.decode.verify import TokenSelector
+from medusa_decoding.generation.request import Request, check_request, row_seed
+from medusa_decoding.generation.selectors import token_selector
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.serving.ticket import Delta, Finish, Ticket, TokenLogprobs
+from medusa_decoding.trees.tree import Tree
+
+logger = logging.getLogger(__name__)
+
+MOST_NODES = 64
+"""Nodes that a tree may have, root included."""
+MOST_LOGPROBS = 20
+
+Kind = tuple[Tree | Literal["auto"] | None, object]
+"""What rows of one step must have in common: the tree that was asked for, and typical acceptance's settings."""
+
+
+@dataclass(eq=False)
+class Row:
+    """One generation in the engine.
+
+    Attributes:
+        ticket: of its caller.
+        request: checked, of this row alone.
+        selector: how its tokens are picked, as if it were alone.
+        kind: see `Kind`.
+        ends: tokens that end it.
+        seed: key of its random numbers.
+        text: the prompt's tokens, then those emitted.
+        told: log-probabilities that the caller has got.
+    """
+
+    ticket: Ticket
+    request: Request
+    selector: TokenSelector
+    kind: Kind
+    ends: frozenset[int]
+    seed: int
+    text: list[int] = field(default_factory=list)
+    told: int = 0
+
+    @property
+    def budget(self) -> int:
+        """New tokens that it may get."""
+        return self.request.limits.budgets[0]
+
+    @property
+    def temperature(self) -> float:
+        """Its temperature, 0 if nothing is drawn."""
+        return temperature_of_row(self.selector)
+
+    @property
+    def emitted(self) -> int:
+        """New tokens so far."""
+        return len(self.text) - len(self.ticket.prompt)
+
+    def take(self, tokens: list[int], ended: bool, error: BaseException | None = None) -> Finish | None:
+        """Add a step's tokens, deliver them, and return why the row has ended, if it has.
+
+        Args:
+            tokens: emitted by the step.
+            ended: whether the step itself ended the row.
+            error: what went wrong with this row, whose tokens are then dropped.
+        """
+        if error is not None:
+            self.ticket.deliver(Delta([], "error", error=error))
+            return "error"
+        place = next((place for place, token in enumerate(tokens) if token in self.ends), None)
+        if place is not None:
+            tokens = tokens[: place + 1]
+        if self.emitted:  # else it was the prefill
+            self.ticket.accepted.append(len(tokens) - 1)
+        self.text += tokens
+        finish: Finish | None = None
+        if place is not None:
+            finish = "stop"
+        elif ended or self.emitted >= self.budget:
+            finish = "length"
+        self.ticket.deliver(Delta(tokens, finish, self._logprobs(len(tokens))))
+        return finish
+
+    def _logprobs(self, count: int) -> list[TokenLogprobs] | None:
+        if self.request.top_logprobs is None or not isinstance(self.selector, LogitsProcessors):
+            return None
+        first, self.told = self.told, self.told + count
+        return [TokenLogprobs(*entry) for entry in self.selector.rows[0].logprobs[first : self.told]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What all choices of a request have in common; see `Engine.submit`."""
+
+    prompt: list[int]
+    deliver: Callable[[int, Delta], None]
+    ends: Sequence[int]
+    logprobs: int | None
+    tree: Tree | Literal["auto"] | None
+
+
+def check_rows(
+    model: MedusaModel,
+    context: int,
+    choice: Choice,
+    n: int,
+    seed: int | None,
+    make_processors: Callable[[], list[Any]] | None,
+    settings: dict[str, Any],
+) -> list[Row]:
+    """Check a request, and make the row of each of its `n` choices.
+
+    Raises:
+        ValueError: bad settings, or more tokens than the context has; names them.
+    """
+    prompt, room, new = choice.prompt, context - len(choice.prompt), settings["max_new_tokens"]
+    if room < 1:
+        raise ValueError(f"prompt: expected fewer than {context} tokens (the context), got {len(prompt)}")
+    if isinstance(new, int) and new > room:
+        counted = f"a context of {context} tokens less {len(prompt)} of the prompt"
+        raise ValueError(f"max_new_tokens: expected at most {room} ({counted}), got {new}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n: expected a whole number of at least 1, got {n!r}")
+    if choice.logprobs is not None and not 0 <= choice.logprobs <= min(MOST_LOGPROBS, model.backbone.vocab_size):
+        raise ValueError(f"logprobs: expected 0 to {MOST_LOGPROBS}, got {choice.logprobs}")
+    if choice.tree is not None:
+        model.check_tree(choice.tree)
+        if isinstance(choice.tree, Tree):
+            check_tree(choice.tree)
+    own = {name: settings.pop(name) for name in ("acceptance", "posterior_threshold", "posterior_alpha")}
+    unset = dict.fromkeys(("do_sample", "temperature", "top_p", "top_k", "stop_strings"))
+    changes = unset | settings | {"return_dict_in_generate": True, "max_new_tokens": room if new is None else new}
+    rows = []
+    for number in range(n):
+        request = check_request(
+            model.backbone, torch.tensor([prompt], dtype=torch.int64), None, None, dict(changes), **own,
+            logits_processor=make_processors() if make_processors is not None else None,
+            prefix_allowed_tokens_fn=None, stopping_criteria=None, tokenizer=None, streamer=None, seed=seed,
+            metrics=False, session=None,
+        )  # fmt: skip
+        if seed is None and request.config.do_sample:
+            seed = int(torch.randint(2**63 - 1, ()))  # one for all choices
+        request.top_logprobs = choice.logprobs
+        rows.append(_row(model, request, choice, number, row_seed(seed or 0, number)))
+    return rows
+
+
+def _row(model: MedusaModel, request: Request, choice: Choice, number: int, seed: int) -> Row:
+    if any(request.limits.min_new):
+        raise ValueError("min_new_tokens, min_length: expected 0 in an engine, got more")
+    if request.criteria:
+        raise ValueError("max_time, stop_strings: expected none in an engine, whose callers cancel, got some")
+    backbone = model.backbone
+    selector = token_selector(backbone.causal_lm, request, [request.prompts[0].to(backbone.device)])
+    ends = frozenset((*request.limits.eos, *choice.ends))
+    if isinstance(selector, LogitsProcessors):
+        selector.shared, selector.rows[0].ends = True, ends
+    typical = selector.key if isinstance(selector, TypicalAcceptance) else None
+    ticket = Ticket(choice.prompt, _guarded(choice.deliver, number))
+    return Row(ticket, request, selector, (choice.tree, typical), ends, seed, list(choice.prompt))
+
+
+def _guarded(deliver: Callable[[int, Delta], None], number: int) -> Callable[[Delta], None]:
+    """Return what delivers to one caller, whose errors must not end other callers' generations."""
+
+    def guarded(delta: Delta) -> None:
+        try:
+            deliver(number, delta)
+        except Exception:
+            logger.exception("engine: a caller could not take what was delivered")
+
+    return guarded
+
+
+def check_tree(tree: Tree) -> None:
+    """Raise `ValueError` for a tree that rows of several callers cannot share."""
+    if tree.num_nodes > MOST_NODES:
+        raise ValueError(f"tree: expected at most {MOST_NODES} nodes in an engine, got {tree.num_nodes}")
+    if tree.lookup:
+        raise ValueError("tree: expected one without a branch copied from the text in an engine, got one with it")

@@ -1,0 +1,100 @@
+"""Slots: the rows of one decode state, some of which run while others wait for a prompt.
+
+Running rows are neighbours, so that a step runs over a view of the state and costs what they cost. When rows leave,
+others change places with them. A slot that nobody uses keeps the keys and values of its last text: a prompt that begins
+with the same tokens need not run them again. It knows neither requests nor trees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from medusa_decoding.backbone.kv_cache import TreeCache
+from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.generation.session import common_length
+
+SHORTEST_REUSE = 16
+"""Tokens in common below which a prompt runs from its beginning: copying them would save next to nothing."""
+
+
+class Slots:
+    """The rows of a decode state.
+
+    Args:
+        state: a cleared state, whose rotary tables are the same for all rows.
+
+    Attributes:
+        state: that state.
+        temperatures: fp32 [B], the temperature of each row (see `decode.selection.rows`); changes places with it.
+        texts: tokens of each row: those whose keys and values are cached, and the root.
+    """
+
+    def __init__(self, state: DecodeState) -> None:
+        self.state = state
+        self.temperatures = torch.zeros(len(state.root), device=state.root.device)
+        self.texts: list[list[int]] = [[] for _ in state.root]
+        self._used = [0] * len(state.root)  # when each slot was last given to a prompt
+        self._uses = 0
+        self._views: dict[tuple[int, int], DecodeState] = {}
+        state.finished.fill_(True)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def rows(self, first: int, last: int) -> DecodeState:
+        """Return the state of slots [first, last) as a view; the same object every time, so that graphs stay valid."""
+        view = self._views.get((first, last))
+        if view is None:
+            state, cache, rows = self.state, self.state.cache, slice(first, last)
+            own = {
+                field.name: getattr(state, field.name)[rows]
+                for field in dataclasses.fields(DecodeState)
+                if field.name not in ("cache", "step", "text", "captured")
+            }
+            part = TreeCache(cache.kv[:, :, rows], cache.lengths[rows], cache.cos, cache.sin)
+            view = self._views[first, last] = DecodeState(cache=part, step=state.step, **own)
+        return view
+
+    def swap(self, one: int, other: int) -> None:
+        """Let two rows change places, with all that belongs to them."""
+        if one == other:
+            return
+        state, pair, turned = self.state, [one, other], [other, one]
+        for tensor in (*state.per_row(), self.temperatures):
+            tensor[pair] = tensor[turned]
+        kv, filled = state.cache.kv, max(len(self.texts[one]), len(self.texts[other]))
+        for layer in kv[..., :filled, :]:  # [2, B, Hkv, S, D], one by one so that the copies stay small
+            layer[:, pair] = layer[:, turned]
+        self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
+        self._used[one], self._used[other] = self._used[other], self._used[one]
+
+    def place(self, prompt: list[int], free: range) -> tuple[int, int]:
+        """Choose a free slot for a prompt; return it and how many tokens of the prompt are cached in it.
+
+        These are taken from whichever slot, running ones included, has the most of them. A free slot that has them is
+        used itself unless the better part of its own text would be lost while another slot has been free for longer.
+        The last token of a prompt always runs: its prediction is needed.
+        """
+        common = [min(common_length(text[:-1], prompt), len(prompt) - 1) for text in self.texts]
+        source = max(range(len(self)), key=lambda slot: (common[slot], slot in free))
+        oldest = min(free, key=lambda slot: (self._used[slot], -slot))
+        reused = common[source] if common[source] >= SHORTEST_REUSE else 0
+        slot = source if reused and source in free and 2 * reused >= len(self.texts[source]) else oldest
+        if reused and slot != source:
+            self.state.cache.kv[:, :, slot, :, :reused] = self.state.cache.kv[:, :, source, :, :reused]
+        self._uses += 1
+        self._used[slot], self.texts[slot] = self._uses, prompt[:reused]
+        return slot, reused
+
+    def clear(self, slot: int, seed: int, temperature: float) -> None:
+        """Prepare a slot for the prefill of another text."""
+        state = self.state
+        for tensor in state.per_row():
+            tensor[slot] = 0
+        state.seeds[slot], self.temperatures[slot] = seed, temperature
+
+    def forget(self) -> None:
+        """Forget all texts: keys and values are no longer right."""
+        self.texts = [[] for _ in self.texts]

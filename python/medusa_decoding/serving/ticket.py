@@ -1,0 +1,81 @@
+"""What callers of the engine hold and get: a ticket for each generation, and a delta for each step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+"""Why a generation ended: an end token, its budget, `Ticket.cancel`, or an exception."""
+
+
+class QueueFullError(RuntimeError):
+    """The engine's queue has no room for a request now."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one emitted token, of the model's own distribution: before penalties, masks and temperature.
+
+    Attributes:
+        logprob: of the emitted token.
+        top: the likeliest tokens, best first: pairs of id and log-probability.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step, or the prefill, has added to a generation.
+
+    Attributes:
+        tokens: new token ids in order; an end token is included. At most one after the prefill; after a step the
+            accepted draft tokens and the model's own last one.
+        finish: None while the generation goes on.
+        logprobs: one entry per token if the request asked for them, else None.
+        error: the exception if `finish` is "error".
+    """
+
+    tokens: list[int]
+    finish: Finish | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One generation that was submitted to an engine.
+
+    Attributes:
+        prompt: token ids.
+        deliver: called with each delta, in order, in the engine's thread; must return at once. The last delta has a
+            `finish`, and every ticket gets one.
+        reused: tokens of the prompt whose keys and values were cached already; known from the first delta on.
+        accepted: how many draft tokens each step has accepted so far (the prefill is not a step).
+        submitted: `time.perf_counter()` when it was submitted.
+        admitted: when its prefill began, or None.
+        cancelled: whether `cancel` was called.
+    """
+
+    prompt: list[int]
+    deliver: Callable[[Delta], None]
+    reused: int = 0
+    accepted: list[int] = field(default_factory=list)
+    submitted: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    row: Any = field(default=None, repr=False)
+    _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ask the engine to end this generation; from any thread. Its last delta then says "cancelled"."""
+        self._cancelled.set()

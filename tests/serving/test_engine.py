@@ -1,0 +1,387 @@
+"""The engine: rows join and leave between steps, and each gets what `generate` gives it alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from callers import Caller, alone
+from models import VOCAB, heads_for, prompts, tiny
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.ticket import Delta, QueueFullError
+
+TREES = [None, "auto", Tree([]), Tree.chain(3), Tree.cartesian([3, 2]), Tree.dynamic(6, 3)]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"do_sample": True, "temperature": 0.7},
+    {"do_sample": True, "temperature": 1.6},
+    {"do_sample": True, "temperature": 1.1, "top_p": 0.8},
+    {"do_sample": True, "top_k": 3},
+    {"repetition_penalty": 1.4},
+    {"do_sample": True, "temperature": 0.9, "repetition_penalty": 1.2},
+    {"eos_token_id": [4, 7]},
+]
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def model(request):
+    base = tiny(request.param, max_position_embeddings=160)
+    return MedusaModel(base, heads_for(base))
+
+
+@pytest.fixture
+def llama():
+    base = tiny(max_position_embeddings=160)
+    return MedusaModel(base, heads_for(base))
+
+
+def jobs(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
+    drawn = random.Random(seed)
+    found = []
+    for number, prompt in enumerate(prompts(count, [1, 5, 12, 30, 47, 3], seed=seed)):
+        settings = dict(drawn.choice(SETTINGS)) | {"max_new_tokens": drawn.randint(1, 40), "seed": number}
+        found.append((prompt.tolist(), settings))
+    return found
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_every_row_gets_what_it_gets_alone(model: MedusaModel, slots: int) -> None:
+    asked, drawn = jobs(40, slots), random.Random(slots)
+    expected = [alone(model, prompt, **settings) for prompt, settings in asked]
+    with Engine(model, slots=slots, stall_seconds=0.0) as engine:
+        callers = []
+        for prompt, settings in asked:
+            callers.append(Caller(engine, prompt, tree=drawn.choice(TREES), **settings))
+            time.sleep(drawn.choice([0.0, 0.0, 0.01]))  # so that rows join while others run
+        assert [caller.tokens() for caller in callers] == expected
+        for caller, (_, settings) in zip(callers, asked, strict=True):
+            ended = caller.tokens()[-1] in settings.get("eos_token_id", [])
+            assert caller.finish() == ("stop" if ended else "length")
+        stats = engine.stats()
+    assert stats.new_tokens == sum(map(len, expected))
+    assert stats.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
+    assert sum(stats.finished.values()) == len(asked)
+    accepted = [count for caller in callers for ticket in caller.tickets for count in ticket.accepted]
+    assert stats.accepted_histogram == {count: accepted.count(count) for count in set(accepted)}
+    assert sum(accepted) + len(accepted) + len(asked) == stats.new_tokens
+
+
+def test_rows_of_one_batch_may_be_told_to_end_by_their_callers_tokens(llama: MedusaModel) -> None:
+    (prompt,) = prompts(1, [9])
+    whole = alone(llama, prompt.tolist(), max_new_tokens=30)
+    end = whole[12]
+    with Engine(llama, slots=2) as engine:
+        cut = Caller(engine, prompt.tolist(), ends=[end], max_new_tokens=30)
+        full = Caller(engine, prompt.tolist(), max_new_tokens=30)
+        assert full.tokens() == whole
+        assert cut.tokens() == whole[: whole.index(end) + 1]
+        assert (cut.finish(), full.finish()) == ("stop", "length")
+
+
+def test_typical_acceptance_is_that_of_generate(llama: MedusaModel) -> None:
+    settings = {"acceptance": "typical", "posterior_threshold": 0.2, "max_new_tokens": 24}
+    asked = [prompt.tolist() for prompt in prompts(4, [3, 20])]
+    tree = Tree.cartesian([3, 2])
+    expected = [alone(llama, prompt, tree=tree, **settings) for prompt in asked]
+    with Engine(llama, slots=3) as engine:
+        lossy = [Caller(engine, prompt, tree=tree, **settings) for prompt in asked]
+        plain = [Caller(engine, prompt, tree=tree, max_new_tokens=24) for prompt in asked]
+        assert [caller.tokens() for caller in lossy] == expected
+        assert [caller.tokens() for caller in plain] == [alone(llama, prompt, max_new_tokens=24) for prompt in asked]
+    assert expected != [caller.tokens() for caller in plain]
+
+
+def test_choices_are_the_rows_of_one_generate(llama: MedusaModel) -> None:
+    (prompt,) = prompts(1, [40])
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 1.3, "seed": 11, "max_new_tokens": 20}
+    output = llama.generate(prompt[None], num_return_sequences=3, **settings)
+    with Engine(llama, slots=2) as engine:
+        caller = Caller(engine, prompt.tolist(), n=3, **settings)
+        found = [caller.tokens(choice) for choice in range(3)]
+        # The second choice's prompt is in the cache already, but for its last token.
+        assert [ticket.reused for ticket in caller.tickets] == [0, 39, 39]
+    assert found == output.sequences[:, 40:].tolist()
+    assert len({tuple(tokens) for tokens in found}) == 3
+
+
+def test_log_probabilities_are_the_models_own(llama: MedusaModel) -> None:
+    (prompt,) = prompts(1, [8])
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "seed": 3, "repetition_penalty": 1.3}
+    with Engine(llama, slots=2) as engine:
+        other = Caller(engine, prompt.tolist(), max_new_tokens=60)
+        caller = Caller(engine, prompt.tolist(), logprobs=3, tree=Tree.chain(3), max_new_tokens=25, **settings)
+        tokens = caller.tokens()
+        assert other.tokens() == alone(llama, prompt.tolist(), max_new_tokens=60)
+        assert other.deltas[0][0].logprobs is None
+    assert tokens == alone(llama, prompt.tolist(), max_new_tokens=25, **settings)
+    kept = [entry for delta in caller.deltas[0] for entry in delta.logprobs or []]
+    with torch.no_grad():
+        text = torch.cat([prompt, torch.tensor(tokens)])[None]
+        logits = llama.backbone.causal_lm(text).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    assert len(kept) == len(tokens)
+    for entry, token, row in zip(kept, tokens, expected, strict=True):
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        best = row.topk(3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_a_prompt_that_begins_with_cached_text_runs_only_the_rest(llama: MedusaModel) -> None:
+    first, second = (prompt.tolist() for prompt in prompts(2, [50], seed=5))
+    answer = alone(llama, first, max_new_tokens=20)
+    turns = [first + answer + second[:10], first[:30] + second[:20], second]
+    expected = [alone(llama, turn, max_new_tokens=15) for turn in turns]
+    with Engine(llama, slots=3) as engine:
+        assert Caller(engine, first, max_new_tokens=20).tokens() == answer
+        callers = [Caller(engine, turn, max_new_tokens=15) for turn in turns]
+        assert [caller.tokens() for caller in callers] == expected
+        # All but the answer's last token, which was never run; then the part in common; then nothing.
+        assert [caller.tickets[0].reused for caller in callers] == [69, 30, 0]
+        assert engine.stats().reused_tokens == 99
+
+
+def test_cached_text_of_a_running_row_is_reused(llama: MedusaModel) -> None:
+    (prompt,) = prompts(1, [60], seed=6)
+    shared = prompt.tolist()
+    expected = alone(llama, [*shared, 3], max_new_tokens=20)
+    with Engine(llama, slots=2) as engine:
+        running = Caller(engine, [*shared, 1, 2], max_new_tokens=90, tree=Tree([]))
+        running.wait_for(1)
+        other = Caller(engine, [*shared, 3], max_new_tokens=20)
+        assert other.tokens() == expected
+        assert other.tickets[0].reused == 60
+        assert running.tokens() == alone(llama, [*shared, 1, 2], max_new_tokens=90)
+
+
+def test_a_long_prompt_runs_in_chunks_between_the_steps_of_others(llama: MedusaModel) -> None:
+    (long,) = prompts(1, [150], seed=8)
+    order: list[str] = []
+    with Engine(llama, slots=2, stall_seconds=0.0) as engine:
+        engine.submit(long[:40].tolist(), lambda choice, delta: None, max_new_tokens=1)  # to know the pace of chunks
+        running = threading.Event()
+
+        def first(choice: int, delta: Delta) -> None:
+            order.append("step")
+            running.set()
+
+        engine.submit([1, 2, 3], first, max_new_tokens=150, tree=Tree([]))
+        assert running.wait(30)
+        seen = len(order)
+        caller = Caller(engine, long.tolist(), max_new_tokens=4)
+        caller.wait_for(1)
+        order.append("joined")
+        assert caller.tokens() == alone(llama, long.tolist(), max_new_tokens=4)
+    # 150 tokens in chunks of 32 take five rounds, each with a step of the other row.
+    assert order[seen:].index("joined") >= 4
+
+
+def test_a_cancelled_row_leaves_and_the_others_go_on(llama: MedusaModel) -> None:
+    asked = [prompt.tolist() for prompt in prompts(5, [6], seed=4)]
+    with Engine(llama, slots=2, queue=8) as engine:
+        callers = [Caller(engine, prompt, max_new_tokens=120, tree=Tree([])) for prompt in asked]
+        callers[0].wait_for(3)
+        callers[0].tickets[0].cancel()  # runs
+        callers[3].tickets[0].cancel()  # waits
+        for place in (0, 3):
+            assert callers[place].finish() == "cancelled"
+        for place in (1, 2, 4):
+            assert callers[place].tokens() == alone(llama, asked[place], max_new_tokens=120)
+        part = callers[0].tokens()
+        assert callers[3].tokens() == []
+        assert engine.stats().finished == {"cancelled": 2, "length": 3}
+    assert part == alone(llama, asked[0], max_new_tokens=120)[: len(part)]
+    assert len(part) < 120
+
+
+def test_a_full_queue_refuses_and_queues_nothing(llama: MedusaModel) -> None:
+    with Engine(llama, slots=1, queue=2) as engine:
+        first = Caller(engine, [1, 2], max_new_tokens=150, tree=Tree([]))
+        first.wait_for(1)
+        waiting = Caller(engine, [3], max_new_tokens=2)
+        with pytest.raises(QueueFullError, match="at most 2 waiting"):
+            engine.submit([4], lambda choice, delta: None, n=2, do_sample=True)
+        assert engine.stats().waiting == 1
+        last = Caller(engine, [5], max_new_tokens=2)
+        with pytest.raises(QueueFullError):
+            engine.submit([6], lambda choice, delta: None)
+        first.tickets[0].cancel()
+        assert (len(waiting.tokens()), len(last.tokens())) == (2, 2)
+
+
+def test_an_error_of_one_callers_code_ends_only_its_own_row(llama: MedusaModel) -> None:
+    def failing(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if text.shape[1] == 14:
+            raise ValueError("no more")
+        return scores
+
+    def nothing(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.fill_(-torch.inf) if text.shape[1] == 12 else scores
+
+    asked = [prompt.tolist() for prompt in prompts(4, [9], seed=3)]
+    expected = [alone(llama, prompt, max_new_tokens=40) for prompt in asked]
+    with Engine(llama, slots=4) as engine:
+        good = [Caller(engine, prompt, max_new_tokens=40, tree=Tree.chain(3)) for prompt in asked[:2]]
+        bad = Caller(engine, asked[2], max_new_tokens=40, make_processors=lambda: [failing], tree=Tree.chain(3))
+        draws = Caller(
+            engine, asked[3], max_new_tokens=40, make_processors=lambda: [nothing], do_sample=True, tree=Tree.chain(3)
+        )
+        deaf = engine.submit(asked[0], _raise, max_new_tokens=40)
+        assert bad.finish() == draws.finish() == "error"
+        assert str(bad.error()) == "no more"
+        assert "no token allowed" in str(draws.error())
+        assert bad.tokens() == expected[2][:5][: len(bad.tokens())]
+        assert [caller.tokens() for caller in good] == expected[:2]
+        assert Caller(engine, asked[3], max_new_tokens=40).tokens() == expected[3]
+        assert deaf[0].prompt == asked[0]
+
+
+def _raise(choice: int, delta: Delta) -> None:
+    raise RuntimeError("this caller cannot take it")
+
+
+def test_output_that_is_not_finite_ends_its_row() -> None:
+    base = tiny(max_position_embeddings=160, vocab_size=40)
+    model, good = MedusaModel(base, heads_for(base)), [1, 2, 3]
+    expected = alone(model, good, max_new_tokens=12)
+    never = next(token for token in range(40) if token not in expected + good)
+    with torch.no_grad():  # spoils prompts that have it
+        model.backbone.decoder.embed_tokens.weight[never] = torch.nan
+    with Engine(model, slots=2) as engine:
+        running = Caller(engine, good, max_new_tokens=12, tree=Tree.chain(2))
+        spoiled = Caller(engine, [1, never, 2], max_new_tokens=20)
+        assert isinstance(spoiled.error(), FloatingPointError)
+        assert spoiled.tokens() == []
+        assert running.tokens() == expected
+        assert Caller(engine, good, max_new_tokens=12).tokens() == expected
+
+
+def test_a_step_that_fails_ends_its_rows_and_the_engine_goes_on(
+    llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(llama, [1, 2, 3], max_new_tokens=9)
+    with Engine(llama, slots=2) as engine:
+        forward, fail = llama.backbone.forward, [True]
+
+        def broken(tokens: torch.Tensor, context: Any) -> torch.Tensor:
+            if tokens.shape[1] == 4 and fail:
+                fail.clear()
+                raise RuntimeError("out of luck")
+            return forward(tokens, context)
+
+        monkeypatch.setattr(llama.backbone, "forward", broken)
+        caller = Caller(engine, [1, 2, 3], max_new_tokens=9, tree=Tree.chain(3))
+        assert caller.finish() == "error"
+        assert str(caller.error()) == "out of luck"
+        assert Caller(engine, [1, 2, 3], max_new_tokens=9, tree=Tree.chain(3)).tokens() == expected
+
+
+def test_closing_cancels_what_runs_and_waits(llama: MedusaModel) -> None:
+    engine = Engine(llama, slots=1).start()
+    callers = [Caller(engine, [1, 2, 3], max_new_tokens=150, tree=Tree([])) for _ in range(3)]
+    callers[0].wait_for(2)
+    engine.close()
+    assert [caller.finish() for caller in callers] == ["cancelled"] * 3
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit([1], lambda choice, delta: None)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.start()
+
+
+BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
+    "empty": ([], {}, "input_ids: expected at least one row"),
+    "id": ([VOCAB], {}, r"input_ids: expected ids in \[0, 11\)"),
+    "prompt": ([1] * 160, {}, r"prompt: expected fewer than 160 tokens \(the context\), got 160"),
+    "tokens": ([1] * 100, {"max_new_tokens": 61}, "max_new_tokens: expected at most 60 .*, got 61"),
+    "none": ([1], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
+    "n": ([1], {"n": 0}, "n: expected a whole number of at least 1"),
+    "logprobs": ([1], {"logprobs": 21}, "logprobs: expected 0 to 20, got 21"),
+    "tree": ([1], {"tree": Tree.chain(5)}, "tree: "),
+    "lookup": ([1], {"tree": Tree.chain(2).with_lookup(4)}, "tree: expected one without a branch copied"),
+    "word": ([1], {"tree": "large"}, "tree: expected a Tree or 'auto', got 'large'"),
+    "temperature": ([1], {"temperature": 0.5}, "temperature: expected 1.0 without do_sample=True"),
+    "unknown": ([1], {"colour": 1}, "colour: expected an argument of generate"),
+    "beams": ([1], {"num_beams": 2}, "num_beams: expected 1, got 2"),
+    "minimum": ([1], {"min_new_tokens": 3, "eos_token_id": 2}, "min_new_tokens, min_length: expected 0"),
+    "typical": ([1], {"acceptance": "typical", "logprobs": 1}, "acceptance: expected 'lossless' with top_logprobs"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "settings", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_requests_are_refused(
+    llama: MedusaModel, prompt: list[int], settings: dict[str, Any], message: str
+) -> None:
+    with Engine(llama, slots=1) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.submit(prompt, lambda choice, delta: None, **settings)
+        assert engine.stats().waiting == engine.stats().running == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slots": 0}, "slots: expected a whole number of at least 1, got 0"),
+        ({"context": 161}, "context: expected at most 160 tokens"),
+        ({"queue": -1}, "queue: expected a whole number of at least 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(llama: MedusaModel, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(llama, **settings)
+
+
+def test_memory_is_stated_and_checked_before_it_is_taken(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(llama, slots=4)
+    kv = engine._scheduler.slots.state.cache.kv
+    assert engine.memory.cache == kv.nbytes
+    assert engine.memory.rows == kv.shape[4] >= engine.context + 64
+    monkeypatch.setattr("medusa_decoding.serving.engine.available", lambda device: engine.memory.total)
+    assert Engine(llama, slots=4).context == 80  # halved, as only nine tenths may be taken
+    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.available", lambda device: 2**20)
+    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.UNCHECKED", 0)
+    with pytest.raises(MemoryError, match=r"expected at most 1\.0 MiB .* would fit"):
+        Engine(llama, slots=64, context=160)
+
+
+def test_models_whose_tables_depend_on_the_text_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(ValueError, match="dynamic scaling"):
+        Engine(MedusaModel(tiny(rope_parameters=rope)))
+
+
+def test_without_heads_it_decodes_plainly() -> None:
+    model = MedusaModel(tiny())
+    expected = alone(model, [1, 2, 3], max_new_tokens=20)
+    with Engine(model, slots=2) as engine:
+        assert Caller(engine, [1, 2, 3], max_new_tokens=20).tokens() == expected
+        assert engine.stats().tree_nodes == {1: 19}
+
+
+def test_memory_does_not_grow_with_requests(llama: MedusaModel) -> None:
+    with Engine(llama, slots=3) as engine:
+        scheduler = engine._scheduler
+        for number in range(150):  # a hundred trees
+            tree = Tree([[number % 10], [number % 10, number // 10 % 10]])
+            Caller(engine, [number % VOCAB], max_new_tokens=3, tree=tree).wait()
+        assert len(scheduler._policies) <= 64
+        assert len(scheduler.slots._views) <= 3 * 3
+        while not scheduler.idle:  # the last row is about to leave
+            time.sleep(0.001)
+
+
+@pytest.mark.gpu
+def test_captured_steps_serve_rows_that_come_and_go() -> None:
+    base = tiny(max_position_embeddings=160).cuda()
+    model = MedusaModel(base, heads_for(base))
+    asked, drawn = jobs(40, 3), random.Random(3)
+    expected = [alone(model, prompt, **settings) for prompt, settings in asked]
+    with Engine(model, slots=6, stall_seconds=0.0) as engine:
+        callers = [Caller(engine, prompt, tree=drawn.choice(TREES), **settings) for prompt, settings in asked]
+        assert [caller.tokens() for caller in callers] == expected
