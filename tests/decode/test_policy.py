@@ -18,9 +18,9 @@ from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree
 
 
-def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None) -> Adaptive:
+def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None, independent: bool = False) -> Adaptive:
     tree_set = TreeSet(accuracies)
-    return Adaptive(tree_set, times or StepTimes("device", "model"), AcceptanceModel(tree_set))
+    return Adaptive(tree_set, times or StepTimes("device", "model"), AcceptanceModel(tree_set), independent)
 
 
 def measured(times: StepTimes, seconds: dict[int, float]) -> None:
@@ -270,6 +270,42 @@ def test_trees_pay_again_once_the_useless_row_has_ended():
 
 
 # (f) Other behaviour
+
+
+# A server, whose rows come and go: the tree follows their number
+
+
+def bound_by_bytes(rows: int, nodes: int) -> float:
+    return 1.0 + 0.003 * (rows * nodes - 1) + 0.05 * (nodes > 1)
+
+
+def bound_by_arithmetic(rows: int, nodes: int) -> float:
+    return 1.0 + 0.08 * (rows * nodes - 1)
+
+
+@pytest.mark.parametrize("clients", [1, 4, 16])
+@pytest.mark.parametrize("time_of", [bound_by_bytes, bound_by_arithmetic])
+@pytest.mark.parametrize("heads", [GOOD, BETTER, USELESS], ids=["good", "better", "useless"])
+def test_a_server_is_near_the_best_fixed_tree_at_any_load(heads, time_of, clients):
+    rates = {
+        tree.num_nodes: Simulation({}).serve(FixedTree(tree), clients, heads, time_of, 10000)
+        for tree in TreeSet(GOOD).trees
+    }
+    policy = adaptive(independent=True)
+    first, later = (Simulation({}, noise=0.03).serve(policy, clients, heads, time_of, 10000) for _ in range(2))
+    assert first > 0.93 * max(rates.values())
+    assert later > 0.96 * max(rates.values())
+
+
+def test_trees_of_a_server_shrink_as_its_batch_fills():
+    policy, sizes = adaptive(independent=True), []
+    for clients in (1, 4, 16, 64):
+        simulation = Simulation({})
+        simulation.serve(policy, clients, GOOD, bound_by_arithmetic, 3000 * clients)
+        sizes.append(statistics.mean(simulation.chosen[len(simulation.chosen) // 2 :]))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 3.5
+    assert sizes[-1] < 1.1
 
 
 def test_the_choice_depends_only_on_observations():
