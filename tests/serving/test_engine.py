@@ -29,9 +29,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=["llama", "qwen3"])
+@pytest.fixture(params=["llama", "qwen3", "window"])
 def model(request):
-    base = tiny(request.param, max_position_embeddings=160)
+    window = {"sliding_window": 7} if request.param == "window" else {}
+    base = tiny("mistral" if window else request.param, max_position_embeddings=160, **window)
     return MedusaModel(base, heads_for(base))
 
 

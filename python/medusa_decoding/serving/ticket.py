@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 """Why a generation ended: an end token, its budget, `Ticket.cancel`, or an exception."""
@@ -68,7 +68,6 @@ class Ticket:
     accepted: list[int] = field(default_factory=list)
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
-    row: Any = field(default=None, repr=False)
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
