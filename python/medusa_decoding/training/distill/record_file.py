@@ -1,24 +1,22 @@
-"""Append generated records to a file, so that a stopped run can continue.
+"""Append generated records to a file, so that a stopped run can continue; see `data.resumable`.
 
-`records.jsonl.settings` next to `records.jsonl` says what they were made with; records of other settings are never
-added. `records.jsonl.finished` exists once all records are written. Records are flushed to disk one block at a time. If
-a kill left a half-written last line, the continued run removes it.
+`records.jsonl.finished` exists once all records are written.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.files import parse_json, read_json_object, write_json
+from medusa_decoding.files import read_json_object, write_json
+from medusa_decoding.training.data.resumable import ResumableFile, companion
 
 
-class RecordFile:
+class RecordFile(ResumableFile):
     """A file of records generated with some settings; its folder is made.
 
     Attributes:
@@ -30,24 +28,13 @@ class RecordFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
-        self.path = path
-        stated = _companion(path, "settings")
-        if not resume and (path.exists() or stated.exists()):
-            raise ValueError(
-                f"output: expected no generated records in {path}, got some; continue with them (--resume)"
-            )
-        if path.exists() and not stated.exists():
-            raise ValueError(f"output: expected {stated} next to {path}, which says what it was made with, got none")
-        if stated.exists():
-            _check_same(stated, json.loads(json.dumps(settings)))
+        super().__init__(path, settings, resume, _without_tokens)
         # By the numbers of seeds: digest and number of parts, and the parts in the file.
         self._seeds: dict[int, tuple[str, int]] = {}
         self._written: defaultdict[int, set[int]] = defaultdict(set)
-        self.earlier = list(self._read()) if path.exists() else []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not stated.exists():
-            write_json(stated, settings)
-        _companion(path, "finished").unlink(missing_ok=True)
+        for known in self.earlier:
+            self._note(known["seed"])
+        companion(path, "finished").unlink(missing_ok=True)
 
     def has(self, number: int, digest: str) -> bool:
         """Return whether all records of a seed are in the file.
@@ -69,41 +56,18 @@ class RecordFile:
             OSError: they could not be written.
         """
         new = [record for record in records if record["seed"]["part"] not in self._written[record["seed"]["number"]]]
-        block = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in new).encode("utf-8", "replace")
-        with self.path.open("ab") as file:
-            file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
+        self.write(new)
         for record in new:
             self._note(record["seed"])
         return new
 
     def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
         """Mark the file as complete, with a report and what was asked for."""
-        write_json(_companion(self.path, "finished"), {"asked": asked, "report": report})
+        write_json(companion(self.path, "finished"), {"asked": asked, "report": report})
 
     def _note(self, seed: Mapping[str, Any]) -> None:
         self._seeds[seed["number"]] = seed["digest"], seed["parts"]
         self._written[seed["number"]].add(seed["part"])
-
-    def _read(self) -> Iterator[dict[str, Any]]:
-        with self.path.open("rb+") as file:
-            end = 0
-            for place, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    file.truncate(end)
-                    break
-                end += len(line)
-                where = f"{self.path}:{place}"
-                try:
-                    known = _without_tokens(parse_json(line, where))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(
-                        f"{where}: expected a generated record, got another line ({error!s:.200}); remove this line "
-                        "and those after it to continue from there"
-                    ) from error
-                self._note(known["seed"])
-                yield known
 
 
 def _without_tokens(record: Any) -> dict[str, Any]:
@@ -126,7 +90,7 @@ def finished(path: Path, asked: Any) -> dict[str, Any] | None:
     Raises:
         ValueError: a damaged report, which it names.
     """
-    marker = _companion(path, "finished")
+    marker = companion(path, "finished")
     if not (marker.is_file() and path.is_file()):
         return None
     found = read_json_object(marker)
@@ -136,17 +100,6 @@ def finished(path: Path, asked: Any) -> dict[str, Any] | None:
     return report if found.get("asked") == json.loads(json.dumps(asked)) else None
 
 
-def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
-    stated = read_json_object(file)
-    for name in sorted({*stated, *settings}):
-        before, now = stated.get(name), settings.get(name)
-        if before != now:
-            raise ValueError(
-                f"{name}: expected {before} like the records that are there ({file}), got {now}; use another folder "
-                "for other settings"
-            )
-
-
 def asked_of(path: Path) -> dict[str, Any] | None:
     """Return what a finished file of records was asked for with, or None if nothing next to it says so.
 
@@ -154,14 +107,10 @@ def asked_of(path: Path) -> dict[str, Any] | None:
     own data may be anything, and are no reason to refuse the data.
     """
     try:
-        asked = read_json_object(_companion(path, "finished")).get("asked") if path.is_file() else None
-        decoding = read_json_object(_companion(path, "settings")).get("decoding") if asked else None
+        asked = read_json_object(companion(path, "finished")).get("asked") if path.is_file() else None
+        decoding = read_json_object(companion(path, "settings")).get("decoding") if asked else None
     except (OSError, ValueError):
         return None
     if not isinstance(asked, dict) or not {"model", "generation", "data"} <= asked.keys():
         return None
     return asked | {"decoding": decoding if isinstance(decoding, dict) else None}
-
-
-def _companion(path: Path, what: str) -> Path:
-    return path.with_name(f"{path.name}.{what}")

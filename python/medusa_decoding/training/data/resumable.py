@@ -1,0 +1,109 @@
+"""A file of JSON lines that takes long to make: a stopped run can continue it, a run with other settings cannot.
+
+`records.jsonl.settings` next to `records.jsonl` says what the lines were made with. Every block of lines is on disk
+before the next one is made. If a kill left a half-written last line, the continued run removes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_decoding.files import parse_json, read_json_object, write_json
+
+
+class ResumableFile:
+    """A file of records made with some settings; its folder is made.
+
+    Args:
+        path: of the file.
+        settings: what the records depend on, as JSON.
+        resume: continue the file, if there is one.
+        known: returns what a continued run needs to know of a record, and raises `ValueError`, `KeyError` or
+            `TypeError` for anything that is none.
+        name: the argument that names the file, for messages.
+
+    Attributes:
+        path: see above.
+        earlier: what `known` returned of the records of earlier runs.
+
+    Raises:
+        ValueError: there are records and `resume` is not set; their settings differ; a damaged file.
+        OSError: a folder that cannot be written to.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        resume: bool,
+        known: Callable[[Any], Any],
+        name: str = "output",
+    ) -> None:
+        self.path = path
+        stated = companion(path, "settings")
+        if not resume:
+            check_new(path, name)
+        if path.exists() and not stated.exists():
+            raise ValueError(f"{name}: expected {stated} next to {path}, which says what it was made with, got none")
+        if stated.exists():
+            _check_same(stated, json.loads(json.dumps(settings)))
+        self.earlier = list(self._read(known)) if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not stated.exists():
+            write_json(stated, settings)
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write records as one block.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        block = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        with self.path.open("ab") as file:
+            file.write(block.encode("utf-8", "replace"))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self, known: Callable[[Any], Any]) -> Iterator[Any]:
+        with self.path.open("rb+") as file:
+            end = 0
+            for place, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    file.truncate(end)
+                    break
+                end += len(line)
+                where = f"{self.path}:{place}"
+                try:
+                    found = known(parse_json(line, where))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(
+                        f"{where}: expected a generated record, got another line ({error!s:.200}); remove this line "
+                        "and those after it to continue from there"
+                    ) from error
+                yield found
+
+
+def check_new(path: Path, name: str = "output") -> None:
+    """Raise `ValueError` if a file, or its settings, exist already."""
+    if path.exists() or companion(path, "settings").exists():
+        raise ValueError(f"{name}: expected no generated records in {path}, got some; continue with them (--resume)")
+
+
+def companion(path: Path, what: str) -> Path:
+    """Return the file next to a file of records that says something about it."""
+    return path.with_name(f"{path.name}.{what}")
+
+
+def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
+    stated = read_json_object(file)
+    for name in sorted({*stated, *settings}):
+        before, now = stated.get(name), settings.get(name)
+        if before != now:
+            raise ValueError(
+                f"{name}: expected {before} like the records that are there ({file}), got {now}; use another output "
+                "for other settings"
+            )
