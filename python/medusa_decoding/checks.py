@@ -35,8 +35,8 @@ def whole(name: str, value: Any) -> int | None:
     return number
 
 
-def import_library(module: str, purpose: str, instead: str = "") -> Any:
-    """Import a module that the extra `train` installs.
+def import_library(module: str, purpose: str, instead: str = "", extra: str = "train") -> Any:
+    """Import a module that an extra of the package installs.
 
     Raises:
         ModuleNotFoundError: it is missing; names the purpose, and what else to do `instead` (", or use adamw").
@@ -45,7 +45,8 @@ def import_library(module: str, purpose: str, instead: str = "") -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error.name}: expected the library for {purpose} (pip install 'medusa-kernels[train]'{instead}), got none"
+            f"{error.name}: expected the library for {purpose} (pip install 'medusa-kernels[{extra}]'{instead}), "
+            "got none"
         ) from error
 
 

@@ -23,6 +23,10 @@ OPTIONAL = {"bitsandbytes", "datasets", "matplotlib", "peft", "tensorboard"}
 """Libraries of training, parquet files and pictures. A program that lacks one says so: `checks.import_library`."""
 
 
+SERVING = {"fastapi", "llguidance", "prometheus-client", "pydantic", "starlette", "uvicorn"}
+"""Libraries of `medusa serve`."""
+
+
 def imported_modules(source: str) -> Iterator[str]:
     """Yield the absolute modules of import statements, and of `import_library` and `import_module` with a name."""
     for node in ast.walk(ast.parse(source)):
@@ -78,7 +82,7 @@ def test_the_reading_of_imports() -> None:
 
 
 def test_every_import_is_declared_and_every_declaration_imported(imported: set[str], project: dict[str, Any]) -> None:
-    assert imported - OPTIONAL == names(project["dependencies"])
+    assert imported - OPTIONAL - SERVING == names(project["dependencies"])
 
 
 def test_optional_libraries_are_those_of_training(imported: set[str], project: dict[str, Any]) -> None:
@@ -86,5 +90,9 @@ def test_optional_libraries_are_those_of_training(imported: set[str], project: d
     assert names(project["optional-dependencies"]["train"]) == OPTIONAL
 
 
+def test_optional_libraries_of_the_server(imported: set[str], project: dict[str, Any]) -> None:
+    assert imported & SERVING == SERVING == names(project["optional-dependencies"]["serve"])
+
+
 def test_development_has_the_optional_libraries(project: dict[str, Any]) -> None:
-    assert names(project["optional-dependencies"]["dev"]) >= OPTIONAL
+    assert names(project["optional-dependencies"]["dev"]) >= OPTIONAL | SERVING

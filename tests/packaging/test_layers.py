@@ -24,6 +24,8 @@ checkpoints
 generation
 model
 huggingface chat roofline demo
+serving
+serving.http
 training.config_schema
 training.config
 training.data

@@ -1,0 +1,218 @@
+"""JSON mode and JSON schemas as logits processors, through the llguidance library.
+
+Schemas come from clients. A schema of one kilobyte can keep a compiler busy for minutes and take all memory, so each
+new one is first compiled in a process of its own that has limits of time and memory. Nothing is ever fetched: a
+`$ref` to another document is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from medusa_decoding.checks import import_library, shown
+
+MAX_SCHEMA = 128 * 2**10
+"""Most characters of a schema as JSON."""
+TRIAL_SECONDS, TRIAL_MEMORY = 2, 2**30
+"""CPU seconds and bytes in which a schema must compile."""
+TRIAL_TIMEOUT = 20.0
+"""Seconds of wall time for the same: other processes may use the cores."""
+KEPT_GRAMMARS = 32
+"""How many compiled schemas are kept, the most recently used ones."""
+LIMITS = {"max_items_in_row": 8_000, "step_max_items": 20_000, "max_lexer_states": 50_000, "verbose_errors": False}
+"""`LLParserLimits` of llguidance: they bound the time of a step, which all requests of a batch wait for."""
+WHITESPACE = r"[ \t\r\n]{1,50}"
+"""White space between two parts of a JSON text. Bounded, as models that are unsure of a format repeat it endlessly."""
+
+_TRIAL = """
+import json, resource, sys
+folder, seconds, memory, limits = json.loads(sys.argv[1])
+for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+    resource.setrlimit(kind, (most, most))
+sys.path.insert(0, folder)
+from llguidance import LLMatcher, LLParserLimits
+print(LLMatcher.validate_grammar(sys.stdin.read(), limits=LLParserLimits(**limits)))
+"""
+
+
+class Grammars:
+    """Compiles JSON schemas for a model's vocabulary, and keeps the most recent ones.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        vocab_size: rows of the model's `lm_head`; those that the tokenizer does not have are never allowed.
+        eos_ids: tokens that end an answer; each is allowed exactly where the JSON text may end.
+
+    Raises:
+        ValueError: no end tokens, so that no answer could end.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        if not eos_ids:
+            raise ValueError("eos_ids: expected at least one end token, got none")
+        self.vocab_size, self.eos_ids = vocab_size, list(eos_ids)
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._matcher = functools.lru_cache(KEPT_GRAMMARS)(self._compiled)
+
+    def json(self, schema: Mapping[str, Any] | None = None) -> Callable[[], JsonGrammar]:
+        """Return a function that makes a processor for one generation, which writes JSON of a schema.
+
+        This may take seconds for a new schema, so a server calls it in a thread.
+
+        Args:
+            schema: a JSON schema; None for any JSON object.
+
+        Raises:
+            ValueError: not a schema, one that nothing satisfies, one with keywords that are not supported, or one that
+                is too large; the message says which.
+            ModuleNotFoundError: llguidance is not installed.
+        """
+        grammar = _grammar({"type": "object"} if schema is None else schema)
+        with self._lock:  # one trial at a time, and none twice
+            matcher = self._matcher(grammar)
+        return lambda: JsonGrammar(matcher.deep_copy(), self.vocab_size)
+
+    def _compiled(self, grammar: str) -> Any:
+        _try(grammar)
+        matcher = _llguidance().LLMatcher(self._vocabulary, grammar, log_level=0, limits=_limits())
+        first = matcher.deep_copy()
+        # Some errors appear only once a mask is computed, or after the text's beginning that the schema fixes.
+        for _ in range(2):
+            _checked_mask(first)
+            first.consume_tokens(self._vocabulary.greedy_tokenize(first.compute_ff_bytes().decode("utf-8", "ignore")))
+        return matcher
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
+        _llguidance()
+        from llguidance.hf import from_tokenizer
+
+        size = max(self.vocab_size, len(self._tokenizer), max(self.eos_ids) + 1)
+        return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self.eos_ids)
+
+
+class JsonGrammar:
+    """Sets the scores of tokens that a grammar forbids to -inf, for one generation.
+
+    Args:
+        matcher: llguidance's, at the beginning of the text; belongs to this processor alone.
+        vocab_size: rows of the model's `lm_head`.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._prompt: int | None = None
+        self._length = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the scores [1, V] of the token after a text [1, length].
+
+        The first call's text is the prompt. Each later text must begin with the previous one.
+
+        Raises:
+            ValueError: the text has left the grammar, or the grammar and the scores allow no token.
+        """
+        length = input_ids.shape[1]
+        if self._prompt is None:
+            self._prompt = self._length = length
+        if length < self._length:
+            raise ValueError(f"grammar: expected a text of at least {self._length} tokens, got {length}; use a new one")
+        for place in range(self._length, length):
+            token = int(input_ids[0, place])
+            if not self._matcher.consume_token(token):
+                raise ValueError(f"grammar: expected an allowed token at {self._new(place)}, got {token}")
+        self._length = length
+        try:
+            bits = np.unpackbits(np.frombuffer(_checked_mask(self._matcher), np.uint8), bitorder="little")
+        except ValueError as error:
+            raise ValueError(f"{error} (at {self._new(length)})") from error
+        allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+        allowed[: len(bits)] = torch.from_numpy(bits[: self._vocab_size]).bool()
+        scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        if float(scores.amax()) == -torch.inf:
+            raise ValueError(
+                f"grammar: expected a token that may follow at {self._new(length)}, got none: other settings forbid "
+                "all that the grammar allows"
+            )
+        return scores
+
+    def _new(self, place: int) -> str:
+        assert self._prompt is not None
+        return f"new token {place - self._prompt + 1}"
+
+
+def _grammar(schema: Any) -> str:
+    """Return llguidance's form of a schema, which is not checked but for its size and type."""
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"json_schema: expected an object, got {shown(schema)}")
+    # llguidance would read its own options from this key.
+    wanted = {name: value for name, value in schema.items() if name != "x-guidance"}
+    try:
+        text = json.dumps(wanted, allow_nan=False)
+    except RecursionError:
+        raise ValueError(
+            "json_schema: expected a schema with fewer levels, got one that is nested too deeply"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json_schema: expected a schema of JSON values, got another object ({error})") from error
+    if len(text) > MAX_SCHEMA:
+        raise ValueError(f"json_schema: expected at most {MAX_SCHEMA:,} characters, got {len(text):,}")
+    options = {"whitespace_pattern": WHITESPACE}
+    try:
+        return str(_llguidance().LLMatcher.grammar_from_json_schema(text, overrides=options))
+    except ValueError as error:
+        raise _refused(str(error)) from error
+
+
+def _try(grammar: str) -> None:
+    """Compile a grammar in a process with limits of time and memory; raise `ValueError` if that fails."""
+    folder = str(Path(_llguidance().__file__).parents[1])
+    settings = json.dumps([folder, TRIAL_SECONDS, TRIAL_MEMORY, LIMITS])
+    command = [sys.executable, "-I", "-S", "-c", _TRIAL, settings]
+    try:
+        done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=TRIAL_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        done = None
+    if done is None or done.returncode != 0:
+        raise ValueError(
+            f"json_schema: expected a schema that compiles within {TRIAL_SECONDS} s and {TRIAL_MEMORY >> 20} MiB, got "
+            "a larger one; use fewer patterns, combinations (allOf, anyOf) or properties"
+        )
+    error = done.stdout.decode("utf-8", "replace").strip()
+    if error:
+        raise _refused(error)
+
+
+def _checked_mask(matcher: Any) -> bytes:
+    """Return the bits of the tokens that may come next; raise `ValueError` if the matcher gave up."""
+    mask = b"" if matcher.is_error() else bytes(matcher.compute_bitmask())
+    if matcher.is_error():
+        raise _refused(matcher.get_error())
+    return mask
+
+
+def _refused(reason: str) -> ValueError:
+    """Return the error for a reason that llguidance gave."""
+    words = " ".join(reason.replace("<non-verbose/>", "").split())
+    if len(words) > 300:  # a pattern, then what is wrong with it
+        words = f"{words[:100]} .. {words[-150:]}"
+    return ValueError(f"json_schema: expected a supported JSON schema, got: {words}")
+
+
+def _limits() -> Any:
+    return _llguidance().LLParserLimits(**LIMITS)
+
+
+def _llguidance() -> Any:
+    return import_library("llguidance", "JSON output", extra="serve")
