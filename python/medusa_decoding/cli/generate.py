@@ -26,6 +26,13 @@ def run(args: argparse.Namespace) -> int:
     if args.template is not None and not args.chat:
         raise ValueError(f"--template: expected --chat with it, got {args.template} alone")
     _arguments.sampling(args)
+    if args.prompts is not None:
+        from medusa_decoding.cli import _batch
+
+        return _batch.run(args)
+    for name in ("out", "slots", "resume"):
+        if getattr(args, name):
+            raise ValueError(f"--{name}: expected --prompts with it, got none")
     if args.tensor_parallel:
         check_tensor_parallel(args)
     _arguments.resolve_device(args)
@@ -66,8 +73,7 @@ def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
         return
     if args.json:
         new = output.sequences[0, ids.shape[1] :]
-        written = encoder.answer(new.tolist()) if args.chat else tokenizer.decode(new, skip_special_tokens=True)
-        print(json.dumps({"text": written, **figures(output, seconds)}))
+        print(json.dumps({"text": encoder.answer(new.tolist()), **figures(output, seconds)}))
         return
     print(
         f"[{output.new_tokens[0]} tokens in {output.steps} steps, {output.tokens_per_step:.2f} per step, "

@@ -1,0 +1,283 @@
+"""Run `medusa generate --prompts`: many prompts at once through the scheduler of `medusa serve`, into a file.
+
+Every answer is what `medusa generate` writes for its prompt alone. A line is written as soon as its answer ends, so
+lines are in the order in which answers end; `index` counts the prompts in the order of the input, from 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import queue
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_decoding.chat.streaming import AnswerText
+from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
+from medusa_decoding.checkpoints.tuning_paths import check_writable
+from medusa_decoding.checks import token_list
+from medusa_decoding.cli import _arguments
+from medusa_decoding.cli.parsers.generate import SLOTS
+from medusa_decoding.evaluation.prompts import Prompt, read_prompts
+from medusa_decoding.files import only_writer
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.progress import Progress
+from medusa_decoding.provenance import fingerprint
+from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.ticket import Delta, Ticket
+from medusa_decoding.training.data.resumable import ResumableFile, check_new
+
+
+@dataclass(eq=False)
+class Job:
+    """One prompt and its answer so far.
+
+    Attributes:
+        index: its place in the input.
+        prompt: as it was read.
+        ids: its tokens.
+        text: finds stop strings in the answer.
+        tokens: of the answer.
+        ticket: of its generation, once it was submitted.
+        finish: why the answer has ended.
+    """
+
+    index: int
+    prompt: Prompt
+    ids: list[int]
+    text: AnswerText
+    tokens: list[int] = field(default_factory=list)
+    ticket: Ticket | None = None
+    finish: str | None = None
+
+    def take(self, delta: Delta) -> bool:
+        """Add a step's tokens, up to the one that completes a stop string; return whether this has ended the answer."""
+        if self.finish is not None:  # a stop string did; the engine had begun another step
+            return False
+        if delta.error is not None:
+            raise ValueError(f"{self.prompt.where}: {delta.error}") from delta.error
+        for token in delta.tokens:
+            self.tokens.append(token)
+            self.text.add(token)
+            if self.text.stopped:
+                self.finish = "stop"
+                if delta.finish is None and self.ticket is not None:
+                    self.ticket.cancel()
+                return True
+        self.finish = delta.finish
+        return self.finish is not None
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted draft tokens of each step."""
+        return [] if self.ticket is None else self.ticket.accepted
+
+
+Delivered = queue.SimpleQueue[tuple[Job, Delta]]
+
+
+@dataclass
+class Totals:
+    """Sums over the answers of this run.
+
+    Attributes:
+        new_tokens: tokens of all answers.
+        steps: steps of all answers, each counted alone.
+        stepped: tokens that these steps made, a stop string's rest included.
+        finished: answers by the reason of their end.
+        began: when the first prompt was submitted.
+    """
+
+    new_tokens: int = 0
+    steps: int = 0
+    stepped: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+
+    def add(self, job: Job) -> None:
+        """Count an answer that has ended."""
+        accepted = job.accepted
+        self.new_tokens += len(job.tokens)
+        self.steps += len(accepted)
+        self.stepped += sum(accepted) + len(accepted)
+        self.finished[str(job.finish)] = self.finished.get(str(job.finish), 0) + 1
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures so far for JSON."""
+        seconds = time.perf_counter() - self.began
+        return {
+            "new_tokens": self.new_tokens,
+            "seconds": seconds,
+            "tokens_per_second": self.new_tokens / seconds,
+            "tokens_per_step": self.stepped / self.steps if self.steps else None,
+            "finished": self.finished,
+        }
+
+
+class Batch:
+    """Generates answers to prompts, several at once.
+
+    Args:
+        args: of the command.
+        model: loaded.
+        encoder: of its prompts.
+        prompts: in order, with their tokens `ids`.
+
+    Attributes:
+        settings: of generation; without the seed that each prompt adds its index to.
+        context: the most tokens of a prompt and its answer.
+
+    Raises:
+        ValueError: a prompt that leaves no room for its answer.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        model: MedusaModel,
+        encoder: PromptEncoder,
+        prompts: list[Prompt],
+        ids: list[list[int]],
+    ) -> None:
+        self.args, self.model, self.encoder, self.prompts, self.ids = args, model, encoder, prompts, ids
+        self.settings = _arguments.sampling(args)
+        self._seed = self.settings.pop("seed", 0) if _arguments.samples(args) else None
+        self._ends = encoder.ends(token_list(model.backbone.causal_lm.generation_config.eos_token_id))
+        limit, new = model.backbone.context_limit, args.max_new_tokens
+        for prompt, tokens in zip(prompts, ids, strict=True):
+            if not 1 <= len(tokens) <= limit - new:
+                raise ValueError(
+                    f"--prompts: expected 1 to {limit - new} tokens (the context of {limit} less --max-new-tokens "
+                    f"{new}) in {prompt.where}, got {len(tokens)}"
+                )
+        self.context = max(map(len, ids)) + new
+
+    def depends_on(self) -> dict[str, Any]:
+        """Return what the answers depend on; lossless ones do not depend on heads, trees and --slots."""
+        args, causal, heads = self.args, self.model.backbone.causal_lm, self.model.heads
+        typical = args.acceptance == "typical"
+        decoding = causal.generation_config.to_diff_dict()
+        return {
+            "model": fingerprint(causal),
+            "prompts": hashlib.blake2b(json.dumps(self.ids).encode(), digest_size=8).hexdigest(),
+            "chat": args.chat,
+            "max_new_tokens": args.max_new_tokens,
+            "stop": args.stop,
+            "seed": self._seed,
+            "sampling": self.settings,
+            "heads": fingerprint(heads) if typical and heads is not None else None,
+            "tree": repr(self.model.tree) if typical else None,
+            "decoding": {name: value for name, value in decoding.items() if name != "transformers_version"},
+        }
+
+    def answers(self, done: set[int]) -> Iterator[Job]:
+        """Yield a job for each prompt whose index is not in `done`, when its answer ends."""
+        stops = self.encoder.stop_strings(self.args.stop)
+        jobs = [
+            Job(index, prompt, ids, AnswerText(self.encoder.tokenizer, stops))
+            for index, (prompt, ids) in enumerate(zip(self.prompts, self.ids, strict=True))
+            if index not in done
+        ]
+        if not jobs:
+            return
+        slots, waiting, running = min(self.args.slots or SLOTS, len(jobs)), iter(jobs), 0
+        delivered: Delivered = queue.SimpleQueue()
+        # As many wait as run. A row leaves its slot a moment after its last delta: the queue has room for that.
+        with Engine(self.model, slots=slots, context=self.context, queue=2 * slots) as engine:
+            while True:
+                for job in itertools.islice(waiting, 2 * slots - running):
+                    self._submit(engine, job, delivered)
+                    running += 1
+                if not running:
+                    return
+                job, delta = delivered.get()
+                running -= delta.finish is not None
+                if job.take(delta):
+                    yield job
+
+    def _submit(self, engine: Engine, job: Job, delivered: Delivered) -> None:
+        seed = {} if self._seed is None else {"seed": self._seed + job.index}
+        try:
+            (job.ticket,) = engine.submit(
+                job.ids, lambda _, delta: delivered.put((job, delta)), ends=self._ends,
+                max_new_tokens=self.args.max_new_tokens, **seed, **self.settings,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"{job.prompt.where}: {error}") from error
+
+    def line(self, job: Job) -> dict[str, Any]:
+        """Return the line of an answer that has ended."""
+        return {
+            "index": job.index,
+            "prompt": job.prompt.turns[0],
+            "response": self.encoder.answer(job.tokens),
+            "finish": job.finish,
+            "prompt_tokens": len(job.ids),
+            "new_tokens": len(job.tokens),
+            "steps": len(job.accepted),
+            "source": job.prompt.where,
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, load, generate, print the figures."""
+    _check(args)
+    prompts = read_prompts(args.prompts, turns=1)
+    for prompt in prompts:
+        if prompt.system is not None and not args.chat:
+            raise ValueError(f"--prompts: expected --chat with a system message, got {prompt.where} without --chat")
+    _arguments.resolve_device(args)
+    tokenizer = _arguments.load_tokenizer(args)
+    encoder = ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
+    ids = [encoder.encode(prompt.messages) for prompt in prompts]
+    with only_writer("--out", args.out), _arguments.load_model(args) as model:
+        batch = Batch(args, model, encoder, prompts, ids)
+        file = ResumableFile(args.out, batch.depends_on(), args.resume, _index, name="--out")
+        done = set(file.earlier)
+        try:
+            figures = _write(batch, file, done)
+        except KeyboardInterrupt:
+            print(f"medusa: what was generated is in {args.out}; --resume continues from there", file=sys.stderr)
+            raise
+    if args.json:
+        print(json.dumps({"prompts": len(prompts), "earlier": len(done), "out": str(args.out), **figures}))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, given in (("--tensor-parallel", args.tensor_parallel), ("--metrics", args.metrics)):
+        if given:
+            raise ValueError(f"{name}: expected it without --prompts, got both")
+    if args.out is None:
+        raise ValueError("--prompts: expected --out with it, got none")
+    if not all(args.stop or ()):
+        raise ValueError("--stop: expected some text, got none")
+    check_writable("--out", args.out)
+    if not args.resume:
+        check_new(args.out, "--out")
+
+
+def _index(line: Any) -> int:
+    index = line["index"]
+    if type(index) is not int or index < 0:
+        raise ValueError("expected counts of 0 or more")
+    return index
+
+
+def _write(batch: Batch, file: ResumableFile, done: set[int]) -> dict[str, Any]:
+    """Write each answer when it ends; return the figures."""
+    totals, total = Totals(), len(batch.prompts)
+    with Progress(total, "prompt", initial=len(done)) as bar:
+        for job in batch.answers(done):
+            file.write([batch.line(job)])
+            totals.add(job)
+            figures = totals.figures()
+            per_step = "" if figures["tokens_per_step"] is None else f", {figures['tokens_per_step']:.2f} per step"
+            bar.set_postfix_str(f"{figures['tokens_per_second']:.0f} tokens/s{per_step}", refresh=False)
+            bar.update()
+    return totals.figures()
