@@ -1,0 +1,92 @@
+"""benchmarks.bench_serve: small loads on real servers, and the figures that are made of them."""
+
+import sys
+
+import pytest
+
+from benchmarks import bench_serve, serve_load
+from benchmarks.bench_serve import Cell
+from benchmarks.serve_load import Answer
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+
+
+def answer(request, began, times, text="abcd", tokens=8):
+    size = len(text) // len(times)
+    return Answer(request, began, [(time, size) for time in times], times[-1], text, tokens)
+
+
+def test_a_cell_counts_what_arrived_in_its_seconds():
+    cell = Cell(seconds=10.0)
+    cell.add(10.0, [answer("a", 0.0, [1.0, 2.0]), answer("b", 2.0, [4.0, 12.0]), answer("c", 9.0, [10.5])])
+    cell.add(110.0, [answer("d", 101.0, [103.0])])
+    figures = cell.figures()
+    assert figures["tokens_per_second_of_rounds"] == [1.2, 0.8]
+    assert figures["tokens_per_second"] == pytest.approx(1.0)
+    assert figures["requests_per_second"] == pytest.approx(2.5 / 20)
+    assert figures["answers"] == 4
+    assert figures["latency"]["p50"] == pytest.approx(2.0)
+    assert figures["first_token"]["p50"] == pytest.approx((1.5 + 2.0) / 2)
+    assert figures["latency"]["p50"] < figures["latency"]["p90"] < figures["latency"]["p99"] <= 10.0
+
+
+def test_texts_are_compared_where_both_servers_have_answered():
+    one, other = Cell(1.0), Cell(1.0)
+    one.add(9.0, [answer("a", 0, [1]), answer("b", 0, [1], "same")])
+    other.add(9.0, [answer("b", 0, [1], "same"), answer("a", 0, [1], "else"), answer("c", 0, [1])])
+    assert bench_serve.same_text({1: {"x": one, "y": other}}) == {"x and y": {"compared": 2, "same": 1}}
+    assert bench_serve.over(one, other) == {"ratio": pytest.approx(2 / 3), "rounds": [pytest.approx(2 / 3)]}
+
+
+def check(found, names, clients):
+    assert found["clients"].keys() == set(clients)
+    for count in clients:
+        assert found["clients"][count].keys() == set(names)
+        for figures in found["clients"][count].values():
+            assert figures["tokens_per_second"] > 0
+            assert figures["answers"] >= count
+            assert 0 < figures["first_token"]["p50"] <= figures["latency"]["p99"]
+        assert found[f"{names[0]}_over"][count].keys() == set(names[1:])
+    for pair in found["same_text"].values():
+        assert pair["compared"] == pair["same"] > 0
+
+
+@pytest.mark.slow
+def test_servers_write_the_same_texts_under_load(results, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_serve", "--servers", "medusa", "plain", "--clients", "1", "3",
+                                      "--seconds", "0.5", "--rounds", "2", "--threads", "1"])  # fmt: skip
+    bench_serve.main()
+    [record] = results.records()
+    assert record["benchmark"] == "serve-demo"
+    by_count = {name: {int(count): of for count, of in record[name].items()} for name in ("clients", "medusa_over")}
+    check(record | by_count, ["medusa", "plain"], [1, 3])
+    assert record["servers"]["plain"].startswith(
+        "python -m medusa_decoding serve --device cpu --dtype float32 --tree root"
+    )
+    assert {"machine", "versions", "commit", "command", "date"} <= record.keys()
+
+
+@pytest.mark.slow
+def test_transformers_servers_write_the_same_texts():
+    pytest.importorskip("openai")
+    names = ["medusa", "transformers", "transformers, continuous batching"]
+    check(bench_serve.measure(names, [2], 2.0, 1, threads=1), names, [2])
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_shows_its_log(monkeypatch):
+    monkeypatch.setitem(serve_load.SERVERS, "plain", [*serve_load.MEDUSA, "--tree", "chain:99"])
+    with pytest.raises(RuntimeError, match=r"(?s)^plain: expected a server within .*depth 5, expected at most 4"):
+        bench_serve.measure(["plain"], [1], 0.1, 1, threads=1)
+
+
+def test_the_engine_is_compared_with_the_loop():
+    found = bench_serve.measure_scheduler(3)
+    assert found["trees"].keys() == {"plain", "8 nodes"}
+    for figures in found["trees"].values():
+        ratio = figures["engine_over_loop_seconds"]
+        assert 0 < ratio["low"] <= ratio["ratio"] <= ratio["high"]
+        assert figures["seconds_per_step"]["loop"] > 0
+    assert found["trees"]["8 nodes"]["steps"] < found["trees"]["plain"]["steps"]
