@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,15 +15,21 @@ class AnswerText:
 
     Args:
         tokenizer: of the base model.
-        stop: the string that ends the answer and is not part of it, or None.
+        stop: the string that ends the answer and is not part of it, several of them, or None.
+        context: tokens before the answer, if it continues their text.
+
+    Attributes:
+        held: decoded text that is held back, because a stop string may have begun.
+        stopped: whether a stop string has ended the answer; `end` resets it.
     """
 
-    def __init__(self, tokenizer: Any, stop: str | None = None) -> None:
-        self.tokenizer, self.stop = tokenizer, stop or ""
+    def __init__(self, tokenizer: Any, stop: str | Sequence[str] | None = None, context: Sequence[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stops = [text for text in ([stop] if isinstance(stop, str) else stop or ()) if text]
         # Decoders treat a text's first token differently, so tokens are decoded together with those before them.
-        self._context: list[int] = []
+        self._context = list(context)
         self._tokens: list[int] = []
-        self._held, self._stopped = "", False
+        self.held, self.stopped = "", False
 
     def add(self, token: int) -> str:
         """Return the text that a token completes; empty inside a character and inside what may be the stop string."""
@@ -37,7 +44,7 @@ class AnswerText:
     def end(self) -> str:
         """Return the text that was held back; the next token begins another answer."""
         text = self._until_stop(self._new_text(), ended=True)
-        self._context, self._tokens, self._stopped = [], [], False
+        self._context, self._tokens, self.stopped = [], [], False
         return text
 
     def _new_text(self) -> str:
@@ -47,18 +54,20 @@ class AnswerText:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _until_stop(self, text: str, ended: bool = False) -> str:
-        """Return the new text as far as it cannot belong to the stop string; the rest is held back."""
-        text = "" if self._stopped else self._held + text
-        if self.stop and self.stop in text:
-            self._stopped, length = True, text.index(self.stop)
+        """Return the new text as far as it cannot belong to a stop string; the rest is held back."""
+        text = "" if self.stopped else self.held + text
+        found = [text.index(stop) for stop in self.stops if stop in text]
+        if found:
+            self.stopped, length = True, min(found)
         else:
             length = len(text) - (0 if ended else self._possible_stop(text))
-        self._held = "" if self._stopped else text[length:]
+        self.held = "" if self.stopped else text[length:]
         return text[:length]
 
     def _possible_stop(self, text: str) -> int:
-        """Return the length of the longest end of a text that begins the stop string."""
-        return max((n for n in range(1, len(self.stop)) if text.endswith(self.stop[:n])), default=0)
+        """Return the length of the longest end of a text that begins a stop string."""
+        begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return max(begun, default=0)
 
 
 CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd") | {ord("\r"): None}

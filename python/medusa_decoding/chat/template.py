@@ -60,6 +60,8 @@ _PLAIN_TRAINING = """\
 {%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
 {%- else -%}{{- message.content + '\\n' -}}{%- endif -%}
 {%- endfor -%}"""
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+"""What a template sees of a message."""
 BUILT_IN = {"vicuna": _VICUNA, "plain": _PLAIN}
 BUILT_IN_TRAINING = {"vicuna": _VICUNA, "plain": _PLAIN_TRAINING}
 
@@ -153,18 +155,25 @@ class ChatTemplate(PromptEncoder):
             self.render([{"role": "user", "content": "?"}])
 
     def render_spans(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of messages and where its `{% generation %}` blocks are; see `rendering.render`."""
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        return rendering.render(self.text, plain, add_generation_prompt=add_generation_prompt, **self.variables)
+        plain = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in messages]
+        variables = self.variables if tools is None else {**self.variables, "tools": [dict(tool) for tool in tools]}
+        return rendering.render(self.text, plain, add_generation_prompt=add_generation_prompt, **variables)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the text of a prompt, up to where the answer begins; a template's refusal is a `ValueError`."""
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Return the text of a prompt, up to where the answer begins; a template's refusal is a `ValueError`.
+
+        `tools` are definitions of functions in OpenAI's form. Messages may have `tool_calls` and the role "tool".
+        """
         for message in messages:
-            check_text("message", message["content"])
+            check_text("message", message["content"] or "")
         try:
-            return self.render_spans(messages, True)[0]
+            return self.render_spans(messages, True, tools)[0]
         except TemplateError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"chat template: expected one that takes these messages, got {reason}") from error
