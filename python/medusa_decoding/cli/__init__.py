@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 COMMANDS = {
-    "demo": "demo", "generate": "generate", "chat": "chat", "train": "train", "distill": "distill",
-    "calibrate": "calibrate", "tune": "tune", "tree": "tree", "eval": "evaluate", "export": "export",
-    "simulate": "simulate", "doctor": "doctor",
+    "demo": "demo", "generate": "generate", "chat": "chat", "serve": "serve", "train": "train",
+    "distill": "distill", "calibrate": "calibrate", "tune": "tune", "tree": "tree", "eval": "evaluate",
+    "export": "export", "simulate": "simulate", "doctor": "doctor",
 }  # fmt: skip
 """The module of each command, in the order in which people need them."""
 EXAMPLES = """from a model and data of your own to a faster model:

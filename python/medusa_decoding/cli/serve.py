@@ -1,0 +1,136 @@
+"""Run `medusa serve`: see `cli.parsers.serve` for its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_decoding.chat.template import prompt_encoder
+from medusa_decoding.checks import check_text, import_library, token_list
+from medusa_decoding.cli import _arguments
+from medusa_decoding.serving.engine import Engine
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from medusa_decoding.serving.http.settings import Settings
+
+KEY_VARIABLE = "MEDUSA_API_KEY"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model, and serve it until Ctrl-C."""
+    for library in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+        import_library(library, "medusa serve", extra="serve")
+    from medusa_decoding.serving.http.app import create_app
+
+    settings = settings_of(args)
+    _arguments.resolve_device(args)
+    listener = listen(args.host, args.port)  # a port in use is told before the model is loaded
+    with listener:
+        tokenizer = _arguments.load_tokenizer(args)
+        with _arguments.load_model(args) as model:
+            eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
+            encoder = prompt_encoder(tokenizer, args.template, eos)
+            with Engine(model, slots=args.slots, context=args.context, queue=args.queue) as engine:
+                app = create_app(engine, encoder, settings)
+                port = listener.getsockname()[1]
+                words = ready_line(engine, settings.model, f"http://{url_host(args.host)}:{port}/")
+                server(app, args, engine, lambda: print(words, flush=True)).run(sockets=[listener])
+    return 0
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Return the server's settings; raise `ValueError` for an empty key or name."""
+    from medusa_decoding.serving.http.settings import Settings
+
+    key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    source = KEY_VARIABLE if args.api_key is None else "--api-key"
+    if key is not None:
+        check_text(source, key)
+        if not key.strip() or key != key.strip():
+            raise ValueError(f"{source}: expected a key without white space around it, got an empty or padded one")
+    local = is_loopback(args.host)
+    if key is None and not local:
+        print(f"medusa: --host {args.host}: everyone who reaches it can use it (--api-key sets a key)", file=sys.stderr)
+    return Settings(
+        model=args.served_model_name or default_name(args.model),
+        api_key=key,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        request_timeout=args.request_timeout,
+        hosts=frozenset({"localhost", "127.0.0.1", "[::1]", url_host(args.host)}) if local else None,
+        allow_origin=args.allow_origin,
+    )
+
+
+def default_name(heads: str | None) -> str:
+    """Return the name of the served model: of a folder its last part, of a hub id all of it."""
+    if heads is None:
+        return "demo"
+    return Path(heads).resolve().name if Path(heads).exists() else heads
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def url_host(host: str) -> str:
+    """Return an address as URLs write it."""
+    return f"[{host}]" if ":" in host else host.lower()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the server's socket; raise `ValueError` if that is impossible."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ValueError(f"--host, --port: expected a free address, got {host}:{port} ({error.strerror})") from error
+    return listener
+
+
+def ready_line(engine: Engine, name: str, url: str) -> str:
+    """Return what is printed once requests are served."""
+    model, taken = engine.model, engine.memory.total / 2**20
+    placed = f"{str(model.backbone.dtype).removeprefix('torch.')} on {model.backbone.device}"
+    return (
+        f"serving {name} ({placed}) at {url}v1: {engine.stats().slots} slots of {engine.context:,} tokens, "
+        f"{taken:,.0f} MiB for their cache; page at {url}"
+    )
+
+
+def server(app: Any, args: argparse.Namespace, engine: Engine, ready: Callable[[], None]) -> uvicorn.Server:
+    """Return the HTTP server, which calls `ready` when it listens and ends running answers when it is stopped."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await asyncio.to_thread(engine.close)  # otherwise connections stay open until their answers are complete
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        app, log_level=args.log_level, timeout_graceful_shutdown=5, server_header=False, lifespan="off"
+    )
+    return Server(config)

@@ -1,0 +1,262 @@
+"""The answers to one request while the engine writes them: text, tool calls and log-probabilities per step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive
+
+from medusa_decoding.chat.streaming import AnswerText
+from medusa_decoding.chat.template import ANCHOR
+from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.http.errors import ApiError, as_api_error, bad_request
+from medusa_decoding.serving.http.metrics import Metrics
+from medusa_decoding.serving.http.plan import Plan
+from medusa_decoding.serving.http.tools import Call, ToolText
+from medusa_decoding.serving.ticket import Delta, Ticket, TokenLogprobs
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection: nobody waits for the answers."""
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token of an answer's text, with its log-probability and the place where its text begins."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one step has added to one choice; its text may be held back."""
+
+    index: int
+    step: int
+    tokens: int
+    text: str
+    calls: list[Call]
+    shown: list[ShownToken]
+    finish: str | None
+
+
+@dataclass
+class Choice:
+    """One answer so far."""
+
+    index: int
+    text: AnswerText
+    tools: ToolText | None
+    parts: list[Part] = field(default_factory=list)
+    tokens: int = 0
+    calls: int = 0
+    steps: int = -1
+    finish: str | None = None
+    first: float | None = None
+    last: float = 0.0
+    _shown: int = 0
+    _waiting: list[ShownToken] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> Part:
+        """Take a step's tokens up to the stop string; return what they add to the answer."""
+        text, count = "", 0
+        for count, token in enumerate(delta.tokens, 1):
+            if delta.finish == "stop" and count == len(delta.tokens):
+                break  # the end token, which belongs to no text
+            if delta.logprobs is not None:
+                offset = self._shown + len(text) + len(self.text.held)
+                self._waiting.append(ShownToken(token, delta.logprobs[count - 1], offset))
+            text += self.text.add(token)
+            if self.text.stopped:
+                break
+        stopped = self.text.stopped
+        self.finish = "stop" if stopped else delta.finish
+        if self.finish is not None and not stopped:
+            text += self.text.end()
+        self._shown += len(text)
+        self.tokens, self.steps, self.last = self.tokens + count, self.steps + (count > 0), time.perf_counter()
+        self.first = self.first or self.last
+        everything = self.finish is not None and not stopped
+        ready = [one for one in self._waiting if everything or one.offset < self._shown]
+        self._waiting = self._waiting[len(ready) :]
+        content, calls = self._tools_of(text)
+        part = Part(self.index, max(self.steps, 0), count, content, calls, ready, self.finish)
+        self.parts.append(part)
+        return part
+
+    def _tools_of(self, text: str) -> tuple[str, list[Call]]:
+        """Divide text into content and tool calls."""
+        if self.tools is None:
+            return text, []
+        content, calls = self.tools.add(text)
+        if self.finish is not None:
+            rest, more = self.tools.end()
+            content, calls = content + rest, calls + more
+        self.calls += len(calls)
+        if self.finish == "stop" and self.calls:
+            self.finish = "tool_calls"
+        return content, calls
+
+
+class Answers:
+    """All choices of a request, from `start` to `close`, which cancels those that still run.
+
+    Args:
+        engine: runs the request.
+        plan: the request.
+        tokenizer: of the model.
+        metrics: hears of first tokens and latencies.
+        timeout: seconds until the request fails, its time in the queue included; None: never.
+        receive: of the connection, which tells when the client leaves.
+    """
+
+    def __init__(
+        self, engine: Engine, plan: Plan, tokenizer: Any, metrics: Metrics, timeout: float | None, receive: Receive
+    ) -> None:
+        self._engine, self._plan, self._metrics, self._receive = engine, plan, metrics, receive
+        self._began, self._timeout = time.perf_counter(), timeout
+        self._loop = asyncio.get_running_loop()
+        self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+        self._watcher: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.tickets: list[Ticket] = []
+        self.choices = [
+            Choice(
+                index,
+                AnswerText(tokenizer, plan.stops, text_before(tokenizer, prompt) if plan.continues else ()),
+                ToolText(plan.tools) if plan.tools else None,
+            )
+            for index, prompt in enumerate(prompt for prompt in plan.prompts for _ in range(plan.n))
+        ]
+
+    async def start(self) -> None:
+        """Submit the request; raises `ApiError` if the engine refuses it."""
+        if self._timeout is not None:
+            self._timer = self._loop.call_later(self._timeout, self._arrived.put_nowait, _too_late(self._timeout))
+        try:
+            await asyncio.to_thread(self._submit)
+        except Exception as error:
+            self.close()
+            raise bad_request(error) if isinstance(error, ValueError) else as_api_error(error) from error
+        self._watcher = asyncio.create_task(self._watch())
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        for ticket, choice in zip(self.tickets, self.choices, strict=False):
+            if choice.finish is None:
+                ticket.cancel()
+        for waiting in (self._watcher, self._timer):
+            if waiting is not None:
+                waiting.cancel()
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yield what each step adds to each choice, until all choices have ended.
+
+        Raises:
+            ClientGoneError: the client has left.
+            ApiError: the time is over, or the engine failed.
+        """
+        running = len(self.choices)
+        while running:
+            arrived = await self._arrived.get()
+            if isinstance(arrived, Exception):
+                raise arrived
+            index, delta = arrived
+            choice = self.choices[index]
+            if choice.finish is not None:  # it has ended by a stop string
+                continue
+            if delta.finish == "error":
+                raise _failure(delta.error)
+            if delta.finish == "cancelled":
+                raise ApiError("the server is shutting down", 503, code="shutting_down")
+            if choice.first is None and delta.tokens:
+                self._metrics.first_token.observe(time.perf_counter() - self._began)
+            part = choice.add(delta)
+            if part.finish is not None:
+                self.tickets[index].cancel()
+                running -= 1
+            yield part
+        self._finished()
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage, with figures of acceptance."""
+        prompts = sum(map(len, self._plan.prompts))
+        new = sum(choice.tokens for choice in self.choices)
+        # Each ticket may be steps ahead of its choice, which a stop string has ended.
+        accepted = [n for ticket, choice in zip(self.tickets, self.choices, strict=True)
+                    for n in ticket.accepted[: choice.steps]]  # fmt: skip
+        written = sum(part.tokens for choice in self.choices for part in choice.parts if part.step > 0)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": new,
+            "total_tokens": prompts + new,
+            "prompt_tokens_details": {"cached_tokens": sum(ticket.reused for ticket in self.tickets[:: self._plan.n])},
+            "medusa": {
+                "steps": len(accepted),
+                "accepted_draft_tokens": sum(accepted),
+                "tokens_per_step": round(written / len(accepted), 4) if accepted else None,
+                "accept_lengths": {str(length): count for length, count in sorted(Counter(accepted).items())},
+            },
+        }
+
+    def _submit(self) -> None:
+        plan = self._plan
+        for number, prompt in enumerate(plan.prompts):
+            make = None if plan.make_processors is None else _bound(plan.make_processors, len(prompt))
+            first = number * plan.n
+            self.tickets += self._engine.submit(
+                prompt,
+                lambda index, delta, first=first: self._deliver(first + index, delta),  # type: ignore[misc]
+                n=plan.n,
+                make_processors=make,
+                **plan.arguments,
+            )
+
+    def _deliver(self, index: int, delta: Delta) -> None:
+        """Hand a delta from the engine's thread to the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, delta))
+
+    async def _watch(self) -> None:
+        """Wait until the client leaves."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._arrived.put_nowait(ClientGoneError())
+
+    def _finished(self) -> None:
+        self._metrics.latency.observe(time.perf_counter() - self._began)
+        for choice in self.choices:
+            if choice.first is not None and choice.tokens > 1:
+                self._metrics.token_time.observe((choice.last - choice.first) / (choice.tokens - 1))
+
+
+def _too_late(seconds: float) -> ApiError:
+    headers = {"x-should-retry": "false"}  # OpenAI's clients would send it again
+    message = f"the request was not answered within {seconds:g} seconds"
+    return ApiError(message, 504, code="request_timeout", headers=headers)
+
+
+def _failure(error: BaseException | None) -> ApiError:
+    """Return what the client is told of a generation that failed; a grammar fails because of the request."""
+    if isinstance(error, ValueError) and str(error).startswith("grammar:"):
+        return bad_request(error)
+    return as_api_error(error or RuntimeError())
+
+
+def _bound(make: Callable[[int], list[Any]], length: int) -> Callable[[], list[Any]]:
+    return lambda: make(length)
+
+
+def text_before(tokenizer: Any, prompt: list[int]) -> list[int]:
+    """Return the tokens that an answer's first ones are decoded with; none if they end inside a character."""
+    tail = prompt[-ANCHOR:]
+    text = tokenizer.decode(tail, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return [] if text.endswith("\ufffd") else tail

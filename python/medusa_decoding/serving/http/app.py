@@ -1,0 +1,215 @@
+"""The application: routes, how they answer, and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Security
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
+from starlette.types import Receive, Scope, Send
+
+from medusa_decoding.chat.template import PromptEncoder
+from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.http.answers import Answers, ClientGoneError
+from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install
+from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
+from medusa_decoding.serving.http.guard import Guard
+from medusa_decoding.serving.http.metrics import CONTENT_TYPE, Metrics, outcome
+from medusa_decoding.serving.http.page import page
+from medusa_decoding.serving.http.plan import Plan, Planner
+from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from medusa_decoding.serving.http.settings import Settings
+from medusa_decoding.serving.http.token_text import TokenBytes
+
+_REASONS = {
+    400: "The request is not valid; the error names the field.", 401: "The API key is missing or wrong.",
+    403: "The Host header names another server.", 404: "There is no such model or path.",
+    405: "The path has no such method.", 413: "The body is too large.",
+    429: "The queue is full; Retry-After says when to try again.", 500: "The server failed.",
+    503: "The server is shutting down.", 504: "The request took longer than the server allows.",
+}  # fmt: skip
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": words} for status, words in _REASONS.items()
+}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with stream: true, events that end in `data: [DONE]`.",
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
+    }
+}
+
+
+def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None = None) -> FastAPI:
+    """Return the HTTP server of an engine that runs, as an ASGI application.
+
+    Args:
+        engine: started and closed by the caller.
+        encoder: encodes prompts; chat completions need a `ChatTemplate`.
+        settings: see `Settings`.
+    """
+    settings = settings or Settings()
+    app = FastAPI(title="medusa serve", docs_url=None, redoc_url=None)
+    server = Server(engine, encoder, settings)
+    app.include_router(server.routes())
+    install(app, lambda request, error: server.metrics.count(request.url.path, outcome(error.status)))
+    app.add_middleware(Guard, settings=settings)
+    if settings.allow_origin is not None:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=[settings.allow_origin], allow_methods=["*"], allow_headers=["*"]
+        )
+    _describe_errors(app)
+    return app
+
+
+class Server:
+    """Answers requests by an engine."""
+
+    def __init__(self, engine: Engine, encoder: PromptEncoder, settings: Settings) -> None:
+        self._engine, self._settings, self._tokenizer = engine, settings, encoder.tokenizer
+        self._planner, self._token_bytes = Planner(engine, encoder, settings), TokenBytes(encoder.tokenizer)
+        self._schemas = ThreadPoolExecutor(1, "medusa-schemas")
+        self._started = int(time.time())
+        self.metrics = Metrics(engine)
+
+    def routes(self) -> APIRouter:
+        """Return the routes."""
+        bearer = [] if self._settings.api_key is None else [Security(HTTPBearer(auto_error=False))]
+        plain, v1 = APIRouter(), APIRouter(prefix="/v1", dependencies=bearer, responses=_ERRORS)
+        v1.add_api_route("/chat/completions", self.chat, methods=["POST"], responses=_STREAMED, response_model=None)
+        v1.add_api_route("/completions", self.complete, methods=["POST"], responses=_STREAMED, response_model=None)
+        v1.add_api_route("/models", self.models, methods=["GET"])
+        v1.add_api_route("/models/{model:path}", self.model, methods=["GET"])
+        methods = ["GET", "POST", "DELETE"]
+        v1.add_api_route("/responses{rest:path}", self.no_responses, methods=methods, include_in_schema=False)
+        errors: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (403, 405, 500)}
+        plain.add_api_route("/health", self.health, methods=["GET"], responses=errors)
+        plain.add_api_route(
+            "/metrics", self.show_metrics, methods=["GET"], response_class=Response,
+            responses={**errors, 200: {"content": {"text/plain": {}}}},
+        )  # fmt: skip
+        plain.add_api_route("/", self.page, methods=["GET"], include_in_schema=False)
+        plain.include_router(v1)
+        return plain
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._answer(body, lambda: self._planner.chat(body), ChatForm, request)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Continue texts."""
+        return await self._answer(body, lambda: self._planner.completion(body), CompletionForm, request)
+
+    async def models(self) -> dict[str, Any]:
+        """List the served model."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, model: str) -> dict[str, Any]:
+        """Describe the served model."""
+        if model != self._settings.model:
+            raise ApiError("model: expected one of /v1/models, got another", 404, param="model", code="model_not_found")
+        return self._model()
+
+    async def no_responses(self, rest: str) -> None:
+        """Refuse the Responses API."""
+        message = "this server has /v1/chat/completions and /v1/completions, and not the Responses API"
+        raise ApiError(message, 404, code="unknown_url")
+
+    async def health(self) -> dict[str, str]:
+        """Tell that the server runs."""
+        return {"status": "ok"}
+
+    async def show_metrics(self) -> Response:
+        """Return metrics for Prometheus."""
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def page(self) -> Response:
+        """Return the page to try the model."""
+        return await asyncio.to_thread(page)
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.model, "object": "model", "created": self._started, "owned_by": "medusa-kernels",
+            "max_model_len": self._engine.context,
+        }  # fmt: skip
+
+    async def _answer(
+        self, body: GenerationRequest, make_plan: Callable[[], Plan], form: type[ChatForm], request: Request
+    ) -> Response:
+        # Templates may take seconds, and schemas so long that they must not keep other requests waiting.
+        pool = self._schemas if getattr(body, "response_format", None) else None
+        plan = await asyncio.get_running_loop().run_in_executor(pool, make_plan)
+        timeout = self._settings.request_timeout
+        answers = Answers(self._engine, plan, self._tokenizer, self.metrics, timeout, request.receive)
+        writer = form(self._settings.model, self._token_bytes, plan.logprobs is not None)
+        await answers.start()
+        path = request.url.path
+        if body.stream:
+            usage = bool(body.stream_options and body.stream_options.include_usage)
+            return _Stream(answers, writer, usage, lambda outcome: self.metrics.count(path, outcome))
+        try:
+            async for _ in answers.parts():
+                pass
+        except ClientGoneError:
+            self.metrics.count(path, "cancelled")
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            answers.close()
+        self.metrics.count(path, "completed")
+        return JSONResponse(writer.response(answers.choices, answers.usage()))
+
+
+class _Stream(Response):
+    """Streams answers as server-sent events."""
+
+    def __init__(self, answers: Answers, writer: ChatForm, usage: bool, count: Callable[[str], None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(media_type="text/event-stream", headers=headers)
+        del self.headers["content-length"]
+        self._answers, self._writer, self._usage, self._count = answers, writer, usage, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; generations end when the client leaves."""
+
+        async def write(body: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for part in self._answers.parts():
+                    await write(event(self._writer.chunk(part, self._usage)))
+                if self._usage:
+                    await write(event(self._writer.last(self._answers.usage())))
+                self._count("completed")
+            except (ClientGoneError, OSError):
+                self._count("cancelled")
+                return
+            except Exception as error:
+                shown = as_api_error(error)
+                self._count(outcome(shown.status))
+                await write(event(shown.body))
+            await write(DONE, more=False)
+        finally:
+            self._answers.close()
+
+
+def _describe_errors(app: FastAPI) -> None:
+    """Take FastAPI's own validation error, which this server never sends, out of the schema."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = make()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,151 @@
+"""Build the JSON that clients receive: whole responses, and the chunks of streams.
+
+A stream has one chunk per step and choice, also if the step's text is held back (then its text is empty). Each choice
+of a chunk has OpenAI's fields and `medusa`, which tells the step:
+
+    data: {"id": "chatcmpl-..", "object": "chat.completion.chunk", "created": 1700000000, "model": "demo",
+           "choices": [{"index": 0, "delta": {"role": "assistant", "content": "def add"}, "logprobs": null,
+                        "finish_reason": null, "medusa": {"step": 3, "tokens": 4}}], "usage": null}
+
+- `step`: 0 for the prefill, then 1, 2, .. per choice.
+- `tokens`: how many tokens the step has added to the answer. One of them is the model's own, so `tokens - 1` draft
+  tokens were accepted (`tokens` is 1 after the prefill). It is 0 in a last chunk that no step belongs to.
+
+`role` is in a choice's first chunk only. The last chunk of a choice has a `finish_reason`: "stop", "length" or
+"tool_calls". Text completions have `"object": "text_completion"` and `"text": ".."` instead of `delta`.
+
+With `stream_options: {"include_usage": true}` one more chunk follows, with `"choices": []` and
+
+    "usage": {"prompt_tokens": 31, "completion_tokens": 120, "total_tokens": 151,
+              "prompt_tokens_details": {"cached_tokens": 24},
+              "medusa": {"steps": 40, "accepted_draft_tokens": 79, "tokens_per_step": 2.975,
+                         "accept_lengths": {"0": 6, "1": 10, "2": 9, "3": 15}}}
+
+`accept_lengths` counts steps by accepted draft tokens; whole responses have the same `usage`. Without `include_usage`
+the key `usage` is absent. An error after the stream has begun is an event `data: {"error": {"message": "..", ..}}`. The
+last line is always `data: [DONE]`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any
+
+from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
+from medusa_decoding.serving.http.token_text import TokenBytes
+
+
+class ChatForm:
+    """Writes chat completions."""
+
+    prefix, whole, chunked = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool) -> None:
+        self._model, self._bytes, self._logprobs = model, token_bytes, logprobs
+        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+        self._calls: dict[int, int] = {}
+
+    def chunk(self, part: Part, usage: bool) -> dict[str, Any]:
+        """Return the chunk of one step of one choice; `usage` says that a chunk with the usage will follow."""
+        choice = {
+            "index": part.index,
+            **self._piece(part),
+            "logprobs": self._logprobs_of(part.shown) if self._logprobs else None,
+            "finish_reason": part.finish,
+            "medusa": {"step": part.step, "tokens": part.tokens},
+        }
+        return self._frame(self.chunked, [choice]) | ({"usage": None} if usage else {})
+
+    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the chunk with the usage."""
+        return self._frame(self.chunked, []) | {"usage": usage}
+
+    def response(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the whole response."""
+        bodies = [
+            {
+                "index": choice.index,
+                **self._answer(choice.parts),
+                "logprobs": self._logprobs_of([one for part in choice.parts for one in part.shown])
+                if self._logprobs
+                else None,
+                "finish_reason": choice.finish,
+            }
+            for choice in choices
+        ]
+        return self._frame(self.whole, bodies) | {"usage": usage}
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _piece(self, part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {"content": part.text}
+        if part.index not in self._calls:
+            delta = {"role": "assistant", **delta}
+        first = self._calls.setdefault(part.index, 0)
+        self._calls[part.index] += len(part.calls)
+        if part.calls:
+            delta["tool_calls"] = [{"index": first + n, **call.as_json()} for n, call in enumerate(part.calls)]
+        return {"delta": delta}
+
+    def _answer(self, parts: list[Part]) -> dict[str, Any]:
+        content = "".join(part.text for part in parts)
+        calls = [call.as_json() for part in parts for call in part.calls]
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content if content.strip() else None, "tool_calls": calls}
+        return {"message": message}
+
+    def _logprobs_of(self, shown: list[ShownToken]) -> dict[str, Any]:
+        content = [
+            {
+                **self._entry(one.token, one.logprobs.logprob),
+                "top_logprobs": [self._entry(token, logprob) for token, logprob in one.logprobs.top],
+            }
+            for one in shown
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._bytes.text(token), "bytes": list(self._bytes(token)), "logprob": _finite(logprob)}
+
+
+class CompletionForm(ChatForm):
+    """Writes text completions."""
+
+    prefix, whole, chunked = "cmpl", "text_completion", "text_completion"
+
+    def _piece(self, part: Part) -> dict[str, Any]:
+        return {"text": part.text}
+
+    def _answer(self, parts: list[Part]) -> dict[str, Any]:
+        return {"text": "".join(part.text for part in parts)}
+
+    def _logprobs_of(self, shown: list[ShownToken]) -> dict[str, Any]:
+        tops = []
+        for one in shown:
+            top: dict[str, float] = {}
+            for token, logprob in one.logprobs.top:  # the likelier of two tokens with the same text
+                top.setdefault(self._bytes.text(token), _finite(logprob))
+            tops.append(top)
+        return {
+            "tokens": [self._bytes.text(one.token) for one in shown],
+            "token_logprobs": [_finite(one.logprobs.logprob) for one in shown],
+            "top_logprobs": tops,
+            "text_offset": [one.offset for one in shown],
+        }
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Return a line of a stream."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def _finite(logprob: float) -> float:
+    """Return a log-probability that JSON can write; OpenAI too writes -9999 for an impossible token."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,175 @@
+"""What requests may say, in OpenAI's form with extra fields for Medusa.
+
+Unknown fields are refused, never ignored. A known field that this server cannot obey accepts only the value that asks
+for nothing. Fields that change no answer (`user`, `metadata`, ..) are accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from medusa_decoding.options import ACCEPTANCES
+from medusa_decoding.serving.http import settings
+from medusa_decoding.trees.tree import MAX_CHOICES
+
+assert ACCEPTANCES == ("lossless", "typical")  # as in `GenerationRequest.acceptance`
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopText = Annotated[str, Field(min_length=1, max_length=settings.STOP_CHARACTERS)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Path = Annotated[list[Annotated[int, Field(ge=0, lt=256)]], Field(min_length=1, max_length=MAX_CHOICES)]
+
+Paths = Annotated[list[Path], Field(max_length=MAX_CHOICES, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Several = Field(min_length=1, max_length=settings.PROMPTS, fail_fast=True)
+
+
+class Strict(BaseModel):
+    """A JSON object whose fields are all known, with values of exactly the declared types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationRequest(Strict):
+    """Fields that chat and text completions share."""
+
+    model: str = Field(description="The served model's name, see /v1/models.")
+    n: Annotated[int, Field(ge=1, le=settings.CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=settings.STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None,
+        description="Above 0: sample; 0: greedy. Default: the server's (`medusa serve --temperature`), which is greedy "
+        "unless the server was started otherwise; 1 if top_p, top_k or min_p is given and the server's is 0.",
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Extra field; 0 for all tokens.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Extra field.")
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(None, description="Extra field.")
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=settings.BIASES),
+        ]
+        | None
+    ) = None
+    tree: Literal["auto", "plain"] | Paths | None = Field(
+        None,
+        description='Extra field: "auto", "plain" (no draft tokens), or paths of child ranks as in the Medusa paper\'s '
+        "code, such as [[0], [1], [0, 0]]. Default: the server's.",
+    )
+    acceptance: Literal["lossless", "typical"] | None = Field(
+        None, description="Extra field: typical acceptance is lossy, the text is not the base model's own."
+    )
+    posterior_threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Of typical acceptance.")
+    posterior_alpha: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="Of typical acceptance.")
+    user: str | None = None
+
+
+class TextPart(Strict):
+    """A part of a message's content; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """The function of a tool call, with its arguments as JSON text."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A tool call in an assistant's message."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Strict):
+    """A message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=settings.MESSAGES)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=settings.TOOLS)] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Strict):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class JsonSchema(Strict):
+    """A JSON schema, which the answer always obeys."""
+
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of the answer: free text, any JSON object, or JSON that obeys a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=settings.MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=settings.LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=settings.TOOLS)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """A request to /v1/completions."""
+
+    prompt: str | Annotated[list[str], Several] | TokenIds | Annotated[list[TokenIds], Several]
+    logprobs: Annotated[int, Field(ge=0, le=settings.LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None

@@ -1,0 +1,118 @@
+"""Find tool calls in an answer: `<tool_call>{json}</tool_call>` (Qwen, Hermes) and bare JSON (Llama 3)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the call in OpenAI's form, with a new id."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+class ToolText:
+    """Divides an answer's text into content and tool calls while it arrives.
+
+    Text that may belong to a call is held back until that is certain. An answer that begins with a brace is held back
+    to its end, since it may be a bare call. Text that is no call after all is content.
+
+    Args:
+        names: of the tools that the request offers; a bare call must name one of them.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._held = ""
+        self._begun = self._bare = self._after_call = False
+
+    def add(self, text: str) -> tuple[str, list[Call]]:
+        """Return the content and the calls that a piece of text completes."""
+        self._held += text
+        if not self._begun:
+            start = self._held.lstrip()[:1]
+            self._begun, self._bare = start != "", start == "{"
+        if self._bare or not self._begun:
+            return "", []
+        content, calls = "", list[Call]()
+        while OPEN in self._held:
+            before, _, rest = self._held.partition(OPEN)
+            content += self._trimmed(before)
+            inside, closed, after = rest.partition(CLOSE)
+            if not closed:
+                self._held = OPEN + rest
+                return content, calls
+            call = _call(_parsed(inside))
+            if call is None:
+                content += f"{OPEN}{inside}{CLOSE}"
+            else:
+                calls.append(call)
+                self._after_call = True
+            self._held = after
+        kept = max((n for n in range(1, len(OPEN)) if self._held.endswith(OPEN[:n])), default=0)
+        ready = len(self._held) - kept
+        content += self._trimmed(self._held[:ready])
+        self._held = self._held[ready:]
+        return content, calls
+
+    def end(self) -> tuple[str, list[Call]]:
+        """Return the content and the calls of what was held back."""
+        text, self._held = self._held, ""
+        if self._bare:
+            calls = _bare_calls(text, self._names)
+        else:
+            unclosed = _call(_parsed(text.removeprefix(OPEN))) if text.startswith(OPEN) else None
+            calls = [] if unclosed is None else [unclosed]
+        return ("", calls) if calls else (self._trimmed(text), [])
+
+    def _trimmed(self, text: str) -> str:
+        """Return content without white space directly after a call."""
+        text = text.lstrip() if self._after_call else text
+        self._after_call &= not text
+        return text
+
+
+def _bare_calls(text: str, names: Collection[str]) -> list[Call]:
+    """Return the calls of a text that consists of nothing else; several are divided by semicolons."""
+    decoder, calls, rest = json.JSONDecoder(), list[Call](), text.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        call = _call(value)
+        if call is None or call.name not in names:
+            return []
+        calls.append(call)
+        rest = rest[end:].lstrip("; \t\r\n")
+    return calls
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _call(value: Any) -> Call | None:
+    """Return the call that a JSON value describes, or None."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write their arguments as JSON text
+        arguments = _parsed(arguments)
+    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None

@@ -1,0 +1,246 @@
+"""The real OpenAI client against a live server: every text is the one that `generate` writes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+import torch
+
+QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
+OTHER = "Write a command line parser with path and --verbose."
+UNKNOWN = "Tell me about numbers."  # the model has not learnt this: its distribution is flat
+
+
+@pytest.fixture(scope="module")
+def written(demo, tokenizer, encoder):
+    """What the model writes after a user's message (or, with `text`, after a text)."""
+
+    def write(content=None, text=None, **settings):
+        prompt = (
+            encoder.encode([{"role": "user", "content": content}]) if text is None else tokenizer(text)["input_ids"]
+        )
+        settings = {"max_new_tokens": 48, **settings}
+        output = demo.generate(torch.tensor([prompt]), eos_token_id=0, **settings).sequences
+        new = [row[len(prompt) :].tolist() for row in output]
+        tokens = [row[: row.index(0)] if 0 in row else row for row in new]
+        texts = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+        return prompt, tokens, texts
+
+    return write
+
+
+def ask(server, content=QUESTION, **fields):
+    fields = {"max_tokens": 48, **fields}
+    return server.client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": content}], **fields
+    )
+
+
+def test_a_chat_answer_is_the_models_own(server, written):
+    prompt, [tokens], [text] = written(QUESTION)
+    done = ask(server)
+    [choice] = done.choices
+    assert choice.message.content == text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "length"
+    assert done.object == "chat.completion"
+    assert done.usage.prompt_tokens == len(prompt)
+    assert done.usage.completion_tokens == len(tokens) == 48
+    assert done.usage.total_tokens == len(prompt) + 48
+    medusa = done.usage.medusa
+    assert medusa["accepted_draft_tokens"] == 47 - medusa["steps"] > 0
+    assert sum(medusa["accept_lengths"].values()) == medusa["steps"]
+    assert medusa["tokens_per_step"] == pytest.approx(47 / medusa["steps"], abs=1e-3)
+
+
+def test_an_answer_that_ends_says_stop_and_its_end_token_counts(server, written):
+    _, [tokens], [text] = written(QUESTION, max_new_tokens=400)
+    done = ask(server, max_tokens=400)
+    assert done.choices[0].message.content == text
+    assert done.choices[0].finish_reason == "stop"
+    assert done.usage.completion_tokens == len(tokens) + 1
+
+
+def test_a_stream_has_one_chunk_per_step_and_then_the_usage(server, written):
+    _, _, [text] = written(QUESTION)
+    chunks = list(ask(server, stream=True, stream_options={"include_usage": True}))
+    *steps, last = chunks
+    assert last.choices == []
+    assert "".join(chunk.choices[0].delta.content for chunk in steps) == text
+    figures = [chunk.choices[0].medusa for chunk in steps]
+    assert [figure["step"] for figure in figures] == list(range(len(steps)))
+    assert figures[0]["tokens"] == 1
+    assert sum(figure["tokens"] for figure in figures) == last.usage.completion_tokens == 48
+    assert last.usage.medusa["steps"] == len(steps) - 1
+    assert [chunk.choices[0].finish_reason for chunk in steps] == [None] * (len(steps) - 1) + ["length"]
+    assert steps[0].choices[0].delta.role == "assistant"
+    assert all(chunk.choices[0].delta.role is None for chunk in steps[1:])
+    assert all(chunk.usage is None for chunk in steps)
+
+
+def test_the_asynchronous_client_gets_the_same(server, written):
+    texts = [written(content)[2][0] for content in (QUESTION, OTHER)]
+
+    async def one(client, content, stream):
+        done = await client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": content}], max_tokens=48, stream=stream
+        )
+        if not stream:
+            return done.choices[0].message.content
+        return "".join([chunk.choices[0].delta.content async for chunk in done])
+
+    async def everything():
+        async with server.asynchronous() as client:
+            asked = [one(client, content, stream) for content in (QUESTION, OTHER) for stream in (False, True)]
+            return await asyncio.gather(*asked)
+
+    assert asyncio.run(everything()) == [texts[0], texts[0], texts[1], texts[1]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"extra_body": {"top_k": 5, "min_p": 0.05}}])
+def test_a_seed_gives_the_text_that_generate_draws(server, written, fields):
+    flat = {**fields, **fields.get("extra_body", {})}
+    flat.pop("extra_body", None)
+    _, _, texts = written(UNKNOWN, do_sample=True, temperature=1.2, seed=7, num_return_sequences=3, **flat)
+    assert len(set(texts)) == 3
+    done = ask(server, UNKNOWN, temperature=1.2, seed=7, n=3, **fields)
+    assert [choice.message.content for choice in done.choices] == texts
+    streamed = ["", "", ""]
+    for chunk in ask(server, UNKNOWN, temperature=1.2, seed=7, n=3, stream=True, **fields):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content
+    assert streamed == texts
+
+
+def test_top_p_alone_samples_and_temperature_0_does_not(server, written):
+    _, _, [sampled] = written(UNKNOWN, do_sample=True, temperature=1.0, top_p=0.95, seed=3)
+    _, _, [greedy] = written(UNKNOWN)
+    assert sampled != greedy
+    assert ask(server, UNKNOWN, top_p=0.95, seed=3).choices[0].message.content == sampled
+    assert ask(server, UNKNOWN, top_p=0.95, temperature=0, seed=3).choices[0].message.content == greedy
+
+
+@pytest.mark.parametrize("tree", ["plain", "auto", [[0], [1], [0, 0], [0, 0, 0]]])
+def test_trees_change_steps_and_not_the_text(server, written, tree):
+    _, _, [text] = written(QUESTION)
+    done = ask(server, extra_body={"tree": tree})
+    assert done.choices[0].message.content == text
+    lengths = done.usage.medusa["accept_lengths"]
+    if tree == "plain":
+        assert lengths == {"0": 47}
+    if isinstance(tree, list):
+        assert {"1", "2", "3"} & set(lengths)
+        assert max(map(int, lengths)) <= 3
+
+
+def test_typical_acceptance_is_that_of_generate(server, written):
+    chosen = {"acceptance": "typical", "posterior_threshold": 0.3, "posterior_alpha": 0.6}
+    tree = [[0], [1], [0, 0], [0, 0, 0]]
+    from medusa_decoding.trees.tree import Tree
+
+    _, _, [text] = written(UNKNOWN, tree=Tree(tree), temperature=0.7, **chosen)
+    assert text != written(UNKNOWN)[2][0]
+    done = ask(server, UNKNOWN, temperature=0.7, extra_body={"tree": tree, **chosen})
+    assert done.choices[0].message.content == text
+
+
+def test_repetition_penalty_is_that_of_generate(server, written):
+    _, _, [text] = written(QUESTION, repetition_penalty=1.8)
+    assert text != written(QUESTION)[2][0]
+    assert ask(server, extra_body={"repetition_penalty": 1.8}).choices[0].message.content == text
+
+
+def test_stop_strings_end_the_text_before_them(server, written):
+    _, _, [text] = written(QUESTION)
+    middle = len(text) // 2
+    stop = text[middle : middle + 6]
+    wanted = text[: text.index(stop)]
+    for fields in ({"stop": stop}, {"stop": ["never there", stop, "nor this"]}):
+        done = ask(server, **fields)
+        assert done.choices[0].message.content == wanted
+        assert done.choices[0].finish_reason == "stop"
+        assert done.usage.completion_tokens < 48
+        streamed = list(ask(server, stream=True, **fields))
+        assert "".join(chunk.choices[0].delta.content for chunk in streamed) == wanted
+        assert streamed[-1].choices[0].finish_reason == "stop"
+        assert all(chunk.choices[0].finish_reason is None for chunk in streamed[:-1])
+
+
+def test_text_completions_continue_each_prompt(server, written, tokenizer):
+    texts = ["class Job:\n    name: str\n", "import argparse\n\n"]
+    wanted = [written(text=text, max_new_tokens=16)[2][0] for text in texts]
+    complete = server.client.completions.create
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    for prompt, expected in ((texts[0], wanted[:1]), (texts, wanted), (ids[0], wanted[:1]), (ids, wanted)):
+        done = complete(model="demo", prompt=prompt, max_tokens=16)
+        assert [choice.text for choice in done.choices] == expected
+        assert [choice.index for choice in done.choices] == list(range(len(expected)))
+        assert done.usage.prompt_tokens == sum(map(len, ids[: len(expected)]))
+    streamed = ["", ""]
+    for chunk in complete(model="demo", prompt=texts, max_tokens=16, stream=True):
+        assert chunk.object == "text_completion"
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == wanted
+
+
+def test_log_probabilities_are_the_models(server, written, demo):
+    prompt, [tokens], [text] = written(OTHER, max_new_tokens=20)
+    with torch.no_grad():
+        logits = demo.backbone.causal_lm(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.float().log_softmax(-1)
+    done = ask(server, OTHER, max_tokens=20, logprobs=True, top_logprobs=3)
+    content = done.choices[0].logprobs.content
+    assert bytes(byte for entry in content for byte in entry.bytes).decode() == text
+    assert "".join(entry.token for entry in content) == text
+    own = [expected[place, token].item() for place, token in enumerate(tokens)]
+    assert [entry.logprob for entry in content] == pytest.approx(own, abs=1e-4)
+    for entry, row in zip(content, expected, strict=True):
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+    chunks = list(ask(server, OTHER, max_tokens=20, logprobs=True, stream=True))
+    streamed = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
+    assert [entry.logprob for entry in streamed] == pytest.approx(own, abs=1e-4)
+    assert all(entry.top_logprobs == [] for entry in streamed)
+
+
+def test_log_probabilities_of_text_completions(server, written, tokenizer):
+    text = "class Job:\n    name: str\n"
+    prompt, [tokens], [answer] = written(text=text, max_new_tokens=12)
+    done = server.client.completions.create(model="demo", prompt=text, max_tokens=12, logprobs=2)
+    found = done.choices[0].logprobs
+    assert "".join(found.tokens) == answer
+    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(12)]
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top[token] == logprob == max(top.values())
+        assert len(top) == 2
+
+
+def test_log_probabilities_end_with_the_text(server, written):
+    _, _, [text] = written(QUESTION)
+    stop = text[20:26]
+    done = ask(server, logprobs=True, stop=stop)
+    told = "".join(entry.token for entry in done.choices[0].logprobs.content)
+    kept = done.choices[0].message.content
+    assert told.startswith(kept)
+    assert len(told) - len(kept) < len(done.choices[0].logprobs.content[-1].token)
+
+
+def test_a_conversation_reuses_its_prefix(server, written):
+    first = ask(server, max_tokens=8)
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "then?"}]},
+    ]
+    second = server.client.chat.completions.create(model="demo", messages=messages, max_tokens=4)
+    cached = second.usage.prompt_tokens_details.cached_tokens
+    assert first.usage.prompt_tokens - 1 <= cached < second.usage.prompt_tokens
+
+
+def test_models_are_listed(server):
+    [model] = server.client.models.list().data
+    assert model.id == "demo"
+    assert server.client.models.retrieve("demo").id == "demo"
+    with pytest.raises(openai.NotFoundError) as failed:
+        server.client.models.retrieve("another/model")
+    assert failed.value.code == "model_not_found"

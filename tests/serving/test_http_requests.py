@@ -1,0 +1,243 @@
+"""What requests may say: JSON answers, penalties, and an error in OpenAI's form for all that is not supported."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+BASE = {
+    CHAT: {"model": "demo", "messages": MESSAGES, "max_tokens": 4},
+    TEXT: {"model": "demo", "prompt": "a", "max_tokens": 4},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "bob"]}, "sure": {"type": "boolean"}},
+    "required": ["name", "sure"],
+    "additionalProperties": False,
+}
+
+
+def post(server, path, **fields):
+    content = json.dumps({**BASE[path], **fields})  # escapes what UTF-8 cannot write
+    return httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=60)
+
+
+def refused(response, status=400):
+    """Check the form of an error, and return it."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert "Traceback" not in response.text
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"frobnicate": 1}, "frobnicate"),
+        (CHAT, {"functions": []}, "functions"),
+        (CHAT, {"function_call": "auto"}, "function_call"),
+        (CHAT, {"audio": {"voice": "alloy", "format": "mp3"}}, "audio"),
+        (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
+        (CHAT, {"prediction": {"type": "content", "content": "x"}}, "prediction"),
+        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (CHAT, {"verbosity": "low"}, "verbosity"),
+        (CHAT, {"web_search_options": {}}, "web_search_options"),
+        (CHAT, {"store": True}, "store"),
+        (CHAT, {"service_tier": "flex"}, "service_tier"),
+        (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the template ignores them
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]},
+            "messages[0].content[0].type",
+        ),
+        (CHAT, {"messages": [{"role": "tool", "content": "4", "tool_call_id": "1"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}},
+            "response_format",
+        ),
+        (CHAT, {"max_completion_tokens": 5}, "max_tokens"),
+        (CHAT, {"max_tokens": 5000}, "max_tokens"),
+        (CHAT, {"temperature": 2.5}, "temperature"),
+        (CHAT, {"temperature": "1"}, "temperature"),
+        (CHAT, {"top_p": 0}, "top_p"),
+        (CHAT, {"n": 0}, "n"),
+        (CHAT, {"n": 17}, "n"),
+        (CHAT, {"n": True}, "n"),
+        (CHAT, {"seed": 2**70}, "seed"),
+        (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        (CHAT, {"stop": ""}, "stop"),
+        (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias"),
+        (CHAT, {"logit_bias": {"1": 101}}, "logit_bias.1"),
+        (CHAT, {"presence_penalty": 3}, "presence_penalty"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (CHAT, {"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
+        (CHAT, {"tree": "big"}, "tree"),
+        (CHAT, {"tree": [[0, 0]]}, "tree"),
+        (CHAT, {"tree": [[0], [40]]}, "tree"),
+        (CHAT, {"tree": [[0]] * 300}, "tree"),
+        (CHAT, {"acceptance": "lucky"}, "acceptance"),
+        (CHAT, {"posterior_alpha": 0.5}, "posterior_alpha"),
+        (CHAT, {"acceptance": "typical", "top_p": 0.5}, "top_p"),
+        (CHAT, {"acceptance": "typical", "temperature": 0}, "temperature"),
+        (TEXT, {"suffix": "x"}, "suffix"),
+        (TEXT, {"best_of": 2}, "best_of"),
+        (TEXT, {"echo": True}, "echo"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": ""}, "prompt"),
+        (TEXT, {"prompt": [[1], []]}, "prompt[1]"),
+        (TEXT, {"prompt": [1, -1]}, "prompt[1]"),
+        (TEXT, {"prompt": [1, 5000]}, "prompt"),
+        (TEXT, {"prompt": [1, True]}, "prompt[1]"),
+        (TEXT, {"prompt": ["a"] * 17}, "prompt"),
+        (TEXT, {"prompt": ["a"] * 9, "n": 2}, "n"),
+        (TEXT, {"prompt": "a b " * 2000}, "prompt"),
+        (TEXT, {"messages": MESSAGES}, "messages"),
+        (TEXT, {"max_completion_tokens": 4}, "max_completion_tokens"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_an_error_that_names_it(server, path, fields, param):
+    error = refused(post(server, path, **fields))
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(param.split("[")[0].split(".")[0])
+
+
+def test_the_model_must_be_the_served_one(server):
+    assert refused(post(server, CHAT, model="gpt-5"), 404)["code"] == "model_not_found"
+    assert refused(httpx.post(server.url + CHAT, json={"messages": MESSAGES}))["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (b"{", {"Content-Type": "application/json"}),
+        (b"[1]", {"Content-Type": "application/json"}),
+        (b"", {"Content-Type": "application/json"}),
+        (json.dumps(BASE[TEXT]).encode(), {"Content-Type": "text/plain"}),
+        (b'{"model": "\xff"}', {"Content-Type": "application/json"}),
+        (b'{"a":' * 65 + b"1" + b"}" * 65, {"Content-Type": "application/json"}),
+        (b"[" * 100_000, {"Content-Type": "application/json"}),
+        (b'{"seed": ' + b"1" * 5000 + b"}", {"Content-Type": "application/json"}),
+    ],
+)
+def test_a_body_that_is_no_request_is_an_error(server, content, headers):
+    assert refused(httpx.post(server.url + TEXT, content=content, headers=headers))["code"] == "invalid_json"
+
+
+def test_names_in_errors_are_safe_text(server):
+    error = refused(httpx.post(server.url + TEXT, content=b'{"model": "demo", "prompt": "a", "\\ud800\\u001b": 1}',
+                               headers={"Content-Type": "application/json"}))  # fmt: skip
+    assert error["param"].isprintable()
+    assert "\\ud800\\x1b" in error["message"]
+
+
+def test_unknown_paths_and_methods_have_openais_form(server):
+    assert refused(httpx.get(server.url + "/nothing"), 404)["code"] == "unknown_url"
+    assert refused(httpx.get(server.url + CHAT), 405)["code"] == "method_not_allowed"
+    for path in ("/v1/responses", "/v1/responses/resp_1/cancel"):
+        assert "Responses API" in refused(httpx.post(server.url + path, json={}), 404)["message"]
+    with pytest.raises(openai.NotFoundError):
+        server.client.responses.create(model="demo", input="hello")
+
+
+def test_fields_that_change_nothing_are_accepted(server):
+    fields = {
+        "user": "ada", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
+        "modalities": ["text"], "response_format": {"type": "text"}, "tool_choice": "none", "logit_bias": {},
+        "stop": None, "n": 1, "presence_penalty": 0, "max_completion_tokens": 4, "safety_identifier": "x",
+        "prompt_cache_key": "x", "tools": [],
+    }  # fmt: skip
+    plain, decorated = post(server, CHAT).json(), post(server, CHAT, **fields).json()
+    assert decorated["choices"] == plain["choices"]
+
+
+def test_json_objects_and_schemas_are_obeyed(server):
+    done = post(server, CHAT, max_tokens=200, response_format={"type": "json_schema", "json_schema": {
+        "name": "person", "schema": SCHEMA, "strict": True}}).json()  # fmt: skip
+    [choice] = done["choices"]
+    assert choice["finish_reason"] == "stop"
+    found = json.loads(choice["message"]["content"])
+    assert found["name"] in ("ada", "bob")
+    assert isinstance(found["sure"], bool)
+    text = post(server, CHAT, max_tokens=12, response_format={"type": "json_object"}).json()["choices"][0]["message"]
+    assert text["content"].lstrip().startswith("{")
+
+
+def test_bias_and_penalties_are_those_of_the_formula(server, demo, tokenizer, encoder):
+    class Formula:
+        def __init__(self, start):
+            self.start = start
+
+        def __call__(self, ids, scores):
+            counts = torch.bincount(ids[0, self.start :], minlength=scores.shape[1])
+            scores = scores - 1.5 * counts - 0.5 * (counts > 0)
+            scores[:, 100:200] += 3
+            return scores
+
+    messages = [{"role": "user", "content": "Tell me about numbers."}]
+    prompt = encoder.encode(messages)
+    plain = demo.generate(torch.tensor([prompt]), max_new_tokens=24).sequences
+    wanted = demo.generate(
+        torch.tensor([prompt]), max_new_tokens=24, logits_processor=[Formula(len(prompt))]
+    ).sequences  # fmt: skip
+    assert wanted.tolist() != plain.tolist()
+    fields = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {str(n): 3 for n in range(100, 200)}}
+    text = post(server, CHAT, max_tokens=24, messages=messages, **fields).json()["choices"][0]["message"]["content"]
+    assert text == tokenizer.decode(wanted[0, len(prompt) :], skip_special_tokens=True)
+
+
+def test_metrics_count_what_happened(server, demo_engine):
+    def read():
+        families = text_string_to_metric_families(httpx.get(server.url + "/metrics").text)
+        return {
+            (sample.name, *sorted(sample.labels.items())): sample.value for one in families for sample in one.samples
+        }
+
+    before = read()
+    done = post(server, CHAT, max_tokens=24).json()
+    refused(post(server, CHAT, n=0))
+    after = read()
+
+    def grown(name, **labels):
+        key = (name, *sorted(labels.items()))
+        return after[key] - before.get(key, 0)
+
+    assert grown("medusa_requests_total", path=CHAT, outcome="completed") == 1
+    assert grown("medusa_requests_total", path=CHAT, outcome="invalid") == 1
+    assert grown("medusa_prompt_tokens_total") == done["usage"]["prompt_tokens"]
+    assert grown("medusa_reused_tokens_total") == done["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert grown("medusa_new_tokens_total") == 24
+    assert grown("medusa_steps_total") == done["usage"]["medusa"]["steps"]
+    assert grown("medusa_accepted_draft_tokens_count") == done["usage"]["medusa"]["steps"]
+    assert grown("medusa_accepted_draft_tokens_sum") == done["usage"]["medusa"]["accepted_draft_tokens"]
+    nodes = [key for key in after if key[0] == "medusa_steps_by_tree_nodes_total"]
+    assert sum(after[key] - before.get(key, 0) for key in nodes) == done["usage"]["medusa"]["steps"]
+    for name in ("time_to_first_token", "time_per_token", "request_latency"):
+        assert grown(f"medusa_{name}_seconds_count") == 1
+    assert after["medusa_running_rows",] == after["medusa_queue_length",] == 0
+    assert after["medusa_slots",] == 4

@@ -1,0 +1,140 @@
+"""`medusa serve`: what it prints, how it ends, and what it refuses before it loads a model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from medusa_decoding.cli import argument_parser, main, serve
+
+MESSAGES = [{"role": "user", "content": "Write a class Job with name: str that is sorted by name."}]
+
+
+@pytest.fixture
+def started():
+    """Start the command on a free port; return the process and its ready line."""
+    processes = []
+
+    def start(*arguments, **environment):
+        command = [sys.executable, "-m", "medusa_decoding", "serve", "--port", "0", "--device", "cpu", *arguments]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        return process, process.stdout.readline()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_running_answers_and_the_server(started):
+    process, line = started("--dtype", "float32", "--slots", "2", "--context", "1000", MEDUSA_API_KEY="from-outside")
+    found = re.fullmatch(
+        r"serving demo \(float32 on cpu\) at (http://127\.0\.0\.1:\d+/)v1: 2 slots of 1,000 tokens, \d+ MiB for their "
+        r"cache; page at \1\n",
+        line,
+    )
+    assert found, line
+    url = f"{found[1]}v1/chat/completions"
+    headers = {"Authorization": "Bearer from-outside"}
+    body = {"model": "demo", "messages": MESSAGES, "max_tokens": 4}
+    assert httpx.post(url, json=body).status_code == 401
+    assert httpx.post(url, json=body, headers=headers).status_code == 200
+    assert httpx.post(url, json=body, headers={**headers, "Host": "evil.example"}).status_code == 403
+    body |= {"stream": True, "max_tokens": 900, "logit_bias": {"0": -100}}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=20) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    assert "shutting down" in rest[-2]
+    assert rest[-1] == "data: [DONE]"
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "medusa: interrupted"
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "65536"], "at most 65535"),
+        (["--temperature", "3"], "from 0 to 2"),
+        (["--queue", "-1"], "at least 0"),
+        (["--log-level", "loud"], "loud"),
+        (["--api-key", ""], "--api-key: expected a key"),
+        (["--host", "no.such.host.invalid"], "no.such.host.invalid:8000"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr("medusa_decoding.cli._arguments.load_tokenizer", lambda *_: pytest.fail("loaded"))
+    try:
+        code = main(["serve", *arguments])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 2
+    err = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("library", ["fastapi", "uvicorn", "prometheus_client", "llguidance"])
+def test_a_missing_library_is_named_with_the_extra(capsys, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["serve"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert library in line
+    assert "pip install 'medusa-kernels[serve]'" in line
+
+
+def settings(*arguments):
+    return serve.settings_of(argument_parser().parse_args(["serve", *arguments]))
+
+
+def test_only_loopback_addresses_check_the_host(capsys, monkeypatch):
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    assert settings().hosts == {"localhost", "127.0.0.1", "[::1]"}
+    assert settings("--host", "127.0.0.2").hosts == {"localhost", "127.0.0.1", "[::1]", "127.0.0.2"}
+    assert settings("--host", "::1").hosts == {"localhost", "127.0.0.1", "[::1]"}
+    assert capsys.readouterr().err == ""
+    assert settings("--host", "0.0.0.0").hosts is None
+    assert "--api-key" in capsys.readouterr().err
+    assert settings("--host", "0.0.0.0", "--api-key", "k").api_key == "k"
+    assert capsys.readouterr().err == ""
+
+
+def test_the_key_of_the_environment_is_used_and_must_not_be_empty(monkeypatch):
+    monkeypatch.setenv(serve.KEY_VARIABLE, "outside")
+    assert settings().api_key == "outside"
+    assert settings("--api-key", "inside").api_key == "inside"
+    monkeypatch.setenv(serve.KEY_VARIABLE, "")
+    with pytest.raises(ValueError, match="MEDUSA_API_KEY"):
+        settings()
+
+
+def test_the_served_name_is_the_heads_or_the_given_one(tmp_path):
+    (tmp_path / "my-heads").mkdir()
+    assert settings().model == "demo"
+    assert settings("--model", "some/heads").model == "some/heads"
+    assert settings("--model", f"{tmp_path}/my-heads/").model == "my-heads"
+    assert settings("--model", "some/heads", "--served-model-name", "x").model == "x"
