@@ -181,6 +181,11 @@ SAID = {
     "question, answer": (["How many eggs are in two dozen?"], "24 #### 24", None),
     "instruction, input, output": (["Translate to French.\n\nGood day"], "Bonjour", None),
     "text": ([], None, "A heap is a tree in an array."),
+    "index, prompt, response, finish, prompt_tokens, new_tokens, steps, source": (
+        ["What is a heap?"],
+        "A tree in an array.",
+        None,
+    ),
 }
 
 
