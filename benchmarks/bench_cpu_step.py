@@ -89,12 +89,13 @@ def random_ids(base: Any, count: int) -> torch.Tensor:
 def transformers_step(base: Any, prefix: int, compiled: bool) -> tuple[Call, Call]:
     """Return transformers' forward of one token, the next one read as `generate` does, and what shortens its cache."""
     cache: Any = StaticCache(base.config, max_cache_len=prefix + 64) if compiled else DynamicCache(config=base.config)
-    token = base(random_ids(base, prefix), past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+    # The cache goes by position, since transformers 5.24 has renamed the argument.
+    token = base(random_ids(base, prefix), None, None, cache, logits_to_keep=1).logits.argmax(-1)
     forward = torch.compile(base.forward, fullgraph=True, dynamic=False) if compiled else base
 
     def run() -> None:
         nonlocal token
-        token = forward(token, past_key_values=cache).logits.argmax(-1)
+        token = forward(token, None, None, cache).logits.argmax(-1)
         token.tolist()
 
     def reset() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import DynamicCache, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from benchmarks import gpu, harness
 from medusa_decoding.checkpoints import pretrained
@@ -192,13 +192,14 @@ def timed_steps(run: Call, reset: Call, device: torch.device, seconds: float) ->
 def transformers_step(base: Any, prefix: int, batch: int, device: torch.device, seconds: float) -> list[float]:
     """Time transformers' own forward of one token with its dynamic cache, the next token read as `generate` does."""
     ids = torch.randint(0, base.config.vocab_size, (batch, prefix), device=device)
-    out = base(ids, use_cache=True, logits_to_keep=1)
-    past, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+    cache = DynamicCache(config=base.config)
+    # The cache goes by position, since transformers 5.24 has renamed the argument.
+    token = base(ids, None, None, cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
     def step() -> float:
         nonlocal token
         start = time.perf_counter()
-        token = base(token, past_key_values=past, use_cache=True).logits[:, -1:].argmax(-1)
+        token = base(token, None, None, cache, use_cache=True).logits[:, -1:].argmax(-1)
         token.tolist()  # generate reads what decides whether to stop
         return (time.perf_counter() - start) * 1e6
 

@@ -138,6 +138,22 @@ def test_prefix_allowed_tokens_fn_gets_the_row_and_its_text(model, heads, own_in
     assert got[:, ids.shape[1] :].tolist() == expected
 
 
+def test_prefix_allowed_tokens_fn_numbers_the_samples_of_a_prompt_as_plain_generate_does(model, heads):
+    """Before transformers 5.24 each sample has its own number, since then all samples of a prompt have one."""
+    ids, asked = torch.stack(prompts(2, [5])), []
+    for write in (functools.partial(plain, model), functools.partial(with_heads, model, heads)):
+        seen = set()
+
+        def allowed(number, text, seen=seen):
+            seen.add((number, *text[:5].tolist()))
+            return list(range(VOCAB))
+
+        write(ids, do_sample=True, num_return_sequences=2, prefix_allowed_tokens_fn=allowed)
+        asked.append(seen)
+    assert asked[0] == asked[1]
+    assert len(asked[0]) in (2, 4)
+
+
 def test_scores_and_logits_are_those_of_plain_generate(model, heads):
     ids, mask = padded(prompts(3, [5, 2, 9]))
     wanted = {

@@ -282,6 +282,10 @@ def no_work(monkeypatch):
             {"past_key_values": filled()},
             r"past_key_values: expected .* empty cache, got DynamicCache \(length: 2",
         ),
+        (  # the argument's name since transformers 5.24; earlier versions refuse it themselves
+            {"cache": filled()},
+            r"past_key_values: expected .* got DynamicCache \(length: 2|not used by the model: \['cache'\]",
+        ),
         (
             {"cache_implementation": "offloaded"},
             "cache_implementation: expected .*, got 'offloaded'",

@@ -86,7 +86,7 @@ def forward(make, rows):
     for row in rows:
         model, cache = make(), DynamicCache()  # without a config, sliding layers also keep everything
         with torch.no_grad():
-            out = model.model(row[None], past_key_values=cache, use_cache=True)
+            out = model.model(row[None], None, None, cache, use_cache=True)
         kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
         found.append((out.last_hidden_state[0, -1], kv))
     return found

@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import heads_for, padded, prompts, tiny, transformers_greedy
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.fused_layers import obstacle
@@ -145,13 +145,14 @@ def own_scores(model, row, text):
         deviations of the logits.
     """
     below, gaps = [], []
-    out = model(row[None], use_cache=True)
+    cache = DynamicCache(config=model.config)
+    out = model(row[None], None, None, cache, use_cache=True)
     for token in text:
         logits = out.logits[0, -1].float()
         best, second = logits.topk(2).values
         below.append(((best - logits[token]) / logits.std()).item())
         gaps.append(((best - second) / logits.std()).item())
-        out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+        out = model(torch.tensor([[token]]), None, None, cache, use_cache=True)
     return torch.tensor(below), torch.tensor(gaps)
 
 

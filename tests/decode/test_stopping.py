@@ -293,13 +293,14 @@ def test_streamers_get_each_token_in_order_and_nothing_after_the_end(tokenizer, 
 
 
 def test_text_streamers_of_transformers(tokenizer, written, capsys):
-    """They print at spaces, which are frequent here."""
+    """They print at spaces, which are frequent here; since transformers 5.24 they print letters and digits at once."""
 
     def frequent(text, scores):
         return scores + 10.0 * (torch.arange(scores.shape[-1]) == 0)
 
     row, kwargs = written.rows[0], {"logits_processor": [frequent], "max_new_tokens": NEW}
-    text = transformers_greedy(written.model, row, **kwargs)
+    alone = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    text = transformers_greedy(written.model, row, streamer=alone, **kwargs)
     heads = taught(written.model, [(row.tolist(), text)])
     whole = tokenizer.decode(text)
     with MedusaModel(written.model, heads, TREES["siblings"]) as medusa:
@@ -312,7 +313,8 @@ def test_text_streamers_of_transformers(tokenizer, written, capsys):
         pieces = list(streamer)
         thread.join()
     assert "".join(pieces) == whole
-    assert sum(map(bool, pieces)) == whole.count(" ") + (not whole.endswith(" ")) > 3
+    assert pieces == list(alone)
+    assert sum(map(bool, pieces)) >= whole.count(" ") + (not whole.endswith(" ")) > 3
 
 
 def test_a_streamer_is_refused_where_there_are_several_rows(written):

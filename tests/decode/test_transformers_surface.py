@@ -1,6 +1,7 @@
 """What callers of transformers' generate rely on: arguments that change nothing, wrappers, masks, prompts."""
 
 import functools
+import inspect
 import logging
 
 import pytest
@@ -20,6 +21,11 @@ from transformers.generation import GenerationMixin
 
 from medusa_decoding import MedusaModel, medusa_generate
 from medusa_decoding.generation import settings
+
+# transformers 5.24 has renamed past_key_values to cache, and takes both; earlier versions refuse the new name.
+CACHE = ["past_key_values", "cache"]
+if "cache" not in inspect.signature(LlamaForCausalLM.forward).parameters:
+    CACHE.remove("cache")
 
 # One value of each field that is ignored, other than transformers' default.
 IGNORED = {
@@ -89,8 +95,9 @@ def test_output_flags_are_ignored_without_return_dict_in_generate(model, heads):
         assert medusa.generate(IDS, **asked, return_dict_in_generate=False).shape == (1, 5)
 
 
+@pytest.mark.parametrize("name", CACHE)
 @pytest.mark.parametrize("kind", ["dynamic", "of the config", "static", "with use_cache=False"])
-def test_an_empty_cache_is_accepted_and_stays_empty(model, heads, kind):
+def test_an_empty_cache_is_accepted_and_stays_empty(model, heads, kind, name):
     caches = {
         "of the config": lambda: DynamicCache(config=model.config),
         "static": lambda: StaticCache(config=model.config, max_cache_len=40),
@@ -98,7 +105,7 @@ def test_an_empty_cache_is_accepted_and_stays_empty(model, heads, kind):
     cache = caches.get(kind, DynamicCache)()
     given = {"use_cache": False} if "use_cache" in kind else {}
     for _ in range(2):
-        output = with_heads(model, heads, IDS, past_key_values=cache, return_dict_in_generate=True, **given)
+        output = with_heads(model, heads, IDS, return_dict_in_generate=True, **given, **{name: cache})
         assert output.sequences[0, 3:].tolist() == transformers_greedy(model, IDS[0], NEW)
         assert output.past_key_values is None
         assert int(cache.get_seq_length()) == 0
@@ -111,12 +118,13 @@ class Quantized(QuantizedCache):
         Cache.__init__(self, layers=[])
 
 
-def test_caches_that_promise_less_memory_are_refused(model, heads):
+@pytest.mark.parametrize("name", CACHE)
+def test_caches_that_promise_less_memory_are_refused(model, heads, name):
     offloaded = DynamicCache()
     offloaded.offloading = True
     for cache, word in ((offloaded, "offloaded"), (Quantized(), "quantized")):
         with pytest.raises(ValueError, match=f"past_key_values: expected a cache that is neither .*, got '{word}'"):
-            with_heads(model, heads, IDS, past_key_values=cache)
+            with_heads(model, heads, IDS, **{name: cache})
 
 
 @pytest.mark.parametrize("more", [{}, {"bad_words_ids": [[3], [5]]}, {"do_sample": True, "top_k": 5, "top_p": 0.9}])

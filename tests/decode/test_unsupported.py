@@ -297,7 +297,8 @@ def test_training_mode_without_dropout_is_allowed_but_gradient_checkpointing_is_
         model.train()
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
         model.gradient_checkpointing_enable()
-        assert transformers_greedy(model, ROW, NEW) != expected, "it does without its cache"
+        # With gradients, no version keeps a cache. `generate`, which runs without them, does since transformers 5.24.
+        assert len(model(ROW[None], use_cache=True).to_tuple()) == 1, "the output is more than the logits"
         with pytest.raises(ValueError, match=r"base_model\.model\.layers\.\d: expected no gradient checkpointing"):
             medusa.generate(ROW[None], max_new_tokens=NEW)
         model.eval()

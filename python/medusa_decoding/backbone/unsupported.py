@@ -267,7 +267,7 @@ def _check_training(causal: nn.Module, module: Any) -> None:
         what = getattr(module, "p", 0.0) and f"dropout, got {module.p}"
     elif "self_attn" in module._modules:  # a decoder layer, whose attention drops what it attends to
         if getattr(module, "gradient_checkpointing", False):
-            what = "gradient checkpointing (transformers decodes without its cache then), got it"
+            what = "gradient checkpointing (before 5.24, transformers decodes without its cache then), got it"
         elif module.self_attn.training and module.self_attn.attention_dropout:
             module, what = module.self_attn, f"dropout, got {module.self_attn.attention_dropout}"
     if what:

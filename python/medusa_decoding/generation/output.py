@@ -21,7 +21,7 @@ class MedusaOutput(GenerateDecoderOnlyOutput):
     """The result of `MedusaModel.generate`: transformers' own output of `generate` with more fields after its own.
 
     Fields are found by name, by key, and by place among those that are not None (the sequences first). `attentions`,
-    `hidden_states` and `past_key_values` are always None.
+    `hidden_states` and `past_key_values` (since transformers 5.24 `cache`) are always None.
 
     Attributes:
         sequences: int64 [B, prompt + new]: the prompt as given (padding included), then the new tokens, padded on the

@@ -81,7 +81,7 @@ def _processors(causal: Any, request: Request, prompt: torch.Tensor, row: int) -
     config.max_new_tokens = None
     config.max_length = len(prompt) + limits.budgets[row]
     config.min_length, config.min_new_tokens = None, limits.min_new[row]
-    config.num_beams = 1
+    config.num_beams = config.num_return_sequences = 1
     # transformers' own `generate` sets this field before it makes processors.
     config._eos_token_tensor = torch.tensor(limits.eos, dtype=torch.int64, device=device) if limits.eos else None
     prefix_fn = request.prefix_fn

@@ -139,7 +139,7 @@ def medusa_generate(
 def _generate_arguments(model: Any) -> dict[str, Any]:
     """Return the arguments of the call of transformers' `generate`, by name, as they are now.
 
-    transformers (5.17 to 5.23) silently drops `streamer`, `assistant_model` and `synced_gpus`, which are read from the
+    transformers (5.17 to 5.24) silently drops `streamer`, `assistant_model` and `synced_gpus`, which are read from the
     frame of its `generate`, and removes `tokenizer`, which is read from the frame that called it: transformers' own
     decorator (`torch.no_grad`), which has all keywords. A release with other names is refused, since a streamer that
     gets nothing would leave its reader waiting.
@@ -230,12 +230,14 @@ def _mask_and_positions(model: Any, model_kwargs: dict[str, Any]) -> tuple[torch
     # change the text.
     for name in ("use_cache", "output_attentions", "output_hidden_states", "logits_to_keep", "labels"):
         rest.pop(name, None)
-    mask, positions, cache = (rest.pop(name, None) for name in ("attention_mask", "position_ids", "past_key_values"))
+    mask, positions = (rest.pop(name, None) for name in ("attention_mask", "position_ids"))
+    # transformers 5.24 has renamed past_key_values to cache, also where the caller gives it by its old name.
+    caches = [rest.pop(name) for name in ("past_key_values", "cache") if name in rest]
     for name, value in rest.items():
         raise ValueError(
             f"{name}: expected None, got {type(value).__name__}; decoding goes by token ids and mask alone"
         )
-    if cache is not None:  # transformers itself makes an empty one
+    for cache in caches:  # transformers itself makes an empty one
         length = int(cache.get_seq_length()) if isinstance(cache, Cache) else "none of transformers' Cache"
         if length != 0:
             raise ValueError(
@@ -350,8 +352,12 @@ def _callers_processors(
     prefixed = of_type(lp.PrefixConstrainedLogitsProcessor, own)
     if len(prefixed) > 1:
         raise ValueError(f"prefix_allowed_tokens_fn: expected at most one, got {len(prefixed)}")
-    prefix_fn = prefixed[0]._prefix_allowed_tokens_fn if prefixed else None
-    return [processor for processor in own if processor not in prefixed], prefix_fn
+    others = [processor for processor in own if processor not in prefixed]
+    asked, rows = (prefixed[0]._prefix_allowed_tokens_fn, prefixed[0]._num_beams) if prefixed else (None, 1)
+    if not callable(asked):
+        return others, asked  # None, or else refused later
+    # With num_return_sequences, transformers 5.24 passes the number of the prompt, earlier versions that of the row.
+    return others, lambda row, text: asked(row // rows, text)
 
 
 def _alike(some: list[Any], others: list[Any]) -> bool:
