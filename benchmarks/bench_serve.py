@@ -1,7 +1,10 @@
 """Servers under load on the embedded model: `medusa serve` with trees and without, and `transformers serve`.
 
     python -m benchmarks.bench_serve
+    python -m benchmarks.bench_serve --model Llama-254M --clients 1 2 4 --seconds 10 --rounds 1
     python -m benchmarks.bench_serve --scheduler
+
+With --model, the embedded model sits within a larger one with the same texts (`benchmarks.enlarged`).
 
 All servers run on this machine, float32, each with all threads; the load comes from one more process on the same cores.
 Clients are closed loops: each sends its next request when its answer is complete. A cell is one server with some number
@@ -22,15 +25,19 @@ import json
 import queue
 import random
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks import harness
+from benchmarks import enlarged, harness
 from benchmarks.bench_generate import NEW, prompts
+from benchmarks.bench_models import MODELS
+from benchmarks.bench_step import MODELS as CONFIGS
 from benchmarks.serve_load import SERVERS, Answer, Server, load, started
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation import interval
@@ -95,12 +102,19 @@ def percentiles(values: Sequence[float], *which: int) -> dict[str, float]:
     return {f"p{one}": float(np.percentile(values, one)) for one in which}
 
 
-def measure(names: Sequence[str], clients: Sequence[int], seconds: float, rounds: int, threads: int) -> dict[str, Any]:
-    """Start the servers, load them in turn, and return all figures."""
+def measure(
+    names: Sequence[str],
+    clients: Sequence[int],
+    seconds: float,
+    rounds: int,
+    threads: int,
+    checkpoint: Path = CHECKPOINT,
+) -> dict[str, Any]:
+    """Start the servers of a folder with `base` and `heads`, load them in turn, and return all figures."""
     cells = {count: {name: Cell(seconds) for name in names} for count in clients}
     requests = iter([one.text for one in draw(PER_CELL * rounds * len(clients), seed=11, held_out=True)])
     warm_up, shuffler = [one.text for one in draw(8, seed=3)], random.Random(0)
-    with started(names, threads, max(clients)) as servers:
+    with started(names, threads, max(clients), checkpoint) as servers:
         for server in servers.values():
             with server.running():
                 server.wait()
@@ -216,12 +230,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="cells per server and number of clients (default: 2)")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=[*SERVERS], help="default: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of each server (default: all)")
+    parser.add_argument("--model", choices=MODELS, help="a larger model with the embedded one's texts")
     args = parser.parse_args()
     if args.scheduler:
         figures, name = measure_scheduler(args.prompts), "serve-scheduler-demo"
     else:
-        figures = measure(args.servers, args.clients, args.seconds, args.rounds, args.threads)
-        name = "serve-demo"
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = CHECKPOINT if args.model is None else enlarged.save(CONFIGS[args.model](), Path(folder))
+            figures = measure(args.servers, args.clients, args.seconds, args.rounds, args.threads, checkpoint)
+        name = "serve-demo" if args.model is None else f"serve-{args.model}"
     print(json.dumps(figures, indent=1))
     print(harness.write_record(name, figures))
 

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PretrainedConfig
 
+from medusa_decoding.checkpoints import pretrained, read_heads, write_heads
+from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.roofline.shapes import ModelShape
+from medusa_decoding.roofline.shapes import ModelShape, shape_of
 
 CONSTANT = 1e-4
 """Held by one more dimension of the residual stream, to keep tokens that the small model lacks from being chosen."""
@@ -114,3 +118,16 @@ def enlarge_heads(heads: MedusaHeads, shape: ModelShape) -> MedusaHeads:
             scale = math.sqrt(heads.hidden_size / shape.hidden) if name == "root_down" else 1.0
             weight[tuple(slice(length) for length in known.shape)] = known * scale
     return large.eval().requires_grad_(False)
+
+
+def save(config: PretrainedConfig, folder: Path, small: Path = CHECKPOINT) -> Path:
+    """Write the larger model and its heads of a folder with `base` and `heads` to another such folder; return it."""
+    base, heads = small / "base", small / "heads"
+    shape = shape_of(config, "larger")
+    enlarge(pretrained.load_model(base, dtype=torch.float32).eval(), shape).save_pretrained(folder / "base")
+    pretrained.load_tokenizer(base).save_pretrained(folder / "base")
+    write_heads(
+        enlarge_heads(read_heads(heads, dtype=torch.float32).heads, shape), folder / "heads", base_model="../base"
+    )
+    shutil.copy(heads / "measured.json", folder / "heads")
+    return folder

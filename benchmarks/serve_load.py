@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 MEDUSA = [sys.executable, "-m", "medusa_decoding", "serve", "--device", "cpu", "--dtype", "float32"]
 TRANSFORMERS = [
     *(sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve"),
-    *(str(CHECKPOINT / "base"), "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"),
+    *("--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1"),
 ]  # fmt: skip
 # By default it allocates most of the memory, which takes a minute on a CPU.
 BATCHING = ["--continuous-batching", "--cb-block-size", "32", "--cb-num-blocks", "256", "--cb-max-batch-tokens", "512"]
@@ -47,6 +47,7 @@ class Server:
         threads: of its model.
         clients: the most that it will have.
         folder: for its log.
+        checkpoint: folder with `base` and `heads`.
 
     Attributes:
         url: of its API.
@@ -54,14 +55,17 @@ class Server:
         command: that started it.
     """
 
-    def __init__(self, name: str, threads: int, clients: int, folder: Path) -> None:
+    def __init__(self, name: str, threads: int, clients: int, folder: Path, checkpoint: Path = CHECKPOINT) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.name, self.url, self.log = name, f"http://127.0.0.1:{port}", folder / f"{port}.log"
         ours = SERVERS[name][1:2] == MEDUSA[1:2]
-        self.model = "demo" if ours else str(CHECKPOINT / "base")
-        own = ["--slots", str(clients), "--queue", str(clients)] if ours else []
+        self.model = "served" if ours else str(checkpoint / "base")
+        own = [self.model]
+        if ours:
+            own = ["--model", str(checkpoint / "heads"), "--served-model-name", self.model]
+            own += ["--slots", str(clients), "--queue", str(clients), "--context", "1024"]
         self.command = [*SERVERS[name], *own, "--port", str(port)]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         with self.log.open("wb") as log:
@@ -169,13 +173,15 @@ async def load(server: Server, requests: Sequence[str], clients: int, seconds: f
 
 
 @contextlib.contextmanager
-def started(names: Sequence[str], threads: int, clients: int) -> Iterator[dict[str, Server]]:
-    """Start servers, and end them after the block."""
+def started(
+    names: Sequence[str], threads: int, clients: int, checkpoint: Path = CHECKPOINT
+) -> Iterator[dict[str, Server]]:
+    """Start servers of a folder with `base` and `heads`, and end them after the block."""
     servers: dict[str, Server] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in names:
-                servers[name] = Server(name, threads, clients, Path(folder))
+                servers[name] = Server(name, threads, clients, Path(folder), checkpoint)
             yield servers
         finally:
             for server in servers.values():
