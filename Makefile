@@ -170,7 +170,7 @@ CHAT_ABLATIONS := campaign-chat-figure-4 campaign-chat-dynamic campaign-chat-fig
 CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-linear \
 	campaign-prefill-float32 campaign-prefill-bfloat16 $(MODELS:%=campaign-steps-%) campaign-roofline \
 	$(MODELS:%=campaign-models-%) $(foreach stage,long batch-4 batch-8 chat-models,$(LARGE:%=campaign-$(stage)-%)) \
-	$(ABLATIONS) campaign-alpaca $(CHAT_ABLATIONS) campaign-trees campaign-tune campaign-table-2 \
+	campaign-serve $(ABLATIONS) campaign-alpaca $(CHAT_ABLATIONS) campaign-trees campaign-tune campaign-table-2 \
 	campaign-heads campaign-heads-sampled campaign-chat-heads campaign-chat-heads-sampled
 # What is trained for a campaign belongs to one commit, like its stamps.
 RUNS = runs/campaign/$(COMMIT)
@@ -194,6 +194,12 @@ campaign-generate: $(EDITABLE)
 
 campaign-adaptive: $(EDITABLE)
 	$(call stage,$(ON_CPU) -m benchmarks.bench_adaptive --prompts 60)
+
+# Servers under load, next to `transformers serve`; the engine against the loop.
+campaign-serve: $(EDITABLE)
+	$(call stage,$(ON_CPU) -m benchmarks.bench_serve --seconds 5 --rounds 1 && \
+		$(ON_CPU) -m benchmarks.bench_serve --model Llama-254M --clients 1 2 4 8 --seconds 8 --rounds 1 \
+			--servers medusa plain transformers && $(ON_CPU) -m benchmarks.bench_serve --scheduler)
 
 campaign-lookup: $(EDITABLE)
 	$(call stage,$(ON_CPU) -m benchmarks.bench_lookup --prompts 60)

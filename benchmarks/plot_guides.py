@@ -217,6 +217,30 @@ def large_models(plt: Any, records: Sequence[Record], path: Path) -> None:
     plot._save(plt, figure, f"{words}\n{_conditions(shown[-1])}", path)
 
 
+SERVED = ("medusa", "plain", "transformers, continuous batching", "transformers")
+
+
+def serve_load(plt: Any, records: Sequence[Record], path: Path) -> None:
+    """Draw tokens per second of servers by the number of clients, as `bench_serve` measured them."""
+    figure, panels = plt.subplots(1, len(records), figsize=(9, 3.2), layout="constrained", squeeze=False)
+    names = {"medusa": "medusa serve", "plain": "medusa serve --tree root"}
+    for panel, record in zip(panels[0], records, strict=True):
+        clients = list(record["clients"])
+        for place, name in enumerate(SERVED):
+            if name not in record["servers"]:
+                continue
+            rates = [record["clients"][count][name]["tokens_per_second"] for count in clients]
+            label = names.get(name, name.replace("transformers", "transformers serve"))
+            panel.plot(range(len(clients)), rates, "o-", color=COLOURS[place], label=label)
+            panel.annotate(f"{rates[0]:.0f}", (0, rates[0]), (-4, 5), textcoords="offset points", fontsize=8)
+        title = record["benchmark"].removeprefix("serve-").replace("demo", "demo model, 4.3M")
+        panel.set(title=title, xlabel="clients", ylabel="tokens per second", ylim=(0, None))
+        panel.set_xticks(range(len(clients)), clients)
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    plot._save(plt, figure, f"float32, greedy, closed loops of clients. {_conditions(records[-1])}", path)
+
+
 def _conditions(record: Record) -> str:
     machine = record["machine"]
     words = f"{machine['name']}, {machine['isa']}, {machine['cores']} cores; torch {record['versions']['torch']}"
@@ -260,6 +284,7 @@ def draw(out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     gpu = plot.read(H200)
     names = ("one-step", "step-cost", "heads-cost", "generations", "head-kinds", "predicted-steps", "large-models")
+    names += ("serve-load",)
     files = [out / f"{name}.svg" for name in names]
     one_step(plt, files[0])
     step_cost(plt, gpu, files[1])
@@ -268,6 +293,7 @@ def draw(out: Path) -> list[Path]:
     head_kinds(plt, records_of("head-kinds")[-1], files[4])
     predicted_steps(plt, records_of("cpu-roofline")[-1], files[5])
     large_models(plt, records_of("models"), files[6])
+    serve_load(plt, [records_of("serve")[-1], records_of("serve-large")[-1]], files[7])
     return files
 
 

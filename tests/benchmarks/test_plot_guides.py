@@ -49,3 +49,4 @@ def test_figures_show_what_the_guides_quote(tmp_path: Path) -> None:
     assert {"1002", "294", "261", "199"} <= set(shown["heads-cost"])
     assert {"148", "538", "856", "430", "707"} <= set(shown["generations"])
     assert "two blocks per head" in shown["head-kinds"]
+    assert {"1245", "926", "294", "90", "36", "16"} <= set(shown["serve-load"])
