@@ -35,6 +35,7 @@ class Group:
     def changed(self) -> None:
         """Have everything that depends on the rows made anew before the next step."""
         self.policy: Policy | None = None
+        self._width = 0
         self._selector: TokenSelector | None = None
         self._limits: Limits | None = None
 
@@ -43,7 +44,8 @@ class Group:
 
         `temperatures` are fp32 [width], of the slots.
         """
-        if self._selector is None or self._limits is None:
+        if self._selector is None or self._limits is None or self._width != width:
+            self._width = width
             # What ends some rows only is left to the host, which reads every token anyway.
             ends = frozenset.intersection(*(row.ends for row in self.rows))
             budgets = [row.budget for row in self.rows] + [1] * (width - len(self.rows))
@@ -84,6 +86,9 @@ class Groups:
 
     def __len__(self) -> int:
         return sum(len(group.rows) for group in self._groups)
+
+    def __contains__(self, row: Row) -> bool:
+        return any(row in group.rows for group in self._groups)
 
     def first_slot(self, group: Group) -> int:
         """Return the slot of a group's first row."""
