@@ -8,6 +8,7 @@ with the same tokens need not run them again. It knows neither requests nor tree
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
@@ -24,6 +25,7 @@ class Slots:
 
     Args:
         state: a cleared state, whose rotary tables are the same for all rows.
+        track: is told of each view, over which graphs may be captured.
 
     Attributes:
         state: that state.
@@ -31,8 +33,8 @@ class Slots:
         texts: tokens of each row: those whose keys and values are cached, and the root.
     """
 
-    def __init__(self, state: DecodeState) -> None:
-        self.state = state
+    def __init__(self, state: DecodeState, track: Callable[[DecodeState], None] = lambda state: None) -> None:
+        self.state, self._track = state, track
         self.temperatures = torch.zeros(len(state.root), device=state.root.device)
         self.texts: list[list[int]] = [[] for _ in state.root]
         self._used = [0] * len(state.root)  # when each slot was last given to a prompt
@@ -55,6 +57,7 @@ class Slots:
             }
             part = TreeCache(cache.kv[:, :, rows], cache.lengths[rows], cache.cos, cache.sin)
             view = self._views[first, last] = DecodeState(cache=part, step=state.step, **own)
+            self._track(view)
         return view
 
     def swap(self, one: int, other: int) -> None:
@@ -62,11 +65,11 @@ class Slots:
         if one == other:
             return
         state, pair, turned = self.state, [one, other], [other, one]
-        for tensor in (*state.per_row(), self.temperatures):
-            tensor[pair] = tensor[turned]
-        kv, filled = state.cache.kv, max(len(self.texts[one]), len(self.texts[other]))
+        kv, filled = state.cache.kv, int(state.cache.lengths[pair].max())
         for layer in kv[..., :filled, :]:  # [2, B, Hkv, S, D], one by one so that the copies stay small
             layer[:, pair] = layer[:, turned]
+        for tensor in (*state.per_row(), self.temperatures):
+            tensor[pair] = tensor[turned]
         self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
         self._used[one], self._used[other] = self._used[other], self._used[one]
 
@@ -95,6 +98,6 @@ class Slots:
             tensor[slot] = 0
         state.seeds[slot], self.temperatures[slot] = seed, temperature
 
-    def forget(self) -> None:
-        """Forget all texts: keys and values are no longer right."""
-        self.texts = [[] for _ in self.texts]
+    def forget(self, first: int, last: int) -> None:
+        """Forget the texts of slots [first, last): their keys and values may be wrong."""
+        self.texts[first:last] = [[] for _ in range(first, last)]

@@ -159,6 +159,10 @@ class StatePool:
             self._idle.append(state)
         del self._idle[: max(0, len(self._idle) - self.keep)]
 
+    def track(self, state: DecodeState) -> None:
+        """Drop graphs captured over a state too that was not made here: a view of a lent one."""
+        self._states.add(state)
+
     def forget(self, step: object) -> None:
         """Drop all captured graphs of one step, also over lent states."""
         for state in list(self._states):

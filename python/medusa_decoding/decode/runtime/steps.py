@@ -96,7 +96,10 @@ class Steps:
                 step = self._made.pop(key, None) or self._make(tree, backend)
                 self._made[key] = step  # the last entry is the most recent one
                 if len(self._made) > KEPT_STEPS:
-                    self._drop(next(iter(self._made)))
+                    oldest = next(iter(self._made))
+                    for known in [known for known, (other, _) in met.items() if other == oldest[0]]:
+                        del met[known]
+                    self._drop(oldest)
                 met[id(tree)] = tree, step
             return met[id(tree)][1]
 
