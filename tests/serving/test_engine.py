@@ -13,7 +13,9 @@ from callers import Caller, alone
 from models import VOCAB, heads_for, prompts, tiny
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.runtime.steps import KEPT_STEPS
 from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.groups import Groups
 from medusa_decoding.serving.ticket import Delta, QueueFullError
 
 TREES = [None, "auto", Tree([]), Tree.chain(3), Tree.cartesian([3, 2]), Tree.dynamic(6, 3)]
@@ -281,6 +283,125 @@ def test_a_step_that_fails_ends_its_rows_and_the_engine_goes_on(
         assert caller.finish() == "error"
         assert str(caller.error()) == "out of luck"
         assert Caller(engine, [1, 2, 3], max_new_tokens=9, tree=Tree.chain(3)).tokens() == expected
+
+
+def test_a_failed_step_of_one_kind_harms_no_other_rows(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [prompt.tolist() for prompt in prompts(3, [20, 30], seed=9)]
+    expected = [alone(llama, prompt, max_new_tokens=100) for prompt in asked]
+    with Engine(llama, slots=4) as engine:
+        forward, fail = llama.backbone.forward, threading.Event()
+
+        def broken(tokens: torch.Tensor, context: Any) -> torch.Tensor:
+            if tokens.shape == (2, 1) and fail.is_set():
+                fail.clear()
+                raise RuntimeError("out of luck")
+            return forward(tokens, context)
+
+        monkeypatch.setattr(llama.backbone, "forward", broken)
+        bad = [Caller(engine, prompt, max_new_tokens=100, tree=Tree([])) for prompt in asked[:2]]
+        good = Caller(engine, asked[2], max_new_tokens=100, tree=Tree.chain(2))
+        good.wait_for(5)
+        fail.set()
+        assert [caller.finish() for caller in bad] == ["error", "error"]
+        assert good.tokens() == expected[2]  # its row has moved, with its keys and values
+
+
+def test_auto_goes_on_after_a_failed_step(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = alone(llama, [1, 2, 3], max_new_tokens=60)
+    with Engine(llama, slots=2) as engine:
+        forward, fail = llama.backbone.forward, [True]
+
+        def broken(tokens: torch.Tensor, context: Any) -> torch.Tensor:
+            if tokens.shape[1] > 3 and context.ancestors is not None and fail:  # a tree of "auto"
+                fail.clear()
+                raise RuntimeError("out of luck")
+            return forward(tokens, context)
+
+        monkeypatch.setattr(llama.backbone, "forward", broken)
+        finishes = [Caller(engine, [1, 2, 3], max_new_tokens=60, tree="auto").finish() for _ in range(4)]
+        assert finishes == ["error", "length", "length", "length"]
+        assert Caller(engine, [1, 2, 3], max_new_tokens=60).tokens() == expected
+
+
+def test_requests_that_end_in_their_prefill_leave_room_for_others(llama: MedusaModel) -> None:
+    with Engine(llama, slots=1, context=40, queue=0) as engine:
+        for _ in range(100):  # more than the log of steps has columns
+            assert Caller(engine, [1, 2, 3], max_new_tokens=1).finish() == "length"
+            while engine.stats().running:
+                time.sleep(0.001)
+        assert len(Caller(engine, [1, 2, 3], max_new_tokens=9).tokens()) == 9
+
+
+def test_a_prompt_that_cannot_be_placed_ends_and_the_engine_goes_on(
+    llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(llama, slots=2) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._scheduler.slots, "place", lambda *given: _raise(0, Delta([])))
+            assert Caller(engine, [1, 2, 3]).finish() == "error"
+        assert len(Caller(engine, [1, 2, 3], max_new_tokens=5).tokens()) == 5
+
+
+def test_an_engine_that_cannot_go_on_ends_all_its_requests(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(llama, slots=1) as engine:
+        assert engine.running
+        running = Caller(engine, [1, 2, 3], max_new_tokens=150, tree=Tree([]))
+        waiting = Caller(engine, [1, 2, 3])
+        running.wait_for(2)
+        monkeypatch.setattr(engine._scheduler, "round", lambda: _raise(0, Delta([])))
+        assert (running.finish(), waiting.finish()) == ("error", "error")
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.submit([1], lambda choice, delta: None)
+        assert not engine.running
+
+
+def test_requests_that_name_the_default_run_with_the_others(llama: MedusaModel) -> None:
+    with Engine(llama, slots=3) as engine:
+        callers = [Caller(engine, [1, 2, 3], max_new_tokens=120, tree=tree) for tree in (None, "auto", None)]
+        for caller in callers:
+            caller.wait_for(3)
+        assert len([group for group in engine._scheduler.groups]) == 1
+        for caller in callers:
+            caller.tickets[0].cancel()
+
+
+def test_padded_steps_as_on_a_gpu_serve_kinds_that_come_and_go(
+    llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = Groups.width
+    monkeypatch.setattr(Groups, "width", lambda self, group, captured: width(self, group, True))
+    asked, drawn = jobs(40, 5), random.Random(5)
+    expected = [alone(llama, prompt, **settings) for prompt, settings in asked]
+    with Engine(llama, slots=6, stall_seconds=0.0) as engine:
+        callers = []
+        for prompt, settings in asked:
+            callers.append(Caller(engine, prompt, tree=drawn.choice(TREES), **settings))
+            time.sleep(drawn.choice([0.0, 0.005]))
+        assert [caller.tokens() for caller in callers] == expected
+
+
+def test_more_choices_than_can_ever_run_or_wait_are_refused(llama: MedusaModel) -> None:
+    with Engine(llama, slots=1, queue=1) as engine, pytest.raises(ValueError, match="n: expected at most 2 choices"):
+        engine.submit([1], lambda choice, delta: None, n=3, do_sample=True)
+
+
+def test_a_negative_seed_is_one_of_64_bits(llama: MedusaModel) -> None:
+    settings: dict[str, Any] = {"do_sample": True, "seed": -5, "max_new_tokens": 20}
+    with Engine(llama, slots=1) as engine:
+        assert Caller(engine, [1, 2, 3], **settings).tokens() == alone(llama, [1, 2, 3], **settings)
+
+
+def test_graphs_over_views_are_dropped_with_their_step(llama: MedusaModel) -> None:
+    engine = Engine(llama, slots=3)
+    scheduler = engine._scheduler
+    view, step = scheduler.slots.rows(0, 2), object()
+    view.captured[(step, "key")] = "a graph"
+    scheduler.steps.pool.forget(step)
+    assert view.captured == {}
+    steps = [scheduler._step_for(Tree([[number]])) for number in range(10)]
+    steps += [scheduler._step_for(Tree([[0], [number]])) for number in range(1, 10)]
+    assert len(scheduler.steps._made) <= KEPT_STEPS
+    assert scheduler._step_for(Tree([[0]])) is not steps[0]
 
 
 def test_closing_cancels_what_runs_and_waits(llama: MedusaModel) -> None:

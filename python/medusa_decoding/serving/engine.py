@@ -11,6 +11,7 @@ It knows token ids, and neither text nor HTTP.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,8 @@ from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
 from medusa_decoding.serving.slots import Slots
 from medusa_decoding.serving.ticket import Delta, QueueFullError, Ticket
 from medusa_decoding.trees.tree import Tree
+
+logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.9
 """Part of the free memory that a default context may take."""
@@ -108,7 +111,7 @@ class Engine:
         with self._on_device():
             self.context, self.memory = self._fit(slots, context)
             state = steps.pool.acquire(self._sizes(slots, self.context), self.context + self._spare)
-            self._scheduler = Scheduler(model, steps, Slots(state), stall_seconds)
+            self._scheduler = Scheduler(model, steps, Slots(state, steps.pool.track), stall_seconds)
         self._changed = threading.Condition()  # guards the queue
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -183,18 +186,24 @@ class Engine:
         }  # fmt: skip
         choice = Choice(list(prompt), deliver, ends, logprobs, tree)
         rows = check_rows(self.model, self.context, choice, n, seed, make_processors, settings)
-        scheduler = self._scheduler
+        scheduler, most = self._scheduler, self.queue + len(self._scheduler.slots)
+        if len(rows) > most:
+            raise ValueError(f"n: expected at most {most} choices (slots and queue), got {n}")
         with self._changed:
             if self._thread is None or self._closing:
                 raise RuntimeError("engine: expected a running one, got one that was not started or was closed")
-            room = self.queue + len(scheduler.slots) - scheduler.taken - len(scheduler.waiting)
-            if len(rows) > room:
+            if len(rows) > most - scheduler.taken - len(scheduler.waiting):
                 raise QueueFullError(
                     f"queue: expected at most {self.queue} waiting requests, got more; try again later"
                 )
             scheduler.waiting.extend(rows)
             self._changed.notify_all()
         return [row.ticket for row in rows]
+
+    @property
+    def running(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread is not None and self._thread.is_alive() and not self._closing
 
     def stats(self) -> EngineStats:
         """Return the figures so far; a copy."""
@@ -234,15 +243,23 @@ class Engine:
 
     def _run(self) -> None:
         backbone, scheduler = self.model.backbone, self._scheduler
-        with torch.inference_mode(False), torch.no_grad(), self._on_device():
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing or not scheduler.idle)
-                    if self._closing:
-                        break
-                with backbone.lock.held(backbone.device):
-                    scheduler.round()
-            scheduler.end_all()
+        last = Delta([], "cancelled")
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self._on_device():
+                while True:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closing or not scheduler.idle)
+                        if self._closing:
+                            break
+                    with backbone.lock.held(backbone.device):
+                        scheduler.round()
+        except BaseException as error:
+            logger.exception("engine: it cannot go on; all its requests end")
+            last = Delta([], "error", error=error)
+        finally:
+            with self._changed:
+                self._closing = True
+            scheduler.end_all(last)
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         device = self.model.backbone.device

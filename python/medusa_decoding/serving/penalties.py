@@ -6,14 +6,14 @@ prompt do not count; transformers' repetition penalty is the one that counts the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from medusa_decoding.checks import index, shown
+from medusa_decoding.decode.selection.processors import Processor
 
-Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
 """Largest absolute value of a penalty, and of the bias of a token."""
 

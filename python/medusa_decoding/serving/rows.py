@@ -13,6 +13,7 @@ from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.selection.rows import temperature_of_row
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
 from medusa_decoding.decode.verify import TokenSelector
+from medusa_decoding.generation.inputs import whole_seed
 from medusa_decoding.generation.request import Request, check_request, row_seed
 from medusa_decoding.generation.selectors import token_selector
 from medusa_decoding.model import MedusaModel
@@ -42,6 +43,7 @@ class Row:
         seed: key of its random numbers.
         text: the prompt's tokens, then those emitted.
         told: log-probabilities that the caller has got.
+        ended: whether the caller has got its last delta.
     """
 
     ticket: Ticket
@@ -52,6 +54,7 @@ class Row:
     seed: int
     text: list[int] = field(default_factory=list)
     told: int = 0
+    ended: bool = False
 
     @property
     def budget(self) -> int:
@@ -77,7 +80,7 @@ class Row:
             error: what went wrong with this row, whose tokens are then dropped.
         """
         if error is not None:
-            self.ticket.deliver(Delta([], "error", error=error))
+            self.end(Delta([], "error", error=error))
             return "error"
         place = next((place for place, token in enumerate(tokens) if token in self.ends), None)
         if place is not None:
@@ -90,8 +93,15 @@ class Row:
             finish = "stop"
         elif ended or self.emitted >= self.budget:
             finish = "length"
+        self.ended = finish is not None
         self.ticket.deliver(Delta(tokens, finish, self._logprobs(len(tokens))))
         return finish
+
+    def end(self, delta: Delta) -> None:
+        """Deliver a last delta, unless there was one."""
+        if not self.ended:
+            self.ended = True
+            self.ticket.deliver(delta)
 
     def _logprobs(self, count: int) -> list[TokenLogprobs] | None:
         if self.request.top_logprobs is None or not isinstance(self.selector, LogitsProcessors):
@@ -153,7 +163,7 @@ def check_rows(
         if seed is None and request.config.do_sample:
             seed = int(torch.randint(2**63 - 1, ()))  # one for all choices
         request.top_logprobs = choice.logprobs
-        rows.append(_row(model, request, choice, number, row_seed(seed or 0, number)))
+        rows.append(_row(model, request, choice, number, row_seed(whole_seed(seed) or 0, number)))
     return rows
 
 
@@ -168,8 +178,10 @@ def _row(model: MedusaModel, request: Request, choice: Choice, number: int, seed
     if isinstance(selector, LogitsProcessors):
         selector.shared, selector.rows[0].ends = True, ends
     typical = selector.key if isinstance(selector, TypicalAcceptance) else None
+    # Rows that name the default run with those that name nothing.
+    tree = None if choice.tree == "auto" == model.tree else choice.tree
     ticket = Ticket(choice.prompt, _guarded(choice.deliver, number))
-    return Row(ticket, request, selector, (choice.tree, typical), ends, seed, list(choice.prompt))
+    return Row(ticket, request, selector, (tree, typical), ends, seed, list(choice.prompt))
 
 
 def _guarded(deliver: Callable[[int, Delta], None], number: int) -> Callable[[Delta], None]:

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -80,7 +80,7 @@ class Scheduler:
         self.counts = Counts()
         self._prefill: _Prefill | None = None
         self._step_for = steps.prepare(model.backend)
-        self._policies: dict[tuple[Kind, bool], Policy] = {}
+        self._policies: dict[tuple[Kind, Tree | Literal["auto"], bool], Policy] = {}
         self._tokens_per_second = 0.0  # of the last chunk
 
     @property
@@ -96,33 +96,34 @@ class Scheduler:
     def round(self) -> None:
         """Run a chunk of a prompt and a step of each group; an error ends the rows that it concerns."""
         for row in [row for row in self._rows() if row.ticket.cancelled]:
-            self.end(row, Delta([], "cancelled"))
+            self._end(row, Delta([], "cancelled"))
         self._run_chunk()
         for group in self.groups:
             try:
                 self._step(group)
             except Exception as error:  # other requests go on
                 logger.exception("engine: a step failed; its requests end")
-                self.slots.forget()
+                first = self.groups.first_slot(group)
+                self.slots.forget(first, first + len(group.rows))
                 for row in list(group.rows):
-                    self.end(row, Delta([], "error", error=error))
+                    self._end(row, Delta([], "error", error=error))
 
-    def end_all(self) -> None:
-        """Cancel every row."""
+    def end_all(self, delta: Delta) -> None:
+        """Deliver a last delta to every row; nothing can run any more."""
         for row in self._rows():
-            self.end(row, Delta([], "cancelled"))
+            row.end(delta)
 
-    def end(self, row: Row, delta: Delta) -> None:
+    def _end(self, row: Row, delta: Delta) -> None:
         """Take a row out, wherever it is, and deliver its last delta."""
         if self._prefill is not None and row is self._prefill.row:
             self._prefill = None
+        elif row in self.groups:
+            self.groups.leave(row)
         elif row in self.waiting:
             self.waiting.remove(row)
-        else:
-            self.groups.leave(row)
         assert delta.finish is not None
-        self.counts.finished[delta.finish] += 1
-        row.ticket.deliver(delta)
+        self.counts.finished[delta.finish] += not row.ended
+        row.end(delta)
 
     def _rows(self) -> list[Row]:
         # Other threads may append meanwhile, but not while the interpreter copies the queue.
@@ -136,10 +137,18 @@ class Scheduler:
         running = len(self.groups)
         if not self.waiting or running == len(self.slots):
             return None
-        row, backbone = self.waiting.popleft(), self.model.backbone
-        prompt = row.ticket.prompt
+        row = self.waiting.popleft()
+        try:
+            return self._placed(row, running)
+        except Exception as error:
+            logger.exception("engine: a prompt could not be placed; its request ends")
+            self._end(row, Delta([], "error", error=error))
+            return None
+
+    def _placed(self, row: Row, running: int) -> _Prefill:
+        backbone, prompt = self.model.backbone, row.ticket.prompt
         slot, reused = self.slots.place(prompt, range(running, len(self.slots)))
-        row.ticket.admitted, row.ticket.reused = time.perf_counter(), reused
+        row.ticket.reused = reused
         self.counts.prompt_tokens += len(prompt)
         self.counts.reused_tokens += reused
         self.slots.clear(slot, row.seed, row.temperature)
@@ -160,16 +169,18 @@ class Scheduler:
         view, began = self.slots.rows(prefill.slot, prefill.slot + 1), time.perf_counter()
         try:
             view.finished.fill_(False)
+            view.step.zero_()  # the column of the log, which nobody reads
             cached = next(prefill.chunks, None)
-            ended = cached is not None or self._started(prefill, view)
+            if cached is not None or self._started(prefill, view):
+                view.finished.fill_(True)  # it has ended or goes on later; steps of others leave the row as it is
+            else:
+                self.groups.join(prefill.row, prefill.slot)
         except Exception as error:
             logger.exception("engine: a prefill failed; its request ends")
-            self.slots.texts[prefill.slot], cached, ended = [], None, True
-            self.end(prefill.row, Delta([], "error", error=error))
-        if ended:  # or goes on later; steps of others leave the row as it is
+            cached = None
+            self.slots.forget(prefill.slot, prefill.slot + 1)
             view.finished.fill_(True)
-        else:
-            self.groups.join(prefill.row, prefill.slot)
+            self._end(prefill.row, Delta([], "error", error=error))
         seconds = time.perf_counter() - began
         self.counts.prefill_seconds += seconds
         ran = (len(prefill.row.ticket.prompt) if cached is None else cached) - prefill.cached
@@ -197,10 +208,13 @@ class Scheduler:
         policy = self._policy(group)
         tree = policy.choose()
         began = time.perf_counter()
-        view.step.zero_()  # the column of the log, which nobody reads
+        view.step.zero_()
         made = self._step_for(tree)(view, selector, limits)
         left = view if device.type == "cpu" else _OnHost(view)
         seconds = time.perf_counter() - began
+        self.counts.steps += 1
+        self.counts.tree_nodes[tree.num_nodes] += 1
+        self.counts.step_seconds += seconds
         before = [row.emitted for row in group.rows]
         ended = [
             row
@@ -208,12 +222,9 @@ class Scheduler:
             if self._take(row, first + place, left, place, error) is not None
         ]
         committed = [row.emitted - was for row, was in zip(group.rows, before, strict=True)]
-        policy.observe(tree, None if made else seconds, [count for count in committed if count])
-        self.counts.steps += 1
-        self.counts.tree_nodes[tree.num_nodes] += 1
-        self.counts.step_seconds += seconds
         for row in ended:
             self.groups.leave(row)
+        policy.observe(tree, None if made else seconds, [count for count in committed if count])
 
     def _take(
         self, row: Row, slot: int, left: DecodeState | _OnHost, place: int, error: Exception | None
@@ -238,14 +249,14 @@ class Scheduler:
         if group.policy is not None:
             return group.policy
         rows, samples = len(group.rows), any(row.temperature > 0 for row in group.rows)
-        tree, settings = group.kind
+        tree = group.kind[0]
         if tree is None:
             longest = max(len(row.text) for row in group.rows)
             tree = self.model.tree_choice(rows, longest, sample=samples).tree
             if isinstance(tree, Tree) and (tree.num_nodes > MOST_NODES or tree.lookup):
                 logger.warning('tree: the tuned one for %d rows cannot be used in an engine; "auto" is', rows)
                 tree = "auto"
-        key = (tree, settings), samples
+        key = group.kind, tree, samples
         policy = self._policies.get(key)
         if policy is None:
             if len(self._policies) == KEPT_POLICIES:  # requests may name any number of trees

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -57,8 +56,6 @@ class Ticket:
             `finish`, and every ticket gets one.
         reused: tokens of the prompt whose keys and values were cached already; known from the first delta on.
         accepted: how many draft tokens each step has accepted so far (the prefill is not a step).
-        submitted: `time.perf_counter()` when it was submitted.
-        admitted: when its prefill began, or None.
         cancelled: whether `cancel` was called.
     """
 
@@ -66,8 +63,6 @@ class Ticket:
     deliver: Callable[[Delta], None]
     reused: int = 0
     accepted: list[int] = field(default_factory=list)
-    submitted: float = field(default_factory=time.perf_counter)
-    admitted: float | None = None
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property

@@ -103,7 +103,9 @@ class Adaptive(Policy):
         self._elapsed = prefill_seconds / self._plain if self._plain else 0.0
 
     def resized(self, batch: int) -> None:
-        """Go on with another number of sequences; see `Policy`."""
+        """Go on with another number of sequences, after all steps were observed or have failed; see `Policy`."""
+        self._unseen.clear()
+        self._lost = max(self._lost, -SAVINGS)
         self._batch, self._earned = batch, []  # the next step begins another account
         self.grown(self._rows)
 

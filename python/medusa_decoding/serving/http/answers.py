@@ -143,9 +143,12 @@ class Answers:
             self._timer = self._loop.call_later(self._timeout, self._arrived.put_nowait, _too_late(self._timeout))
         try:
             await asyncio.to_thread(self._submit)
+        except ValueError as error:
+            self.close()
+            raise bad_request(error, self._plan.budget) from error
         except Exception as error:
             self.close()
-            raise bad_request(error) if isinstance(error, ValueError) else as_api_error(error) from error
+            raise as_api_error(error) from error
         self._watcher = asyncio.create_task(self._watch())
 
     def close(self) -> None:
@@ -246,7 +249,7 @@ def _too_late(seconds: float) -> ApiError:
 
 def _failure(error: BaseException | None) -> ApiError:
     """Return what the client is told of a generation that failed; a grammar fails because of the request."""
-    if isinstance(error, ValueError) and str(error).startswith("grammar:"):
+    if isinstance(error, ValueError) and str(error).startswith(("grammar:", "json_schema:")):
         return bad_request(error)
     return as_api_error(error or RuntimeError())
 

@@ -31,6 +31,7 @@ _REASONS = {
     400: "The request is not valid; the error names the field.", 401: "The API key is missing or wrong.",
     403: "The Host header names another server.", 404: "There is no such model or path.",
     405: "The path has no such method.", 413: "The body is too large.",
+    415: "The body's type is not JSON.",
     429: "The queue is full; Retry-After says when to try again.", 500: "The server failed.",
     503: "The server is shutting down.", 504: "The request took longer than the server allows.",
 }  # fmt: skip
@@ -87,7 +88,7 @@ class Server:
         v1.add_api_route("/models/{model:path}", self.model, methods=["GET"])
         methods = ["GET", "POST", "DELETE"]
         v1.add_api_route("/responses{rest:path}", self.no_responses, methods=methods, include_in_schema=False)
-        errors: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (403, 405, 500)}
+        errors: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (403, 405, 500, 503)}
         plain.add_api_route("/health", self.health, methods=["GET"], responses=errors)
         plain.add_api_route(
             "/metrics", self.show_metrics, methods=["GET"], response_class=Response,
@@ -121,7 +122,9 @@ class Server:
         raise ApiError(message, 404, code="unknown_url")
 
     async def health(self) -> dict[str, str]:
-        """Tell that the server runs."""
+        """Tell whether requests are answered."""
+        if not self._engine.running:
+            raise ApiError("the server is shutting down", 503, code="shutting_down")
         return {"status": "ok"}
 
     async def show_metrics(self) -> Response:

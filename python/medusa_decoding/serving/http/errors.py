@@ -78,11 +78,14 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError("the server failed to answer this request; its log has the reason", 500, code="internal_error")
 
 
-def bad_request(error: ValueError) -> ApiError:
-    """Return what a client is told if the engine, the template or a grammar refuses its request."""
-    message = re.sub("^max_new_tokens:", "max_tokens:", str(error))
+def bad_request(error: ValueError, budget: str = "max_tokens") -> ApiError:
+    """Return what a client is told if the engine or a grammar refuses its request.
+
+    `budget` is the field that says how many tokens an answer may have.
+    """
+    message = re.sub("^max_new_tokens:", f"{budget}:", str(error))
     name = message.partition(":")[0]
-    code = "context_length_exceeded" if name in ("prompt", "max_tokens") else "invalid_value"
+    code = "context_length_exceeded" if name in ("prompt", budget) else "invalid_value"
     return ApiError(message, param=name if name in _FIELDS else None, code=code)
 
 

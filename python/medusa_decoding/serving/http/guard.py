@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medusa_decoding.serving.http.errors import ApiError
 from medusa_decoding.serving.http.settings import JSON_DEPTH, Settings
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # to the end if unclosed: linear time
 _ALIKE, _OTHERS = bytes.maketrans(b"{}", b"[]"), bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -32,6 +32,8 @@ class Guard:
             self._check_host(headers)
             if scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1"):
                 self._check_key(headers)
+                if scope["method"] == "POST":
+                    _check_type(headers)
             body = await self._read(headers, receive)
         except ApiError as error:
             await error.response(scope, receive, send)
@@ -75,6 +77,13 @@ class Guard:
             nested = f"body: expected at most {JSON_DEPTH} nested lists and objects, got more"
             raise ApiError(nested, code="invalid_json")
         return body
+
+
+def _check_type(headers: Headers) -> None:
+    """Refuse other types than JSON: browsers send those to other servers without asking these first."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError("Content-Type: expected application/json, got another or none", 415, code="unsupported_type")
 
 
 def _is_deeper(body: bytes, most: int) -> bool:

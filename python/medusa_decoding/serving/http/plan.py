@@ -12,12 +12,14 @@ from medusa_decoding.checks import check_text, shown, token_list
 from medusa_decoding.files import parse_json
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.grammar import Grammars
-from medusa_decoding.serving.http.errors import ApiError, bad_request
+from medusa_decoding.serving.http.errors import ApiError
 from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
 from medusa_decoding.serving.http.settings import CHOICES, Settings
 from medusa_decoding.serving.penalties import penalty_processors
 from medusa_decoding.trees.tree import Tree
 
+COLDEST = 1e-6
+"""Colder, scores may overflow."""
 _SAMPLING = ("top_p", "top_k", "min_p")
 _TYPICAL = ("posterior_threshold", "posterior_alpha")
 
@@ -33,6 +35,7 @@ class Plan:
         logprobs: top log-probabilities per token, None for none.
         continues: whether the answer continues the prompt's text (and is no message of its own).
         tools: names of the functions that the model may call.
+        budget: the request's field for the most new tokens.
         arguments: further arguments of `Engine.submit`.
         make_processors: returns the logits processors of one choice of a prompt of this length.
     """
@@ -43,6 +46,7 @@ class Plan:
     logprobs: int | None
     continues: bool
     tools: frozenset[str]
+    budget: str
     arguments: dict[str, Any]
     make_processors: Callable[[int], list[Any]] | None = field(default=None)
 
@@ -87,8 +91,10 @@ class Planner:
         given = body.prompt
         several: Any = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         prompts = [self._text_prompt(one) for one in several]
-        if len(prompts) * (body.n or 1) > CHOICES:
-            raise ApiError(f"n: expected at most {CHOICES} choices of all prompts, got more", param="n")
+        stats = self._engine.stats()
+        most = min(CHOICES, stats.slots + stats.queue)
+        if len(prompts) * (body.n or 1) > most:
+            raise ApiError(f"n: expected at most {most} choices of all prompts, got more", param="n")
         return self._plan(body, prompts, budget="max_tokens", logprobs=body.logprobs)
 
     def _plan(
@@ -116,12 +122,13 @@ class Planner:
             logprobs,
             continues=not chat,
             tools=tools,
+            budget=budget,
             arguments={
                 "ends": [] if end is None else [end],
                 "logprobs": logprobs,
                 "tree": _tree(body),
                 "seed": body.seed,
-                "max_new_tokens": self._budget(budget, getattr(body, budget)),
+                "max_new_tokens": self._budget(budget, getattr(body, budget), max(map(len, prompts))),
                 **self._selection(body),
             },
             make_processors=self._processors(body, make_grammar),
@@ -149,7 +156,7 @@ class Planner:
         try:
             check_text("prompt", prompt)
         except ValueError as error:
-            raise bad_request(error) from error
+            raise ApiError(str(error), param="prompt", code="invalid_value") from error
         return self._checked_prompt("prompt", open_tokens(self._encoder.tokenizer, prompt))
 
     def _checked_prompt(self, name: str, tokens: list[int]) -> list[int]:
@@ -162,11 +169,11 @@ class Planner:
             raise ApiError(message, param=name, code="invalid_value")
         return tokens
 
-    def _budget(self, name: str, asked: int | None) -> int | None:
+    def _budget(self, name: str, asked: int | None, prompt: int) -> int | None:
         most = self._settings.max_new_tokens
         if asked is not None and asked > (most or asked):
             raise ApiError(f"{name}: expected at most {most}, got {asked}", param=name, code="invalid_value")
-        return most if asked is None else asked
+        return asked if asked is not None or most is None else min(most, self._engine.context - prompt)
 
     def _selection(self, body: GenerationRequest) -> dict[str, Any]:
         """Return the settings of token selection as `MedusaModel.generate` takes them."""
@@ -176,6 +183,9 @@ class Planner:
         if body.repetition_penalty is not None:
             settings["repetition_penalty"] = body.repetition_penalty
         temperature = self._settings.temperature if body.temperature is None else body.temperature
+        if 0 < temperature < COLDEST:
+            message = f"temperature: expected 0 or at least {COLDEST:g}, got {temperature:g}"
+            raise ApiError(message, param="temperature", code="invalid_value")
         if body.acceptance == "typical":
             for name in given:
                 raise ApiError(f"{name}: expected none with typical acceptance, got one", param=name)

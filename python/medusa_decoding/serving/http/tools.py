@@ -115,4 +115,6 @@ def _call(value: Any) -> Call | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write their arguments as JSON text
         arguments = _parsed(arguments)
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict) or not value["name"].isprintable():  # a lone surrogate is not
+        return None
+    return Call(value["name"], json.dumps(arguments))
