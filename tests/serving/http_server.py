@@ -59,6 +59,8 @@ def wait_for(condition: Any, seconds: float = 20.0) -> None:
 class ScriptedEngine:
     """Answers every request with the same steps; `hold` lets each step wait until a test releases it."""
 
+    running = True
+
     def __init__(self, model: Any, steps: list[list[int]], finish: str = "stop", hold: bool = False) -> None:
         self.model, self.steps, self.finish, self.context = model, steps, finish, 1024
         self.release = threading.Semaphore(0 if hold else 10**6)

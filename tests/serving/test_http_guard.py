@@ -24,6 +24,7 @@ from medusa_decoding.serving.http.settings import Settings
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+JSON = {"Content-Type": "application/json"}
 UNENDING = {**BODY, "max_tokens": 900, "stop": None, "logit_bias": {"0": -100}}
 
 
@@ -178,3 +179,26 @@ def statuses_of(operation, mode):
     with contextlib.suppress(Unsatisfiable):  # an operation without parameters has no wrong ones
         call()
     return statuses
+
+
+def test_a_hostile_body_is_read_in_linear_time(server):
+    body = b'["' + b'\\"' * 200_000
+    began = time.monotonic()
+    response = httpx.post(f"{server.url}/health", content=body, headers=JSON)
+    assert response.status_code == 405
+    assert time.monotonic() - began < 5  # a quadratic reader takes minutes
+
+
+def test_other_types_than_json_are_refused(server):
+    for headers in ({}, {"Content-Type": "text/plain"}):
+        body = b'{"model": "demo", "prompt": "a"}'
+        response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+        assert response.status_code == 415
+        assert response.json()["error"]["code"] == "unsupported_type"
+
+
+def test_health_says_when_the_engine_has_ended(demo, encoder):
+    with Engine(demo, slots=1) as engine, live(engine, encoder) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        engine.close()
+        assert httpx.get(f"{server.url}/health").status_code == 503

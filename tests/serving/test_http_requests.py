@@ -8,7 +8,10 @@ import httpx
 import openai
 import pytest
 import torch
+from http_server import live
 from prometheus_client.parser import text_string_to_metric_families
+
+from medusa_decoding.serving.engine import Engine
 
 QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -138,7 +141,6 @@ def test_the_model_must_be_the_served_one(server):
         (b"{", {"Content-Type": "application/json"}),
         (b"[1]", {"Content-Type": "application/json"}),
         (b"", {"Content-Type": "application/json"}),
-        (json.dumps(BASE[TEXT]).encode(), {"Content-Type": "text/plain"}),
         (b'{"model": "\xff"}', {"Content-Type": "application/json"}),
         (b'{"a":' * 65 + b"1" + b"}" * 65, {"Content-Type": "application/json"}),
         (b"[" * 100_000, {"Content-Type": "application/json"}),
@@ -241,3 +243,27 @@ def test_metrics_count_what_happened(server, demo_engine):
         assert grown(f"medusa_{name}_seconds_count") == 1
     assert after["medusa_running_rows",] == after["medusa_queue_length",] == 0
     assert after["medusa_slots",] == 4
+
+
+def test_limits_of_values_are_named(server):
+    assert refused(post(server, CHAT, temperature=1e-300))["param"] == "temperature"
+    error = refused(post(server, TEXT, prompt="a\ud83d"))
+    assert (error["param"], error["code"]) == ("prompt", "invalid_value")
+    most = BASE[CHAT].keys() - {"max_tokens"}
+    content = json.dumps({name: BASE[CHAT][name] for name in most} | {"max_completion_tokens": 5000})
+    response = httpx.post(server.url + CHAT, content=content, headers={"Content-Type": "application/json"}, timeout=60)
+    error = refused(response)
+    assert (error["param"], error["code"]) == ("max_completion_tokens", "context_length_exceeded")
+
+
+def test_negative_seeds_are_seeds(server):
+    texts = [post(server, CHAT, temperature=1.0, seed=-3, max_tokens=20).json() for _ in range(2)]
+    assert texts[0]["choices"][0]["message"] == texts[1]["choices"][0]["message"]
+
+
+def test_the_servers_most_tokens_leave_room_for_long_prompts(demo, encoder, tokenizer):
+    prompt = tokenizer("total " * 150)["input_ids"][:100]
+    with Engine(demo, slots=1, context=200) as engine, live(engine, encoder, max_new_tokens=150) as server:
+        body = {"model": "demo", "prompt": prompt, "logit_bias": {"0": -100}}
+        done = httpx.post(server.url + TEXT, json=body, timeout=60).json()
+        assert done["usage"]["completion_tokens"] == 100

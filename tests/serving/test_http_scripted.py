@@ -177,6 +177,8 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         ("a <tool_cat> b", "a <tool_cat> b", []),
         ("<tool_call>no JSON</tool_call>.", "<tool_call>no JSON</tool_call>.", []),
         ("<tool_call>", "<tool_call>", []),
+        (HERMES.replace('"a": 1', '"\\ud83d": 1'), "Let me see. ", [{"\ud83d": 1, "b": 2}]),
+        ('<tool_call>{"name": "\\ud83d"}</tool_call>', '<tool_call>{"name": "\\ud83d"}</tool_call>', []),
     ],
 )
 def test_tool_calls_are_found(scripted, tool_template, text, content, calls, size):

@@ -44,6 +44,7 @@ class Job:
         text: finds stop strings in the answer.
         tokens: of the answer.
         ticket: of its generation, once it was submitted.
+        steps: that have added tokens to the answer.
         finish: why the answer has ended.
     """
 
@@ -53,6 +54,7 @@ class Job:
     text: AnswerText
     tokens: list[int] = field(default_factory=list)
     ticket: Ticket | None = None
+    steps: int = 0
     finish: str | None = None
 
     def take(self, delta: Delta) -> bool:
@@ -61,6 +63,7 @@ class Job:
             return False
         if delta.error is not None:
             raise ValueError(f"{self.prompt.where}: {delta.error}") from delta.error
+        self.steps += bool(self.tokens and delta.tokens)  # the first token is the prefill's
         for token in delta.tokens:
             self.tokens.append(token)
             self.text.add(token)
@@ -74,8 +77,8 @@ class Job:
 
     @property
     def accepted(self) -> list[int]:
-        """Accepted draft tokens of each step."""
-        return [] if self.ticket is None else self.ticket.accepted
+        """Accepted draft tokens of each step; the engine may be steps ahead of a stop string."""
+        return [] if self.ticket is None else self.ticket.accepted[: self.steps]
 
 
 Delivered = queue.SimpleQueue[tuple[Job, Delta]]

@@ -9,8 +9,8 @@ not OpenAI's default of 1. Requests with `top_p`, `top_k` or `min_p` sample at t
 Beyond OpenAI's fields, requests take top_k, min_p, repetition_penalty, `tree` ("auto", "plain", or a list of paths such
 as [[0], [1], [0, 0]]) and `acceptance` ("lossless", "typical").
 
-The server listens on this machine only, unless --host says otherwise; then give it an API key. Requests must name the
-server as they see it in the Host header. Ctrl-C ends running answers and the server.
+The server listens on this machine only, unless --host says otherwise; then give it an API key. On this machine alone,
+requests must name it in the Host header (127.0.0.1, localhost). Ctrl-C ends running answers and the server.
 
     medusa serve
     medusa serve --model HEADS --dtype bfloat16 --device cuda --slots 16 --context 8192
