@@ -13,8 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.cli import _batch, main
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.serving.ticket import Delta, Ticket
 from medusa_decoding.training.data.records import interpret
 
 NEW = 24
@@ -304,3 +306,20 @@ def test_a_generation_that_fails_names_its_prompt_and_keeps_the_rest(run, prompt
     assert line == f"medusa: {prompts}:4: model: expected finite logits, got nan"
     assert len(lines_of(tmp_path / "out.jsonl")) == 3
     assert run("--resume")[0]["earlier"] == 3
+
+
+def test_steps_after_a_stop_string_do_not_count():
+    """The engine may be steps ahead of the thread that looks for stop strings."""
+    ticket = Ticket([1], lambda delta: None, accepted=[2, 1, 3, 3])
+    job = _batch.Job(0, None, [1], AnswerText(Letters(), "c"), ticket=ticket)
+    for tokens in ([0], [0, 1, 0], [1, 2], [0, 0, 0, 0]):
+        ended = job.take(Delta(tokens))
+        assert ended == (tokens == [1, 2])
+    assert (job.tokens, job.accepted, job.finish) == ([0, 0, 1, 0, 1, 2], [2, 1], "stop")
+
+
+class Letters:
+    """Decodes token n to the n-th letter."""
+
+    def decode(self, tokens, **settings):
+        return "".join("abc"[token] for token in tokens)
