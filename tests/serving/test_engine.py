@@ -380,6 +380,21 @@ def test_padded_steps_as_on_a_gpu_serve_kinds_that_come_and_go(
         assert [caller.tokens() for caller in callers] == expected
 
 
+def test_padded_steps_go_on_when_another_kind_joins_and_leaves(
+    llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = Groups.width
+    monkeypatch.setattr(Groups, "width", lambda self, group, captured: width(self, group, True))
+    expected = alone(llama, [1, 2, 3], max_new_tokens=150)
+    with Engine(llama, slots=6, stall_seconds=0.0) as engine:
+        three = [Caller(engine, [1, 2, 3], max_new_tokens=150, tree=Tree([])) for _ in range(3)]
+        for caller in three:
+            caller.wait_for(5)
+        other = Caller(engine, [3, 2, 1], max_new_tokens=20, tree=Tree.chain(2))
+        assert other.finish() == "length"
+        assert [caller.tokens() for caller in three] == [expected] * 3
+
+
 def test_more_choices_than_can_ever_run_or_wait_are_refused(llama: MedusaModel) -> None:
     with Engine(llama, slots=1, queue=1) as engine, pytest.raises(ValueError, match="n: expected at most 2 choices"):
         engine.submit([1], lambda choice, delta: None, n=3, do_sample=True)
