@@ -348,7 +348,7 @@ class MedusaModel:
             self._under_way += 1
             try:
                 # States outlive this call. Inference tensors could not be changed outside of inference mode.
-                with torch.inference_mode(False), torch.no_grad(), self._current_device():
+                with torch.inference_mode(False), torch.no_grad(), self.current_device():
                     output = run_request(request, policy, steps, self.backend)
                 output["tree_choice"] = choice
                 return output
@@ -396,7 +396,7 @@ class MedusaModel:
         tuning = self._tuning
         return tuning if tuning is not None and tuning.conditions.still_hold(self.backbone, self.backend) else None
 
-    def _current_device(self) -> contextlib.AbstractContextManager[object]:
+    def current_device(self) -> contextlib.AbstractContextManager[object]:
         """Make the model's device the current one, for streams and captures."""
         device = self.backbone.device
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -10,7 +10,6 @@ It knows token ids, and neither text nor HTTP.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -108,7 +107,7 @@ class Engine:
             check_tree(model.tree)
         self.model, self.queue = model, queue
         steps = Steps(backbone, model.heads)
-        with self._on_device():
+        with self.model.current_device():
             self.context, self.memory = self._fit(slots, context)
             state = steps.pool.acquire(self._sizes(slots, self.context), self.context + self._spare)
             self._scheduler = Scheduler(model, steps, Slots(state, steps.pool.track), stall_seconds)
@@ -245,7 +244,7 @@ class Engine:
         backbone, scheduler = self.model.backbone, self._scheduler
         last = Delta([], "cancelled")
         try:
-            with torch.inference_mode(False), torch.no_grad(), self._on_device():
+            with torch.inference_mode(False), torch.no_grad(), self.model.current_device():
                 while True:
                     with self._changed:
                         self._changed.wait_for(lambda: self._closing or not scheduler.idle)
@@ -260,7 +259,3 @@ class Engine:
             with self._changed:
                 self._closing = True
             scheduler.end_all(last)
-
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        device = self.model.backbone.device
-        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

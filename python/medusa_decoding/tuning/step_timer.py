@@ -119,7 +119,7 @@ def time_steps(
         torch.randint(backbone.vocab_size, (prefix,), generator=generator).to(backbone.device) for _ in range(batch)
     ]
     locked = backbone.lock.held(backbone.device)
-    with locked, torch.inference_mode(False), torch.no_grad(), model._current_device():
+    with locked, torch.inference_mode(False), torch.no_grad(), model.current_device():
         step_of, pool = model._steps.prepare(backend), model._steps.pool
         sizes = Sizes.for_trees([prefix] * batch, NEW_TOKENS, trees)
         state = pool.acquire(sizes, pool.first_capacity(sizes, HEADROOM))
