@@ -5,12 +5,14 @@ and writes there what each process saw. Nothing waits for a process that is gone
 ends the others when one fails, and the tests end torchrun.
 """
 
+import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.backbone.fused_layers import obstacle
-from medusa_decoding.backbone.tensor_parallel import Peers, is_sharded
+from medusa_decoding.backbone.tensor_parallel import Peers, is_sharded, leave
 from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT
@@ -171,7 +173,7 @@ def work(folder):
     for task in (refusals, whole_attention, from_pretrained, talk, disagree):
         seen[task.__name__] = task(folder)
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 # --- what is expected of them
@@ -290,6 +292,23 @@ def test_one_process_has_no_peers():
 
 
 @pytest.mark.slow
+def test_leaving_waits_for_threads_at_work():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    digests, started = [], threading.Event()
+
+    def work():
+        started.set()
+        digests.append(hashlib.sha256(bytes(2**28)).digest())  # some tenths of a second, without Python's lock
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    leave()
+    assert not torch.distributed.is_initialized()
+    assert digests
+    thread.join()
+
+
 def test_command_prints_once_what_transformers_writes():
     prompt = "def main("
     out, err = torchrun(

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -147,4 +150,29 @@ def joined(device: str) -> Iterator[int]:
     try:
         yield torch.distributed.get_rank()
     finally:
-        torch.distributed.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    """End the default process group, and wait until none of its threads is at work (2 seconds at most).
+
+    A thread of gloo drops the tensors of its last collective when the caller already goes on. Once Python has begun to
+    end, that aborts the process, though its work is done. Destroying the group ends its threads only if nothing else
+    holds it, such as the device mesh of a sharded model.
+    """
+    torch.distributed.destroy_process_group()
+    deadline, idle = time.monotonic() + 2, 0
+    # Twice: a thread that waited for Python's lock at the first look gets it in between.
+    while idle < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+        idle = 0 if _others_run() else idle + 1
+
+
+def _others_run() -> bool:
+    """Return whether another thread of this process runs or waits for a core; on Linux only, elsewhere False."""
+    own, busy = threading.get_native_id(), False
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state = (task / "stat").read_text().rpartition(") ")[2][:1]
+            busy = busy or (state == "R" and int(task.name) != own)
+    return busy

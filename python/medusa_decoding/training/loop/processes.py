@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from medusa_decoding.backbone.tensor_parallel import leave
 from medusa_decoding.checks import import_library
 
 T = TypeVar("T")
@@ -214,6 +215,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leave() -> None:
-    """End gloo's threads before Python ends: a remaining one may abort a process whose work is done."""
+    """End gloo's group before Python ends, unless a script has."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+        leave()
