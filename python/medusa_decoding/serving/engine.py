@@ -24,7 +24,7 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.serving.rows import MOST_NODES, Choice, check_rows, check_tree
 from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
 from medusa_decoding.serving.slots import Slots
-from medusa_decoding.serving.ticket import Delta, QueueFullError, Ticket
+from medusa_decoding.serving.ticket import Delta, EngineClosedError, QueueFullError, Ticket
 from medusa_decoding.trees.tree import Tree
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class Engine:
         Raises:
             ValueError: bad settings, or more tokens than the context has; names them.
             QueueFullError: no room in the queue for all choices; none is queued.
-            RuntimeError: the engine is not running.
+            EngineClosedError: the engine is not running.
         """
         settings |= {
             "max_new_tokens": max_new_tokens, "acceptance": acceptance, "posterior_threshold": posterior_threshold,
@@ -190,7 +190,7 @@ class Engine:
             raise ValueError(f"n: expected at most {most} choices (slots and queue), got {n}")
         with self._changed:
             if self._thread is None or self._closing:
-                raise RuntimeError("engine: expected a running one, got one that was not started or was closed")
+                raise EngineClosedError("engine: expected a running one, got one that was not started or was closed")
             if len(rows) > most - scheduler.taken - len(scheduler.waiting):
                 raise QueueFullError(
                     f"queue: expected at most {self.queue} waiting requests, got more; try again later"

@@ -15,6 +15,10 @@ class QueueFullError(RuntimeError):
     """The engine's queue has no room for a request now."""
 
 
+class EngineClosedError(RuntimeError):
+    """The engine takes no requests: it was not started, or it was closed."""
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """Log-probabilities at one emitted token, of the model's own distribution: before penalties, masks and temperature.

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from medusa_decoding.checks import shown
 from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest
-from medusa_decoding.serving.ticket import QueueFullError
+from medusa_decoding.serving.ticket import EngineClosedError, QueueFullError
 
 logger = logging.getLogger(__name__)
 _FIELDS = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
@@ -72,7 +72,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, QueueFullError):
         retry = {"Retry-After": "1"}
         return ApiError(f"queue: {error}", 429, code="rate_limit_exceeded", headers=retry)
-    if isinstance(error, RuntimeError) and str(error).startswith("engine:"):
+    if isinstance(error, EngineClosedError):
         return ApiError("the server is shutting down", 503, code="shutting_down")
     logger.error("the request failed", exc_info=error)
     return ApiError("the server failed to answer this request; its log has the reason", 500, code="internal_error")
