@@ -114,7 +114,9 @@ def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row(demo, encod
         response = httpx.post(server.url + CHAT, json=BODY)
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
-        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        error = response.json()["error"]
+        assert error["code"] == "rate_limit_exceeded"
+        assert error["message"].startswith("queue: expected at most 1 waiting requests, got more")
         with pytest.raises(openai.RateLimitError):
             server.client.completions.create(model="demo", prompt=["a", "b"], max_tokens=1)
         began = time.monotonic()

@@ -71,7 +71,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         retry = {"Retry-After": "1"}
-        return ApiError(f"queue: {error}", 429, code="rate_limit_exceeded", headers=retry)
+        return ApiError(str(error), 429, code="rate_limit_exceeded", headers=retry)
     if isinstance(error, EngineClosedError):
         return ApiError("the server is shutting down", 503, code="shutting_down")
     logger.error("the request failed", exc_info=error)
