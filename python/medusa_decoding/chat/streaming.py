@@ -60,14 +60,15 @@ class AnswerText:
         if found:
             self.stopped, length = True, min(found)
         else:
-            length = len(text) - (0 if ended else self._possible_stop(text))
+            length = len(text) - (0 if ended else begun(text, self.stops))
         self.held = "" if self.stopped else text[length:]
         return text[:length]
 
-    def _possible_stop(self, text: str) -> int:
-        """Return the length of the longest end of a text that begins a stop string."""
-        begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        return max(begun, default=0)
+
+def begun(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of a text with which one of some marks may begin; 0 for none."""
+    lengths = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    return max(lengths, default=0)
 
 
 CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\ufffd") | {ord("\r"): None}

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from medusa_decoding.chat.streaming import begun
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -62,8 +64,7 @@ class ToolText:
                 calls.append(call)
                 self._after_call = True
             self._held = after
-        kept = max((n for n in range(1, len(OPEN)) if self._held.endswith(OPEN[:n])), default=0)
-        ready = len(self._held) - kept
+        ready = len(self._held) - begun(self._held, [OPEN])
         content += self._trimmed(self._held[:ready])
         self._held = self._held[ready:]
         return content, calls
