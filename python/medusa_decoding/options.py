@@ -19,5 +19,7 @@ TARGETS = {
     "vllm": f"for vLLM {VLLM_VERSIONS} (0.33 has no Medusa any more)",
 }
 """Formats of `checkpoints.export`, with a description."""
+SLOTS = 8
+"""How many answers are written at the same time by default, see `serving.engine.Engine`."""
 TURNS, PROMPT_TOKENS = 2, 128
 """Turns of a conversation that an evaluation uses, and tokens of a plain text that are its prompt."""

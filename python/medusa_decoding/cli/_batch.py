@@ -22,10 +22,10 @@ from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
 from medusa_decoding.checkpoints.tuning_paths import check_writable
 from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
-from medusa_decoding.cli.parsers.generate import SLOTS
 from medusa_decoding.evaluation.prompts import Prompt, read_prompts
 from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.options import SLOTS
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.serving.engine import Engine

@@ -21,6 +21,7 @@ import torch
 from medusa_decoding.decode.runtime.memory import MemoryUse, Sizes, available, memory_use
 from medusa_decoding.decode.runtime.steps import Steps
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.options import SLOTS
 from medusa_decoding.serving.rows import MOST_NODES, Choice, check_rows, check_tree
 from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
 from medusa_decoding.serving.slots import Slots
@@ -90,7 +91,7 @@ class Engine:
         self,
         model: MedusaModel,
         *,
-        slots: int = 8,
+        slots: int = SLOTS,
         context: int | None = None,
         queue: int = 64,
         stall_seconds: float = 0.1,

@@ -21,9 +21,7 @@ import argparse
 from pathlib import Path
 
 from medusa_decoding.cli import _arguments
-
-SLOTS = 8
-"""Prompts that run at once by default."""
+from medusa_decoding.options import SLOTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 
 from medusa_decoding.cli import _arguments
+from medusa_decoding.options import SLOTS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--api-key KEY", _arguments.text, words + "this machine cannot see; without it there is no key)")
     option(parser, "--allow-origin ORIGIN", str, "let web pages of this origin use the server (CORS), * for all")
     option(parser, "--served-model-name NAME", _arguments.text, "the model's name in requests (default: HEADS)")
-    option(parser, "--slots N", _arguments.at_least_one, "answers that are written at the same time", 8)
+    option(parser, "--slots N", _arguments.at_least_one, "answers that are written at the same time", SLOTS)
     option(
         parser, "--context N", _arguments.at_least_one, "most tokens of a prompt with its answer (default: what fits)"
     )

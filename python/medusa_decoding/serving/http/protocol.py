@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from medusa_decoding.options import ACCEPTANCES
 from medusa_decoding.serving.http import settings
+from medusa_decoding.serving.penalties import MAX_BIAS, MAX_PENALTY
+from medusa_decoding.serving.rows import MOST_LOGPROBS
 from medusa_decoding.trees.tree import MAX_CHOICES
 
 assert ACCEPTANCES == ("lossless", "typical")  # as in `GenerationRequest.acceptance`
@@ -57,11 +59,11 @@ class GenerationRequest(Strict):
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Extra field; 0 for all tokens.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Extra field.")
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(None, description="Extra field.")
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
     logit_bias: (
         Annotated[
-            dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+            dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
             Field(max_length=settings.BIASES),
         ]
         | None
@@ -152,7 +154,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=settings.MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=settings.LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=settings.TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -169,7 +171,7 @@ class CompletionRequest(GenerationRequest):
     """A request to /v1/completions."""
 
     prompt: str | Annotated[list[str], Several] | TokenIds | Annotated[list[TokenIds], Several]
-    logprobs: Annotated[int, Field(ge=0, le=settings.LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None

@@ -9,7 +9,6 @@ JSON_DEPTH = 64
 MESSAGES, PROMPTS, CHOICES, TOOLS = 1024, 16, 16, 128
 """Most messages, prompts, choices per prompt and tools of one request; `CHOICES` also bounds prompts times choices."""
 STOPS, STOP_CHARACTERS = 4, 256
-LOGPROBS = 20
 BIASES = 1024
 
 
