@@ -22,7 +22,7 @@ from medusa_decoding.decode.runtime.memory import MemoryUse, Sizes, available, m
 from medusa_decoding.decode.runtime.steps import Steps
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import SLOTS
-from medusa_decoding.serving.rows import MOST_NODES, Choice, check_rows, check_tree
+from medusa_decoding.serving.rows import MOST_NODES, Submission, check_rows, check_tree
 from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
 from medusa_decoding.serving.slots import Slots
 from medusa_decoding.serving.ticket import Delta, EngineClosedError, QueueFullError, Ticket
@@ -180,12 +180,12 @@ class Engine:
             QueueFullError: no room in the queue for all choices; none is queued.
             EngineClosedError: the engine is not running.
         """
-        settings |= {
-            "max_new_tokens": max_new_tokens, "acceptance": acceptance, "posterior_threshold": posterior_threshold,
-            "posterior_alpha": posterior_alpha,
+        how = {
+            "acceptance": acceptance, "posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha,
         }  # fmt: skip
-        choice = Choice(list(prompt), deliver, ends, logprobs, tree)
-        rows = check_rows(self.model, self.context, choice, n, seed, make_processors, settings)
+        submission = Submission(list(prompt), deliver, ends, logprobs, tree, how)
+        settings["max_new_tokens"] = max_new_tokens
+        rows = check_rows(self.model, self.context, submission, n, seed, make_processors, settings)
         scheduler, most = self._scheduler, self.queue + len(self._scheduler.slots)
         if len(rows) > most:
             raise ValueError(f"n: expected at most {most} choices (slots and queue), got {n}")

@@ -111,20 +111,24 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What all choices of a request have in common; see `Engine.submit`."""
+class Submission:
+    """What all choices of a request have in common; see `Engine.submit`.
+
+    `acceptance` says how draft tokens are accepted, in keyword arguments of `check_request`.
+    """
 
     prompt: list[int]
     deliver: Callable[[int, Delta], None]
     ends: Sequence[int]
     logprobs: int | None
     tree: Tree | Literal["auto"] | None
+    acceptance: dict[str, Any]
 
 
 def check_rows(
     model: MedusaModel,
     context: int,
-    choice: Choice,
+    asked: Submission,
     n: int,
     seed: int | None,
     make_processors: Callable[[], list[Any]] | None,
@@ -135,7 +139,7 @@ def check_rows(
     Raises:
         ValueError: bad settings, or more tokens than the context has; names them.
     """
-    prompt, room, new = choice.prompt, context - len(choice.prompt), settings["max_new_tokens"]
+    prompt, room, new = asked.prompt, context - len(asked.prompt), settings["max_new_tokens"]
     if room < 1:
         raise ValueError(f"prompt: expected fewer than {context} tokens (the context), got {len(prompt)}")
     if isinstance(new, int) and new > room:
@@ -143,45 +147,44 @@ def check_rows(
         raise ValueError(f"max_new_tokens: expected at most {room} ({counted}), got {new}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n: expected a whole number of at least 1, got {n!r}")
-    if choice.logprobs is not None and not 0 <= choice.logprobs <= min(MOST_LOGPROBS, model.backbone.vocab_size):
-        raise ValueError(f"logprobs: expected 0 to {MOST_LOGPROBS}, got {choice.logprobs}")
-    if choice.tree is not None:
-        model.check_tree(choice.tree)
-        if isinstance(choice.tree, Tree):
-            check_tree(choice.tree)
-    own = {name: settings.pop(name) for name in ("acceptance", "posterior_threshold", "posterior_alpha")}
+    if asked.logprobs is not None and not 0 <= asked.logprobs <= min(MOST_LOGPROBS, model.backbone.vocab_size):
+        raise ValueError(f"logprobs: expected 0 to {MOST_LOGPROBS}, got {asked.logprobs}")
+    if asked.tree is not None:
+        model.check_tree(asked.tree)
+        if isinstance(asked.tree, Tree):
+            check_tree(asked.tree)
     unset = dict.fromkeys(("do_sample", "temperature", "top_p", "top_k", "stop_strings"))
     changes = unset | settings | {"return_dict_in_generate": True, "max_new_tokens": room if new is None else new}
     rows = []
     for number in range(n):
         request = check_request(
-            model.backbone, torch.tensor([prompt], dtype=torch.int64), None, None, dict(changes), **own,
+            model.backbone, torch.tensor([prompt], dtype=torch.int64), None, None, dict(changes), **asked.acceptance,
             logits_processor=make_processors() if make_processors is not None else None,
             prefix_allowed_tokens_fn=None, stopping_criteria=None, tokenizer=None, streamer=None, seed=seed,
             metrics=False, session=None,
         )  # fmt: skip
         if seed is None and request.config.do_sample:
             seed = int(torch.randint(2**63 - 1, ()))  # one for all choices
-        request.top_logprobs = choice.logprobs
-        rows.append(_row(model, request, choice, number, row_seed(whole_seed(seed) or 0, number)))
+        request.top_logprobs = asked.logprobs
+        rows.append(_row(model, request, asked, number, row_seed(whole_seed(seed) or 0, number)))
     return rows
 
 
-def _row(model: MedusaModel, request: Request, choice: Choice, number: int, seed: int) -> Row:
+def _row(model: MedusaModel, request: Request, asked: Submission, number: int, seed: int) -> Row:
     if any(request.limits.min_new):
         raise ValueError("min_new_tokens, min_length: expected 0 in an engine, got more")
     if request.criteria:
         raise ValueError("max_time, stop_strings: expected none in an engine, whose callers cancel, got some")
     backbone = model.backbone
     selector = token_selector(backbone.causal_lm, request, [request.prompts[0].to(backbone.device)])
-    ends = frozenset((*request.limits.eos, *choice.ends))
+    ends = frozenset((*request.limits.eos, *asked.ends))
     if isinstance(selector, LogitsProcessors):
         selector.shared, selector.rows[0].ends = True, ends
     typical = selector.key if isinstance(selector, TypicalAcceptance) else None
     # Rows that name the default run with those that name nothing.
-    tree = None if choice.tree == "auto" == model.tree else choice.tree
-    ticket = Ticket(choice.prompt, _guarded(choice.deliver, number))
-    return Row(ticket, request, selector, (tree, typical), ends, seed, list(choice.prompt))
+    tree = None if asked.tree == "auto" == model.tree else asked.tree
+    ticket = Ticket(asked.prompt, _guarded(asked.deliver, number))
+    return Row(ticket, request, selector, (tree, typical), ends, seed, list(asked.prompt))
 
 
 def _guarded(deliver: Callable[[int, Delta], None], number: int) -> Callable[[Delta], None]:
