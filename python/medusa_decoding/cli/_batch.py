@@ -20,7 +20,7 @@ from typing import Any
 from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
 from medusa_decoding.checkpoints.tuning_paths import check_writable
-from medusa_decoding.checks import token_list
+from medusa_decoding.checks import check_count, token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation.prompts import Prompt, read_prompts
 from medusa_decoding.files import only_writer
@@ -266,10 +266,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _index(line: Any) -> int:
-    index = line["index"]
-    if type(index) is not int or index < 0:
-        raise ValueError("expected counts of 0 or more")
-    return index
+    return check_count("index", line["index"], 0)
 
 
 def _write(batch: Batch, file: ResumableFile, done: set[int]) -> dict[str, Any]:
