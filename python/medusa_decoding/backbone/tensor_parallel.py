@@ -156,9 +156,9 @@ def joined(device: str) -> Iterator[int]:
 def leave() -> None:
     """End the default process group, and wait until none of its threads is at work (2 seconds at most).
 
-    A thread of gloo drops the tensors of its last collective when the caller already goes on. Once Python has begun to
-    end, that aborts the process, though its work is done. Destroying the group ends its threads only if nothing else
-    holds it, such as the device mesh of a sharded model.
+    A gloo thread releases the tensors of its last collective after the caller has gone on. Once Python has begun to
+    shut down, that aborts the process, though its work is done. Destroying the group ends its threads only if nothing
+    else holds it, such as the device mesh of a sharded model.
     """
     torch.distributed.destroy_process_group()
     deadline, idle = time.monotonic() + 2, 0
