@@ -17,6 +17,7 @@ import triton
 from medusa_kernels._triton import (
     add_rms_norm,
     decode_linear,
+    draw_tokens,
     gumbel_noise,
     heads_topk,
     rope_append,
@@ -426,6 +427,35 @@ def _gumbel_noise(device: Device) -> Iterator[Specialisation]:
         )
 
 
+_DRAWS = [
+    # dtype, whether the vocabulary is a multiple of 16, and which of top-k, top-p and min-p are on
+    *((dtype, True, (True, True, False)) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+    *((torch.bfloat16, True, on) for on in ((False,) * 3, (True, False, False), (False, True, False), (True,) * 3)),
+    (torch.bfloat16, False, (False, True, True)),
+]
+
+
+def _draw_tokens(device: Device) -> Iterator[Specialisation]:
+    """Yield the forms of the usual settings."""
+    for dtype, aligned, (top_k, top_p, min_p) in _DRAWS:
+        kind = TRITON_TYPES[dtype]
+        words = ("top-k" * top_k, "top-p" * top_p, "min-p" * min_p, "" if aligned else "unit1")
+        yield specialise(
+            " ".join(word for word in ("draw_tokens", kind, *words) if word),
+            draw_tokens._draw_tokens_kernel,
+            {
+                "logits": f"*{kind}",
+                "noise best": "*fp32",
+                "noise_rows": "*i32",
+                "tokens": "*i64",
+                "temperature factor tail min_p": "fp32",
+            },
+            {"TOP_K": top_k, "TOP_P": top_p, "MIN_P": min_p, **draw_tokens.configuration(aligned)},
+            draw_tokens.WARPS,
+            aligned=("vocabulary", "stride_logits_b", "stride_logits_n") if aligned else (),
+        )
+
+
 FORMS: dict[str, Callable[[Device], Iterator[Specialisation]]] = {
     "tree_attention": _tree_attention,
     "rope_append": _rope_append,
@@ -436,4 +466,5 @@ FORMS: dict[str, Callable[[Device], Iterator[Specialisation]]] = {
     "tree_accept": _tree_accept,
     "tree_select": _tree_select,
     "gumbel_noise": _gumbel_noise,
+    "draw_tokens": _draw_tokens,
 }

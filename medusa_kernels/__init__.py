@@ -9,6 +9,7 @@ from medusa_kernels._registry import OPS, Implementation, served_by
 from medusa_kernels.add_rms_norm import add_rms_norm
 from medusa_kernels.decode_linear import decode_linear
 from medusa_kernels.decoder_layers import LayerWeights, Projection, decoder_layers, packed
+from medusa_kernels.draw_tokens import draw_tokens
 from medusa_kernels.gumbel_noise import gumbel_noise
 from medusa_kernels.heads_topk import heads_topk
 from medusa_kernels.kv_compact import kv_compact
@@ -28,6 +29,7 @@ __all__ = [
     "ancestor_words",
     "decode_linear",
     "decoder_layers",
+    "draw_tokens",
     "gumbel_noise",
     "heads_topk",
     "kv_compact",

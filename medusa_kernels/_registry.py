@@ -36,6 +36,7 @@ OPS = (
     "tree_accept",
     "tree_select",
     "gumbel_noise",
+    "draw_tokens",
 )
 
 logger = logging.getLogger(NAMESPACE)

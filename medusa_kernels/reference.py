@@ -269,6 +269,25 @@ def _gumbel(bits: Tensor) -> Tensor:
     return -torch.where(v < 1 / 16, series, -torch.log(1 - v)).log()
 
 
+def draw_tokens(logits, noise, noise_rows=None, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The best of the likeliest tokens with their noise; see the public `draw_tokens`."""
+    scores = _wide(logits) / temperature
+    ordered, tokens = scores.sort(dim=-1, stable=True)
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    if 0 < top_k < scores.shape[-1]:
+        kept = scores >= ordered[..., -top_k, None]
+    if top_p < 1:
+        shares = scores.masked_fill(~kept, -torch.inf).softmax(-1).gather(-1, tokens)
+        goes = shares.cumsum(-1) <= 1 - top_p
+        goes[..., -1] = False
+        kept &= ~torch.zeros_like(kept).scatter(-1, tokens, goes)
+    if min_p > 0:
+        kept &= (scores - ordered[..., -1:]).exp() >= min_p
+    best = scores.masked_fill(~kept, -torch.inf) + of_nodes(noise, noise_rows)
+    token = best.argmax(-1, keepdim=True)
+    return token[..., 0], best.gather(-1, token)[..., 0]
+
+
 _LOW = 2**32 - 1
 
 

@@ -175,3 +175,8 @@ def _tree_select(generator: torch.Generator) -> Iterator[Case]:
 
 def _gumbel_noise(generator: torch.Generator) -> Iterator[Case]:
     yield (torch.randint(-(2**63), 2**63 - 1, (3,), generator=generator), _integers(0, 9, 70_000), 2, 301), {}
+
+
+def _draw_tokens(generator: torch.Generator) -> Iterator[Case]:
+    logits, noise = 3 * torch.randn(2, 5, 700, generator=generator), torch.randn(2, 3, 700, generator=generator)
+    yield (logits, noise, _integers(0, 1, 1, 2, 2)), {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
