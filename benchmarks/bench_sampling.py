@@ -1,12 +1,13 @@
-"""One step's draw of tokens from given logits, by settings: our way against transformers' processors at every depth.
+"""One step's draw of tokens from given logits, by settings: at all nodes at once, and by processors at every depth.
 
     python -m benchmarks.bench_sampling --budget 60
 
 The choice alone is timed, its noise included, with the logits of all nodes made already: what sampling adds to a step
 after lm_head, except for a temperature alone, which the op `tree_verify` applies where logits are not stored. It is
 captured as within a step; with a processor that needs the text, the host follows the path between two captured graphs,
-and the record says that it was not captured. The peer runs transformers' own objects, whose top-p sorts the vocabulary
-at every depth. Bytes: the logits of the nodes on one path, once.
+and the record says that it was not captured. The peers run the processors at every depth: ours, as before there was
+`draw_tokens`, and transformers' own objects, whose top-p sorts the vocabulary. On a CPU nothing draws at once, so that
+our two ways are one. Bytes: the logits of the nodes on one path, once.
 """
 
 from __future__ import annotations
@@ -137,9 +138,16 @@ def ours(case: Case, device: torch.device) -> TokenSelector:
     return LogitsProcessors([text] * case.batch, [processors] * case.batch, [8] * case.batch, [], sample=True)
 
 
+def each_depth(case: Case, device: torch.device) -> TokenSelector:
+    """Return our choice by processors at every depth."""
+    choice: Any = ours(case, device)
+    choice.at_once = None
+    return choice  # type: ignore[no-any-return]
+
+
 def theirs(case: Case, device: torch.device) -> TokenSelector:
     """Return the same choice with transformers' own objects."""
-    choice: Any = ours(case, device)
+    choice: Any = each_depth(case, device)
     for own in [row.processors for row in choice.rows] if isinstance(choice, LogitsProcessors) else [choice.processors]:
         own[:] = SETTINGS[case.settings]()
     return choice  # type: ignore[no-any-return]
@@ -161,21 +169,23 @@ def chosen(
     return call
 
 
-PEER = "transformers' processors"
-WAYS = {"medusa_kernels": ours, PEER: theirs}
+WAYS = {"medusa_kernels": ours, "processors at each depth": each_depth, "transformers' processors": theirs}
 
 
-def difference(case: Case, run: suite.Run, x: Inputs) -> float:
-    """Return how many nodes' tokens differ."""
-    return float((chosen(case, run, ours)(x) != chosen(case, run, theirs)(x)).sum())
+def difference(x: Inputs, mine: Tensor, others: Tensor) -> float:
+    """Return how many tokens differ along the path, at whose nodes there are tokens; others' tokens do not matter."""
+    reached = x.nodes.tokens >= 0
+    reached[:, 0] = True
+    return float((mine != others)[reached].sum())
 
 
 def measure(case: Case, run: suite.Run) -> None:
-    """Measure our choice, then the same with transformers' processors."""
+    """Measure our choice, then the same by processors at each depth."""
     size = case.bytes(run.dtype.itemsize)
     sets = inputs(case, run, min(4, max(2, gpu.sets_needed(size, run.device))))
-    mine, peer = (chosen(case, run, way) for way in WAYS.values())
-    run.compare(case, sets, mine, {PEER: peer}, lambda x, way: float((mine(x) != way(x)).sum()), 0.0, bytes=size)
+    mine, *others = (chosen(case, run, way) for way in WAYS.values())
+    peers = dict(zip([*WAYS][1:], others, strict=True))
+    run.compare(case, sets, mine, peers, lambda x, way: difference(x, mine(x), way(x)), 0.0, bytes=size)
 
 
 SMALL = Case("top_p", 128_256, 16)
@@ -186,7 +196,8 @@ def test_cpu(benchmark: Any, way: str) -> None:
     """One step's draws by top-p on the CPU."""
     run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
     [x] = inputs(SMALL, run, 1)
-    assert difference(SMALL, run, x) == 0
+    tokens = [chosen(SMALL, run, make)(x) for make in (ours, WAYS[way])]
+    assert difference(x, *tokens) == 0
     call = functools.partial(chosen(SMALL, run, WAYS[way]), x)
     suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4))
 

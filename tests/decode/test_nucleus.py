@@ -12,7 +12,8 @@ from transformers.generation import logits_process as lp
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode.selection import processors as processors_module
 from medusa_decoding.decode.selection import sampling
-from medusa_decoding.decode.selection.sampling import Nucleus, without_sorting
+from medusa_decoding.decode.selection.sampling import Nucleus, at_once, without_sorting
+from medusa_kernels import Implementation
 
 
 def walked(scores, top_p):
@@ -115,6 +116,100 @@ def test_texts_equal_those_of_sorting(settings, extra, monkeypatch):
             sorted_ones = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
         assert 211 in sorts.sizes
     assert ours == sorted_ones
+
+
+class Selections(TorchDispatchMode):
+    """Records PyTorch's sorts and selections, by the size that they go over."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.draws = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith(("aten.sort", "aten.argsort", "aten.topk", "aten.kthvalue")):
+            self.sizes.append(args[0].shape[-1])
+        self.draws += str(function).startswith("medusa_kernels.draw_tokens")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The op draws at once, by whatever serves it here."""
+    monkeypatch.setattr(sampling, "served_by", lambda op, device: Implementation("triton", None, f"{op} {device}"))
+
+
+AT_ONCE = {
+    **CASES,
+    "top-k": {"top_k": 9, "temperature": 1.3},
+    "min-p": {"min_p": 0.03, "temperature": 1.3},
+    "all": {"temperature": 1.3, "top_k": 60, "top_p": 0.93, "min_p": 0.01},
+    "late end": {"top_p": 0.93, "min_new_tokens": 9, "eos_token_id": [3, 5]},
+}
+TREES = {
+    "plain": Tree([]),
+    "siblings": Tree.cartesian([3, 2]),
+    "copied": Tree.chain(2).with_lookup(4),
+    "dynamic": Tree.dynamic(5, depth=2, top_k=3),
+}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("settings", AT_ONCE.values(), ids=AT_ONCE)
+def test_a_gpu_draws_at_all_nodes_without_a_sort(settings, tree, monkeypatch):
+    """The text is that of the processors at each depth; neither sorts nor top-k run over the vocabulary."""
+    model = tiny(vocab_size=211)
+    ids, mask = padded(prompts(3, [7, 2, 12], vocab=211))
+    kwargs = {"max_new_tokens": 30, "do_sample": True, "seed": 1, "top_k": 0, **settings}
+    with MedusaModel(model, heads_for(model), tree) as medusa:
+        with Selections() as here:
+            ours = medusa.generate(ids, mask, **kwargs)
+        monkeypatch.setattr(sampling, "DRAW_AT_ONCE", False)
+        monkeypatch.setattr(sampling, "without_sorting", lambda processor: processor)
+        with Selections() as there:
+            theirs = medusa.generate(ids, mask, **kwargs)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    assert ours.accept_lengths == theirs.accept_lengths
+    steps = max(map(len, ours.accept_lengths))
+    assert here.draws == steps + 1, "once per step, and in the prefill"
+    assert 211 not in here.sizes
+    # There it is counted at every depth, at least once.
+    assert there.draws == 0
+    assert there.sizes.count(211) >= 1 + steps * (1 + tree.depth)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("why", ["a tiny temperature", "nothing left"])
+def test_scores_to_draw_from_that_are_not_finite_are_noticed(why):
+    """Also if the model's output is finite."""
+    model = tiny()
+    settings = {"max_new_tokens": 6, "do_sample": True, "top_p": 0.9, "seed": 3}
+    if why == "a tiny temperature":
+        settings["temperature"] = 1e-42
+    else:
+        settings |= {"min_new_tokens": 3, "eos_token_id": list(range(model.config.vocab_size))}
+    [row] = prompts(1, [5])
+    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa, pytest.raises(FloatingPointError):
+        medusa.generate(row[None], **settings)
+
+
+def test_which_processors_are_one_draw():
+    temperature, top_k = lp.TemperatureLogitsWarper(0.7), lp.TopKLogitsWarper(5)
+    top_p, min_p = lp.TopPLogitsWarper(0.9), lp.MinPLogitsWarper(0.1)
+    every = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    assert at_once([temperature, top_k, top_p, min_p]) == every
+    assert at_once([top_k, min_p]) == {"top_k": 5, "min_p": 0.1}
+    assert at_once([]) == {}
+
+    class Mine(lp.TopKLogitsWarper):
+        pass
+
+    for others in (
+        [top_p, top_k], [top_p, temperature], [top_p, top_p], [Mine(5)], [lp.TypicalLogitsWarper(0.9)],
+        [top_k, lp.LogitNormalization()], [lp.TopPLogitsWarper(0.9, min_tokens_to_keep=2)],
+        [lp.MinPLogitsWarper(0.1, filter_value=-1e9)],
+    ):  # fmt: skip
+        assert at_once(others) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -22,6 +22,7 @@ from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeShape
 from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits, fused_tokens
+from medusa_kernels import draw_tokens, served_by
 
 # transformers' processors that need only the scores and read nothing on the host: they run on the device, within a
 # captured step. All others get each node's own prefix (see `processors`).
@@ -35,6 +36,10 @@ CONTEXT_FREE = (
     lp.LogitNormalization,
 )
 
+DRAW_AT_ONCE = True
+"""Whether a GPU draws at all nodes in one launch (`draw_tokens`) where its settings allow. Otherwise it runs the
+processors at each depth in turn, and top-p sorts the vocabulary there."""
+
 COLDEST, HOTTEST = 1e-4, 1e4
 """The temperatures that heads and `tree_verify` are given. Colder, scores may overflow and have to be checked; hotter,
 all tokens are equally likely."""
@@ -47,7 +52,7 @@ class Nucleus(lp.TopPLogitsWarper):
 
     It keeps the same tokens: of equally probable ones at the edge, those with the highest ids, as a stable sort does.
     Only a token within rounding of the edge may differ, because sums are exact here. On CUDA the scores are sorted,
-    which takes less time there than the launches of this selection.
+    which takes less time there than the launches of this selection; see `at_once` for what avoids both.
     """
 
     def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
@@ -92,6 +97,28 @@ def without_sorting(processor: Any) -> Any:
     return Nucleus(processor.top_p)
 
 
+def at_once(processors: Sequence[Any]) -> dict[str, Any] | None:
+    """Return the settings of `draw_tokens` that do what the processors do, None if there are none.
+
+    They exist for transformers' own temperature, top-k, top-p and min-p, each at most once and in this order, which is
+    that of transformers' `generate`.
+    """
+    settings: dict[str, Any] = {}
+    names = {
+        lp.TemperatureLogitsWarper: "temperature", lp.TopKLogitsWarper: "top_k", lp.TopPLogitsWarper: "top_p",
+        lp.MinPLogitsWarper: "min_p",
+    }  # fmt: skip
+    for processor in processors:
+        while names and type(processor) is not next(iter(names)):
+            del names[next(iter(names))]
+        filled, keeps = (getattr(processor, name, None) for name in ("filter_value", "min_tokens_to_keep"))
+        if not names or filled not in (None, -math.inf) or keeps not in (None, 1):
+            return None
+        name = names.pop(type(processor))
+        settings[name] = getattr(processor, name)
+    return settings
+
+
 def temperature_of(processors: Sequence[Any]) -> float:
     """Return the temperature of some processors, 1.0 if none of them sets it."""
     return math.prod(one.temperature for one in processors if type(one) is lp.TemperatureLogitsWarper)
@@ -128,8 +155,9 @@ def follow(tokens: torch.Tensor, shape: TreeShape, choose: Callable[[int, torch.
 class Sampling(TokenSelector):
     """Draws on the device from the distribution that context-free processors leave.
 
-    With nothing but a temperature and plain weights, one op draws at all nodes and stores no logits. Otherwise tokens
-    are drawn at the visited nodes alone.
+    With nothing but a temperature and plain weights, one op draws at all nodes and stores no logits. Otherwise a GPU
+    draws at all nodes from the logits, in one launch if it can (see `at_once`). In all other cases the processors run
+    and tokens are drawn at the visited nodes alone.
 
     Args:
         processors: instances of `CONTEXT_FREE`, in order.
@@ -138,14 +166,16 @@ class Sampling(TokenSelector):
 
     def __init__(self, processors: Sequence[Any], sample: bool = True) -> None:
         self.processors = [without_sorting(processor) for processor in processors]
-        self.key = ("sampled", sample, *(_settings(processor) for processor in self.processors))
+        self.at_once = at_once(processors) if sample and DRAW_AT_ONCE else None
+        settings = (_settings(processor) for processor in self.processors)
+        self.key = ("sampled", sample, self.at_once is not None, *settings)
         temperature = temperature_of(processors)
         self.draw_temperature = draw_temperature(temperature) if sample else None
         others = any(type(processor) is not lp.TemperatureLogitsWarper for processor in processors)
         self.makes_logits = others or temperature != self.draw_temperature
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
-        """Return the drawn token after every visited node, [B, N].
+        """Return the drawn token after every node that a path can reach, [B, N].
 
         `state.check` is set: not finite if the model's output, or made logits and the scores to draw from, are not.
         """
@@ -154,6 +184,12 @@ class Sampling(TokenSelector):
             if drawn is not None:
                 return drawn
         logits = allowed_logits(nodes, lm_head, state, limits)
+        if self.at_once is not None and served_by("draw_tokens", logits.device).name == "triton":
+            assert nodes.noise is not None, "a step that draws makes its noise first"
+            tokens, best = draw_tokens(logits, nodes.noise, nodes.shape.depths, **self.at_once)
+            # As below; at every node, which is as good: the temperature is the same.
+            state.check.add_((0.0 * best).sum(1))
+            return tokens
         rows = torch.arange(len(logits), device=logits.device)
 
         def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
