@@ -50,7 +50,7 @@ PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
-	gpu-step gpu-projections $(GPU_ABLATIONS)
+	gpu-step gpu-prefill gpu-projections $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
 	':!Makefile' ':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
@@ -368,6 +368,9 @@ gpu-sampling: gpu-build
 
 gpu-step: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 400)
+
+gpu-prefill: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_prefill --device cuda --rounds 5 --budget 440)
 
 gpu-projections: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_decode_linear)

@@ -1,15 +1,20 @@
-"""Prefill on a CPU: our whole call for one new token against transformers' forward pass over the same prompt.
+"""Prefill: our whole call for one new token against transformers' forward pass over the same prompt.
 
     python -m benchmarks.bench_prefill
+    python -m benchmarks.bench_prefill --device cuda --budget 480
 
 Weights are random. Ours is `generate` for one token: checks, the cache, the prompt, and the first token. transformers'
 is `model(input_ids, use_cache=True, logits_to_keep=1)` and the argmax. They run in turn, in random order, with another
 prompt in each round. A ratio is our median time over transformers'; below 1 ours is faster.
+
+On a GPU the shapes are real models' in bfloat16. transformers attends by flash-attn if it is installed and by PyTorch's
+function otherwise, and ours also runs without a flash kernel, as before there was one ("ours, chains").
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -19,9 +24,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
+from transformers.utils import is_flash_attn_2_available
 
-from benchmarks import harness
+from benchmarks import bench_step, harness
+from medusa_decoding.backbone import prefill_attention
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 
@@ -35,18 +43,36 @@ SHAPES = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def make_ways(shape: str, dtype: torch.dtype) -> tuple[Ways, int]:
-    """Return both ways by name, each from a prompt int64 [1, T] to the next token, and the vocabulary's size."""
+ON_GPU = ("Llama-3-8B", "Llama-2-7B")
+"""Shapes of `bench_step` that a GPU runs, with prompts of these lengths:"""
+TOKENS_ON_GPU = (1024, 8192, 32768)
+NO_GPU = "bench_prefill: --device cuda needs a CUDA device, and torch sees none\n"
+
+
+def config_of(shape: str) -> Any:
+    """Return the config of a shape of `SHAPES` or of `bench_step`."""
+    if shape not in SHAPES:
+        return bench_step.MODELS[shape]()
     hidden, layers, heads, kv_heads, inner, vocabulary = SHAPES[shape]
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         head_dim=hidden // heads, intermediate_size=inner, vocab_size=vocabulary, max_position_embeddings=1 << 14,
         tie_word_embeddings=False,
     )  # fmt: skip
+
+
+def make_ways(shape: str, dtype: torch.dtype, device: torch.device) -> tuple[Ways, dict[str, Any], int]:
+    """Return the ways by name, what attends in them, and the vocabulary's size.
+
+    A way takes a prompt int64 [1, T] on the device to the next token.
+    """
     torch.manual_seed(0)
-    theirs = LlamaForCausalLM(config).to(dtype).eval()
-    swapped = LlamaForCausalLM(config).to(dtype).eval()  # a model of its own, with the same weights
+    config = config_of(shape)
+    theirs = pretrained.build_model(config, device, dtype=dtype).eval()
+    swapped = pretrained.build_model(config, device, dtype=dtype).eval()  # a model of its own, with the same weights
     swapped.load_state_dict(theirs.state_dict(), assign=True)
+    on_gpu = device.type == "cuda"
+    theirs.set_attn_implementation("flash_attention_2" if on_gpu and is_flash_attn_2_available() else "sdpa")
     medusa: Any = MedusaModel(swapped)
 
     @torch.no_grad()
@@ -58,17 +84,36 @@ def make_ways(shape: str, dtype: torch.dtype) -> tuple[Ways, int]:
         assert isinstance(output, MedusaOutput)
         return int(output.sequences[0, -1])
 
-    return {"transformers": transformers, "ours": ours}, vocabulary
+    def chains(ids: torch.Tensor) -> int:
+        prefill_attention.FLASH_PREFILL = False
+        try:
+            return ours(ids)
+        finally:
+            prefill_attention.FLASH_PREFILL = True
+
+    ways: Ways = {"transformers": transformers, "ours": ours}
+    attention = {"transformers": theirs.config._attn_implementation}
+    if on_gpu:
+        ways["ours, chains"] = chains
+        head_dim = config.head_dim
+        attention["ours"] = prefill_attention.served_by(torch.device("cuda", 0), dtype, head_dim)[:2]
+    return ways, attention, config.vocab_size
 
 
-def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """Time both ways on `rounds` prompts per length; yield one record per length."""
-    ways, vocabulary = make_ways(shape, DTYPES[dtype])
+def measure(
+    shape: str, dtype: str, lengths: Sequence[int], rounds: int, device: torch.device, until: float = float("inf")
+) -> Iterator[dict[str, Any]]:
+    """Time all ways on `rounds` prompts per length; yield one record per length, none begun after `until`."""
+    ways, attention, vocabulary = make_ways(shape, DTYPES[dtype], device)
 
     def clocked(way: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], tuple[float, int]]:
         def run(ids: torch.Tensor) -> tuple[float, int]:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             start = time.perf_counter()
             token = way(ids)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             return time.perf_counter() - start, token
 
         return run
@@ -76,13 +121,19 @@ def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> Iter
     timed = {name: clocked(way) for name, way in ways.items()}
     shuffler, generator = random.Random(0), torch.Generator().manual_seed(0)
     for length in lengths:
-        prompts = [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(rounds + 1)]
+        if time.perf_counter() > until:
+            print(f"budget spent before {shape}, {length} tokens", flush=True)
+            return
+        drawn = [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(rounds + 1)]
+        prompts = [ids.to(device) for ids in drawn]
         found = [harness.in_turn(timed, ids, shuffler) for ids in prompts][1:]  # the first warms up
         seconds = {name: [one[name][0] for one in found] for name in ways}
         ratios = [ours / theirs for ours, theirs in zip(seconds["ours"], seconds["transformers"], strict=True)]
         record = {
             "shape": shape,
             "dtype": dtype,
+            "device": device.type,
+            "attention": attention,
             "prompt_tokens": length,
             "rounds": rounds,
             "seconds": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
@@ -91,6 +142,10 @@ def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> Iter
             "ratios": [round(value, 3) for value in sorted(ratios)],
             "same_first_token": sum(one["ours"][1] == one["transformers"][1] for one in found),
         }
+        if "ours, chains" in ways:
+            record["ratio_to_chains"] = round(
+                statistics.median(seconds["ours"]) / statistics.median(seconds["ours, chains"]), 4
+            )
         print(json.dumps(record), flush=True)
         yield record
 
@@ -98,23 +153,43 @@ def measure(shape: str, dtype: str, lengths: Sequence[int], rounds: int) -> Iter
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill(way_through: Any, dtype: str) -> None:
     """A small model: both ways give the same first token."""
-    [record] = way_through.pedantic(lambda: list(measure("tiny", dtype, (300,), 3)), rounds=1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    [record] = way_through.pedantic(lambda: list(measure("tiny", dtype, (300,), 3, device)), rounds=1)
     assert record["same_first_token"] == 3 or dtype != "float32"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured or written then."""
+    monkeypatch.setattr("sys.argv", ["bench_prefill", "--device", "cuda"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == NO_GPU
 
 
 def main() -> None:
     """Measure, print and append to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["254M", "127M"])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[512, 2048, 4096], help="prompt lengths")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shapes", nargs="+", choices=(*SHAPES, *ON_GPU), help="default: 254M 127M; on a GPU: 8B, 7B")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: both; on a GPU: bfloat16")
+    parser.add_argument("--tokens", nargs="+", type=int, help="prompt lengths")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; no length is begun after them")
     args = parser.parse_args()
-    for shape in args.shapes:
-        for dtype in args.dtypes:
-            for record in measure(shape, dtype, args.tokens, args.rounds):
-                path = harness.write_record("prefill", record)
-    print(path)
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        parser.exit(2, NO_GPU)
+    until = time.perf_counter() + args.budget
+    for shape in args.shapes or (ON_GPU if on_gpu else ("254M", "127M")):
+        for dtype in args.dtypes or (("bfloat16",) if on_gpu else DTYPES):
+            lengths = args.tokens or (TOKENS_ON_GPU if on_gpu else (512, 2048, 4096))
+            for record in measure(shape, dtype, lengths, args.rounds, torch.device(args.device), until):
+                print(harness.write_record("prefill", record))
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.runtime import runner
 from medusa_decoding.decode.runtime.memory import Sizes
+from medusa_decoding.decode.selection import sampling
 from medusa_decoding.decode.selection.greedy import Greedy
 from medusa_decoding.decode.selection.sampling import Sampling
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
@@ -240,6 +241,7 @@ SELECTORS = {
     "greedy": Greedy(),
     "sampled": Sampling(WARPERS),
     "sampled at a temperature": Sampling(WARPERS[:1]),
+    "sampled at once": Sampling(WARPERS[:4]),
     "typical": TypicalAcceptance(),
     "typical hot": TypicalAcceptance(temperature=2.0),
 }
@@ -357,8 +359,8 @@ def test_lm_head_runs_on_the_captures_stream_before_it_is_captured(settings):
     assert (False, calls[capture][1]) in calls[:capture]
 
 
-def test_sampling_over_a_large_vocabulary_is_captured():
-    """PyTorch sorts, sums and selects in long rows by other kernels than in the few tokens of the tests above."""
+def test_sampling_over_a_large_vocabulary_is_captured(monkeypatch):
+    """At once, and by the processors, for which PyTorch sorts long rows by other kernels than the tests' short ones."""
     model = tiny(vocab_size=32000)
     with torch.no_grad():
         model.lm_head.weight[:-VOCAB] = 0  # few tokens are likely, so that some drafts are right
@@ -368,8 +370,12 @@ def test_sampling_over_a_large_vocabulary_is_captured():
         captured = medusa.generate(row[None], max_new_tokens=40, **SETTINGS["warpers"])
         medusa.backend = "eager"
         eager = medusa.generate(row[None], max_new_tokens=40, **SETTINGS["warpers"])
-    assert captured.sequences.tolist() == eager.sequences.tolist()
-    assert captured.accept_lengths == eager.accept_lengths
+        monkeypatch.setattr(sampling, "DRAW_AT_ONCE", False)
+        medusa.backend = "graph"
+        at_each_depth = medusa.generate(row[None], max_new_tokens=40, **SETTINGS["warpers"])
+    for output in (captured, at_each_depth):
+        assert output.sequences.tolist() == eager.sequences.tolist()
+        assert output.accept_lengths == eager.accept_lengths
     assert_some_accepted(eager)
 
 

@@ -1,7 +1,11 @@
 """Long prompts in chunks, and prompts that begin with what the cache holds: the same keys, values and text."""
 
 import functools
-from types import SimpleNamespace
+import itertools
+import logging
+import re
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.backbone import attention_swap
+from medusa_decoding.backbone import prefill_attention
 from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.fused_layers import NativeLayers
+from medusa_decoding.cli import doctor
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
@@ -58,7 +63,44 @@ def as_nodes(backbone):
     return 64
 
 
-@pytest.fixture(params=["here", "as on a GPU", "as nodes"])
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
+    """What flash-attn's README says, in fp64: "causal" is aligned at the lower right, windows include both ends."""
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert dropout_p == 0
+    assert k.shape[0] == q.shape[0]
+    groups, before = q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
+    keys, values = (tensor.double().repeat_interleave(groups, 2) for tensor in (k, v))
+    left, right = window_size[0], 0 if causal else window_size[1]
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    for query, row in enumerate(visible):
+        own = query + before
+        row[: max(own - left, 0) if left >= 0 else 0] = False
+        row[own + right + 1 if right >= 0 else len(row) :] = False
+    scores = torch.einsum("bthd,bshd->bhts", q.double(), keys) * softmax_scale
+    probs = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", probs, values).to(q.dtype)
+
+
+@pytest.fixture
+def fresh():
+    """What serves prefill is chosen anew, in this test and after it."""
+    prefill_attention.served_by.cache_clear()
+    yield
+    prefill_attention.served_by.cache_clear()
+
+
+def install(monkeypatch, name, **functions):
+    """Put a package with these functions in the place of flash-attn's."""
+    module = ModuleType(name)
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def chosen(dtype=torch.bfloat16, head_dim=16):
+    return prefill_attention.served_by(torch.device("cpu"), dtype, head_dim)
+
+
+@pytest.fixture(params=["here", "as on a GPU", "flash on a GPU", "as nodes"])
 def way(request, monkeypatch):
     """All ways to attend after the first chunk and to run the last layer, on this machine's CPU."""
     if request.param == "as nodes":
@@ -67,7 +109,13 @@ def way(request, monkeypatch):
         monkeypatch.setattr(Backbone, "prefill_nodes", property(as_nodes))
     if request.param == "as on a GPU":
         monkeypatch.setattr(Backbone, "can_hold_last", False)
-        monkeypatch.setattr(attention_swap, "_prefill_by_mask", attention_swap._prefill_by_chains)
+        monkeypatch.setattr(prefill_attention, "_prefill_by_mask", prefill_attention._prefill_by_chains)
+    if request.param == "flash on a GPU":
+        request.getfixturevalue("fresh")
+        monkeypatch.setattr(Backbone, "can_hold_last", False)
+        install(monkeypatch, "flash_attn", flash_attn_func=flash_attn_func)
+        monkeypatch.setattr(prefill_attention, "flash_kernel", lambda q: chosen(q.dtype, q.shape[-1]).flash)
+        assert chosen(torch.float32).name == "flash-attn 2"
 
 
 def greedy(batch, new=NEW):
@@ -310,7 +358,7 @@ def brute_force(q, keys, values, offset, scale, window):
 
 
 @pytest.mark.parametrize(
-    "attend", [attention_swap._prefill_by_mask, attention_swap._prefill_by_chains], ids=["mask", "chains"]
+    "attend", [prefill_attention._prefill_by_mask, prefill_attention._prefill_by_chains], ids=["mask", "chains"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [None, 1, 40, 300, 5000])
@@ -331,6 +379,147 @@ def test_attention_after_a_prefix_equals_fp64(attend, dtype, size, length, offse
     theirs = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, scale=0.3)
     error, bound = ((out.double() - exact).abs().max() for out in (got, theirs.transpose(1, 2)))
     assert error <= 2 * bound + torch.finfo(dtype).eps * exact.abs().max()
+
+
+def with_lse(*args, **kwargs):
+    return flash_attn_func(*args, **kwargs), torch.empty(0)
+
+
+def upper_left(q, k, v, **kwargs):
+    """As before flash-attn 2.1: the first query is at the position of the first key."""
+    return flash_attn_func(q, k[:, : q.shape[1]], v[:, : q.shape[1]], **kwargs)
+
+
+def without_windows(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal)
+
+
+def window_less_one(q, k, v, *, window_size, **kwargs):
+    return flash_attn_func(q, k, v, window_size=(window_size[0] - (window_size[0] > 0), window_size[1]), **kwargs)
+
+
+def of_pytorch(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, causal, debug, **options):
+    """The documented meaning of the operation under PyTorch's flash kernel, in its place on a CPU."""
+    assert (cu_q, cu_k, max_q, max_k, debug) == (None, None, q.shape[1], k.shape[1], False)
+    window = options["window_size_left"], options["window_size_right"]
+    out = flash_attn_func(q, k, v, dropout_p, options["scale"], causal, window)
+    return out, *(torch.empty(0) for _ in range(4))
+
+
+@pytest.fixture(params=["flash-attn 3", "flash-attn 3 with log-sum-exp", "flash-attn 2", "PyTorch's flash kernel"])
+def flash(request, monkeypatch, fresh):
+    """Each flash kernel, chosen as on a GPU."""
+    library = None
+    if request.param == "PyTorch's flash kernel":
+        monkeypatch.setitem(sys.modules, "flash_attn", None)
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("_flash_attention_forward", of_pytorch, "CPU")
+    elif request.param == "flash-attn 2":
+        install(monkeypatch, "flash_attn", flash_attn_func=flash_attn_func)
+    else:
+        kernel = with_lse if "with" in request.param else flash_attn_func
+        install(monkeypatch, "flash_attn_interface", flash_attn_func=kernel)
+        load = functools.partial(prefill_attention._from_package, "flash_attn_interface")
+        monkeypatch.setattr(prefill_attention, "_candidates", lambda device: {"flash-attn 3": load})
+    assert request.param.startswith(chosen().name)
+    monkeypatch.setattr(prefill_attention, "flash_kernel", lambda q: chosen(q.dtype, q.shape[-1]).flash)
+    yield
+    if library is not None:
+        library._destroy()
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("length", "offset"), [(1, 1), (200, 37), (17, 300), (129, 1), (200, 0), (1, 0)])
+def test_flash_kernels_attend_over_the_cache(dtype, length, offset):
+    """First and later chunks, windows, grouped heads, over caches that have other layers' rows between their own."""
+    generator = torch.Generator().manual_seed(length)
+    draw = functools.partial(torch.randn, generator=generator)
+    q = draw(2, length, 6, 16).to(dtype)
+    lens = torch.full((2,), offset, dtype=torch.int32)
+    for kv_heads, size in itertools.product((1, 2, 6), (None, 1, 40, 200, 5000)):
+        cache = draw(3, 2, 2, kv_heads, offset + length + 9, 16).to(dtype)
+        k, v = cache[1]
+        k[:, :, offset + length :] = v[:, :, offset + length :] = torch.nan
+        got = prefill_attention.prefill_attention(q, k, v, lens, offset, scale=0.3, window=size)
+        exact = brute_force(q, k, v, offset, 0.3, size)
+        # The stand-in computes in fp64, so that results are rounded once.
+        assert (got.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
+        assert got.dtype == dtype
+
+
+BROKEN = {
+    "not there": ({"flash_attn": None}, "ModuleNotFoundError: "),
+    "undefined symbol": ({}, "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"),
+    "without the function": ({"flash_attn": {}}, "AttributeError: .*flash_attn_func"),
+    "aligned at the upper left": ({"flash_attn": {"flash_attn_func": upper_left}}, "RuntimeError: wrong by"),
+    "no windows": ({"flash_attn": {"flash_attn_func": without_windows}}, "TypeError: .*window_size"),
+    "another window": ({"flash_attn": {"flash_attn_func": window_less_one}}, "wrong by .* with a window"),
+}
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_flash_attn_that_does_not_work_is_named_and_passed_over(name, monkeypatch, tmp_path, caplog):
+    packages, why = BROKEN[name]
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    if name == "undefined symbol":
+        message = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"
+        (tmp_path / "flash_attn.py").write_text(f"raise ImportError({message!r})")
+        monkeypatch.syspath_prepend(tmp_path)
+    for package, functions in packages.items():
+        if functions is None:
+            monkeypatch.setitem(sys.modules, package, None)
+        else:
+            install(monkeypatch, package, **functions)
+    with caplog.at_level(logging.INFO, logger="medusa_decoding"):
+        served = chosen()
+        assert chosen() is served
+    # This machine's PyTorch has no flash kernel for a CPU, so nothing is left.
+    assert (served.name, served.flash) == ("tree_attention", None)
+    [record] = caplog.records
+    line = record.getMessage()
+    assert line.startswith("prefill attention on cpu, bfloat16, heads of 16: tree_attention (not flash-attn 2: ")
+    assert re.search(why, line), line
+    assert "not PyTorch's flash kernel: NotImplementedError" in line
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_best_kernel_that_works_serves(monkeypatch):
+    install(monkeypatch, "flash_attn_interface", flash_attn_func=upper_left)
+    install(monkeypatch, "flash_attn", flash_attn_func=flash_attn_func)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper = list(prefill_attention._candidates(torch.device("cuda", 0)))
+    assert hopper == ["flash-attn 3", "flash-attn 2", "PyTorch's flash kernel"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert list(prefill_attention._candidates(torch.device("cuda", 0))) == hopper[1:]
+    served = chosen()
+    assert served.name == "flash-attn 2"
+    assert served.reason == "right on a small case"
+    assert doctor.prefill("cpu") == {"implementation": "flash-attn 2", "reason": served.reason}
+
+
+def test_flash_kernels_are_for_16_bits_on_a_gpu_and_may_be_switched_off(monkeypatch):
+    asked = []
+    monkeypatch.setattr(prefill_attention, "served_by", lambda *key: asked.append(key) or SimpleNamespace(flash=1))
+
+    def serves(dtype, is_cuda=True):
+        q = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda:0", shape=(1, 5, 4, 128))
+        return prefill_attention.flash_kernel(q)
+
+    assert serves(torch.bfloat16) == serves(torch.float16) == 1
+    assert asked == [("cuda:0", torch.bfloat16, 128), ("cuda:0", torch.float16, 128)]
+    assert serves(torch.float32) is serves(torch.bfloat16, is_cuda=False) is None
+    monkeypatch.setattr(prefill_attention, "FLASH_PREFILL", False)
+    assert serves(torch.bfloat16) is None
+
+
+def test_what_pytorchs_flash_kernel_is_called_with():
+    """Its schema takes the arguments, also on a PyTorch of another version: run without data."""
+    q, cache = torch.empty(2, 5, 8, 64, device="meta"), torch.empty(2, 2, 2, 40, 64, device="meta")
+    k, v = cache[:, :, :, :12].transpose(2, 3)
+    for window in (None, 7):
+        assert prefill_attention._of_pytorch(q, k, v, 0.1, window).shape == q.shape
 
 
 class Largest(TorchDispatchMode):
@@ -395,6 +584,65 @@ def test_a_tree_after_more_than_131_072_rows(size):
     got = tree_attention(q, k, v, lens, chain, scale=0.3, window=size)
     exact = brute_force(q, k, v, length, 0.3, size)
     torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def on_this_gpu():
+    """The flash kernels that work here, in bf16 with heads of 128; each name with its function or what it lacks."""
+    found = {}
+    for name, load in prefill_attention._candidates(torch.device("cuda", 0)).items():
+        try:
+            found[name] = load()
+        except ImportError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["flash-attn 3", "flash-attn 2", "PyTorch's flash kernel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flash_kernels_on_a_gpu(name, dtype, monkeypatch):
+    """First and later chunks and windows over a cache as models have it; at most twice PyTorch's error with a mask."""
+    kernel = on_this_gpu().get(name, "not for this GPU")
+    if isinstance(kernel, str):
+        pytest.skip(kernel)
+    monkeypatch.setattr(prefill_attention, "flash_kernel", lambda q: kernel)
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator)
+    for (length, offset), size in itertools.product([(1500, 700), (1, 900), (600, 0)], (None, 1, 400)):
+        q, cache = draw(2, length, 8, 128).to(dtype), draw(2, 2, 2, 2, offset + length + 9, 128).to(dtype)
+        exact = brute_force(q, *cache[1], offset, 0.09, size)
+        lens = torch.full((2,), offset, dtype=torch.int32, device="cuda")
+        on_gpu = cache.cuda()[1]
+        got = prefill_attention.prefill_attention(q.cuda(), *on_gpu, lens, offset, scale=0.09, window=size)
+        age = offset + torch.arange(length)[:, None] - torch.arange(offset + length)
+        mask = (age >= 0) & (age < (size or torch.inf))
+        keys, values = (tensor[:, :, : offset + length] for tensor in cache[1])
+        theirs = torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, mask, scale=0.09, enable_gqa=True
+        )
+        error, bound = ((out.cpu().double() - exact).abs().max() for out in (got, theirs.transpose(1, 2)))
+        assert error <= 2 * bound + torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_prefill_on_a_gpu_makes_no_mask():
+    """Attention of a chunk of 2,048 at 14,336 rows: a mask of booleans alone would be 32 MiB."""
+    length, rows = 2048, 16384
+    q = torch.randn(1, length, 8, 128, dtype=torch.bfloat16, device="cuda")
+    k, v = torch.randn(2, 1, 2, rows, 128, dtype=torch.bfloat16, device="cuda")
+    lens = torch.full((1,), rows - length, dtype=torch.int32, device="cuda")
+    for size in (None, 4096):
+        attend = functools.partial(
+            prefill_attention.prefill_attention, q, k, v, lens, rows - length, scale=0.09, window=size
+        )
+        attend()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attend()
+        assert torch.cuda.max_memory_allocated() - before < 24 * 2**20, size
 
 
 @pytest.mark.gpu

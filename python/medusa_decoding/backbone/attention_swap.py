@@ -8,7 +8,6 @@ without one (the model's own forward or `generate`) it calls the original module
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 import weakref
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
@@ -25,9 +23,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from medusa_decoding.backbone.kv_cache import TreeCache
-from medusa_kernels import ancestor_words, rope_append, tree_attention
-from medusa_kernels.reference import WORD
-from medusa_kernels.tree_attention import MAX_NODES
+from medusa_decoding.backbone.prefill_attention import prefill_attention
+from medusa_kernels import rope_append, tree_attention
 
 SUPPORTED = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 
@@ -138,112 +135,6 @@ class TreeAttention(nn.Module):
 
 def _identity(module: nn.Module) -> nn.Module:
     return module
-
-
-def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_lens: torch.Tensor,
-    offset: int,
-    *,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Attend causally from a chunk of the prompts to the rows before it and to itself, just written.
-
-    Prompts begin at the start of their rows and padding follows them, so causality alone hides the padding. No mask of
-    chunk times earlier rows is materialised on any device.
-
-    Takes rotated queries [B, T, Hq, D] of positions `offset` to `offset + T`, caches [B, Hkv, S, D] of which rows
-    [0, offset + T) are filled, and int32 [B] lengths, `offset` in every row. Returns [B, T, Hq, D].
-    """
-    length = q.shape[1]
-    hides = window is not None and length > window
-    if offset > 0 or (hides and not q.is_cuda):
-        attend = _prefill_by_chains if q.is_cuda else _prefill_by_mask
-        return attend(q, k_cache, v_cache, cache_lens, offset, scale, window)
-    keys, values = k_cache[:, :, :length], v_cache[:, :, :length]
-    mask = None
-    if window is not None and hides:
-        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-    return out.transpose(1, 2)
-
-
-def _prefill_by_chains(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_lens: torch.Tensor,
-    offset: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Attend by `tree_attention`, piece by piece: the tokens of each piece are a tree that is one chain.
-
-    PyTorch's flash kernels take neither a mask nor, through the public function, a causal diagonal at the lower right;
-    its other kernels need the mask in memory, and with grouped heads also the scores.
-    """
-    out = torch.empty_like(q)
-    chain = _chain(q.device)
-    for first in range(0, q.shape[1], MAX_NODES):
-        piece = q[:, first : first + MAX_NODES]
-        nodes = piece.shape[1]
-        ancestors = chain[:nodes, : -(-nodes // WORD)]
-        out[:, first : first + nodes] = tree_attention(
-            piece, k_cache, v_cache, cache_lens + first, ancestors, scale=scale, window=window
-        )
-    return out
-
-
-@functools.lru_cache(maxsize=16)
-def _chain(device: torch.device) -> torch.Tensor:
-    """Return the ancestor words of the longest chain, [256, 4]; those of a shorter one are its corner."""
-    return ancestor_words(torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()).to(device)
-
-
-MASKED_PIECE = 256
-"""Queries that attend at once under a mask. PyTorch computes what a mask hides: half a piece per query, on average."""
-
-
-def _prefill_by_mask(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_lens: torch.Tensor,
-    offset: int,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    """Attend by PyTorch's function with masks, piece by piece: each piece reads only the rows that one of it sees."""
-    out = torch.empty_like(q)
-    for first in range(0, q.shape[1], MASKED_PIECE):
-        piece = slice(first, first + MASKED_PIECE)
-        out[:, piece] = _masked_piece(q[:, piece], k_cache, v_cache, offset + first, scale, window)
-    return out
-
-
-def _masked_piece(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, offset: int, scale: float, window: int | None
-) -> torch.Tensor:
-    """Attend with a mask of one line of memory, where each row begins one element later.
-
-    Whether a query sees a key depends only on their distance. With the queries in reverse order, the distance depends
-    only on row + column, so a view of one line with strides (1, 1) is the whole mask.
-    """
-    length = q.shape[1]
-    start = 0 if window is None else max(0, offset + 1 - window)
-    keys, values = k_cache[:, :, start : offset + length], v_cache[:, :, start : offset + length]
-    columns = offset - start + length
-    age = columns - 1 - torch.arange(columns + length - 1, device=q.device)
-    hidden = age < 0 if window is None else (age < 0) | (age >= window)
-    line = torch.zeros(age.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
-    mask = line.as_strided((length, columns), (1, 1))
-    out = F.scaled_dot_product_attention(q.transpose(1, 2).flip(2), keys, values, mask, scale=scale, enable_gqa=True)
-    return out.flip(2).transpose(1, 2)
 
 
 def sliding_window(attention: nn.Module) -> int | None:

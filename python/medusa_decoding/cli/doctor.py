@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from medusa_decoding.backbone import prefill_attention
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.provenance import versions
 from medusa_kernels import _native, selftest
@@ -45,8 +46,15 @@ def examine() -> dict[str, Any]:
         "native": {kind: _native.why_missing(kind) or "loaded" for kind in ("cpu", "cuda")},
         "build": _native.build_info(),
         "demo_checkpoint": (CHECKPOINT / "base").is_dir(),
+        "prefill": [{"device": device} | prefill(device) for device in devices[1:]],
         "ops": [vars(result) | {"passed": result.passed} for device in devices for result in selftest.run(device)],
     }
+
+
+def prefill(device: str) -> dict[str, str]:
+    """Return what serves the attention of prompts on a GPU, for the usual dtype and head size, and why."""
+    served = prefill_attention.served_by(torch.device(device), torch.bfloat16, 128)
+    return {"implementation": served.name, "reason": served.reason}
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -64,6 +72,8 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"  built for    {', '.join(built['isas'])}")
     for name, why in built.get("left_out", {}).items():
         print(f"  not built    {name}: {why}")
+    for row in report["prefill"]:
+        print(f"prompts on {row['device']} (bfloat16, heads of 128): {row['implementation']}: {row['reason']}")
     print(f"{'op':16}{'device':8}{'served by':12}{'error':>10}  check   why")
     for op in report["ops"]:
         verdict = "ok" if op["passed"] else "FAILED"
