@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -182,25 +182,39 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
     ):  # fmt: skip
         config = heads_topk.configuration(device, dtype, dtype, rows, "residual", vectors=wide(elements, dtype))
         kind = TRITON_TYPES[dtype]
-        yield specialise(
-            f"heads_topk {'residual' if bias else 'root'} {kind} {_tile(config, elements)}",
-            heads_topk.residual_kernel,
-            {"x hidden w1 b1 states": f"*{kind}"},
-            config.blocks() | {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": bias, "ACTIVATE": bias},
-            config,
-        )
+        flags = {"UNIT": elements, "EVEN": elements == 16, "HAS_BIAS": bias, "ACTIVATE": bias}
+        # The states for 8-bit weights are fp16.
+        for out in {kind, "fp16"} if dtype == bf16 and bias and elements == 16 else {kind}:
+            yield specialise(
+                f"heads_topk {'residual' if bias else 'root'} {kind} {_tile(config, elements)}"
+                + f" to {out}" * (out != kind),
+                heads_topk.residual_kernel,
+                {"x hidden w1 b1": f"*{kind}", "states": f"*{out}"},
+                config.blocks() | flags | _waiting(device, config, dtype, elements),
+                config,
+                programs=config.programs,
+            )
     for rows, noise in itertools.product((1, 32, 64), (False, True)):
         yield _vocabulary(device, bf16, bf16, rows, noise=noise)
     for elements in (8, 1):
         yield _vocabulary(device, bf16, bf16, 1, elements=elements)
+    for dtype, stored, rows, block_v in (
+        (bf16, bf16, 1, 32), (bf16, bf16, 1, 64), (bf16, bf16, 32, 32), (bf16, bf16, 64, 32),
+        (fp16, int8, 1, 32), (fp16, int8, 1, 64), (fp16, fp8, 1, 32), (fp16, fp8, 1, 64),
+    ):  # fmt: skip
+        # Of small vocabularies; devices whose tiles are as small anyway have no more forms.
+        if block_v < heads_topk.configuration(device, dtype, stored, rows, "vocabulary").block_v:
+            yield _vocabulary(device, dtype, stored, rows, block_v=block_v)
     yield _vocabulary(device, bf16, bf16, 1, k=32)
     yield _vocabulary(device, bf16, bf16, 1, gather=True)
+    # bf16 states with 8-bit weights are fp16, unless heads_topk.HALF_PRECISION_BYTES is off.
     for dtype, stored in itertools.product((fp16, bf16, fp32), (int8, fp8)):
         yield _vocabulary(device, dtype, stored, 1)
+    yield from (_vocabulary(device, fp16, stored, rows) for rows in (32, 64) for stored in (int8, fp8))
     for rows, gather in ((1, False), (64, True)):
-        yield _vocabulary(device, bf16, int8, rows, gather=gather, noise=True)
+        yield _vocabulary(device, fp16, int8, rows, gather=gather, noise=True)
     yield _vocabulary(device, fp32, fp32, 1, noise=True)
-    yield _vocabulary(device, bf16, int8, 32, gather=True)
+    yield _vocabulary(device, fp16, int8, 32, gather=True)
     yield _vocabulary(device, fp16, fp16, 1)
     yield _vocabulary(device, fp32, fp32, 1)
     for count, k in ((66, 10), (264, 10), (264, 32)):
@@ -209,19 +223,20 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
             f"heads_topk merge k{k} {blocks['BLOCK_N']}",
             heads_topk.merge_kernel,
             {"keys token_map tokens": "*i64", "peaks sums logprobs": "*fp32"},
-            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks},
+            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks} | _early(device),
             heads_topk.MERGE,
         )
 
 
-def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False, elements=16):
+def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False, elements=16, block_v=None):
     # With noise also a token map.
     vectors = wide(elements, dtype, stored)
     config = heads_topk.configuration(device, dtype, stored, rows, "vocabulary", vectors=vectors, noise=noise)
-    as_bytes, kind, weight = heads_topk.decodes_bytes(device, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
+    config = replace(config, block_v=block_v or config.block_v)
+    decode, kind, weight = heads_topk.decoding(device, dtype, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
     tile = _tile(config, elements, " gather" * gather + " noise" * noise)
-    types = {"states": f"*{kind}", "w2": "*u8" if as_bytes else f"*{weight}", "token_map keys": "*i64"}
-    flags = {"UNIT": elements, "EVEN": elements == 16, "E4M3": as_bytes, "HAS_SCALE": stored.itemsize == 1}
+    types = {"states": f"*{kind}", "w2": "*u8" if decode == "e4m3" else f"*{weight}", "token_map keys": "*i64"}
+    flags = {"UNIT": elements, "EVEN": elements == 16, "DECODE": decode, "HAS_SCALE": stored.itemsize == 1}
     return specialise(
         f"heads_topk vocabulary {kind} x {weight} k{k} {tile}",
         heads_topk.vocabulary_kernel,
@@ -229,9 +244,24 @@ def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False,
         config.blocks()
         | flags
         | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
-        | {"K": k, "PLACES": triton.next_power_of_2(k)},
+        | {"K": k, "PLACES": triton.next_power_of_2(k)}
+        | _waiting(device, config, stored, elements),
         config,
+        programs=config.programs,
     )
+
+
+def _waiting(device, config, stored, elements):
+    """Return the constants of a streaming kernel that is launched programmatically where the device can."""
+    wide_enough = has_programmatic(device) and elements * stored.itemsize % 16 == 0
+    ahead = (config.num_stages - 1) * config.block_k * stored.itemsize
+    return _early(device) | {"PREFETCH": ahead if wide_enough else 0}
+
+
+def _early(device, early=True):
+    """Return the constants of other kernels, of which all programs run at once or not."""
+    pdl = has_programmatic(device)
+    return {"PDL": pdl, "EARLY": pdl and early}
 
 
 def _tile(config: Config, elements: int, more: str = "") -> str:
@@ -244,6 +274,7 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     for rows in (1, 32, 64, 256):
         yield _projection(device, bf16, rows)
+    yield _projection(device, bf16, 65, stats=False)
     for elements in (8, 1):
         yield _projection(device, bf16, 1, elements=elements)
     for rows in (1, 64):
@@ -251,6 +282,7 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
         yield _projection(device, bf16, rows, scaled=True)
         yield _projection(device, bf16, rows, scaled=True, stats=False)
         yield _projection(device, fp16, rows)
+    yield _projection(device, bf16, 256, scaled=True)
     yield _projection(device, fp32, 1)
     yield _projection(device, fp32, 64, scaled=True, elements=1)
     for dtype, rows, scaled, stats, chain in (
@@ -269,7 +301,7 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
                 "parents": "*i64" if chain else "*i32",
                 "temperature": "fp32",
             },
-            {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks},
+            {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks} | _early(device, rows < 64),
             tree_verify.MERGE,
         )  # fmt: skip
 
@@ -289,8 +321,9 @@ def _projection(device, dtype, rows, *, scaled=False, stats=True, elements=16):
             "keys": "*i64",
             "temperature": "fp32",
         },
-        blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1},
+        blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1} | _waiting(device, config, dtype, elements),
         config,
+        programs=config.programs,
     )  # fmt: skip
 
 
@@ -385,7 +418,7 @@ def _tree_accept(device: Device) -> Iterator[Specialisation]:
                 "depths max_new lengths count log path accept_lens old_lengths": "*i32",
                 "finished": "*i8",
             },
-            constants,
+            constants | _early(device, nodes < 128),
             tree_accept.WARPS,
             aligned=("size",) if aligned else (),
         )
@@ -409,7 +442,7 @@ def _tree_select(device: Device) -> Iterator[Specialisation]:
                 "tokens paths out_tokens out_ancestors out_paths": "*i64",
                 "depths numbers chosen out_parents out_depths": "*i32",
             },
-            constants,
+            constants | _early(device, nodes < 128),
             warps,
         )
 
@@ -421,7 +454,7 @@ def _gumbel_noise(device: Device) -> Iterator[Specialisation]:
             f"gumbel_noise {first}" + ("" if aligned else " unit1"),
             gumbel_noise._gumbel_noise_kernel,
             {"seeds": "*i64", "first": f"*{first}", "out": "*fp32"},
-            {"COUNTERS": gumbel_noise.COUNTERS},
+            {"COUNTERS": gumbel_noise.COUNTERS} | _early(device, aligned != ()),
             gumbel_noise.WARPS,
             aligned=aligned,
         )

@@ -51,7 +51,9 @@ def tree_verify(
         next_tokens int64 `[B, N]` (the lowest id on exact ties), and in fp32 `[B, N]`: the log-sum-exp of
         `logits / temperature`, the entropy in nats of its softmax, and the log-probability of `candidates[b, i]` under
         the softmax at its parent (0 for the root). At temperature 0 the statistics are those of temperature 1. Without
-        `want_stats` they have shape `[0]`. Logits are rounded to the dtype of hidden, as a model rounds them.
+        `want_stats` they have shape `[0]`. Logits are rounded to the dtype of hidden, as a model rounds them. On a GPU
+        they are not stored, except up to 2^24 at a time for 256 or more nodes in fp16 or bf16 at temperature 0 without
+        statistics.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a candidate is outside the

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 
 WARPS = launch.Warps(num_warps=4, num_stages=1)
 COUNTERS = 256
@@ -16,16 +17,24 @@ COUNTERS = 256
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gumbel_noise_kernel(seeds, first, out, rows, vocabulary, COUNTERS: tl.constexpr):
+def _gumbel_noise_kernel(
+    seeds, first, out, rows, vocabulary, PDL: tl.constexpr, EARLY: tl.constexpr, COUNTERS: tl.constexpr
+):
     """Compute -log(-log(1 - v)) for one row of out [B, R, V], with v = min((x + 1/2) / 2^32, 1 - 2^-24).
 
     The random bits x are word token % 4 of Philox4x32-10 for the counter (token // 4, place, 0, 0) and the key seeds
     [B]; place is first [B] plus the row's number. Below 1/16 the inner logarithm is its series. Only x is not fp32.
     """
     i_row, i_piece = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     seed = tl.load(seeds + i_row // rows)
     place = (tl.load(first + i_row // rows) + i_row % rows).to(tl.int32)
     o_block = i_piece * COUNTERS + tl.arange(0, COUNTERS)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     zero = tl.zeros_like(o_block)
     b_0, b_1, b_2, b_3 = tl.philox(seed, o_block, zero + place, zero, zero)
     # [4 * COUNTERS]
@@ -43,9 +52,12 @@ def gumbel_noise(seeds, first, rows, vocabulary):
     counters = COUNTERS
     if interpreted():
         counters = triton.next_power_of_2(triton.cdiv(vocabulary, 4))  # a program costs far more than its arithmetic
+    grid, pdl = (len(seeds) * rows, triton.cdiv(vocabulary, 4 * counters)), programmatic(seeds.device)
     with launch.on_device(seeds):
-        _gumbel_noise_kernel[(len(seeds) * rows, triton.cdiv(vocabulary, 4 * counters))](
+        _gumbel_noise_kernel[grid](
             seeds.contiguous(), first.contiguous(), out, rows, vocabulary,
+            PDL=pdl, EARLY=pdl and at_once(launch.describe(seeds.device), grid[0] * grid[1]),
             COUNTERS=counters, num_warps=WARPS.num_warps, num_stages=WARPS.num_stages, **launch.OPTIONS,
+            **launch_options(pdl),
         )  # fmt: skip
     return out

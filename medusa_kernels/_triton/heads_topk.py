@@ -16,20 +16,28 @@ from torch import Tensor
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.heads_topk_configs import configuration
 from medusa_kernels._triton.launch import Device, Warps, describe, on_device
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 from medusa_kernels._triton.streaming import (
     OPTIONS,
     index_of,
+    narrowed,
     number_of,
     ordered,
+    prefetch_rows,
     product,
     shares,
     unit,
+    waiting,
     wide,
 )
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
 from medusa_kernels.heads_topk import residual_blocks
 
 MERGE = Warps(num_warps=4, num_stages=3)
+
+HALF_PRECISION_BYTES = True
+"""Whether 8-bit weights and the states that they are multiplied by become fp16 if the states have 16 bits. That takes
+fewer instructions than bf16."""
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "step"])
@@ -38,13 +46,15 @@ def residual_kernel(
     batch, heads, size, columns, stride_x_b, stride_x_k, stride_hidden_b, stride_hidden_k, stride_w1_k, stride_w1_r,
     stride_b1_k, tiles, step,
     UNIT: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATE: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute h + SiLU(W1 x + b1) for BLOCK_M rows and one program's share of the rows of one head's W1.
 
     hidden (h) [B, H] or [B, K, H], x likewise with R in place of H, w1 [K, H, R] and b1 [K, H] give states [B, K, H];
-    without ACTIVATE h + W1 x + b1. Everything is fp32 until the one rounding to the dtype of the states. Sizes (H and
-    R, the columns) and strides come in units of UNIT elements.
+    without ACTIVATE h + W1 x + b1. Everything is fp32 until the one rounding to the dtype of the states, which may be
+    fp16 in place of bf16. Sizes (H and R, the columns) and strides come in units of UNIT elements. PREFETCH: bytes of
+    each row of the first tile to load into the L2 while the previous kernel runs.
     """
     i_m, i_p, i_k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -54,13 +64,21 @@ def residual_kernel(
     m_m = o_m < batch
     p_a = x + i_k * (stride_x_k * UNIT) + o_m.to(tl.int64) * (stride_x_b * UNIT)
     p_h = hidden + i_k * (stride_hidden_k * UNIT) + o_m.to(tl.int64) * (stride_hidden_b * UNIT)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            o_r = i_p * step + o_v
+            p_w = w1 + i_k * (stride_w1_k * UNIT) + o_r.to(tl.int64) * (stride_w1_r * UNIT)
+            prefetch_rows(p_w, (o_v < step) & (o_r < size), PREFETCH)
+        tl.extra.cuda.gdc_wait()
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
         o_r = first + o_v
         m_r = (o_v < step) & (o_r < size)
         p_w = w1 + i_k * (stride_w1_k * UNIT) + o_r.to(tl.int64) * (stride_w1_r * UNIT)
         # [BLOCK_M, BLOCK_V]
-        b_inner = product(p_a, m_m, p_w, m_r, columns, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, False)
+        b_inner = product(p_a, m_m, p_w, m_r, columns, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, "")
         if HAS_BIAS:
             # [BLOCK_V]
             b_inner += tl.load(b1 + i_k * stride_b1_k + o_r, mask=m_r, other=0.0).to(tl.float32)[None, :]
@@ -68,8 +86,13 @@ def residual_kernel(
         # [BLOCK_M, BLOCK_V]
         b_state = tl.load(p_h[:, None] + o_r[None, :], mask=m_state, other=0.0).to(tl.float32)
         b_state += b_inner * tl.sigmoid(b_inner) if ACTIVATE else b_inner
+        if states.dtype.element_ty != hidden.dtype.element_ty:
+            # fp16 ends at 65504. Infinities and NaN stay what they are.
+            b_state = tl.where(tl.abs(b_state) < float("inf"), tl.clamp(b_state, -65504.0, 65504.0), b_state)
         p_state = states + (o_m.to(tl.int64)[:, None] * heads + i_k) * size + o_r[None, :]
         tl.store(p_state, b_state.to(states.dtype.element_ty), mask=m_state)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])
@@ -77,8 +100,9 @@ def vocabulary_kernel(
     states, w2, scale, token_map, noise, keys, peaks, sums,
     rows, groups, heads, vocabulary, ids, size, stride_w2_g, stride_w2_v, stride_scale_g, stride_noise_b,
     stride_noise_k, tiles, step, inverse_temperature,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, E4M3: tl.constexpr, HAS_SCALE: tl.constexpr, GATHER: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, GATHER: tl.constexpr,
     HAS_MAP: tl.constexpr, HAS_NOISE: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     K: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +112,7 @@ def vocabulary_kernel(
     [R * G, P]. With one projection per head the G groups are the heads and the R rows the batch; a shared projection is
     one group whose rows are all states. Row r of group g is state r * G + g. GATHER: token_map names the V rows of W2.
     State b * heads + j takes row j of noise [B, .., ids]; with a token_map (HAS_MAP) it names the ids. W2 s is the fp32
-    accumulator, which is not rounded.
+    accumulator, which is not rounded. DECODE: as in `product`. PREFETCH: as in `residual_kernel`.
     """
     i_m, i_p, i_g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -102,6 +126,18 @@ def vocabulary_kernel(
     b_topk = empty_topk(BLOCK_M, K, PLACES)
     b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
+    p_group = w2 + i_g * (stride_w2_g * UNIT)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            m_v = (o_v < step) & (i_p * step + o_v < vocabulary)
+            o_w = (i_p * step + o_v).to(tl.int64)
+            if GATHER:
+                # [BLOCK_V]
+                o_w = tl.load(token_map + o_w, mask=m_v, other=0)
+            prefetch_rows(p_group + o_w * (stride_w2_v * UNIT), m_v, PREFETCH)
+        tl.extra.cuda.gdc_wait()
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
         m_v = (o_v < step) & (first + o_v < vocabulary)
@@ -109,13 +145,13 @@ def vocabulary_kernel(
         if GATHER:
             # [BLOCK_V]
             o_w = tl.load(token_map + o_w, mask=m_v, other=0)
-        p_w = w2 + i_g * (stride_w2_g * UNIT) + o_w * (stride_w2_v * UNIT)
+        p_w = p_group + o_w * (stride_w2_v * UNIT)
         # [BLOCK_M, BLOCK_V]
-        b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, E4M3)
+        b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, DECODE)
         if HAS_SCALE:
             # [BLOCK_V]
             b_scale = tl.load(scale + i_g * stride_scale_g + o_w, mask=m_v, other=0.0)
-            b_x *= (b_scale * 256.0 if E4M3 else b_scale)[None, :]
+            b_x *= (b_scale * 256.0 if DECODE == "e4m3" else b_scale)[None, :]
         m_x = m_m[:, None] & m_v[None, :]
         b_x *= inverse_temperature
         if HAS_NOISE:
@@ -132,6 +168,8 @@ def vocabulary_kernel(
         b_high = tl.maximum(b_peak, tl.max(b_x, 1))
         b_sum = b_sum * tl.exp(b_peak - b_high) + tl.sum(tl.exp(b_x - b_high[:, None]), 1)
         b_peak = b_high
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     o_part = o_state * programs + i_p
     tl.store(peaks + o_part, b_peak, mask=m_m)
     tl.store(sums + o_part, b_sum, mask=m_m)
@@ -142,7 +180,8 @@ def vocabulary_kernel(
 @triton.jit(do_not_specialize=["programs"])
 def merge_kernel(
     keys, peaks, sums, token_map, logprobs, tokens, programs,
-    HAS_MAP: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_MAP: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of one row: log-probability x - (m + log sum exp(x - m)) and token of its top K, best first.
 
@@ -151,6 +190,10 @@ def merge_kernel(
     """
     i_row = tl.program_id(0).to(tl.int64)
     o_p = tl.arange(0, BLOCK_P)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # [BLOCK_P]
     b_peaks = tl.load(peaks + i_row * programs + o_p, mask=o_p < programs, other=-float("inf"))
     b_sums = tl.load(sums + i_row * programs + o_p, mask=o_p < programs, other=0.0)
@@ -173,6 +216,8 @@ def merge_kernel(
     if HAS_MAP:
         # [PLACES]
         b_token = tl.load(token_map + b_token, mask=m_place, other=0)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(logprobs + i_row * K + b_rank, number_of(b_topk) - b_logsumexp, mask=m_place)
     tl.store(tokens + i_row * K + b_rank, b_token, mask=m_place)
 
@@ -180,6 +225,18 @@ def merge_kernel(
 def decodes_bytes(device: Device, stored: torch.dtype) -> bool:
     """Return whether float8_e4m3fn weights are read as bytes, because Triton cannot convert them on the device."""
     return stored == torch.float8_e4m3fn and (interpreted() or device.capability < (8, 9))
+
+
+def in_half_precision(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Return whether states of this dtype are multiplied by weights of dtype `stored` in fp16, not in their own."""
+    return HALF_PRECISION_BYTES and stored.itemsize == 1 and dtype.itemsize == 2
+
+
+def decoding(device: Device, dtype: torch.dtype, stored: torch.dtype) -> str:
+    """Return how weights are converted, see `product`; `dtype` is that of the states."""
+    if decodes_bytes(device, stored):
+        return "e4m3"
+    return "int8" if HALF_PRECISION_BYTES and stored == torch.int8 and dtype == torch.float16 else ""
 
 
 def merge_blocks(programs: int, k: int) -> dict[str, int]:
@@ -201,14 +258,19 @@ def heads_topk(
 ):  # fmt: skip
     """Launch the kernels; see the public `heads_topk`."""
     with on_device(hidden):
-        states = hidden if root is None else _states(root, hidden, w_root, None, activate=False)
-        for weight, bias in residual_blocks(w1, b1):
-            states = _states(states, states, weight, bias)
+        states = hidden if root is None else _states(root, hidden, w_root, None, hidden.dtype, activate=False)
+        *before, (weight, bias) = residual_blocks(w1, b1)
+        for inner in before:
+            states = _states(states, states, *inner, hidden.dtype)
+        last = torch.float16 if in_half_precision(hidden.dtype, w2.dtype) else hidden.dtype
+        states = _states(states, states, weight, bias, last)
         return _top_k(states, rows_first(w2), k, w2_scale, token_map, gather, temperature, noise)
 
 
-def _states(x: Tensor, hidden: Tensor, w1: Tensor, b1: Tensor | None, *, activate: bool = True) -> Tensor:
-    """Return `[B, K, H]`, hidden plus SiLU(W1 x + b1), or without the activation, of every head."""
+def _states(
+    x: Tensor, hidden: Tensor, w1: Tensor, b1: Tensor | None, dtype: torch.dtype, *, activate: bool = True
+) -> Tensor:
+    """Return `[B, K, H]` in `dtype`, hidden plus SiLU(W1 x + b1), or without the activation, of every head."""
     x, hidden, w1 = rows_first(x), rows_first(hidden), rows_first(w1)
     batch, (heads, size, columns) = hidden.shape[0], w1.shape
     strides = [tensor.stride()[i] if tensor.dim() > i + 1 else 0 for tensor in (x, hidden) for i in (0, 1)]
@@ -220,13 +282,16 @@ def _states(x: Tensor, hidden: Tensor, w1: Tensor, b1: Tensor | None, *, activat
     tiles = triton.cdiv(batch, config.block_m)
     share = shares(size, device.multiprocessors * config.programs // (heads * tiles), config.block_v)
     bias = hidden if b1 is None else rows_first(b1)
-    states = hidden.new_empty(batch, heads, size)
+    states = hidden.new_empty(batch, heads, size, dtype=dtype)
+    pdl = programmatic(hidden.device)
     residual_kernel[tiles, share.programs, heads](
         x, hidden, w1, bias, states,
         batch, heads, size // elements, columns // elements, *(stride // elements for stride in strides),
         bias.stride(0), share.tiles, share.step,
         UNIT=elements, EVEN=columns % config.block_k == 0, HAS_BIAS=b1 is not None, ACTIVATE=activate,
+        **waiting(device, config, tiles * share.programs * heads, w1, elements, pdl),
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
+        **launch_options(pdl),
     )  # fmt: skip
     return states
 
@@ -247,30 +312,33 @@ def _top_k(
     config = configuration(device, states.dtype, w2.dtype, rows, "vocabulary", vectors=vectors, noise=noise is not None)
     tiles = triton.cdiv(rows, config.block_m)
     share = shares(vocabulary, device.multiprocessors * config.programs // (groups * tiles), config.block_v)
-    as_bytes = decodes_bytes(device, w2.dtype)
+    config = narrowed(config, share)
     keys = states.new_empty(batch * heads, share.programs, k, dtype=torch.int64)
     peaks, sums = states.new_empty(2, batch * heads, share.programs, dtype=torch.float32).unbind()
     scale = None if scale is None else scale.contiguous()
     ids = keys if token_map is None else token_map.contiguous()
     noise = None if noise is None else rows_first(noise)
-    places = triton.next_power_of_2(k)
+    places, pdl = triton.next_power_of_2(k), programmatic(states.device)
     vocabulary_kernel[tiles, share.programs, groups](
-        states, w2.view(torch.uint8) if as_bytes else w2, peaks if scale is None else scale, ids,
+        states, w2.view(torch.uint8) if decodes_bytes(device, w2.dtype) else w2, peaks if scale is None else scale, ids,
         peaks if noise is None else noise, keys, peaks, sums,
         rows, groups, heads, vocabulary, 0 if noise is None else noise.shape[-1], size // elements,
         stride_w2_g // elements, w2.stride(-2) // elements,
         scale.stride(0) if scale is not None and groups > 1 else 0, *((0, 0) if noise is None else noise.stride()[:2]),
         share.tiles, share.step, 1 / temperature,
-        UNIT=elements, EVEN=size % config.block_k == 0, E4M3=as_bytes,
+        UNIT=elements, EVEN=size % config.block_k == 0, DECODE=decoding(device, states.dtype, w2.dtype),
         HAS_SCALE=scale is not None, GATHER=gather, HAS_MAP=token_map is not None,
         HAS_NOISE=noise is not None, K=k, PLACES=places,
+        **waiting(device, config, tiles * share.programs * groups, w2, elements, pdl),
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
+        **launch_options(pdl),
     )  # fmt: skip
     logprobs = states.new_empty(batch, heads, k, dtype=torch.float32)
     tokens = keys.new_empty(batch, heads, k)
     merge_kernel[(batch * heads,)](
         keys, peaks, sums, ids, logprobs, tokens, share.programs,
-        HAS_MAP=token_map is not None, K=k, PLACES=places, **merge_blocks(share.programs, k),
-        num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
+        HAS_MAP=token_map is not None, K=k, PLACES=places, PDL=pdl, EARLY=pdl and at_once(device, batch * heads),
+        **merge_blocks(share.programs, k), num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
+        **launch_options(pdl),
     )  # fmt: skip
     return logprobs, tokens

@@ -53,6 +53,15 @@ class Device:
         """Return how many blocks with this many bytes of shared memory a multiprocessor holds at once."""
         return self.multiprocessor_memory // (shared + RESERVED)
 
+    def idle(self, programs: int, per_multiprocessor: int) -> float:
+        """Return the share of the multiprocessors' time that the last wave of a launch leaves idle.
+
+        The device runs waves of `per_multiprocessor` programs on each multiprocessor; the last has the rest.
+        """
+        waves = -(-programs // (self.multiprocessors * per_multiprocessor))
+        last = programs - (waves - 1) * self.multiprocessors * per_multiprocessor
+        return max(0, self.multiprocessors - last) / self.multiprocessors / waves
+
 
 @dataclass(frozen=True)
 class Warps:

@@ -7,13 +7,17 @@ rows, tile by tile, and reduces its products in registers. This file does not kn
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
+from medusa_kernels._triton.programmatic import at_once
 
 OPTIONS = launch.OPTIONS | {"maxnreg": 255}
 """Compiler options of every launch. Without the limit, the assembler spills registers to fit more programs on a
@@ -21,6 +25,12 @@ multiprocessor than its shared memory holds."""
 
 LOWEST_ROWS = 16
 """Fewest weight rows worth a program."""
+
+PREFETCH_WEIGHTS = True
+"""Whether kernels that are launched programmatically prefetch weights while the kernel before them ends."""
+
+NARROW_TILES = True
+"""Whether the heads' tiles have fewer rows if each program has few, as with a trimmed vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ class Config:
         block_k: columns per step.
         num_warps: warps per program.
         num_stages: steps in shared memory at once; all but one of them are being loaded.
-        programs: programs launched per multiprocessor. More than run at once even out differences in speed.
+        programs: programs launched per multiprocessor, of which `benchmarks.inspection` checks that they run at once.
     """
 
     block_m: int
@@ -71,6 +81,13 @@ def shares(rows: int, programs: int, block: int, multiple: int = 1) -> Shares:
     return Shares(-(-rows // (tiles * step)), tiles, step)
 
 
+def narrowed(config: Config, share: Shares) -> Config:
+    """Return the configuration with tiles of at most half empty rows: few rows in a wide tile take its instructions."""
+    if not NARROW_TILES:
+        return config
+    return replace(config, block_v=min(config.block_v, max(32, triton.next_power_of_2(share.step))))
+
+
 def unit(*elements: int) -> int:
     """Return the largest of 1, 2, 4, 8 and 16 that divides all sizes and strides.
 
@@ -84,9 +101,97 @@ def wide(elements: int, *dtypes: torch.dtype) -> bool:
     return all(elements * dtype.itemsize >= min(16, 8 * dtype.itemsize) for dtype in dtypes)
 
 
+def prefetch_bytes(weight: Tensor, elements: int, columns: int, pdl: bool) -> int:
+    """Return how many bytes of each weight row a program may prefetch, for its first `columns` columns; 0 for none.
+
+    The rows' size and strides are multiples of `elements`. The instruction takes multiples of 16 bytes at addresses
+    that are multiples of 16. `pdl`: whether the launch is programmatic; otherwise there is nothing to wait for.
+    """
+    if not pdl or not PREFETCH_WEIGHTS or elements * weight.itemsize % 16 or weight.data_ptr() % 16:
+        return 0
+    return min(columns, weight.shape[-1]) * weight.itemsize
+
+
+def waiting(
+    device: launch.Device, config: Config, programs: int, weight: Tensor, elements: int, pdl: bool
+) -> dict[str, Any]:
+    """Return the constants of a kernel of `programs` programs that say what it does before it waits."""
+    return {
+        "PDL": pdl,
+        "EARLY": pdl and at_once(device, programs, config.programs),
+        # As much as the pipeline loads first.
+        "PREFETCH": prefetch_bytes(weight, elements, (config.num_stages - 1) * config.block_k, pdl),
+    }
+
+
 def interpreted_config(rows: int) -> Config:
     """Return a configuration for Triton's interpreter, in which an operation costs the same for any tile size."""
     return Config(min(128, max(16, triton.next_power_of_2(rows))), 256, 128, 4, 1, 1)
+
+
+@triton.jit
+def prefetch_rows(p_rows, m_rows, BYTES: tl.constexpr):
+    """Prefetch the first BYTES bytes of weight rows into the L2, from sm_90 on.
+
+    p_rows [rows] points at the first elements, m_rows masks them. Nothing waits for the bytes. BYTES and the addresses
+    are multiples of 16 (see `prefetch_bytes`), and a row has at least BYTES bytes.
+    """
+    tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred wanted;
+            setp.ne.s32 wanted, $2, 0;
+            @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
+            mov.u32 $0, 0;
+        }
+        """,
+        "=r,l,r,r",
+        [p_rows, m_rows.to(tl.int32), BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+COMPILED = tl.constexpr(not interpreted())
+
+INT8_TO_FP16 = tl.constexpr("""
+{
+    .reg .b32 bytes, bias;
+    mov.b32 bias, 0x64806480;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 $0, bytes, 0x64646464, 0x4140;
+    prmt.b32 $1, bytes, 0x64646464, 0x4342;
+    sub.rn.f16x2 $0, $0, bias;
+    sub.rn.f16x2 $1, $1, bias;
+}
+""")
+"""Convert four int8 numbers in $2 to fp16 in $0 and $1. A byte with its sign bit flipped is the number plus 128; below
+an upper byte of 0x64 it is that plus 1024 in fp16. 0x6480 is 1152, and the difference is exact."""
+
+E4M3_TO_FP16 = tl.constexpr("""
+{
+    .reg .b32 low, high, low_sign, high_sign;
+    prmt.b32 low_sign, $2, 0, 0x1404;
+    prmt.b32 high_sign, $2, 0, 0x3424;
+    and.b32 low, low_sign, 0x7f007f00;
+    and.b32 high, high_sign, 0x7f007f00;
+    shr.b32 low, low, 1;
+    shr.b32 high, high, 1;
+    lop3.b32 $0, low_sign, 0x80008000, low, 0xea;
+    lop3.b32 $1, high_sign, 0x80008000, high, 0xea;
+}
+""")
+"""Convert four bytes in $2 as `decode_e4m3` says, to $0 and $1; 0xea is (a & b) | c."""
+
+
+@triton.jit
+def decode_int8(b_weights):
+    """Return int8 numbers in fp16, exactly. Compiled, four are converted at once, without conversion instructions."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_weights], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        return b_weights.to(tl.float16)
 
 
 @triton.jit
@@ -96,20 +201,24 @@ def decode_e4m3(b_bytes):
     The exponent moves into the wider field of fp16, whose bias is larger by 8; subnormal numbers are right too. It is
     for targets without an instruction for this conversion.
     """
-    b_wide = b_bytes.to(tl.uint16)
-    return (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    if COMPILED:
+        return tl.inline_asm_elementwise(E4M3_TO_FP16, "=r,=r,r", [b_bytes], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        b_wide = b_bytes.to(tl.uint16)
+        return (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def product(
     p_a, m_a, p_w, m_w, size,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, E4M3: tl.constexpr,
+    EVEN: tl.constexpr, DECODE: tl.constexpr,
 ):  # fmt: skip
     """Return A W^T over `size` columns, accumulated in fp32 and not rounded: `[BLOCK_M, BLOCK_V]`.
 
     p_a [BLOCK_M] and p_w [BLOCK_V] point at the first elements of rows, m_a and m_w mask them. EVEN: BLOCK_K divides
-    the size. E4M3: the weights are bytes of float8_e4m3fn, and the product is 1/256 of the true one.
+    the size. DECODE: how weights are converted to fp16, "" by Triton to the dtype of A. "int8" by `decode_int8`;
+    "e4m3" by `decode_e4m3`: the weights are bytes of float8_e4m3fn, and the product is 1/256 of the true one.
     """
     o_k = tl.arange(0, BLOCK_K)
     b_acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
@@ -124,8 +233,10 @@ def product(
         b_a = tl.load(p_a[:, None] + (k + o_k)[None, :], mask=m_at, other=0.0)
         # [BLOCK_V, BLOCK_K]
         b_w = tl.load(p_w[:, None] + (k + o_k)[None, :], mask=m_wt, other=0.0)
-        if E4M3:
+        if DECODE == "e4m3":
             b_w = decode_e4m3(b_w)
+        elif DECODE == "int8":
+            b_w = decode_int8(b_w)
         b_b = tl.trans(b_w.to(b_a.dtype))
         if b_a.dtype == tl.float32:
             b_acc, b_comp = dot_accumulate(b_a, b_b, b_acc, b_comp)

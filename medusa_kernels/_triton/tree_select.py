@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 from medusa_kernels.reference import WORD
 
 OPTIONS = launch.OPTIONS | {"maxnreg": 128}
@@ -35,6 +36,7 @@ def _tree_select_kernel(
     tokens, logprobs, depths, paths, numbers, chosen,
     out_tokens, out_parents, out_depths, out_ancestors, out_paths,
     candidates, path_len, nodes,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Keep the N candidates with the greatest score(m) = sum of min(logprobs, 0) along paths[m], for one row.
@@ -43,6 +45,10 @@ def _tree_select_kernel(
     the results [B, N, ...]. Sums are fp32, in the order of the path; nothing is rounded further.
     """
     i_b = tl.program_id(0).to(tl.int64)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tokens += i_b * candidates
     logprobs += i_b * candidates
     numbers += i_b * candidates
@@ -105,6 +111,8 @@ def _tree_select_kernel(
     tl.store(out_tokens + o_row, tl.load(tokens + b_chosen, mask=m_n, other=0), mask=m_n)
     tl.store(out_parents + o_row, b_parent, mask=m_n)
     tl.store(out_depths + o_row, b_depth, mask=m_n)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def tree_select(tokens, logprobs, depths, paths, nodes):
@@ -115,11 +123,13 @@ def tree_select(tokens, logprobs, depths, paths, nodes):
     out_depths, out_paths = depths.new_empty(batch, nodes), tokens.new_empty(batch, nodes, path_len)
     ancestors = tokens.new_empty(batch, nodes, constants["WORDS"])
     if batch:
+        pdl = programmatic(tokens.device)
         numbers, chosen = depths.new_empty(batch, candidates), depths.new_empty(batch, nodes)
         with launch.on_device(tokens):
             _tree_select_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, logprobs, depths, paths)), numbers, chosen,
                 out_tokens, out_parents, out_depths, ancestors, out_paths, candidates, path_len, nodes,
-                **constants, num_warps=warps.num_warps, num_stages=warps.num_stages, **OPTIONS,
+                PDL=pdl, EARLY=pdl and at_once(launch.describe(tokens.device), batch),
+                **constants, num_warps=warps.num_warps, num_stages=warps.num_stages, **OPTIONS, **launch_options(pdl),
             )  # fmt: skip
     return out_tokens, out_parents, out_depths, ancestors, out_paths

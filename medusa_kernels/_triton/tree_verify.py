@@ -3,6 +3,8 @@
 The first keeps, per node and program, the best token and the sums for log-sum-exp and entropy, over the program's share
 of the vocabulary. The second combines them in a fixed order, and computes the one logit that the log-probability of a
 child needs as a separate dot product. Logits exist one tile at a time, in registers.
+
+If only the likeliest tokens of many nodes are wanted, PyTorch multiplies instead: see `PRODUCT_ROWS`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,18 +13,23 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Warps, describe, on_device
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 from medusa_kernels._triton.streaming import (
     OPTIONS,
     exponential,
     index_of,
     ordered,
     packed,
+    prefetch_rows,
     product,
     shares,
     unit,
+    waiting,
     wide,
 )
 from medusa_kernels._triton.tree_verify_configs import configuration
@@ -30,12 +37,21 @@ from medusa_kernels._triton.tree_verify_configs import configuration
 MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
 
+PRODUCT_ROWS = 256
+"""From how many nodes on PyTorch multiplies if only the likeliest tokens of 16-bit states are wanted. There the kernels
+are bound by arithmetic, at which cuBLAS is better: on an H200 they took 1.03 to 1.34 times as long as all logits at
+once (benchmarks/results/nvidia-h200.jsonl)."""
+
+MOST_LOGITS = 2**24
+"""How many logits are in memory at once then."""
+
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step", "nodes", "noises", "stride_noise_rows_b"])
 def project_kernel(
     hidden, weight, noise, noise_rows, keys, peaks, sums, moments,
     rows, vocabulary, size, stride_weight_v, tiles, step, nodes, noises, stride_noise_rows_b, temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, VECTOR: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Reduce x = W h / temperature over one program's share of the vocabulary, for BLOCK_M nodes.
@@ -43,7 +59,8 @@ def project_kernel(
     hidden [R, H], weight [V, H] and noise [B, noises, V], of which each node takes the row that noise_rows gives, make,
     all [R, P]: keys (argmax of x + noise, packed), peaks (m = max x), sums (sum of exp(x - m)) and moments (sum of
     exp(x - m) (x - m)). W h is accumulated in fp32 and rounded to the dtype of hidden, as a model rounds its logits;
-    everything after is fp32.
+    everything after is fp32. PREFETCH: bytes of each weight row of the first tile to load into the L2 while the
+    previous kernel runs.
     """
     i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     size, vocabulary, step = size * UNIT, vocabulary * VECTOR, step * VECTOR
@@ -55,6 +72,14 @@ def project_kernel(
     b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_moment = tl.zeros((BLOCK_M,), tl.float32)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            first = i_p * step
+            m_v = (o_v < step) & (first + o_v < vocabulary)
+            prefetch_rows(weight + (first + o_v).to(tl.int64) * (stride_weight_v * UNIT), m_v, PREFETCH)
+        tl.extra.cuda.gdc_wait()
     if SCALED:
         # [BLOCK_M]
         b_row = tl.load(noise_rows + o_m // nodes * stride_noise_rows_b + o_m % nodes, mask=m_m, other=-1)
@@ -66,7 +91,7 @@ def project_kernel(
         m_v = (o_v < step) & (first + o_v < vocabulary)
         p_w = weight + (first + o_v).to(tl.int64) * (stride_weight_v * UNIT)
         # [BLOCK_M, BLOCK_V]
-        b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, False)
+        b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, "")
         b_x = b_x.to(hidden.dtype.element_ty).to(tl.float32)
         b_x = tl.where(m_v[None, :], b_x, -float("inf"))
         b_score = b_x
@@ -90,6 +115,8 @@ def project_kernel(
             b_moment = b_shrink * (b_moment + b_fall * b_sum) + tl.sum(b_exp * b_below, 1)
             b_sum = b_shrink * b_sum + tl.sum(b_exp, 1)
             b_peak = b_high
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     o_part = o_m.to(tl.int64) * programs + i_p
     tl.store(keys + o_part, b_best, mask=m_m)
     if STATS:
@@ -118,6 +145,7 @@ def merge_kernel(
     keys, peaks, sums, moments, hidden, weight, candidates, parents, next_tokens, logsumexp, entropy, child_logprobs,
     rows, nodes, programs, vocabulary, size, stride_weight_v, stride_parents_b, temperature,
     UNIT: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, CHAIN: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Combine the shares of BLOCK_R nodes: argmax, log-sum-exp, entropy, and log-probability of each node's token.
@@ -131,6 +159,10 @@ def merge_kernel(
     o_p = tl.arange(0, BLOCK_P)
     m_part = m_row[:, None] & (o_p < programs)[None, :]
     o_part = o_row.to(tl.int64)[:, None] * programs + o_p[None, :]
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # [BLOCK_R, BLOCK_P]
     b_best = tl.max(tl.load(keys + o_part, mask=m_part, other=LOWEST_KEY), 1)
     tl.store(next_tokens + o_row, index_of(b_best), mask=m_row)
@@ -175,6 +207,8 @@ def merge_kernel(
         b_logprob = b_logit - (b_peak + tl.log(b_sum))
         b_logprob = tl.where(m_valid, b_logprob, float("nan"))
         tl.store(child_logprobs + o_row, tl.where(b_parent < 0, 0.0, b_logprob), mask=m_row)
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def merge_blocks(rows: int, programs: int) -> dict[str, int]:
@@ -189,6 +223,22 @@ def merge_blocks(rows: int, programs: int) -> dict[str, int]:
     }
 
 
+def likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return the token of the greatest logit of every node `[B, N]`, the lowest of equal ones.
+
+    PyTorch multiplies with one part of the vocabulary after another, so that at most `MOST_LOGITS` are in memory.
+    """
+    states = hidden.flatten(0, 1)
+    part, *others = weight.chunk(-(-len(states) * len(weight) // MOST_LOGITS))
+    best, tokens = linear(states, part).max(-1)
+    first = len(part)
+    for part in others:
+        high, index = linear(states, part).max(-1)
+        tokens = torch.where(high > best, index + first, tokens)
+        best, first = torch.maximum(high, best), first + len(part)
+    return tokens.view(hidden.shape[:2])
+
+
 def tree_verify(
     hidden, weight, candidates, parents=None,
     *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
@@ -198,6 +248,8 @@ def tree_verify(
         weight = (weight.float() * weight_scale[:, None]).to(hidden.dtype)
     batch, nodes, size = hidden.shape
     vocabulary, rows = weight.shape[0], batch * nodes
+    if rows >= PRODUCT_ROWS and hidden.dtype.itemsize == 2 and temperature == 0 and not want_stats:
+        return likeliest(hidden, weight), *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
     hidden, candidates = hidden.contiguous(), candidates.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     next_tokens = torch.empty_like(candidates)
@@ -219,6 +271,7 @@ def tree_verify(
     share = shares(vocabulary, slots // m_tiles, config.block_v, vector)
     keys = candidates.new_empty(rows, share.programs)
     peaks, sums, moments = hidden.new_empty(3, rows, share.programs, dtype=torch.float32).unbind()
+    pdl = programmatic(hidden.device)
     flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats}
     with on_device(hidden):
         project_kernel[m_tiles, share.programs](
@@ -227,15 +280,18 @@ def tree_verify(
             rows, vocabulary // vector, size // elements, weight.stride(0) // elements, share.tiles,
             share.step // vector, nodes, noises, nodes if scaled and noise_rows.dim() == 2 else 0, temperature,
             **flags, VECTOR=vector, EVEN=size % config.block_k == 0,
+            **waiting(device, config, m_tiles * share.programs, weight, elements, pdl),
             **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
+            **launch_options(pdl),
         )  # fmt: skip
         blocks = merge_blocks(rows, share.programs)
-        merge_kernel[(triton.cdiv(rows, blocks["BLOCK_R"]),)](
+        programs = triton.cdiv(rows, blocks["BLOCK_R"])
+        merge_kernel[(programs,)](
             keys, peaks, sums, moments, hidden, weight, candidates,
             keys if parents is None else parents.contiguous(), next_tokens, logsumexp, entropy, child_logprobs,
             rows, nodes, share.programs, vocabulary, size // elements, weight.stride(0) // elements,
             nodes if parents is not None and parents.dim() == 2 else 0, temperature,
-            **flags, CHAIN=parents is None, **blocks,
-            num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
+            **flags, CHAIN=parents is None, PDL=pdl, EARLY=pdl and at_once(device, programs), **blocks,
+            num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip
     return next_tokens, logsumexp, entropy, child_logprobs

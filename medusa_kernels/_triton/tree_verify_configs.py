@@ -30,4 +30,7 @@ def configuration(
         if scaled:
             return Config(64, 128, 64, 8, 6, 1)
         return Config(m, 256, 64, 8, 4, 1) if m == 64 else Config(m, 128, 64, 8, 5, 1)
-    return Config(m, 64, 64, 4 if m == 64 else 8, 3, 2)
+    if m == 64:
+        return Config(m, 64, 64, 4, 3, 2)
+    # There are registers for one program, which keeps the memory busy alone.
+    return Config(m, 64, 64, 8, 5 if device.roomy else 4, 1)

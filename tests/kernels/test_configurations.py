@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import types
 from typing import Any
@@ -17,7 +18,8 @@ from benchmarks.inspection import TARGETS
 from benchmarks.kernel_forms import FORMS
 from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
-from medusa_kernels._triton import decode_linear, heads_topk, launch, tree_attention, tree_verify
+from medusa_kernels._triton import decode_linear, heads_topk, launch, streaming, tree_attention, tree_verify
+from medusa_kernels._triton.decode_linear_configs import best_parts
 from medusa_kernels._triton.launch import Device
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter has configurations of its own")
@@ -162,6 +164,143 @@ def test_smaller_hoppers_take_narrow_tiles_only_if_they_fit_one_wave(multiproces
     """4,096 rows in tiles of 32 are 128 programs, each alone on its multiprocessor; an H100 PCIe has 114."""
     device = dataclasses.replace(H200, multiprocessors=multiprocessors)
     assert decode_linear.configuration(device, BF16, 64, 4096, 4096, False).block_n == block_n
+
+
+GPUS = {**TARGETS, "H100 PCIe": dataclasses.replace(H200, multiprocessors=114)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """A launch that streams weights: its programs, the rows of a tile that has some, and the bytes of a stage."""
+
+    programs: int
+    rows: int
+    options: dict[str, Any]
+    stage_bytes: int
+
+
+def streamed(monkeypatch: pytest.MonkeyPatch, device: Device, run: Any) -> dict[str, Streamed]:
+    """Record what `run` launches on such a device, by the kernel's name."""
+    found: dict[str, Streamed] = {}
+
+    def record(kernel: Any, *given: Any, grid: Any, **options: Any) -> None:
+        arguments = dict(zip(kernel.arg_names, given, strict=False))
+        names = {
+            "residual_kernel": ("x", "w1"),
+            "vocabulary_kernel": ("states", "w2"),
+            "project_kernel": ("hidden", "weight"),
+        }
+        if (name := kernel.fn.__name__) in names:
+            factors = zip((options["BLOCK_M"], options["BLOCK_V"]), names[name], strict=True)
+            stage = sum(rows * arguments[factor].itemsize for rows, factor in factors) * options["BLOCK_K"]
+            step = arguments["step"] * options.get("VECTOR", 1)
+            found[name] = Streamed(grid[0] * grid[1] * (grid[2] if len(grid) > 2 else 1), step, options, stage)
+
+    monkeypatch.setattr(JITFunction, "run", record)
+    for module in (heads_topk, tree_verify):
+        monkeypatch.setattr(module, "describe", lambda _: device)
+    run()
+    return found
+
+
+def weight(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """A tensor of this shape whose rows are all one."""
+    return torch.empty(shape[-1], dtype=dtype).as_strided(shape, (*[0] * (len(shape) - 1), 1))
+
+
+def check_one_full_wave(device: Device, launch: Streamed) -> None:
+    """The programs run at once, on two thirds of the multiprocessors at least, and their tiles are not mostly empty."""
+    options = launch.options
+    # One stage is in use on most devices, while the others are loaded; Hopper and 10.0 hold all of 64 rows or more.
+    kept = options["num_stages"] - (options["BLOCK_M"] < 64 or device.capability[0] not in (9, 10))
+    by_memory = device.multiprocessor_memory // (launch.stage_bytes * kept + 1024)
+    assert launch.programs <= device.multiprocessors * min(by_memory, 12 // options["num_warps"])
+    assert launch.programs >= 2 / 3 * device.multiprocessors
+    assert launch.rows > options["BLOCK_V"] / 2 or options["BLOCK_V"] == 32
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("stored", [BF16, INT8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(4, 32000), (128256,), (8192,)], ids=str)
+@pytest.mark.parametrize("batch", [1, 16, 64])
+def test_heads_fill_every_gpu_in_one_wave(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, stored: torch.dtype, shape: tuple[int, ...], batch: int
+) -> None:
+    scale = None if stored == BF16 else torch.empty(()).expand(shape)
+
+    def run() -> None:
+        heads_topk.heads_topk(
+            weight(batch, 4096), weight(4, 4096, 4096), None, weight(*shape, 4096, dtype=stored), 10, w2_scale=scale
+        )
+
+    found = streamed(monkeypatch, GPUS[gpu], run)
+    assert found.keys() == {"residual_kernel", "vocabulary_kernel"}
+    for one in found.values():
+        check_one_full_wave(GPUS[gpu], one)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("vocabulary", [32000, 128256, 151936])
+@pytest.mark.parametrize("nodes", [1, 16, 64, 255])
+def test_verification_fills_every_gpu_in_one_wave(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, vocabulary: int, nodes: int
+) -> None:
+    for want_stats in (False, True):
+
+        def run(want_stats: bool = want_stats) -> None:
+            candidates = torch.zeros(1, nodes, dtype=torch.int64)
+            tree_verify.tree_verify(weight(1, nodes, 4096), weight(vocabulary, 4096), candidates, want_stats=want_stats)
+
+        check_one_full_wave(GPUS[gpu], streamed(monkeypatch, GPUS[gpu], run)["project_kernel"])
+
+
+def test_tiles_are_narrowed_to_the_rows_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 256 programs have 32 rows each of 8,192; one tile of 128 rows would be three quarters empty."""
+
+    def block() -> int:
+        run = functools.partial(
+            heads_topk.heads_topk, weight(1, 4096), weight(4, 4096, 4096), None, weight(8192, 4096), 10
+        )
+        return int(streamed(monkeypatch, H200, run)["vocabulary_kernel"].options["BLOCK_V"])
+
+    assert block() == 32
+    monkeypatch.setattr(streaming, "NARROW_TILES", False)
+    assert block() == 128
+
+
+def test_states_are_fp16_for_8_bit_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless that is turned off; float32 states stay what they are."""
+
+    def states(dtype: torch.dtype, stored: torch.dtype) -> tuple[torch.dtype, str]:
+        """The dtype of the states that meet the vocabulary, and how the weights are converted."""
+        seen = []
+        monkeypatch.setattr(JITFunction, "run", lambda self, *given, **options: seen.append((given, options)))
+        scale = torch.empty(()).expand(4096) if stored.itemsize == 1 else None
+        heads_topk.heads_topk(
+            weight(1, 64, dtype=dtype),
+            weight(4, 3, 64, 64, dtype=dtype),
+            None,
+            weight(4096, 64, dtype=stored),
+            4,
+            w2_scale=scale,
+        )
+        assert [given[4].dtype for given, _ in seen[:2]] == [dtype] * 2  # between residual blocks
+        given, options = seen[3]
+        return given[0].dtype, options["DECODE"]
+
+    monkeypatch.setattr(heads_topk, "describe", lambda _: H200)
+    fp16, fp32, fp8 = torch.float16, torch.float32, torch.float8_e4m3fn
+    assert states(BF16, INT8) == states(fp16, INT8) == (fp16, "int8")
+    assert states(BF16, fp8) == states(fp16, fp8) == (fp16, "")
+    assert states(BF16, BF16) == (BF16, "")
+    assert states(fp32, INT8) == states(fp32, fp8) == (fp32, "")
+    monkeypatch.setattr(heads_topk, "describe", lambda _: TARGETS["80"])
+    assert states(BF16, fp8) == (fp16, "e4m3")
+    assert states(fp32, fp8) == (fp32, "e4m3")
+    monkeypatch.setattr(heads_topk, "HALF_PRECISION_BYTES", False)
+    assert states(BF16, INT8) == (BF16, "")
+    assert states(fp16, INT8) == (fp16, "")
+    assert states(BF16, fp8) == (BF16, "e4m3")
 
 
 def test_a_device_is_described_by_its_own_properties(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import struct
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from modes import DTYPES, NOT_FINITE, not_finite, of_the_cpu, reads_values
 from torch import Tensor
 
 from medusa_kernels import heads_topk, reference
+from medusa_kernels._registry import served_by
+from medusa_kernels._triton import streaming
 
 Case = dict[str, Any]
 
@@ -170,6 +174,90 @@ def test_quantised_projection_matches_fp64(device: str, dtype: torch.dtype, stor
     case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
     scale = torch.rand(case["w2"].shape[:-1], device=device) / 30
     check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
+
+
+def make_8_bit(size: int, stored: torch.dtype, device: str) -> tuple[Case, Tensor]:
+    """A case in bf16 whose residual blocks add nothing, so that Triton's interpreter computes it right, and scales."""
+    case = make(3, 2, size, 90, bias=False, dtype=torch.bfloat16, device=device)
+    case["w1"].zero_()
+    case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
+    return case, torch.rand(2, 90, device=device) / 30
+
+
+@pytest.mark.parametrize("size", [40, 128])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("factor", [2.0**-13, 1.0, 2.0**11])
+def test_bf16_states_of_any_size_and_8_bit_weights(device: str, stored: torch.dtype, size: int, factor: float) -> None:
+    """They are multiplied in fp16, whose smallest normal number is 2^-14 and whose largest 65504."""
+    case, scale = make_8_bit(size, stored, device)
+    case["hidden"] *= factor
+    scale /= factor
+    check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("far", [65536.0, 1e30, -1e30])
+def test_bf16_states_beyond_float16_are_clamped(device: str, stored: torch.dtype, far: float) -> None:
+    if served_by("heads_topk", device).name != "triton":
+        pytest.skip("other implementations do not convert them to float16")
+    case, scale = make_8_bit(16, stored, device)
+    case["hidden"][1, 3] = far
+    got = heads_topk(*case.values(), 5, w2_scale=scale / 65504)
+    # The clamped states are those of float16 exactly, so the result is as exact as in float32.
+    case = {name: None if t is None else t.float() for name, t in case.items()}
+    case["hidden"].clamp_(-65504, 65504)
+    check(got, case, 5, scale / 65504)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kind", NOT_FINITE)
+def test_bf16_states_that_are_not_finite_are_noticed(device: str, stored: torch.dtype, kind: str) -> None:
+    """With 8-bit weights, too: no infinity or NaN becomes a large number."""
+    case, scale = make_8_bit(16, stored, device)
+    clean = heads_topk(*case.values(), 5, w2_scale=scale)
+    case["hidden"][1, 3] = not_finite(kind, torch.bfloat16)
+    logprobs, tokens = heads_topk(*case.values(), 5, w2_scale=scale)
+    assert not logprobs[1].isfinite().any()
+    assert ((tokens >= 0) & (tokens < 90)).all()
+    assert torch.equal(logprobs[::2], clean[0][::2])
+
+
+def executed(ptx: str, word: int) -> list[float]:
+    """Run the few PTX instructions that convert four bytes on one word; return the fp16 numbers in $0 and $1."""
+    registers = {"$2": word}
+    for name, operands in re.findall(r"^\s+(\w[\w.]+) (.*);$", ptx, re.MULTILINE):
+        to, *others = operands.split(", ")
+        a, b, c, table = [registers[one] if one in registers else int(one, 0) for one in others] + [0] * (
+            4 - len(others)
+        )
+        if name == "prmt.b32":
+            given = (a | b << 32).to_bytes(8, "little")
+            registers[to] = int.from_bytes(bytes(given[c >> 4 * place & 7] for place in range(4)), "little")
+        elif name == "lop3.b32":
+            bits = [(table >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1) << i for i in range(32)]
+            registers[to] = sum(bits)
+        elif name == "sub.rn.f16x2":
+            halves = [struct.unpack("<2e", struct.pack("<I", one)) for one in (a, b)]
+            registers[to] = struct.unpack("<I", struct.pack("<2e", *(x - y for x, y in zip(*halves, strict=True))))[0]
+        else:
+            registers[to] = {"mov.b32": a, "xor.b32": a ^ b, "and.b32": a & b, "shr.b32": a >> b}[name]
+    return [half for register in ("$0", "$1") for half in struct.unpack("<2e", struct.pack("<I", registers[register]))]
+
+
+def test_bytes_become_float16_by_the_instructions_of_the_kernels() -> None:
+    """All 256 of them, at each of the four places; a GPU runs the same in the tests of 8-bit weights."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    integers, floats = numbers.view(torch.int8).tolist(), (numbers.view(torch.float8_e4m3fn).double() / 256).tolist()
+    for byte in range(256):
+        four = [byte, byte ^ 0xFF, (byte * 7 + 3) % 256, (byte + 128) % 256]
+        word = int.from_bytes(bytes(four), "little")
+        assert executed(streaming.INT8_TO_FP16.value, word) == [integers[one] for one in four]
+        decoded = executed(streaming.E4M3_TO_FP16.value, word)
+        # 0x7f and 0xff are NaN, which weights are not.
+        assert [x for x, one in zip(decoded, four, strict=True) if one & 0x7F != 0x7F] == [
+            floats[one] for one in four if one & 0x7F != 0x7F
+        ]
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medusa_kernels import reference, tree_verify
 from medusa_kernels._registry import served_by
+from medusa_kernels._triton import tree_verify as kernels
 
 Case = dict[str, Any]
 Statistics = tuple[Tensor, Tensor, Tensor]
@@ -267,6 +268,60 @@ def test_tokens_are_the_same_without_statistics(device: str) -> None:
     full, bare = tree_verify(**case), tree_verify(**case, want_stats=False)
     assert torch.equal(full[0], bare[0])
     assert [(t.shape, t.dtype) for t in bare[1:]] == [((0,), torch.float32)] * 3
+
+
+@pytest.mark.parametrize("most", [90, 1000, 10**9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_likeliest_of_parts_of_the_vocabulary(
+    device: str, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Integers, whose logits are exact: equal ones are in one part and in several, and the lowest is the token."""
+    seen, plain = [], torch.nn.functional.linear
+    monkeypatch.setattr(kernels, "MOST_LOGITS", most)
+    monkeypatch.setattr(kernels, "linear", lambda *given: seen.append(plain(*given)) or seen[-1])
+    hidden = torch.randint(-2, 3, (3, 30, 4), device=device)
+    weight = torch.randint(-2, 3, (101, 4), device=device)
+    logits = torch.tensor(
+        [[[sum(map(int.__mul__, h, w)) for w in weight.tolist()] for h in b] for b in hidden.tolist()]
+    )
+    wanted = [[row.index(max(row)) for row in b] for b in logits.tolist()]
+    assert kernels.likeliest(hidden.to(dtype), weight.to(dtype)).tolist() == wanted
+    # A part has at least one row of the weight.
+    assert all(part.numel() <= max(most, 90) for part in seen)
+    assert sum(part.shape[-1] for part in seen) == 101
+
+
+@pytest.mark.parametrize("kind", NOT_FINITE)
+def test_the_likeliest_of_parts_is_in_the_vocabulary(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MOST_LOGITS", 60)
+    hidden, weight = torch.randn(1, 3, 16), torch.randn(100, 16)
+    for rows in (slice(1), slice(50, None), slice(None)):
+        spoilt = weight.clone()
+        spoilt[rows] = not_finite(kind, torch.float32)
+        tokens = kernels.likeliest(hidden, spoilt)
+        assert ((tokens >= 0) & (tokens < 100)).all()
+
+
+def test_pytorch_multiplies_only_for_many_16_bit_nodes_without_noise(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if served_by("tree_verify", device).name != "triton":
+        pytest.skip("tests which kernels the Triton implementation launches")
+    calls, plain = [], kernels.likeliest
+    monkeypatch.setattr(kernels, "likeliest", lambda *given: calls.append(given) or plain(*given))
+    monkeypatch.setattr(kernels, "PRODUCT_ROWS", 6)
+    case, few = make(2, 3, 16, 50, dtype=torch.float16, device=device), make(1, 5, 16, 50, device=device)
+    got = tree_verify(**case, want_stats=False)
+    assert len(calls) == 1
+    assert [(t.shape, t.dtype) for t in got[1:]] == [((0,), torch.float32)] * 3
+    logits = exact_logits(case, 0.0)
+    taken = logits.gather(-1, got[0].cpu()[..., None])[..., 0]
+    assert (taken >= logits.amax(-1) - 2 * torch.finfo(torch.float16).eps * logits.abs().max()).all()
+    tree_verify(**case)
+    tree_verify(**case, want_stats=False, temperature=1.0, noise=gumbel(2, 3, 50).to(device))
+    tree_verify(**(case | {name: case[name].float() for name in ("hidden", "weight")}), want_stats=False)
+    tree_verify(**(few | {name: few[name].half() for name in ("hidden", "weight")}), want_stats=False)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("parents", ["chain", "shared", "own"])
