@@ -27,7 +27,7 @@ from medusa_kernels._triton import (
     tree_verify,
 )
 from medusa_kernels._triton.decode_linear import VECTOR
-from medusa_kernels._triton.decode_linear_configs import MOST_ROWS, choices, programs
+from medusa_kernels._triton.decode_linear_configs import MOST_PARTS, MOST_ROWS, best_parts, choices, programs
 from medusa_kernels._triton.launch import Device
 from medusa_kernels._triton.programmatic import has_programmatic
 from medusa_kernels._triton.streaming import Config, wide
@@ -157,20 +157,23 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
 def _rope_append(device: Device) -> Iterator[Specialisation]:
     """Yield the usual head sizes in every dtype, and one form whose heads have strided elements."""
     dims = (64, 80, 96, 128, 256)
-    cases = [(dtype, dim, 1) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims]
+    cases = [(dtype, dim, 1, 1, False) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims]
+    cases += [(torch.bfloat16, 128, 1, parts, norm) for parts, norm in ((1, True), (2, False), (4, True))]
+    cases += [(torch.float32, 128, 1, 1, True), (torch.bfloat16, 128, 2, 1, False)]
     names = rope_append._rope_append_kernel.arg_names
-    for dtype, dim, last in [*cases, (torch.bfloat16, 128, 2)]:
+    for dtype, dim, last, parts, norm in cases:
         config, kind = rope_append.configuration(dtype, dim), TRITON_TYPES[dtype]
         yield specialise(
-            f"rope_append {kind} D{dim}" + (" strided" if last != 1 else ""),
+            f"rope_append {kind} D{dim}" + f" {parts} parts" * (parts > 1) + " norms" * norm + " strided" * (last != 1),
             rope_append._rope_append_kernel,
-            {"q k v cos sin k_cache v_cache out": f"*{kind}", "cache_lens depths": "*i32"},
+            {"q k v": f"*{kind if parts == 1 else 'fp32'}", "cos sin k_cache v_cache q_norm k_norm out": f"*{kind}",
+             "cache_lens depths": "*i32", "eps": "fp32"},
             dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
             | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
-            | {"PDL": has_programmatic(device)},
+            | {"PARTS": parts, "HAS_NORM": norm, "PDL": has_programmatic(device), "EARLY": has_programmatic(device)},
             config,
             aligned=tuple(n for n in names if n.startswith("stride_") and n not in rope_append._UNSPECIALISED),
-        )
+        )  # fmt: skip
 
 
 def _heads_topk(device: Device) -> Iterator[Specialisation]:
@@ -346,6 +349,11 @@ def _decode_linear(device: Device) -> Iterator[Specialisation]:
     for rows in (1, 64):
         yield _linear_form(device, fp32, rows, (4096,), residual=True)
         yield _linear_form(device, fp32, rows, (11008, 11008), gate=True)
+    for rows, features in itertools.product((1, 32, 64), ((4096,), (4096, 1024, 1024))):
+        parts = max(2, best_parts(device, bf16, rows, sum(features), 4096))
+        yield _linear_form(device, bf16, rows, features, parts=parts, bias=len(features) > 1)
+    yield _linear_form(device, fp16, 64, (4096,), size=11024, parts=3)
+    yield _linear_form(device, fp32, 64, (4096,), parts=2)
     if not device.hopper:
         # Which tile is chosen depends on the number of multiprocessors.
         for rows, gate in itertools.product((16, 32, MOST_ROWS), (False, True)):
@@ -354,18 +362,20 @@ def _decode_linear(device: Device) -> Iterator[Specialisation]:
 
 
 def _linear_form(
-    device, dtype, rows, features, *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None
-):
+    device, dtype, rows, features,
+    *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None, parts=1,
+):  # fmt: skip
     """Describe one compiled form whose strides are multiples of `elements`; the configuration may be given."""
     config = config or decode_linear.configuration(
-        device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR
+        device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR, parts=parts
     )
     kind, pdl, even = TRITON_TYPES[dtype], has_programmatic(device), size % config.block_k == 0
-    chosen = not device.hopper and config in choices(device, dtype, config.block_m, gate)
+    chosen = config in choices(device, dtype, config.block_m, gate)
+    ahead = decode_linear.prefetched(config, dtype, size, parts) if pdl and elements == VECTOR else 0
     words = (
         "decode_linear", kind, "gated" if gate else f"{len(features)} of {sum(features)}",
         f"{'swapped ' if config.swap else ''}{config.block_m}x{config.block_n}x{config.block_k}",
-        "bias" * bias, "residual" * residual, "pdl" * pdl, "" if even else "masked",
+        f"{parts} parts" * (parts > 1), "bias" * bias, "residual" * residual, "pdl" * pdl, "" if even else "masked",
         "" if elements == VECTOR else f"unit{elements}",
     )  # fmt: skip
     integers = [
@@ -374,10 +384,10 @@ def _linear_form(
     return specialise(
         " ".join(word for word in words if word),
         decode_linear._decode_linear_kernel,
-        {"x w0 w1 w2 b0 b1 b2 residual out": f"*{kind}"},
-        {"COUNT": len(features), "GATE": gate, "HAS_BIAS": bias, "HAS_RESIDUAL": residual, "EVEN_K": even,
-         "SWAP": config.swap, "PDL": pdl, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-         "BLOCK_K": config.block_k},
+        {"x w0 w1 w2 b0 b1 b2 residual": f"*{kind}", "out": f"*{kind if parts == 1 else 'fp32'}"},
+        {"COUNT": len(features), "PARTS": parts, "GATE": gate, "HAS_BIAS": bias, "HAS_RESIDUAL": residual,
+         "EVEN_K": even, "SWAP": config.swap, "PDL": pdl, "EARLY": pdl, "PREFETCH": ahead,
+         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
         config,
         aligned=tuple(integers) if elements == VECTOR else (),
         programs=programs(config, device, dtype, gate) if chosen else 0,
@@ -386,18 +396,20 @@ def _linear_form(
 
 def _add_rms_norm(device: Device) -> Iterator[Specialisation]:
     """Yield the usual row lengths in bf16, with a sum and without, and one form of each other kind."""
-    forms = [(torch.bfloat16, size, delta) for size in (2048, 4096, 5120, 8192) for delta in (True, False)]
-    forms += [(dtype, size, True) for dtype in (torch.float16, torch.float32) for size in (4096, 8192)]
-    for dtype, size, delta in [*forms, (torch.bfloat16, 4095, True)]:
+    forms = [(torch.bfloat16, size, parts) for size in (2048, 4096, 5120, 8192) for parts in (0, 1, 2)]
+    forms += [(torch.bfloat16, 8192, MOST_PARTS), (torch.bfloat16, 4095, 1)]
+    forms += [(dtype, size, 1) for dtype in (torch.float16, torch.float32) for size in (4096, 8192)]
+    for dtype, size, parts in forms:
         kind, pdl, aligned = TRITON_TYPES[dtype], has_programmatic(device), size % 16 == 0
         yield specialise(
-            f"add_rms_norm {kind} H{size}" + " sum" * delta + " pdl" * pdl + (" unit1" if not aligned else ""),
+            f"add_rms_norm {kind} H{size}" + (" sum" if parts == 1 else f" {parts} parts" * (parts > 0)) + " pdl" * pdl
+            + (" unit1" if not aligned else ""),
             add_rms_norm._add_rms_norm_kernel,
-            {"x delta weight total normed": f"*{kind}", "eps": "fp32"},
-            {"HAS_DELTA": delta, "PDL": pdl, "BLOCK_H": triton.next_power_of_2(size)},
+            {"x weight total normed": f"*{kind}", "delta": f"*{kind if parts < 2 else 'fp32'}", "eps": "fp32"},
+            {"PARTS": parts, "PDL": pdl, "EARLY": pdl, "BLOCK_H": triton.next_power_of_2(size)},
             add_rms_norm.configuration(size),
             aligned=("size", "stride_x_m", "stride_delta_m") if aligned else (),
-        )
+        )  # fmt: skip
 
 
 def _tree_accept(device: Device) -> Iterator[Specialisation]:

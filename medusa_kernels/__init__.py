@@ -7,7 +7,7 @@ is the function of the same name in `medusa_kernels.reference`.
 
 from medusa_kernels._registry import OPS, Implementation, served_by
 from medusa_kernels.add_rms_norm import add_rms_norm
-from medusa_kernels.decode_linear import decode_linear
+from medusa_kernels.decode_linear import decode_linear, linear_parts
 from medusa_kernels.decoder_layers import LayerWeights, Projection, decoder_layers, packed
 from medusa_kernels.draw_tokens import draw_tokens
 from medusa_kernels.gumbel_noise import gumbel_noise
@@ -33,6 +33,7 @@ __all__ = [
     "gumbel_noise",
     "heads_topk",
     "kv_compact",
+    "linear_parts",
     "packed",
     "rope_append",
     "served_by",

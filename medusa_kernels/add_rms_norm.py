@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medusa_kernels import _checks
+from medusa_kernels import _checks, reference
 from medusa_kernels._registry import register, triton_or
 
 
@@ -21,7 +21,8 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
     Args:
         x: `[..., H]`, fp16, bf16 or fp32; any strides.
-        delta: like x, or None to normalise x itself.
+        delta: like x; or fp32 `[S, ..., H]`, S parts that are added up in order (see `decode_linear`), and the sum is
+            rounded once; or None to normalise x itself.
         weight: `[H]`, dtype of x.
         eps: added to the mean of the squares.
 
@@ -36,14 +37,21 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     _checks.dtype("x", x, *_checks.FLOATS)
     _checks.match("weight", weight, (x.shape[-1],), "x", x)
     if delta is not None:
-        _checks.match("delta", delta, tuple(x.shape), "x", x)
+        if delta.dim() == x.dim() + 1:
+            _checks.typed("delta", delta, ("S", *x.shape), torch.float32, "x", x)
+            _checks.require(delta.shape[0] > 0, "delta", "at least one part", 0)
+        else:
+            _checks.match("delta", delta, tuple(x.shape), "x", x)
     total, normed = torch.ops.medusa_kernels.add_rms_norm.default(x, delta, weight, eps)
     return (x if delta is None else total), normed
 
 
 def _eager(x, delta, weight, eps):
     """Run the op in PyTorch on any device; without delta the sum is empty."""
-    total = x if delta is None else (x + delta).contiguous()
+    if delta is not None and delta.dim() > x.dim():
+        total = (x + reference.added(delta)).to(x.dtype)
+    else:
+        total = x if delta is None else (x + delta).contiguous()
     wide = total.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = (weight * (wide * scale).to(x.dtype)).contiguous()

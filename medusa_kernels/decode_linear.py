@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from medusa_kernels import _checks, _cpu
-from medusa_kernels._registry import Implementation, register, triton_or
+from medusa_kernels import _checks, _cpu, reference
+from medusa_kernels._registry import Implementation, register, served_by, triton_or
 
 MOST_WEIGHTS = 3
 MOST_ROWS = 64
@@ -29,6 +29,7 @@ def decode_linear(
     gate: bool = False,
     residual: Tensor | None = None,
     scales: Sequence[Tensor] | None = None,
+    parts: int = 1,
 ) -> Tensor:
     """Return `x W^T + b` for each weight side by side; gated, `SiLU(x Wg^T + bg) * (x Wu^T + bu)` (Shazeer 2020).
 
@@ -40,13 +41,17 @@ def decode_linear(
         gate: whether the first product gates the second.
         residual: `[..., N]`, dtype of x; added to the product. Only with one weight.
         scales: for each weight fp32 `[N_i]`, the factor of each row of int8 weights; None: the weights are no integers.
+        parts: more than 1: the K columns are divided into so many consecutive parts, and each part's product is
+            returned by itself, so that more programs stream a narrow weight. `add_rms_norm` and `rope_append` add them.
+            Not with `gate` or `residual`. `linear_parts` says how many are best.
 
     Returns:
         `[..., sum of N_i]` in the order of the weights (gated: `[..., N]`), dtype of x, a new contiguous tensor.
         Products are accumulated in fp32; bias, gate and residual are applied in fp32, and the result is rounded once.
-        The PyTorch implementation rounds after each of these steps. It serves more than 64 rows, when the product is
-        no longer bound by reading the weights, and what the others lack: int8 on a GPU, fp16 on a CPU. With the C++
-        implementation (a CPU's), a row's result does not depend on the rows beside it.
+        With several parts fp32 `[parts, ..., sum of N_i]`, not rounded: their sum is the product, biases are in the
+        first. The PyTorch implementation rounds after each of these steps (parts it does not round). It serves more
+        than 64 rows, when the product is no longer bound by reading the weights, and what the others lack: int8 on a
+        GPU, fp16 on a CPU. With the C++ implementation (a CPU's), a row's result does not depend on the rows beside it.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.
@@ -74,18 +79,40 @@ def decode_linear(
         for i, (scale, weight) in enumerate(zip(scales, weights, strict=True)):
             _checks.typed(f"scales[{i}]", scale, (weight.shape[0],), torch.float32, "x", x)
             _checks.contiguous(f"scales[{i}]", scale)
+    if gate or residual is not None:
+        _checks.require(parts == 1, "parts", "1 with gate or residual", parts)
+    _checks.require(1 <= parts <= max(1, size), "parts", f"1 to the {size} columns of x", parts)
     if residual is not None:
         _checks.require(count == 1, "residual", "None with several weights", list(residual.shape))
         _checks.match("residual", residual, (*x.shape[:-1], weights[0].shape[0]), "x", x)
     bias_list = None if biases is None else list(biases)
     scale_list = None if scales is None else list(scales)
     return torch.ops.medusa_kernels.decode_linear.default(
-        x, list(weights), bias_list, gate=gate, residual=residual, scales=scale_list
+        x, list(weights), bias_list, gate=gate, residual=residual, scales=scale_list, parts=parts
     )
 
 
-def with_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None):
+def linear_parts(x: Tensor, out_features: int) -> int:
+    """Return into how many parts `decode_linear` best divides the columns for weights of `out_features` rows in all.
+
+    Only the Triton kernel gains by it, on 16-bit rows up to 64: the programs of a narrow weight are then enough to fill
+    the GPU with tiles wide enough for few programs to read x. Elsewhere 1.
+
+    Args:
+        x: `[..., K]`, as for `decode_linear`.
+        out_features: rows of the weights.
+    """
+    if served_by("decode_linear", x.device).name != "triton":
+        return 1
+    from medusa_kernels._triton.decode_linear import linear_parts as best  # needs triton
+
+    return best(x, out_features)
+
+
+def with_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
     """Run the op as matrix products in the dtype of x, each written to its place in the result, on any device."""
+    if parts > 1:
+        return reference.decode_linear(x, weights, biases, scales=scales, parts=parts)
     if scales is not None:
         weights = [(w.float() * scale[:, None]).to(x.dtype) for w, scale in zip(weights, scales, strict=True)]
     rows = x.reshape(-1, x.shape[-1])
@@ -104,11 +131,11 @@ def with_linear(x, weights, biases=None, *, gate=False, residual=None, scales=No
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None):
+def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
     """Run the op by the C++ library, on a CPU."""
     rows = x.numel() // max(1, x.shape[-1])
-    if rows > MOST_ROWS or rows == 0 or x.dtype not in _cpu.ACTIVATIONS or x.shape[-1] == 0:
-        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales)
+    if rows > MOST_ROWS or rows == 0 or x.dtype not in _cpu.ACTIVATIONS or x.shape[-1] == 0 or parts > 1:
+        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts)
     width = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)
     out = x.new_empty(*x.shape[:-1], width)
     # Held until the call has returned.
@@ -131,16 +158,19 @@ def _choose(device: torch.device) -> Implementation:
     return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows and int8")
 
 
+def _result(a):
+    shape = (*a.x.shape[:-1], a.weights[0].shape[0] if a.gate else sum(weight.shape[0] for weight in a.weights))
+    return a.x.new_empty(shape) if a.parts == 1 else a.x.new_empty(a.parts, *shape, dtype=torch.float32)
+
+
 register(
     decode_linear,
-    lambda a: a.x.new_empty(
-        *a.x.shape[:-1], a.weights[0].shape[0] if a.gate else sum(weight.shape[0] for weight in a.weights)
-    ),
+    _result,
     cpu=_cpu.native_or(
         "decode_linear", _native, _choose, f"PyTorch matrix products for more than {MOST_ROWS} rows and float16"
     ),
     cuda=_choose,
     # Optional lists of optional tensors are not among the types that PyTorch infers.
     schema="(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None, "
-    "Tensor[]? scales=None) -> Tensor",
+    "Tensor[]? scales=None, int parts=1) -> Tensor",
 )

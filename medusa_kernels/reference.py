@@ -83,8 +83,11 @@ def _visible_rows(cache_lens: Tensor, ancestors: Tensor, nodes: int, rows: int, 
     return visible
 
 
-def rope_append(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
-    """Rotate q and k, write k and v to their cache rows; see the public `rope_append`."""
+def rope_append(
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6
+):  # fmt: skip
+    """Norm and rotate q and k, write k and v to their cache rows; see the public `rope_append`."""
+    q, k, v = heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps)
     batch, nodes = q.shape[:2]
     row = torch.arange(batch, device=q.device)[:, None]
     positions = cache_lens[:, None] + depths
@@ -94,6 +97,13 @@ def rope_append(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
     k_cache[row, :, targets] = k * cos + _rotate_half(k) * sin
     v_cache[row, :, targets] = v
     return (q * cos + _rotate_half(q) * sin).contiguous()
+
+
+def heads_of(q, k, v, dtype, q_norm, k_norm, eps):
+    """Return q, k and v `[B, N, heads, D]` with parts added up, rounded to a dtype, and q and k normed if asked."""
+    q, k, v = (x if x.dim() == 4 else added(x).to(dtype) for x in (q, k, v))
+    q, k = (x if norm is None else add_rms_norm(x, None, norm, eps)[1] for x, norm in ((q, q_norm), (k, k_norm)))
+    return q, k, v
 
 
 def _rotate_half(x: Tensor) -> Tensor:
@@ -190,10 +200,13 @@ def kv_compact(kv, cache_lens, path, accept_lens):
     data[:, :, row, :, target] = data[:, :, row, :, source]
 
 
-def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None):
+def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
     """Products with several weights, side by side or one gating the other; see the public `decode_linear`."""
     if scales is not None:
         weights = [weight * scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
+    if parts > 1:
+        pieces = zip(*(_wide(tensor).tensor_split(parts, -1) for tensor in (x, *weights)), strict=True)
+        return torch.stack([decode_linear(x, w, None if i else biases) for i, (x, *w) in enumerate(pieces)])
     products = [_wide(x) @ _wide(weight).T for weight in weights]
     for product, bias in zip(products, biases or [None] * len(products), strict=True):
         if bias is not None:
@@ -202,8 +215,15 @@ def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=
     return (out if residual is None else out + _wide(residual)).to(x.dtype)
 
 
+def added(parts: Tensor) -> Tensor:
+    """Return the parts `[S, ...]` of a divided product added up in order."""
+    return functools.reduce(torch.add, parts.unbind(0))
+
+
 def add_rms_norm(x, delta, weight, eps):
     """Residual sum and its RMS normalisation; see the public `add_rms_norm`."""
+    if delta is not None and delta.dim() > x.dim():
+        delta = added(delta)
     total = x if delta is None else (_wide(x) + _wide(delta)).to(x.dtype)
     wide = _wide(total)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)

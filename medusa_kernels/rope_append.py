@@ -25,23 +25,32 @@ def rope_append(
     v_cache: Tensor,
     cache_lens: Tensor,
     depths: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
 ) -> Tensor:
     """Rotate q and k (RoPE, Su et al. 2021, in the half-split form of transformers) and append k and v to the cache.
 
     Node i of row b is rotated at position `p = cache_lens[b] + depths[i]` with row p of the tables, as
     `x * cos + rotate_half(x) * sin` in the dtype of x: bit-equal to `apply_rotary_pos_emb` of transformers. Its key and
-    value go to cache row `cache_lens[b] + i`. `depths = arange(N)` is a prompt.
+    value go to cache row `cache_lens[b] + i`. `depths = arange(N)` is a prompt. With norms every head of q and k is
+    first normalised as by `add_rms_norm` (Qwen3).
 
     Args:
-        q: queries `[B, N, Hq, D]`; fp16, bf16 or fp32; any strides; D even.
+        q: queries `[B, N, Hq, D]`; fp16, bf16 or fp32; any strides; D even. Or all of q, k and v are fp32 with a first
+            axis of S parts, which are added up in order and rounded to the dtype of the tables (see `decode_linear`).
         k: keys `[B, N, Hkv, D]`, dtype of q; any strides.
         v: values, like `k`.
-        cos: table `[P, D]` or `[B, P, D]`, dtype of q; both halves of a row are equal.
+        cos: table `[P, D]` or `[B, P, D]`, dtype of q (of parts: any); both halves of a row are equal.
         sin: like `cos`.
-        k_cache: `[B, Hkv, S, D]`, dtype of q; any strides. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N`.
+        k_cache: `[B, Hkv, S, D]`, dtype of `cos`; any strides. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N`.
         v_cache: like `k_cache`. Mutated.
         cache_lens: int32 `[B]`, rows already cached; not changed.
         depths: int32 `[N]` or `[B, N]`, not negative.
+        q_norm: `[D]`, dtype of `cos`, weight of the norm of each query head; None: no norm. Only with `k_norm`.
+        k_norm: the same for the key heads.
+        eps: added to the mean of the squares.
 
     Returns:
         The rotated queries `[B, N, Hq, D]`, a new contiguous tensor.
@@ -51,26 +60,44 @@ def rope_append(
             cache or a position outside the tables; on a GPU values are not read: such a row is not written, and q and
             k become NaN at such a position).
     """
-    _checks.axes("q", q, "B", "N", "Hq", "D")
-    _checks.axes("k", k, "B", "N", "Hkv", "D")
+    in_parts = q.dim() == 5
+    parts = q.shape[:1] if in_parts else ()
+    _checks.axes("q", q, *["S"] * in_parts, "B", "N", "Hq", "D")
+    _checks.axes("k", k, *["S"] * in_parts, "B", "N", "Hkv", "D")
     _checks.axes("k_cache", k_cache, "B", "Hkv", "S", "D")
-    batch, nodes, _, head_dim = q.shape
-    kv_heads, rows = k.shape[2], k_cache.shape[2]
-    _checks.dtype("q", q, *_checks.FLOATS)
+    batch, nodes, _, head_dim = q.shape[-4:]
+    kv_heads, rows = k.shape[-2], k_cache.shape[2]
+    _checks.dtype("q", q, *([torch.float32] if in_parts else _checks.FLOATS))
     _checks.require(head_dim % 2 == 0, "q", "an even head size", head_dim)
-    _checks.match("k", k, (batch, nodes, kv_heads, head_dim), "q", q)
-    _checks.match("v", v, (batch, nodes, kv_heads, head_dim), "q", q)
-    _checks.match("cos", cos, ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim), "q", q)
-    _checks.match("sin", sin, cos.shape, "q", q)
-    _checks.match("k_cache", k_cache, (batch, kv_heads, rows, head_dim), "q", q)
-    _checks.match("v_cache", v_cache, (batch, kv_heads, rows, head_dim), "q", q)
+    _checks.require(parts != (0,), "q", "at least one part", 0)
+    _checks.match("k", k, (*parts, batch, nodes, kv_heads, head_dim), "q", q)
+    _checks.match("v", v, (*parts, batch, nodes, kv_heads, head_dim), "q", q)
+    table = ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim)
+    if in_parts:
+        _checks.dtype("cos", cos, *_checks.FLOATS)
+        _checks.shape("cos", cos, table)
+        _checks.same_device("cos", cos, "q", q)
+    else:
+        _checks.match("cos", cos, table, "q", q)
+    _checks.match("sin", sin, cos.shape, "cos", cos)
+    _checks.match("k_cache", k_cache, (batch, kv_heads, rows, head_dim), "cos", cos)
+    _checks.match("v_cache", v_cache, (batch, kv_heads, rows, head_dim), "cos", cos)
+    _checks.require((q_norm is None) == (k_norm is None), "k_norm", "given together with q_norm, or neither", k_norm)
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None:
+            _checks.match(name, norm, (head_dim,), "cos", cos)
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "q", q)
     _checks.typed("depths", depths, (nodes,) if depths.dim() == 1 else (batch, nodes), torch.int32, "q", q)
-    return torch.ops.medusa_kernels.rope_append.default(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths)
+    return torch.ops.medusa_kernels.rope_append.default(
+        q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, q_norm=q_norm, k_norm=k_norm, eps=eps
+    )
 
 
-def _sliced(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
+def _sliced(
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6
+):  # fmt: skip
     """Run the op on the CPU: lengths are read, and cache rows are written as slices."""
+    q, k, v = reference.heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps)
     nodes, head_dim = q.shape[1], q.shape[3]
     lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
@@ -118,7 +145,7 @@ def _table_rows(table: Tensor, positions: Tensor, batch: int) -> Tensor:
 
 register(
     rope_append,
-    lambda a: a.q.new_empty(a.q.shape),
+    lambda a: a.q.new_empty(a.q.shape[-4:], dtype=a.cos.dtype),
     mutates=["k_cache", "v_cache"],
     cpu=triton_or(
         "rope_append", "sliced", _sliced, "PyTorch, with lengths read on the host and rows written as slices"

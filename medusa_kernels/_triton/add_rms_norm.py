@@ -9,7 +9,7 @@ import triton.language as tl
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.decode_linear import as_rows
-from medusa_kernels._triton.programmatic import launch_options, programmatic
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 
 
 def configuration(size: int) -> launch.Warps:
@@ -17,31 +17,38 @@ def configuration(size: int) -> launch.Warps:
     return launch.Warps(num_warps=min(16, max(1, triton.next_power_of_2(size) // 512)), num_stages=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm_kernel(
     x, delta, weight, total, normed,
-    size, stride_x_m, stride_delta_m, eps,
-    HAS_DELTA: tl.constexpr, PDL: tl.constexpr, BLOCK_H: tl.constexpr,
+    rows, size, stride_x_m, stride_delta_m, eps,
+    PARTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute s = x + delta and weight * (s / sqrt(mean(s^2) + eps)) for one row.
 
-    x, delta [M, H] and weight [H] give total (s, if there is a delta) and normed [M, H], which are contiguous. The sum,
-    the quotient and its product with the weight are each computed in fp32 and rounded to the dtype of x.
+    x [M, H], delta [PARTS, M, H] and weight [H] give total (s, if there are PARTS) and normed [M, H], which are
+    contiguous. Parts are added in order, then x. The sum, the quotient and its product with the weight are each
+    computed in fp32 and rounded to the dtype of x.
     """
     i_m = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)
     m_h = o_h < size
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     # [BLOCK_H]
     b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     # [BLOCK_H]
     b_x = tl.load(x + i_m * stride_x_m + o_h, mask=m_h, other=0.0)
-    if HAS_DELTA:
+    if PARTS > 0:
+        p_delta = delta + i_m * stride_delta_m + o_h
         # [BLOCK_H]
-        b_delta = tl.load(delta + i_m * stride_delta_m + o_h, mask=m_h, other=0.0)
-        b_x = (b_x.to(tl.float32) + b_delta.to(tl.float32)).to(b_x.dtype)
+        b_delta = tl.load(p_delta, mask=m_h, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            b_delta += tl.load(p_delta + part * rows.to(tl.int64) * stride_delta_m, mask=m_h, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_delta).to(b_x.dtype)
         tl.store(total + i_m * size + o_h, b_x, mask=m_h)
     b_wide = b_x.to(tl.float32)
     square = tl.sum(b_wide * b_wide, 0)
@@ -61,15 +68,17 @@ def add_rms_norm(x, delta, weight, eps):
     total = normed.new_empty(0 if delta is None else x.shape)
     if not normed.numel():
         return total, normed
-    rows = as_rows(x)
-    added = rows if delta is None else as_rows(delta)
+    flat = as_rows(x)
+    added = flat if delta is None else as_rows(delta)
+    rows = flat.shape[0]
     config = configuration(size)
     pdl = programmatic(x.device)
     with launch.on_device(x):
-        _add_rms_norm_kernel[(rows.shape[0],)](
-            rows, added, weight.contiguous(), total, normed,
-            size, rows.stride(0), added.stride(0), eps,
-            HAS_DELTA=delta is not None, PDL=pdl, BLOCK_H=triton.next_power_of_2(size),
+        _add_rms_norm_kernel[(rows,)](
+            flat, added, weight.contiguous(), total, normed,
+            rows, size, flat.stride(0), added.stride(0), eps,
+            PARTS=0 if delta is None else added.shape[0] // rows, PDL=pdl,
+            EARLY=pdl and at_once(launch.describe(x.device), rows), BLOCK_H=triton.next_power_of_2(size),
             num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
             **launch_options(pdl),
         )  # fmt: skip

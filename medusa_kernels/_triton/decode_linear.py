@@ -1,8 +1,9 @@
 """`decode_linear` as one Triton launch: every program streams its rows of one weight past all rows of x.
 
 All rows of x are in one tile. The programs of the first weight come first, then those of the second and the third. If
-gated, a program streams the same rows of both weights into two accumulators. With more than 64 rows PyTorch's matrix
-products run instead.
+gated, a program streams the same rows of both weights into two accumulators. If the columns are divided into parts, a
+program streams one part of its rows, and the parts of a tile are next to each other. With more than 64 rows PyTorch's
+matrix products run instead.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,10 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.decode_linear_configs import configuration
-from medusa_kernels._triton.programmatic import launch_options, programmatic
-from medusa_kernels._triton.streaming import dot_accumulate
+from medusa_kernels._triton.decode_linear_configs import Config, best_parts, configuration, programs
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.streaming import dot_accumulate, prefetch_rows
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
+
+PREFETCH = True
+"""Whether programs load the first columns of their weights into the L2 while they wait for the previous kernel."""
 
 VECTOR = 16
 """Strides and sizes must be multiples of this for Triton to load 16 bytes at once."""
@@ -50,16 +54,18 @@ def _decode_linear_kernel(
     x, w0, w1, w2, b0, b1, b2, residual, out,
     rows, size, features_0, features_1, features_2,
     stride_x_m, stride_w0_n, stride_w1_n, stride_w2_n, stride_residual_m,
-    COUNT: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute x W^T + b for BLOCK_N rows of one weight; gated, SiLU(x Wg^T + bg) (x Wu^T + bu); plus residual.
 
-    x [M, K], w0 to w2 [N_i, K], b0 to b2 [N_i], residual [M, N] and out [M, sum of N_i] (gated: [M, N]), which is
-    contiguous. Products are accumulated in fp32; bias, gate and residual are fp32 too, and the result is rounded once.
+    x [M, K], w0 to w2 [N_i, K], b0 to b2 [N_i], residual [M, N] and out [PARTS, M, sum of N_i] (gated: [1, M, N]),
+    which is contiguous. Products are accumulated in fp32; bias, gate and residual are fp32 too, and the result is
+    rounded once. Of several PARTS each is the product over its share of the columns; the bias is in the first.
+    PREFETCH: bytes of each row of a weight to load into the L2 before anything is computed.
     """
-    i_p = tl.program_id(0)
+    i_s, i_p = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     # The program's weight and bias, its tile of the weight, and the weight's first column of the result.
     w, bias, features, stride_w_n, first, i_t = w0, b0, features_0, stride_w0_n, 0, i_p
     width = features_0
@@ -82,11 +88,21 @@ def _decode_linear_kernel(
     p_x = x + o_m.to(tl.int64)[:, None] * stride_x_m + o_k[None, :]
     p_w = w + o_row[:, None] * stride_w_n + o_k[None, :]
     p_u = w1 + o_row[:, None] * stride_w1_n + o_k[None, :]
+    begin, end = 0, size
+    if PARTS > 1:
+        steps = tl.cdiv(size, BLOCK_K)
+        begin, end = i_s * steps // PARTS * BLOCK_K, tl.minimum((i_s + 1) * steps // PARTS * BLOCK_K, size)
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            prefetch_rows(w + o_row * stride_w_n + begin, m_n, PREFETCH)
+            if GATE:
+                prefetch_rows(w1 + o_row * stride_w1_n + begin, m_n, PREFETCH)
         tl.extra.cuda.gdc_wait()
     b_acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     b_acc_u, b_comp, b_comp_u = b_acc, b_acc, b_acc
-    for k in range(0, size, BLOCK_K):
+    for k in range(begin, end, BLOCK_K):
         # x: [BLOCK_M, BLOCK_K], weight: [BLOCK_N, BLOCK_K]
         if EVEN_K:
             b_x = tl.load(p_x + k, mask=m_m[:, None], other=0.0)
@@ -100,12 +116,12 @@ def _decode_linear_kernel(
             # [BLOCK_N, BLOCK_K]
             b_u = tl.load(p_u + k) if EVEN_K else tl.load(p_u + k, mask=m_k, other=0.0)
             b_acc_u, b_comp_u = _accumulate(b_acc_u, b_comp_u, b_x, b_u, SWAP)
-    if PDL:
-        # Not earlier: programs of the next kernel would take the room of this kernel's that have not started.
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
     if HAS_BIAS:
-        b_acc = _add_bias(b_acc, bias, o_n, m_n, SWAP)
+        m_bias = o_n < tl.where(i_s == 0, features, 0)
+        b_acc = _add_bias(b_acc, bias, o_n, m_bias, SWAP)
         if GATE:
             b_acc_u = _add_bias(b_acc_u, b1, o_n, m_n, SWAP)
     if GATE:
@@ -117,41 +133,63 @@ def _decode_linear_kernel(
     if HAS_RESIDUAL:
         # [BLOCK_M, BLOCK_N], transposed with SWAP
         b_acc += tl.load(residual + o_r.to(tl.int64) * stride_residual_m + o_c, mask=m_out, other=0.0).to(tl.float32)
+    o_r += i_s * rows
     tl.store(out + o_r.to(tl.int64) * width + first + o_c, b_acc.to(out.dtype.element_ty), mask=m_out)
 
 
-def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None):
+def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
     """Launch the kernel, or PyTorch's matrix products for many rows and for int8; see the public `decode_linear`."""
     size, features = x.shape[-1], [weight.shape[0] for weight in weights]
     if x.numel() > MOST_ROWS * size or scales is not None:
-        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales)
+        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts)
     width = features[0] if gate else sum(features)
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    shape = (*x.shape[:-1], width)
+    out = x.new_empty(shape) if parts == 1 else x.new_empty(parts, *shape, dtype=torch.float32)
     if not out.numel():
         return out
-    flat, added = as_rows(x), as_rows(out if residual is None else residual)
+    flat, added = as_rows(x), as_rows(x if residual is None else residual)
     rows = flat.shape[0]
     strides = [flat.stride(0), *(weight.stride(0) for weight in weights)]
     vectors = all(number % VECTOR == 0 for number in (size, *strides))
-    config = configuration(launch.describe(x.device), x.dtype, rows, sum(features), size, gate, vectors=vectors)
+    aligned = all(weight.data_ptr() % 16 == 0 for weight in weights)
+    device = launch.describe(x.device)
+    config = configuration(device, x.dtype, rows, sum(features), size, gate, vectors=vectors, parts=parts)
     has_bias = biases is not None and any(bias is not None for bias in biases)
     unused = MOST_WEIGHTS - len(weights)
     pdl = programmatic(x.device)
     with launch.on_device(x):
         tiles = [triton.cdiv(n, config.block_n) for n in features]
-        _decode_linear_kernel[(tiles[0] if gate else sum(tiles),)](
+        grid = (tiles[0] if gate else sum(tiles)) * parts
+        _decode_linear_kernel[(grid,)](
             flat, *weights, *[weights[0]] * unused,
             *(_bias_vectors(weights, biases) if has_bias else [x] * len(weights)), *[x] * unused,
             added, out,
             rows, size, *features, *[0] * unused,
             *strides, *[0] * unused, added.stride(0),
-            COUNT=len(weights), GATE=gate, HAS_BIAS=has_bias, HAS_RESIDUAL=residual is not None,
-            EVEN_K=size % config.block_k == 0, SWAP=config.swap, PDL=pdl,
+            COUNT=len(weights), PARTS=parts, GATE=gate, HAS_BIAS=has_bias, HAS_RESIDUAL=residual is not None,
+            EVEN_K=size % config.block_k == 0, SWAP=config.swap,
+            PDL=pdl, EARLY=pdl and at_once(device, grid, programs(config, device, x.dtype, gate)),
+            PREFETCH=prefetched(config, x.dtype, size, parts) if pdl and vectors and aligned else 0,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
             **launch_options(pdl),
         )  # fmt: skip
     return out
+
+
+def prefetched(config: Config, dtype: torch.dtype, size: int, parts: int) -> int:
+    """Return how many bytes of a row are loaded ahead: as many as the pipeline loads, of the shortest part at most."""
+    if not PREFETCH:
+        return 0
+    shortest = -(-size // config.block_k) // parts * config.block_k - -size % config.block_k
+    return max(0, min((config.num_stages - 1) * config.block_k, shortest)) * dtype.itemsize
+
+
+def linear_parts(x: Tensor, out_features: int) -> int:
+    """Return into how many parts the columns are best divided; see the public `linear_parts`."""
+    rows, size = x.numel() // x.shape[-1], x.shape[-1]
+    vectors = size % VECTOR == 0
+    return best_parts(launch.describe(x.device), x.dtype, rows, out_features, size) if vectors else 1
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +11,18 @@ import triton
 
 from medusa_kernels._triton.launch import Device
 from medusa_kernels.decode_linear import MOST_ROWS
+
+SPLIT_K = True
+"""Whether `best_parts` divides the columns of weights at all."""
+
+MOST_PARTS = 6
+MOST_IDLE = 1 / 3
+"""Most that a launch may leave idle (see `Device.idle`), if it can be helped."""
+GOOD_ENOUGH = 1.03
+"""The fewest parts are taken whose estimated time is within this factor of the best."""
+
+SHARED_BY_TWO = 112 * 1024
+"""Shared memory of a program that leaves room for one of the next kernel, which starts early, on a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +59,12 @@ def configuration(
     gate: bool,
     *,
     vectors: bool = True,
+    parts: int = 1,
 ) -> Config:
     """Choose how weights with `out_features` rows in all and `in_features` columns are streamed past 1 to 64 rows of x.
 
-    `gate`: whether programs have two accumulators; `vectors`: whether 16 bytes can be loaded at once.
+    `gate`: whether programs have two accumulators; `vectors`: whether 16 bytes can be loaded at once; `parts`: into how
+    many the columns are divided.
     """
     m = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     if dtype == torch.float32:
@@ -56,23 +72,48 @@ def configuration(
         return Config(False, m, 32, 16, 8 if gate and m == MOST_ROWS else 4, 2)
     if not vectors:
         return Config(False, m, 32, 32, 4, 2)
-    if device.hopper:
-        config = _on_hopper(device, m, out_features, gate)
-    else:
-        # Of equal times the one with the most programs per multiprocessor.
-        config = min(
-            choices(device, dtype, m, gate),
-            key=lambda c: (_time(c, device, dtype, out_features, in_features, gate), -programs(c, device, dtype, gate)),
-        )
-    return _fitting(config, device, dtype, gate)
+    if device.hopper and parts == 1:
+        return _fitting(_on_hopper(device, m, out_features, gate), device, dtype, gate)
+
+    def rank(config: Config) -> tuple[float, float, int]:
+        # Of equal times the one that leaves least idle, then the one with the most programs per multiprocessor.
+        held = programs(config, device, dtype, gate)
+        count = -(-out_features // (config.block_n * (1 + gate))) * parts
+        time = _time(config, device, dtype, out_features, in_features, gate, parts)
+        return time, device.idle(count, held), -held
+
+    return min(choices(device, dtype, m, gate), key=rank)
+
+
+def best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> int:
+    """Return into how many parts the columns of weights are best divided, by the same model of the time.
+
+    fp32 products are sums of short chains already, and are not divided.
+    """
+    if not SPLIT_K or dtype == torch.float32 or rows > MOST_ROWS:
+        return 1
+
+    def time(parts: int) -> float:
+        config = configuration(device, dtype, rows, out_features, in_features, False, parts=parts)
+        idle = device.idle(-(-out_features // config.block_n) * parts, programs(config, device, dtype, False))
+        if idle > MOST_IDLE and parts < MOST_PARTS:
+            return math.inf
+        # A part is written and read once more in fp32, through the L2, which has about twice the memory's bandwidth.
+        sums = parts * rows * out_features * 4 / (in_features * dtype.itemsize) if parts > 1 else 0
+        return _time(config, device, dtype, out_features, in_features, False, parts) + sums
+
+    times = [time(parts) for parts in range(1, MOST_PARTS + 1)]
+    return next(parts for parts, one in enumerate(times, 1) if one <= GOOD_ENOUGH * min(times))
 
 
 def _on_hopper(device: Device, m: int, out_features: int, gate: bool) -> Config:
     """Return the fastest on an H200 for the projections of Llama-2-7B and Llama-3-8B, M = 1 and 64."""
+    if gate and m == MOST_ROWS:
+        return Config(out_features > 24576, m, 64, 64, 4, 4)
     if gate:
-        if out_features > 24576 or m == 32:
-            return Config(True, m, 64, 64, 4, 4)
-        return Config(False, m, 32, 128, 4, 3) if m < 64 else Config(False, m, 64, 64, 4, 4)
+        narrow = Config(False, m, 32, 128, 4, 3)
+        slots = device.multiprocessors * programs(narrow, device, torch.bfloat16, gate)
+        return Config(True, m, 64, 64, 4, 4) if m == 32 or out_features > slots * 64 else narrow
     if m < 64:
         return Config(True, m, 64, 128, 4, 6 if out_features <= 8192 else 4)
     if out_features <= device.multiprocessors * 32:  # a multiprocessor holds one program of six stages: a single wave
@@ -91,14 +132,19 @@ PULL = 2
 
 
 def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:
-    """Return the tiles to choose from on devices without measurements, each with as many stages as fit.
+    """Return the tiles to choose from where nothing was measured, each with as many stages as fit.
 
-    Steps of 128 columns spill with 64 rows of x or two accumulators, unless the tile is the smallest.
+    On Hopper those are for divided columns: tiles that fill its matrix instruction, two programs to a multiprocessor.
+    Elsewhere steps of 128 columns spill with 64 rows of x or two accumulators, unless the tile is the smallest. Gated
+    weights, which are not divided, may take a stage less: one more program fits, and no last wave is nearly empty.
     """
+    if device.hopper:
+        config = Config(False, m, 128, 64, 4, 5) if m == MOST_ROWS else Config(True, m, 64, 128, 4, 5)
+        return [replace(config, num_stages=min(5, SHARED_BY_TWO // config.stage_bytes(dtype, gate)))]
     tiles = ((32, 128, 5), (32, 64, 5), (64, 128, 4), (64, 64, 4))
     return [
-        _fitting(Config(False, m, n, k, 4, stages), device, dtype, gate)
-        for n, k, stages in tiles
+        _fitting(Config(False, m, n, k, 4, stages - fewer), device, dtype, gate)
+        for (n, k, stages), fewer in itertools.product(tiles, range(1 + gate))
         if k < 128 or (m < MOST_ROWS and not gate) or (m, n) == (16, 32)
     ]
 
@@ -106,13 +152,15 @@ def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Conf
 def programs(config: Config, device: Device, dtype: torch.dtype, gate: bool) -> int:
     """Return how many programs share a multiprocessor, by its shared memory.
 
-    The memory holds all stages if tensor cores read both factors from it (10.0, from 64 rows on), else all but one.
+    The memory holds all stages if tensor cores read both factors from it (9.0; 10.0 from 64 rows on), else all but one.
     """
-    stages = config.num_stages - (device.capability[0] != 10 or config.block_m < 64)
+    stages = config.num_stages - (not device.hopper and (device.capability[0] != 10 or config.block_m < 64))
     return max(1, device.blocks(stages * config.stage_bytes(dtype, gate)))
 
 
-def _time(config: Config, device: Device, dtype: torch.dtype, out_features: int, in_features: int, gate: bool) -> float:
+def _time(
+    config: Config, device: Device, dtype: torch.dtype, out_features: int, in_features: int, gate: bool, parts: int = 1
+) -> float:  # fmt: skip
     """Estimate the time of a launch, in rows of weights that the memory could deliver in it.
 
     Programs run in waves of as many as the device holds at once. A wave takes the memory's latency, plus the longest of
@@ -125,10 +173,10 @@ def _time(config: Config, device: Device, dtype: torch.dtype, out_features: int,
 
     def wave(held: int) -> float:
         busiest = -(-held // count) * (weights + config.block_m)
-        return latency + max(held * weights, busiest * count / PULL, count * IN_FLIGHT / in_flight * weights)
+        return latency + max(held * weights, busiest * count / PULL, count * IN_FLIGHT / in_flight * weights) / parts
 
     at_once = count * programs(config, device, dtype, gate)
-    waves, rest = divmod(-(-out_features // weights), at_once)
+    waves, rest = divmod(-(-out_features // weights) * parts, at_once)
     return waves * wave(at_once) + (wave(rest) if rest else 0.0)
 
 

@@ -1,5 +1,7 @@
 """`rope_append` as one Triton launch: rotate queries, rotate keys into the cache, copy values into the cache.
 
+A program holds whole heads, so it can also add up the parts of a divided projection and normalise heads.
+
 It does not know what a depth or a cache row means. The public function checks the arguments, except for values on the
 device: a cache row outside the cache is not written, and a position outside the tables is not read but taken as NaN.
 """
@@ -7,16 +9,18 @@ device: a cache row outside the cache is not written, and a position outside the
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import launch_options, programmatic
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 from medusa_kernels._triton.rope_append_configs import configuration
 
 OPTIONS = launch.OPTIONS | {"enable_fp_fusion": False}
 """Compiler options of every launch. A fused product and sum would be rounded once, where PyTorch rounds twice."""
+
+PER_MULTIPROCESSOR = 8
+"""Programs that share a multiprocessor at least: two warps each, and no shared memory to speak of."""
 
 # Strides of small index tensors, which change with the tree.
 _UNSPECIALISED = ("stride_cache_lens_b", "stride_depths_b", "stride_depths_n")
@@ -35,14 +39,55 @@ def _sum(b_x, b_y):
 
 
 @triton.jit
-def _rotate(p_in, p_out, p_cos, p_sin, half_in, half_out, half_cos, half_sin, m_in, m_out, m_table):
+def _load(p_in, m_in, stride_part, p_out, PARTS: tl.constexpr):
+    """Return a number, or the sum of its PARTS in order rounded to the dtype of p_out: [ROWS, HALF]."""
+    # [ROWS, HALF]
+    b_x = tl.load(p_in, mask=m_in, other=0.0)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            b_x += tl.load(p_in + part * stride_part, mask=m_in, other=0.0)
+    return b_x.to(p_out.dtype.element_ty)
+
+
+@triton.jit
+def _scaled(b_x, b_scale, b_weight, EXACT: tl.constexpr):
+    """Return x * scale, or exactly x / scale, and its product with the weight, each rounded to the dtype of x."""
+    b_wide = b_x.to(tl.float32)
+    b_normed = tl.div_rn(b_wide, tl.zeros_like(b_wide) + b_scale) if EXACT else b_wide * b_scale
+    return _product(b_normed.to(b_x.dtype), b_weight)
+
+
+@triton.jit
+def _normed(b_first, b_second, norm, o_d, size, eps):
+    """Return both halves of each head divided by the root of its mean square, times the weight norm [D]."""
+    m_d = o_d < size // 2
+    # [1, HALF]
+    b_weight = tl.load(norm + o_d, mask=m_d, other=0.0)
+    b_weight_second = tl.load(norm + size // 2 + o_d, mask=m_d, other=0.0)
+    b_f, b_s = b_first.to(tl.float32), b_second.to(tl.float32)
+    b_square = tl.sum(b_f * b_f + b_s * b_s, 1)[:, None]
+    EXACT: tl.constexpr = b_first.dtype == tl.float32
+    if EXACT:
+        b_scale = tl.sqrt_rn(tl.div_rn(b_square, tl.zeros_like(b_square) + size) + eps)
+    else:
+        b_scale = tl.rsqrt(b_square / size + eps)
+    return _scaled(b_first, b_scale, b_weight, EXACT), _scaled(b_second, b_scale, b_weight_second, EXACT)
+
+
+@triton.jit
+def _rotate(
+    p_in, p_out, p_cos, p_sin, half_in, half_out, half_cos, half_sin, m_in, m_out, m_table, stride_part, norm, o_d, eps,
+    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Store (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2) for the halves x1, x2 of each head; every operation is rounded.
 
     All pointers and masks are [ROWS, HALF]; half_* is the distance between the halves of a head.
     """
     # The inputs come first, because the tables wait for the position. All loads: [ROWS, HALF]
-    b_first = tl.load(p_in, mask=m_in, other=0.0)
-    b_second = tl.load(p_in + half_in, mask=m_in, other=0.0)
+    b_first = _load(p_in, m_in, stride_part, p_out, PARTS)
+    b_second = _load(p_in + half_in, m_in, stride_part, p_out, PARTS)
+    if HAS_NORM:
+        b_first, b_second = _normed(b_first, b_second, norm, o_d, D, eps)
     b_cos_first = tl.load(p_cos, mask=m_table, other=float("nan"))
     b_cos_second = tl.load(p_cos + half_cos, mask=m_table, other=float("nan"))
     b_sin_first = tl.load(p_sin, mask=m_table, other=float("nan"))
@@ -56,26 +101,31 @@ def _rotate(p_in, p_out, p_cos, p_sin, half_in, half_out, half_cos, half_sin, m_
 
 @triton.jit(do_not_specialize=["nodes", "heads", "kv_heads", "cache_rows", "positions", *_UNSPECIALISED])
 def _rope_append_kernel(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, out,
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, q_norm, k_norm, out, eps,
     nodes, heads, kv_heads, cache_rows, positions,
     stride_q_b, stride_q_n, stride_q_h, stride_k_b, stride_k_n, stride_k_h, stride_v_b, stride_v_n, stride_v_h,
     stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p,
     stride_k_cache_b, stride_k_cache_h, stride_k_cache_s, stride_v_cache_b, stride_v_cache_h, stride_v_cache_s,
-    stride_cache_lens_b, stride_depths_b, stride_depths_n,
+    stride_cache_lens_b, stride_depths_b, stride_depths_n, stride_q_s, stride_k_s, stride_v_s,
     STRIDE_Q_D: tl.constexpr, STRIDE_K_D: tl.constexpr, STRIDE_V_D: tl.constexpr,
     STRIDE_COS_D: tl.constexpr, STRIDE_SIN_D: tl.constexpr,
     STRIDE_K_CACHE_D: tl.constexpr, STRIDE_V_CACHE_D: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute x cos(p) + rotate_half(x) sin(p) for ROWS heads of q or k, or copy ROWS heads of v.
 
     p = cache_lens[b] + depths[b, i] is the row of the tables cos, sin [B or 1, P, D]. q [B, N, Hq, D] goes to out; k
     and v [B, N, Hkv, D] go to row cache_lens[b] + i of the caches [B, Hkv, S, D]. Each product and each sum is computed
-    in fp32 and rounded to the dtype of q, as in PyTorch.
+    in fp32 and rounded to the dtype of the caches, as in PyTorch. Of PARTS, which have a first axis, x is the sum. With
+    norms q_norm and k_norm [D] x is first x / sqrt(mean(x^2) + eps) times the weight.
     """
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     # The programs of a batch row: tiles of all nodes' query heads, then of their key heads, then of their value heads.
     i_t, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_tiles, kv_tiles = tl.cdiv(nodes * heads, ROWS), tl.cdiv(nodes * kv_heads, ROWS)
@@ -100,8 +150,8 @@ def _rope_append_kernel(
             v_cache + i_b * stride_v_cache_b + o_h * stride_v_cache_h + o_s * stride_v_cache_s + o_d * STRIDE_V_CACHE_D
         )
         # [ROWS, HALF]
-        b_first = tl.load(p_v, mask=m_in)
-        b_second = tl.load(p_v + D // 2 * STRIDE_V_D, mask=m_in)
+        b_first = _load(p_v, m_in, stride_v_s, p_v_cache, PARTS)
+        b_second = _load(p_v + D // 2 * STRIDE_V_D, m_in, stride_v_s, p_v_cache, PARTS)
         tl.store(p_v_cache, b_first, mask=m_out)
         tl.store(p_v_cache + D // 2 * STRIDE_V_CACHE_D, b_second, mask=m_out)
     else:
@@ -115,36 +165,48 @@ def _rope_append_kernel(
             p_q = q + i_b * stride_q_b + o_n * stride_q_n + o_h * stride_q_h + o_d * STRIDE_Q_D
             p_out = out + ((i_b * nodes + o_n) * heads + o_h) * D + o_d
             half_q = D // 2 * STRIDE_Q_D
-            _rotate(p_q, p_out, p_cos, p_sin, half_q, D // 2, half_cos, half_sin, m_in, m_in, m_table)
+            _rotate(
+                p_q, p_out, p_cos, p_sin, half_q, D // 2, half_cos, half_sin, m_in, m_in, m_table, stride_q_s, q_norm,
+                o_d, eps, PARTS, HAS_NORM, D,
+            )  # fmt: skip
         else:
             p_k = k + i_b * stride_k_b + o_n * stride_k_n + o_h * stride_k_h + o_d * STRIDE_K_D
             p_k_cache = k_cache + i_b * stride_k_cache_b + o_h * stride_k_cache_h + o_s * stride_k_cache_s
             p_k_cache += o_d * STRIDE_K_CACHE_D
             half_k, half_k_cache = D // 2 * STRIDE_K_D, D // 2 * STRIDE_K_CACHE_D
-            _rotate(p_k, p_k_cache, p_cos, p_sin, half_k, half_k_cache, half_cos, half_sin, m_in, m_out, m_table)
+            _rotate(
+                p_k, p_k_cache, p_cos, p_sin, half_k, half_k_cache, half_cos, half_sin, m_in, m_out, m_table,
+                stride_k_s, k_norm, o_d, eps, PARTS, HAS_NORM, D,
+            )  # fmt: skip
 
 
-def rope_append(q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths):
+def rope_append(
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6
+):  # fmt: skip
     """Launch the kernel; see the public `rope_append`."""
-    batch, nodes, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = q.shape[0] if q.dim() == 5 else 1
+    batch, nodes, heads, head_dim = q.shape[-4:]
+    kv_heads = k.shape[-2]
+    out = q.new_empty(q.shape[-4:], dtype=cos.dtype)
     if not q.numel() and not k.numel():
         return out
-    config = configuration(q.dtype, head_dim)
+    config = configuration(cos.dtype, head_dim)
     tiles = triton.cdiv(nodes * heads, config.rows) + 2 * triton.cdiv(nodes * kv_heads, config.rows)
     # A table or depths that all batch rows share have a batch stride of 0.
     table_strides = [stride for t in (cos, sin) for stride in (t.stride() if t.dim() == 3 else (0, *t.stride()))[:2]]
     depth_strides = depths.stride() if depths.dim() == 2 else (0, depths.stride(0))
     pdl = programmatic(q.device)
+    norms = (cos if norm is None else norm.contiguous() for norm in (q_norm, k_norm))
     with launch.on_device(q):
         _rope_append_kernel[(tiles, batch)](
-            q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, out,
+            q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *norms, out, eps,
             nodes, heads, kv_heads, k_cache.shape[2], cos.shape[-2],
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *table_strides,
+            *q.stride()[-4:-1], *k.stride()[-4:-1], *v.stride()[-4:-1], *table_strides,
             *k_cache.stride()[:3], *v_cache.stride()[:3], cache_lens.stride(0), *depth_strides,
+            *(t.stride(0) if parts > 1 else 0 for t in (q, k, v)),
             *(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),
-            head_dim, triton.next_power_of_2(head_dim // 2), config.rows, pdl,
+            head_dim, triton.next_power_of_2(head_dim // 2), config.rows, parts, q_norm is not None,
+            pdl, pdl and at_once(launch.describe(q.device), tiles * batch, PER_MULTIPROCESSOR),
             num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip
     return out

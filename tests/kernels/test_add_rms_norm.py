@@ -160,6 +160,9 @@ BAD = {
     "x-dtype": ({"x": torch.zeros(2, 4).double()}, "x: expected dtype"),
     "delta-shape": ({"delta": torch.zeros(4)}, r"delta: expected shape \[2, 4\], got \[4\]"),
     "delta-dtype": ({"delta": torch.zeros(2, 4).half()}, "delta: expected dtype float32 like x"),
+    "parts-shape": ({"delta": torch.zeros(3, 1, 4)}, r"delta: expected shape \[S, 2, 4\], got \[3, 1, 4\]"),
+    "parts-dtype": ({"delta": torch.zeros(3, 2, 4).half()}, "delta: expected dtype float32, got float16"),
+    "parts-none": ({"delta": torch.zeros(0, 2, 4)}, "delta: expected at least one part, got 0"),
     "weight-shape": ({"weight": torch.zeros(5)}, r"weight: expected shape \[4\]"),
     "weight-dtype": ({"weight": torch.zeros(4).half()}, "weight: expected dtype"),
 }
@@ -172,10 +175,37 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
         add_rms_norm(**(good | change))
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_are_added_in_order_and_rounded_once(device: str, parts: int, dtype: torch.dtype) -> None:
+    for shape in ((1, 4096), (3, 5, 100), (65, 64)):
+        x, _, weight = make(*shape, dtype=dtype, device=device)
+        delta = torch.randn(parts, *shape, device=device)
+        total, normed = add_rms_norm(x, delta, weight, 1e-5)
+        wide = x.double() + delta.double().sum(0)
+        assert_within_twice(total, (x.float() + delta.sum(0)).to(dtype), wide)
+        assert_within_twice(normed, of_transformers(total, weight, 1e-5), exact(total, weight, 1e-5))
+        # Of sums that fp32 holds exactly only the rounding to the dtype of x is left.
+        whole = torch.randint(-99, 100, (parts, *shape), device=device).float()
+        rounded = add_rms_norm(torch.ones_like(x), whole, weight, 1e-5)[0]
+        assert torch.equal(rounded, (1 + whole.sum(0)).to(dtype))
+
+
+def test_order_of_parts(device: str) -> None:
+    """Small after large after its negative: only one order of the additions keeps the small one."""
+    x = torch.zeros(1, 8, device=device)
+    delta = torch.tensor([2.0**30, -(2.0**30), 1.0], device=device)[:, None, None].expand(3, 1, 8)
+    assert torch.equal(add_rms_norm(x, delta, torch.ones(8, device=device), 1e-5)[0], torch.ones_like(x))
+
+
 @pytest.mark.parametrize("delta", [False, True])
 def test_passes_opcheck(device: str, delta: bool) -> None:
     case = make(2, 3, 16, delta=delta, device=device)
     torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, (*case, 1e-5))
+    if delta:
+        parts = torch.randn(2, *case[0].shape, device=device)
+        torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, (case[0], parts, case[2], 1e-5))
 
 
 @pytest.mark.parametrize("delta", [False, True])

@@ -159,6 +159,53 @@ def test_programs_share_a_multiprocessor_of_an_a100_if_that_saves_a_wave() -> No
     assert a100.blocks((config.num_stages - 1) * config.stage_bytes(BF16, False)) >= 2
 
 
+H100_PCIE = dataclasses.replace(H200, multiprocessors=114)
+PROJECTIONS = {
+    # model: hidden size, width of q, of k and of v, intermediate size
+    "Llama-2-7B": (4096, 4096, 4096, 11008),
+    "Llama-3-8B": (4096, 4096, 1024, 14336),
+    "Llama-2-13B": (5120, 5120, 5120, 13824),
+    "Qwen3-8B": (4096, 4096, 1024, 12288),
+}
+
+
+@pytest.mark.parametrize("device", [*TARGETS.values(), H100_PCIE], ids=[*TARGETS, "H100 PCIe"])
+@pytest.mark.parametrize("model", PROJECTIONS)
+@pytest.mark.parametrize("rows", [1, 4, 16, 32, 64])
+def test_no_projection_leaves_a_third_of_a_gpu_idle(rows: int, model: str, device: Device) -> None:
+    """Counted here from tiles and shared memory: the multiprocessors without a program in the last wave, over waves."""
+    hidden, q, kv, width = PROJECTIONS[model]
+    divisible = [(q + 2 * kv, hidden), (hidden, q), (hidden, width)]
+    for features, size, gate in [*((*shape, False) for shape in divisible), (2 * width, hidden, True)]:
+        parts = 1 if gate else best_parts(device, BF16, rows, features, size)
+        config = decode_linear.configuration(device, BF16, rows, features, size, gate, parts=parts)
+        kept = config.num_stages if device.hopper else config.num_stages - 1
+        tile = (config.block_m + config.block_n * (1 + gate)) * config.block_k * 2
+        held = device.multiprocessor_memory // (tile * kept + 1024)
+        left, waves = features // (config.block_n * (1 + gate)) * parts, 0
+        while left > 0:
+            last, left, waves = left, left - held * device.multiprocessors, waves + 1
+        idle = max(0, device.multiprocessors - last) / device.multiprocessors / waves
+        assert idle <= 1 / 3, (features, size, config, parts)
+
+
+def test_parts_are_no_more_than_they_must_be() -> None:
+    """Wide weights fill the device by themselves; fp32 and more than 64 rows are never divided."""
+    h200 = TARGETS["90"]
+    assert best_parts(h200, BF16, 64, 128256, 4096) == 1
+    assert best_parts(h200, BF16, 64, 4096, 4096) > 1
+    assert best_parts(h200, BF16, 65, 4096, 4096) == 1
+    assert best_parts(h200, torch.float32, 64, 4096, 4096) == 1
+
+
+def test_divided_projections_leave_room_for_the_next_kernel() -> None:
+    """Two programs share a multiprocessor of a Hopper GPU: one that runs, and one of the kernel that starts early."""
+    for rows in (1, 16, 32, 64):
+        config = decode_linear.configuration(H200, BF16, rows, 4096, 11008, False, parts=2)
+        tile = (config.block_m + config.block_n) * config.block_k * 2
+        assert 2 * (tile * config.num_stages + 1024) <= H200.multiprocessor_memory
+
+
 @pytest.mark.parametrize(("multiprocessors", "block_n"), [(132, 32), (128, 32), (114, 64), (78, 64)])
 def test_smaller_hoppers_take_narrow_tiles_only_if_they_fit_one_wave(multiprocessors: int, block_n: int) -> None:
     """4,096 rows in tiles of 32 are 128 programs, each alone on its multiprocessor; an H100 PCIe has 114."""

@@ -14,7 +14,7 @@ from modes import DTYPES, of_the_cpu
 from torch import Tensor
 
 from benchmarks.inspection import TARGETS
-from medusa_kernels import add_rms_norm, decode_linear, reference
+from medusa_kernels import add_rms_norm, decode_linear, linear_parts, reference
 from medusa_kernels._registry import interpreted, served_by
 
 Case = dict[str, Any]
@@ -177,6 +177,69 @@ def test_int8_weights_have_a_scale_for_each_row(device: str, form: str, size: in
     check(make(5, size, (20, 20), biases=(True, False), gate=form == "gate", int8=True, dtype=dtype, device=device))
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("size", [256, 272, 11])
+def test_parts_add_up_to_the_product(device: str, size: int, parts: int, dtype: torch.dtype) -> None:
+    """Each is fp32 and not rounded: their sum is as exact as fp32; with few columns some parts have none."""
+    for rows, features, int8 in (
+        (1, (70,), False),
+        (17, (70, 33), False),
+        (64, (140, 70, 33), False),
+        (3, (20,), True),
+    ):
+        case = make(rows, size, features, biases=(True, False, True)[: len(features)], int8=int8, device=device)
+        case = {name: value if name == "scales" else _cast_floats(value, dtype) for name, value in case.items()}
+        got = decode_linear(case["x"], case["weights"], case["biases"], scales=case["scales"], parts=parts)
+        assert got.dtype == torch.float32
+        assert got.shape == (parts, rows, sum(features))
+        wide = cast(case, torch.float32)
+        assert_within_twice(got.sum(0), plain(wide), exact(case), largest(case))
+
+
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, list):
+        return [_cast_floats(item, dtype) for item in value]
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize("size", [16, 48, 112, 4096, 11024])
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_no_part_loads_ahead_past_the_end_of_a_row(size: int, parts: int) -> None:
+    """Counted from the columns of each part, as the kernel divides them; addresses are multiples of 16 bytes."""
+    module = pytest.importorskip("medusa_kernels._triton.decode_linear")
+    for arch, rows in (("90", 1), ("90", 64), ("100", 16), ("120", 64)):
+        config = module.configuration(TARGETS[arch], torch.bfloat16, rows, 4096, size, False, parts=parts)
+        ahead = module.prefetched(config, torch.bfloat16, size, parts)
+        assert ahead % 16 == 0
+        steps = -(-size // config.block_k)
+        for part in range(parts):
+            begin = part * steps // parts * config.block_k
+            end = min((part + 1) * steps // parts * config.block_k, size)
+            assert begin * 2 % 16 == 0
+            assert ahead <= max(0, end - begin) * 2
+
+
+def test_parts_are_consecutive_columns(device: str) -> None:
+    """One column of x is not zero: all but one of the parts are."""
+    weight = torch.randn(20, 256, device=device)
+    for column in (0, 100, 255):
+        x = torch.zeros(3, 256, device=device)
+        x[:, column] = 2.0
+        got = decode_linear(x, [weight], parts=4)
+        assert got.abs().amax((1, 2)).count_nonzero() == 1
+        assert torch.equal(got.sum(0), 2.0 * weight[:, column].expand(3, -1))
+
+
+def test_narrow_16_bit_weights_are_divided_by_the_kernel_alone(device: str) -> None:
+    x = torch.zeros(64, 4096, device=device)
+    assert linear_parts(x, 64) == 1
+    by_kernel = device == "cuda" or interpreted()
+    assert (linear_parts(x.half(), 64) > 1) == by_kernel
+    assert linear_parts(torch.zeros(65, 4096, device=device).half(), 64) == 1
+
+
 @of_the_cpu
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -299,12 +362,13 @@ def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gat
     room = {"80": 163, "90": 227, "100": 227}.get(arch, 99) * 1024
     for rows in (1, 16, 17, 32, 33, 64):
         for features in (64, 4096, 6144, 12288, 22016, 128256):
-            config = module.configuration(device, dtype, rows, features, 4096, gate)
-            # A step holds a tile of x and one of each weight.
-            elements = (config.block_m + config.block_n * (1 + gate)) * config.block_k
-            assert elements * dtype.itemsize * config.num_stages <= room
-            assert config.num_stages >= 2
-            assert rows <= config.block_m <= 64
+            for parts in (1,) if gate else (1, 2, 4):
+                config = module.configuration(device, dtype, rows, features, 4096, gate, parts=parts)
+                # A step holds a tile of x and one of each weight.
+                elements = (config.block_m + config.block_n * (1 + gate)) * config.block_k
+                assert elements * dtype.itemsize * config.num_stages <= room
+                assert config.num_stages >= 2
+                assert rows <= config.block_m <= 64
 
 
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
@@ -402,6 +466,10 @@ BAD = {
     "residual-shape": ({"residual": torch.zeros(3, 5)}, r"residual: expected shape \[2, 5\]"),
     "residual-dtype": ({"residual": torch.zeros(2, 5).half()}, "residual: expected dtype"),
     "residual-weights": ({"residual": torch.zeros(2, 5), "weights": [W, W]}, "residual: expected None with several"),
+    "parts-none": ({"parts": 0}, "parts: expected 1 to the 4 columns of x, got 0"),
+    "parts-many": ({"parts": 5}, "parts: expected 1 to the 4 columns of x, got 5"),
+    "parts-gate": ({"parts": 2, "gate": True, "weights": [W, W]}, "parts: expected 1 with gate or residual, got 2"),
+    "parts-residual": ({"parts": 2, "residual": torch.zeros(2, 5)}, "parts: expected 1 with gate or residual, got 2"),
 }
 
 
@@ -437,9 +505,12 @@ def test_passes_opcheck(device: str, form: str, rows: int) -> None:
     weights = [weight.contiguous() for weight in case["weights"]]
     biases = [None, *(weight[:, 0].contiguous() for weight in weights[1:])]
     options = {name: case[name] for name in ("gate", "residual")}
-    for given_biases in (None, biases):
+    forms = [(given_biases, options) for given_biases in (None, biases)]
+    if form == "three":
+        forms.append((biases, {"parts": 2}))
+    for given_biases, given_options in forms:
         torch.library.opcheck(
-            torch.ops.medusa_kernels.decode_linear.default, (case["x"], weights, given_biases), options
+            torch.ops.medusa_kernels.decode_linear.default, (case["x"], weights, given_biases), given_options
         )
 
 

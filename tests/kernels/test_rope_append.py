@@ -8,10 +8,12 @@ from typing import Any
 import modes
 import pytest
 import torch
+from budget import assert_within_twice
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from medusa_kernels import reference, rope_append
 from medusa_kernels._registry import interpreted
@@ -131,6 +133,60 @@ def test_a_prompt_is_rotated_like_transformers(device: str, nodes: int, length: 
     assert torch.equal(case["v_cache"][:, :, here], case["v"].transpose(1, 2))
 
 
+@pytest.mark.parametrize("dtype", modes.DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_are_added_in_order_and_rounded_once(device: str, parts: int, dtype: torch.dtype) -> None:
+    """As q, k and v of one divided projection, whose sums are rounded to the dtype of the tables."""
+    for nodes, lens in ((1, [3]), (17, [4, 2])):
+        case = make(nodes, lens, dim=64, dtype=dtype, device=device)
+        divided = torch.randn(parts, len(lens), nodes, 8, 64, device=device)
+        total = divided[0]
+        for part in divided[1:]:
+            total = total + part
+        case |= dict(zip("qkv", total.to(dtype).split((4, 2, 2), 2), strict=True))
+        wanted = expected(case)
+        got = run(case | dict(zip("qkv", divided.split((4, 2, 2), 3), strict=True)))
+        assert got.dtype == dtype
+        assert_equal(case, wanted, got)
+
+
+@pytest.mark.parametrize("dtype", modes.DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "parts"), [(8, 0), (80, 0), (128, 0), (128, 3)])
+def test_heads_are_normed_like_qwen3(device: str, dim: int, parts: int, dtype: torch.dtype) -> None:
+    """Against transformers' norm in fp64, with twice the error of the same in the dtype of the case."""
+    nodes, lens, eps = 9, [5, 0], 1e-6
+    case = make(nodes, lens, dim=dim, dtype=dtype, device=device)
+    norms = {name: (1 + torch.randn(dim) / 4).to(device, dtype) for name in ("q_norm", "k_norm")}
+    given_case = dict(case)
+    if parts:
+        divided = {name: torch.randn(parts, *case[name].shape, device=device) for name in "qkv"}
+        case |= {name: sum(part.unbind(0)).to(dtype) for name, part in divided.items()}
+        given_case |= divided
+
+    def normed(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        wide = {name: t.to(kind) if t.is_floating_point() else t for name, t in case.items()}
+        for name, norm in norms.items():
+            layer = Qwen3RMSNorm(dim, eps)
+            layer.weight = torch.nn.Parameter(norm.to(kind), requires_grad=False)
+            wide[name[0]] = in_fp64(layer, wide[name[0]]) if kind == torch.float64 else layer(wide[name[0]])
+        out, keys, _ = expected(wide)
+        return out, keys
+
+    got = rope_append(*(given_case[name] for name in ORDER), **norms, eps=eps)
+    rows = [slice(length, length + nodes) for length in lens]
+    for mine, plain, exact in zip((got, case["k_cache"]), normed(dtype), normed(torch.float64), strict=True):
+        for b, row in enumerate(rows):
+            part = (slice(None), row) if mine is case["k_cache"] else ()
+            assert_within_twice(mine[b][part], plain[b][part], exact[b][part])
+    for b, row in enumerate(rows):
+        assert torch.equal(case["v_cache"][b, :, row], case["v"][b].transpose(0, 1))
+
+
+def in_fp64(layer: Qwen3RMSNorm, x: Tensor) -> Tensor:
+    """The norm itself computes in fp32."""
+    return layer.weight * x / (x.square().mean(-1, keepdim=True) + layer.variance_epsilon).sqrt()
+
+
 def test_strided_inputs(device: str) -> None:
     """q, k and v as slices of one fused projection, the caches as views of one block."""
     case = make(3, [4, 2], device=device)
@@ -244,6 +300,17 @@ BAD = {
     "cache_lens-value": ({"cache_lens": torch.tensor([0, 7], dtype=torch.int32)}, "cache_lens: expected 0 to 6"),
     "depths-shape": ({"depths": torch.zeros(4, dtype=torch.int32)}, "depths: expected shape"),
     "depths-dtype": ({"depths": torch.zeros(3, dtype=torch.int64)}, "depths: expected dtype int32"),
+    "parts-dtype": (
+        {name: torch.zeros(2, 2, 3, heads, 8).half() for name, heads in (("q", 4), ("k", 2), ("v", 2))},
+        "q: expected dtype float32, got float16",
+    ),
+    "parts-count": (
+        {"q": torch.zeros(2, 2, 3, 4, 8), "k": torch.zeros(3, 2, 3, 2, 8), "v": torch.zeros(2, 2, 3, 2, 8)},
+        r"k: expected shape \[2, 2, 3, 2, 8\], got \[3, 2, 3, 2, 8\]",
+    ),
+    "norm-alone": ({"q_norm": torch.ones(8)}, "k_norm: expected given together with q_norm, or neither, got None"),
+    "norm-shape": ({"q_norm": torch.ones(4), "k_norm": torch.ones(8)}, r"q_norm: expected shape \[8\], got \[4\]"),
+    "norm-dtype": ({"q_norm": torch.ones(8), "k_norm": torch.ones(8).half()}, "k_norm: expected dtype float32 like"),
     "depths-high": ({"depths": torch.tensor([0, 1, 9], dtype=torch.int32)}, "depths: .*9 rows of cos.*0 to 9"),
     "depths-low": ({"depths": torch.tensor([0, -1, 1], dtype=torch.int32)}, "depths: .*got positions -1 to 1"),
 }
@@ -279,4 +346,7 @@ def test_passes_opcheck(device: str, nodes: int, lens: list[int], own: bool) -> 
     case = make(nodes, lens, own_tables=own, own_depths=own, device=device)
     # opcheck compares clones of the caches, for which NaN would never be equal.
     case["k_cache"].zero_(), case["v_cache"].zero_()
-    torch.library.opcheck(torch.ops.medusa_kernels.rope_append.default, tuple(case[name] for name in ORDER))
+    norms = {} if own else {"q_norm": torch.ones(8, device=device), "k_norm": torch.ones(8, device=device)}
+    if own:
+        case |= {name: torch.stack((case[name], case[name])) for name in "qkv"}
+    torch.library.opcheck(torch.ops.medusa_kernels.rope_append.default, tuple(case[name] for name in ORDER), norms)
