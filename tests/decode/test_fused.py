@@ -9,6 +9,7 @@ from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_gree
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.backbone import fused_layers
 from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.backbone.fused_layers import NativeLayers, native_obstacle, obstacle
 from medusa_decoding.decode.runtime.memory import Sizes
@@ -45,6 +46,33 @@ def test_fused_layers_write_the_same_text(family, overrides, tree):
         medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_divided_projections_write_the_same_text(family, monkeypatch):
+    """Every projection that can be is divided, with biases and head norms, whatever the device would choose."""
+    model = tiny(family)
+    rows = prompts(3, [7, 1, 12])
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = padded(rows)
+    asked = []
+    monkeypatch.setattr(fused_layers, "linear_parts", lambda x, features: asked.append(features) or 3)
+    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
+        medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+    assert len(asked) % (3 * len(model.model.layers)) == 0  # q, k and v at once, and two more a layer
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected
+
+
+def test_norms_of_heads_by_themselves_write_the_same_text(monkeypatch):
+    """The older form of Qwen3's layers, which benchmarks hold next to the one within `rope_append`."""
+    model = tiny("qwen3")
+    [row] = prompts(1, [9])
+    expected = transformers_greedy(model, row, NEW)
+    monkeypatch.setattr(fused_layers, "NORMS_IN_ROPE", False)
+    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
+        medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
+        assert medusa.generate(row[None], max_new_tokens=NEW).sequences[0, len(row) :].tolist() == expected
 
 
 def test_fused_layers_are_as_accurate_as_the_modules():

@@ -106,25 +106,31 @@ class TreeAttention(nn.Module):
         rope_append(unused, k, v, cache.cos, cache.sin, *layer, cache.lengths, context.depths)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """View the three projections' joint output [B, N, (Hq + 2 Hkv) D] as q, k and v, each [B, N, heads, D].
+        """View the three projections' joint output [.., B, N, (Hq + 2 Hkv) D] as q, k and v, each [.., B, N, heads, D].
 
         The output decides the number of heads: in a tensor parallel model it is smaller than the config's.
         """
-        heads = qkv.view(*qkv.shape[:2], -1, self.original.head_dim)
+        heads = qkv.view(*qkv.shape[:-1], -1, self.original.head_dim)
         groups = self.original.num_key_value_groups
-        kv_heads = heads.shape[2] // (groups + 2)
-        q, k, v = heads.split([groups * kv_heads, kv_heads, kv_heads], dim=2)
+        kv_heads = heads.shape[-2] // (groups + 2)
+        q, k, v = heads.split([groups * kv_heads, kv_heads, kv_heads], dim=-2)
         return q, k, v
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext, *, norm_heads: bool = False
+    ) -> torch.Tensor:
         """Rotate q and k, append k and v to the cache and attend.
 
-        Takes q [B, N, Hq, D], k and v [B, N, Hkv, D], normed if the family does that, not yet rotated. Returns
-        [B, N, Hq * D], the input of the output projection.
+        Takes q [B, N, Hq, D], k and v [B, N, Hkv, D], or fp32 parts of them (see `rope_append`), not yet rotated, and
+        normed if the family does that, unless `norm_heads` leaves it to this method. Returns [B, N, Hq * D], the input
+        of the output projection.
         """
+        norms: dict[str, Any] = {}
+        if norm_heads:
+            norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.variance_epsilon}
         cache = context.cache
         k_cache, v_cache = cache.layer(self.original.layer_idx)
-        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths)
+        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths, **norms)
         settings: dict[str, Any] = {"scale": self.original.scaling, "window": self.window}
         if context.ancestors is None:
             out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, **settings)

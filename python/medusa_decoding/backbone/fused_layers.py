@@ -1,10 +1,12 @@
 """Run a model's layers without its modules: this project's ops read the model's own weights.
 
-On a GPU a layer is nine launches (`forward`). On a CPU all layers are one call of the C++ library (`NativeLayers`), for
-the nodes of a tree; a prefill runs module by module there. The projections of q, k and v are one product over three
+On a GPU a layer is eight launches (`forward`). On a CPU all layers are one call of the C++ library (`NativeLayers`),
+for the nodes of a tree; a prefill runs module by module there. The projections of q, k and v are one product over three
 weights; gate, up and SiLU(gate) * up are one; and the residual is added before the product is rounded. So products are
 rounded once, where the modules round twice: 16-bit results may differ in the last bit, float32 results hardly at all.
-`obstacle` and `native_obstacle` return what prevents running this way.
+Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and the kernel that follows
+anyway adds the parts up: the norm, or the rotary embedding. `obstacle` and `native_obstacle` return what prevents
+running this way.
 """
 
 from __future__ import annotations
@@ -23,7 +25,19 @@ from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
 from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.heads import int8_rows, is_hooked
-from medusa_kernels import LayerWeights, Projection, add_rms_norm, decode_linear, decoder_layers, packed, served_by
+from medusa_kernels import (
+    LayerWeights,
+    Projection,
+    add_rms_norm,
+    decode_linear,
+    decoder_layers,
+    linear_parts,
+    packed,
+    served_by,
+)
+
+NORMS_IN_ROPE = True
+"""Whether the norms of heads (Qwen3) are part of `rope_append`, instead of two launches of their own."""
 
 # Layers that norm their input by `input_layernorm`, attend to that, and do everything else token by token.
 LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -105,35 +119,53 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
 
     The decoder has no `obstacle`, and swapped attention modules. The hidden states [B, N, H] are those after the norm.
     """
-    for layer in decoder.layers:
+    normed = _normed(hidden, None, decoder.layers[0].input_layernorm)[1]
+    # After each layer comes the norm of the next one's input, and at last the final norm.
+    norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
+    for layer, next_norm in zip(decoder.layers, norms, strict=True):
         attention, mlp = layer.self_attn, layer.mlp
-        normed = _normed(hidden, layer.input_layernorm)
-        qkv = _linear(normed, attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = attention.split(qkv)
-        if hasattr(attention, "q_norm"):
-            # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
-            q = attention.split(_heads_normed(qkv, attention.q_norm))[0]
-            k = attention.split(_heads_normed(qkv, attention.k_norm))[1]
-        attended = attention.attend(q, k, v, context)
-        hidden = _linear(attended, attention.o_proj, residual=hidden)
-        normed = _normed(hidden, layer.post_attention_layernorm)
+        attended = _attended(attention, normed, context)
+        hidden, normed = _added(hidden, attended, attention.o_proj, layer.post_attention_layernorm)
         gated = _linear(normed, mlp.gate_proj, mlp.up_proj, gate=True)
-        hidden = _linear(gated, mlp.down_proj, residual=hidden)
-    return _normed(hidden, decoder.norm)
+        hidden, normed = _added(hidden, gated, mlp.down_proj, next_norm)
+    return normed
 
 
-def _normed(hidden: torch.Tensor, norm: Any) -> torch.Tensor:
-    return add_rms_norm(hidden, None, norm.weight, norm.variance_epsilon)[1]
+def _attended(attention: Any, x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+    """Return the attention's output before its last projection, from normed hidden states: both [B, N, .]."""
+    modules = attention.q_proj, attention.k_proj, attention.v_proj
+    has_norms = hasattr(attention, "q_norm")
+    same_eps = has_norms and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
+    fold = NORMS_IN_ROPE and same_eps
+    parts = 1 if has_norms and not fold else linear_parts(x, sum(module.weight.shape[0] for module in modules))
+    qkv = _linear(x, *modules, parts=parts)
+    q, k, v = attention.split(qkv)
+    if has_norms and not fold:
+        # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
+        heads = qkv.view(*qkv.shape[:2], -1, attention.head_dim)
+        q = attention.split(_normed(heads, None, attention.q_norm)[1].view_as(qkv))[0]
+        k = attention.split(_normed(heads, None, attention.k_norm)[1].view_as(qkv))[1]
+    return attention.attend(q, k, v, context, norm_heads=fold)
 
 
-def _heads_normed(qkv: torch.Tensor, norm: Any) -> torch.Tensor:
-    return _normed(qkv.view(*qkv.shape[:2], -1, norm.weight.shape[0]), norm).view_as(qkv)
+def _added(hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden plus a projection of x, and its norm."""
+    parts = linear_parts(x, linear.weight.shape[0])
+    if parts > 1:
+        return _normed(hidden, _linear(x, linear, parts=parts), norm)
+    return _normed(_linear(x, linear, residual=hidden), None, norm)
 
 
-def _linear(x: torch.Tensor, *modules: Any, gate: bool = False, residual: torch.Tensor | None = None) -> torch.Tensor:
+def _normed(hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+
+
+def _linear(
+    x: torch.Tensor, *modules: Any, gate: bool = False, residual: torch.Tensor | None = None, parts: int = 1
+) -> torch.Tensor:
     weights = [module.weight for module in modules]
     biases = None if all(module.bias is None for module in modules) else [module.bias for module in modules]
-    return decode_linear(x, weights, biases, gate=gate, residual=residual)
+    return decode_linear(x, weights, biases, gate=gate, residual=residual, parts=parts)
 
 
 class NativeLayers:
