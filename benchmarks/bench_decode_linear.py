@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from benchmarks import gpu, harness
-from medusa_kernels import _native, decode_linear
+from benchmarks import gpu, harness, suite
+from medusa_kernels import _native, add_rms_norm, decode_linear
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,75 @@ SHAPES = (
 ROWS = (1, 16, 64)
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of one layer: q, k, v packed; o; gate, up packed; down."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One projection with the norm after it, which adds up the parts into which its columns are divided.
+
+    Attributes:
+        projection: whose it is.
+        features: rows of each weight.
+        size: columns.
+        rows: rows of activations.
+        parts: into how many parts the columns are divided.
+        gate: whether the first of two weights gates the other.
+    """
+
+    projection: str
+    features: tuple[int, ...]
+    size: int
+    rows: int
+    parts: int = 1
+    gate: bool = False
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the fields."""
+        return suite.as_shapes(self)
+
+    def bytes(self, element: int) -> int:
+        """Count the bytes of the weights."""
+        return sum(self.features) * self.size * element
+
+
+def cases() -> list[Case]:
+    """Return the projections of Llama-2-7B, Llama-3-8B and Llama-2-13B, in as many parts as may pay off."""
+    wide = [
+        Case(f"{shape.name} gate, up", (shape.width, shape.width), shape.hidden, rows, gate=True)
+        for rows in (64, 1)
+        for shape in SHAPES
+    ]
+    narrow = [
+        (f"{shape.name} {name}", (shape.hidden,), size)
+        for shape in SHAPES
+        for name, size in (("output", shape.q), ("down", shape.width))
+    ]
+    narrow += [(f"{shape.name} q, k, v", (shape.q, shape.kv, shape.kv), shape.hidden) for shape in SHAPES]
+    divided = [
+        Case(name, features, size, rows, parts)
+        for rows in (64, 1, 16)
+        for name, features, size in narrow
+        for parts in (1, 2, 3, 4)
+    ]
+    return divided + wide
+
+
+def inputs(case: Case, run: suite.Run) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """Return random activations, weights, hidden states and the norm's weight."""
+    width = case.features[0] if case.gate else sum(case.features)
+    tensors = [
+        torch.empty(*shape, device=run.device, dtype=run.dtype).normal_(0, 0.02)
+        for shape in ((case.rows, case.size), *((n, case.size) for n in case.features), (case.rows, width), (width,))
+    ]
+    return tensors[0], tensors[1:-2], tensors[-2], tensors[-1]
+
+
+def with_norm(case: Case, x: tuple[Tensor, list[Tensor], Tensor, Tensor]) -> Tensor:
+    """Run the projection, and the norm of its sum with the hidden states."""
+    activations, weights, hidden, norm = x
+    if case.parts == 1 and len(weights) == 1:
+        return add_rms_norm(decode_linear(activations, weights, residual=hidden), None, norm, 1e-5)[1]
+    return add_rms_norm(hidden, decode_linear(activations, weights, gate=case.gate, parts=case.parts), norm, 1e-5)[1]
 
 
 def layer_weights(shape: Shape, device: torch.device, dtype: torch.dtype) -> Weights:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from medusa_kernels._triton import (
+    decode_linear,
     heads_topk,
     rope_append,
     streaming,
     tree_attention,
     tree_verify,
 )
+from medusa_kernels._triton.decode_linear_configs import choices
 from medusa_kernels._triton.launch import Device
 
 # block_m, block_n, num_warps, num_stages, programs
@@ -87,11 +90,45 @@ def _streamed(
     return [chosen, *(config for config in configs if config != chosen)]
 
 
+# swap, block_n, block_k, num_warps, stages; of gated weights those of half as many rows
+_LINEAR_FEW = [
+    (True, 64, 128, 4, (3, 4, 5, 6)), (True, 64, 64, 4, (4, 6, 8)), (True, 128, 64, 4, (4, 5, 6)),
+    (False, 32, 128, 4, (3, 4, 5, 6)), (True, 128, 128, 8, (3, 4)),
+]  # fmt: skip
+_LINEAR_64 = [
+    (False, 128, 64, 4, (3, 4, 5, 6)), (False, 256, 64, 8, (3, 4)), (True, 64, 128, 4, (3, 4, 6)),
+    (True, 128, 64, 8, (4, 5)), (False, 64, 64, 4, (4, 5, 6)), (False, 32, 128, 4, (4, 6)),
+    (True, 64, 64, 4, (4, 6)),
+]  # fmt: skip
+
+
+def _decode_linear(
+    device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int, gate: bool, parts: int
+) -> list[Any]:
+    chosen = decode_linear.configuration(device, dtype, rows, out_features, in_features, gate, parts=parts)
+    if dtype == torch.float32:
+        return [chosen]
+    if device.hopper:
+        shapes = _LINEAR_64 if chosen.block_m == 64 else _LINEAR_FEW
+        others = [
+            decode_linear.Config(swap, chosen.block_m, block_n // (1 + gate), block_k, warps, count)
+            for swap, block_n, block_k, warps, stages in shapes
+            for count in stages
+            if block_n // (1 + gate) >= (64 if swap else 32)
+        ]
+    else:
+        tiles = choices(device, dtype, chosen.block_m, gate)
+        others = [replace(tile, num_stages=tile.num_stages + more) for tile in tiles for more in (0, -1, 1)]
+    fitting = (one for one in others if one.stage_bytes(dtype, gate) * one.num_stages <= device.shared_memory)
+    return list(dict.fromkeys([chosen, *fitting]))
+
+
 def _rope_append(device: Device, dtype: torch.dtype, head_dim: int) -> list[Any]:
     return [rope_append.configuration(dtype, head_dim, num_warps) for num_warps in (2, 1, 4, 8)]
 
 
 CANDIDATES: dict[str, Callable[..., list[Any]]] = {
+    "decode_linear": _decode_linear,
     "tree_attention": _tree_attention,
     "heads_topk": _heads_topk,
     "tree_verify": _tree_verify,

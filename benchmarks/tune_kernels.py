@@ -29,7 +29,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import bench_heads_topk, bench_rope_append, bench_tree_attention, bench_tree_verify, gpu, harness, suite
+from benchmarks import (
+    bench_decode_linear,
+    bench_heads_topk,
+    bench_rope_append,
+    bench_tree_attention,
+    bench_tree_verify,
+    gpu,
+    harness,
+    suite,
+)
 from medusa_decoding.files import write_json
 
 CPU_COUNT = os.cpu_count() or 1
@@ -68,6 +77,12 @@ def _attention_cases() -> list[Any]:
 
 
 PROBLEMS = {
+    "decode_linear": Problem(
+        bench_decode_linear,
+        bench_decode_linear.with_norm,
+        bench_decode_linear.cases(),
+        lambda case: (len(case.features), case.size % 128 == 0),
+    ),
     "tree_attention": Problem(
         bench_tree_attention,
         lambda case, x: bench_tree_attention.ours(x),
@@ -355,7 +370,7 @@ def main() -> None:
         raise SystemExit(f"tune_kernels: {suite.NO_GPU}")
     began = time.monotonic()
     ops = args.only or list(PROBLEMS)
-    weights = {"tree_attention": 3.0, "rope_append": 0.3}
+    weights = {"tree_attention": 3.0, "decode_linear": 3.0, "rope_append": 0.3}
     for i, op in enumerate(ops):
         left = args.budget - (time.monotonic() - began)
         share = weights.get(op, 1.5) / sum(weights.get(other, 1.5) for other in ops[i:])
