@@ -36,16 +36,19 @@ _MANY = [
 ]  # fmt: skip
 
 
-def _tree_attention(device: Device, dtype: torch.dtype, head_dim: int, rows: int, keys: int) -> list[Any]:
+def _tree_attention(
+    device: Device, dtype: torch.dtype, head_dim: int, rows: int, keys: int, kv_heads: int
+) -> list[Any]:
     Config = tree_attention.Config
-    chosen = tree_attention.configuration(device, dtype, head_dim, rows, keys=keys)
+    chosen = tree_attention.configuration(device, dtype, head_dim, rows, keys=keys, kv_heads=kv_heads)
     if dtype == torch.float32 or head_dim > 128 or not device.hopper:
         return [chosen]
     if rows <= 32:
         others = [Config(*shape, min_keys=128) for shape in (_FEW if rows <= 16 else _UP_TO_32)]
         others += [Config(64, 64, 4, 3, 2)] * (rows > 16)
     else:
-        others = [Config(*shape) for shape in (_UP_TO_64 if rows <= 64 else _MANY + _UP_TO_64)]
+        shapes = _UP_TO_64 if rows <= 64 else _MANY + _UP_TO_64
+        others = [Config(*shape, overlap=overlap) for shape in shapes for overlap in (False, True)]
     return [chosen, *(other for other in others if other != chosen)]
 
 

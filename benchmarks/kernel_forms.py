@@ -59,6 +59,7 @@ class Specialisation:
         aligned: integers that a launch always passes as multiples of 16, so that the compiler may load 16 bytes at
             once. Pointers always count as aligned.
         programs: programs per multiprocessor that a launch counts on; 0 if it does not.
+        options: compiler options that only this form has.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Specialisation:
     num_stages: int
     aligned: tuple[str, ...] = field(default=())
     programs: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def specialise(
@@ -92,7 +94,7 @@ def specialise(
 
 
 _ATTENTION: list[tuple[Any, ...]] = [
-    # dtype, head size, nodes, rows, window, softcap, and the rows of the cache if they matter
+    # dtype, head size, nodes, rows, window, softcap, and the rows of the cache and the KV heads if they matter
     *(
         (torch.bfloat16, 128, nodes, rows, None, False)
         for nodes, rows in ((1, 1), (16, 16), (8, 32), (64, 64), (64, 256))
@@ -103,6 +105,8 @@ _ATTENTION: list[tuple[Any, ...]] = [
     *((torch.bfloat16, dim, 1, 1, None, False) for dim in (64, 80, 256)),
     *((torch.bfloat16, 256, 64, rows, 4096, True) for rows in (128, 512)),
     (torch.bfloat16, 128, 64, 256, None, False, 1024),
+    *((torch.bfloat16, 128, 64, 256, window, cap) for window, cap in ((4096, False), (None, True))),
+    *((torch.bfloat16, 128, nodes, nodes, None, False, LONG, 160) for nodes in (1, 64)),
     (torch.float16, 128, 64, 64, None, False),
     *((torch.float32, dim, 64, 64, None, False) for dim in (64, 128, 256)),
     (torch.float32, 128, 64, 256, 40, True),
@@ -111,47 +115,53 @@ _ATTENTION_MERGES = [*((torch.bfloat16, dim) for dim in (64, 80, 128, 256)), (to
 
 
 def _tree_attention(device: Device) -> Iterator[Specialisation]:
-    """Yield the forms that launches with the usual head sizes ask for."""
-    pdl = {"PDL": has_programmatic(device)}
-    aligned = tuple(
-        n for n in tree_attention.attend_kernel.arg_names if n.startswith("stride_") and n[7] in "qkv" and n[-1] != "d"
-    )
-    for dtype, head_dim, nodes, rows, window, cap, *keys in _ATTENTION:
-        config, kind = (
-            tree_attention.configuration(device, dtype, head_dim, rows, keys=keys[0] if keys else LONG),
-            TRITON_TYPES[dtype],
-        )
-        strides = {f"stride_{tensor}_d": 1 for tensor in ("q", "k", "v")}
-        words = (
-            f"tree_attention attend {kind} D{head_dim} N{nodes} M{rows}", "short" * bool(keys), "window" * bool(window),
-            "softcap" * cap, "deep" * tree_attention._deep(nodes, window),
-        )  # fmt: skip
-        yield specialise(
-            " ".join(word for word in words if word),
-            tree_attention.attend_kernel,
-            {
-                "q k_cache v_cache out": f"*{kind}",
-                "parts stats": "*fp32",
-                "cache_lens": "*i32",
-                "ancestors": "*i64",
-                "scale softcap": "fp32",
-            },
-            strides
-            | tree_attention._attend_constants(config, head_dim, nodes, window, capped=cap, negative=False)
-            | pdl,
-            config,
-            aligned=aligned,
-            programs=config.programs,
-        )
+    """Yield the forms that launches with the usual head sizes ask for, each with and without the merge."""
+    pdl = has_programmatic(device)
+    for form, merges in itertools.product(_ATTENTION, (False, True)):
+        yield _attend_form(device, form, merges=merges, pdl=pdl, early=pdl)
+    if pdl:
+        yield _attend_form(device, (torch.bfloat16, 128, 64, 64, None, False), merges=True, pdl=True, early=False)
     for dtype, head_dim in _ATTENTION_MERGES:
         config, kind = tree_attention.configuration(device, dtype, head_dim, 64), TRITON_TYPES[dtype]
         yield specialise(
             f"tree_attention merge {kind} D{head_dim}",
             tree_attention.merge_kernel,
             {"parts stats": "*fp32", "out": f"*{kind}", "cache_lens": "*i32", "factor": "fp32"},
-            tree_attention._constants(config, head_dim, 64, None) | {"CHUNK": tree_attention.MERGE_CHUNK} | pdl,
+            tree_attention._constants(config, head_dim, 64, None) | {"PDL": pdl},
             tree_attention.MERGE,
         )
+
+
+def _attend_form(device, form, *, merges, pdl, early):
+    """Describe one compiled form of the kernel that attends."""
+    dtype, head_dim, nodes, rows, window, cap, *sizes = form
+    keys, kv_heads = (*sizes, *(LONG, 1)[len(sizes) :])
+    config = tree_attention.configuration(device, dtype, head_dim, rows, keys=keys, kv_heads=kv_heads)
+    kind, names = TRITON_TYPES[dtype], tree_attention.attend_kernel.arg_names
+    words = (
+        f"tree_attention attend {kind} D{head_dim} N{nodes} M{rows}", "short" * (keys < LONG),
+        "crowded" * (kv_heads > 1), "window" * bool(window), "softcap" * cap,
+        "deep" * tree_attention._deep(nodes, window), "merges" * merges, "late" * (pdl and not early),
+    )  # fmt: skip
+    types = {
+        "q k_cache v_cache out": f"*{kind}",
+        "parts stats": "*fp32",
+        "cache_lens counters": "*i32",
+        "ancestors": "*i64",
+        "scale softcap": "fp32",
+    }
+    found = specialise(
+        " ".join(word for word in words if word),
+        tree_attention.attend_kernel,
+        types,
+        {f"stride_{tensor}_d": 1 for tensor in ("q", "k", "v")}
+        | tree_attention._attend_constants(config, head_dim, nodes, window, capped=cap, negative=False)
+        | {"MERGES": merges, "PDL": pdl, "EARLY": early},
+        config,
+        aligned=tuple(n for n in names if n.startswith("stride_") and n[7] in "qkv" and n[-1] != "d"),
+        programs=config.programs,
+    )
+    return replace(found, options=tree_attention._options(config))
 
 
 def _rope_append(device: Device) -> Iterator[Specialisation]:

@@ -47,7 +47,9 @@ def visible_nodes(ancestors: Tensor, nodes: int) -> Tensor:
     return ((ancestors[..., node // WORD] >> (node % WORD)) & 1).bool()
 
 
-def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None):
+def tree_attention(
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None
+):  # fmt: skip
     """Attention of tree nodes over the cached prefix and their own ancestors; see the public `tree_attention`."""
     batch, nodes, heads, head_dim = q.shape
     kv_heads, rows = k_cache.shape[1:3]

@@ -15,12 +15,25 @@ import torch
 import triton
 
 from medusa_kernels._triton.launch import OPTIONS, Warps, describe, on_device
-from medusa_kernels._triton.programmatic import launch_options, programmatic
+from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 from medusa_kernels._triton.tree_attention_configs import Config, configuration
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
+OVERLAP = True
+"""Whether products run during exponentials where the configuration has it."""
+
+LAST_MERGES = True
+"""Whether the last program of a tile merges its shares if there are counters, instead of a second kernel."""
+
+MERGED_BYTES = 128 * 1024
+"""Bytes of a tile's shares up to which its last program merges them. One multiprocessor reads 75 to 100 KB/us from the
+L2, so that more would take longer than the launch that is saved (calculated)."""
+
 MERGE_CHUNK = 8
-"""Parts that the merge loads at once."""
+"""Shares whose largest scores the merge loads at once."""
+
+MERGE_ROWS = 32
+"""Most rows that the last program merges at once; with more, the largest tiles would spill."""
 
 MERGE = Warps(num_warps=1, num_stages=2)
 
@@ -31,11 +44,12 @@ def _constants(config: Config, head_dim: int, nodes: int, window: int | None) ->
         "D": head_dim,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
         "BLOCK_N": config.block_n,
-        # A block is within one ancestor word. The depths of its nodes, if needed, take many registers.
-        "TREE_BLOCK": min(16 if _deep(nodes, window) else 64, config.block_n),
+        # A block is within one ancestor word. Positions take many registers, and depths of nodes even more.
+        "TREE_BLOCK": min(64 if window is None else 16 if _deep(nodes, window) else 32, config.block_n),
         "MIN_UNITS": max(1, config.min_keys // config.block_n),
         "SINGLE": nodes == 1,
         "HAS_WINDOW": window is not None,
+        "CHUNK": MERGE_CHUNK,
     }
 
 
@@ -45,8 +59,20 @@ def _attend_constants(config: Config, head_dim, nodes, window, *, capped: bool, 
         "DEEP": _deep(nodes, window),
         "HAS_SOFTCAP": capped,
         "NEGATIVE": negative,
+        # A window smaller than the tree has few keys.
+        "OVERLAP": OVERLAP and config.overlap and not _deep(nodes, window),
+        # A share of so many rows takes no more shared memory than a block of keys and values in 16 bits.
+        "MERGE_ROWS": min(MERGE_ROWS, config.block_m, config.block_n),
         "STAGES": config.num_stages,
     }
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Return the compiler's options: as many registers as threads may have if the programs share a multiprocessor.
+
+    Without the limit, the assembler spills some to fit more programs, for which there is no shared memory.
+    """
+    return OPTIONS | {"maxnreg": min(255, 2**16 // (32 * config.num_warps * config.programs))}
 
 
 def _deep(nodes: int, window: int | None) -> bool:
@@ -65,7 +91,9 @@ def _splits(config: Config, programs: int, slots: int, keys: int) -> int:
     return min(range(1, most + 1), key=lambda s: (-(-programs * s // slots) * (keys / s + overhead * (s > 1)), s))
 
 
-def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None):
+def tree_attention(
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None
+):  # fmt: skip
     """Launch the kernels; see the public `tree_attention`."""
     batch, nodes, heads, head_dim = q.shape
     kv_heads, capacity = k_cache.shape[1:3]
@@ -75,11 +103,14 @@ def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, wi
     if out.numel() == 0:
         return out
     device = describe(q.device)
-    config = configuration(device, q.dtype, head_dim, rows, keys=capacity)
+    config = configuration(device, q.dtype, head_dim, rows, keys=capacity, kv_heads=batch * kv_heads)
     pdl = programmatic(q.device)
     tiles = -(-rows // config.block_m)
     slots = device.multiprocessors * config.programs
     splits = _splits(config, batch * kv_heads * tiles, slots, capacity)
+    merged_bytes = min(rows, config.block_m) * head_dim * 4 * splits
+    merges = LAST_MERGES and counters is not None and splits > 1 and merged_bytes <= MERGED_BYTES
+    early = pdl and at_once(device, batch * kv_heads * tiles * splits, config.programs)
     shares = (batch, kv_heads, splits if splits > 1 else 0, rows)
     parts = torch.empty(*shares, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(*shares, 2, dtype=torch.float32, device=q.device)
@@ -91,15 +122,17 @@ def tree_attention(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, wi
     cache_lens = cache_lens.contiguous()
     with on_device(q):
         attend_kernel[(tiles * splits, kv_heads, batch)](
-            q, k_cache, v_cache, cache_lens, words, out, parts, stats, size, 1.0 if softcap is None else softcap,
+            q, k_cache, v_cache, cache_lens, words, out, parts, stats, counters if merges else cache_lens,
+            size, 1.0 if softcap is None else softcap,
             *sizes, *q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride(),
             **_attend_constants(config, head_dim, nodes, window, capped=softcap is not None, negative=scale < 0),
-            PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
+            MERGES=merges, PDL=pdl, EARLY=early,
+            num_warps=config.num_warps, num_stages=config.num_stages, **_options(config), **launch_options(pdl),
         )  # fmt: skip
-        if splits > 1:
+        if splits > 1 and not merges:
             merge_kernel[(rows, kv_heads, batch)](
                 parts, stats, cache_lens, out, math.log2(math.e) * (size if softcap is None else 1), *sizes,
-                **_constants(config, head_dim, nodes, window), CHUNK=MERGE_CHUNK,
+                **_constants(config, head_dim, nodes, window),
                 PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS, **launch_options(pdl),
             )  # fmt: skip
     return out

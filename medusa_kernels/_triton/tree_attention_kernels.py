@@ -1,11 +1,12 @@
-"""The kernels of tree attention: attend to shares of the keys, then merge the shares.
+"""The kernels of tree attention: attend to shares of the keys, and merge the shares.
 
 The query heads of one KV head are packed into rows, so that keys and values are read once for all of them: row r is
 node `r // G` of head `r % G` (G query heads per KV head). The keys of a batch row are divided into units: whole blocks
 of the prefix, which need no mask, then blocks that do, namely the ragged end of the prefix and the tree. The blocks of
 the tree start exactly at row `cache_lens[b]`, so that each is within one ancestor word. Units go in order to at most
 `splits` programs. Each stores its sum of values, its largest score and its sum of exponentials; a single program stores
-the result. The kernels do not know what device they run on, nor how many programs fill it.
+the result. The last program of a tile merges all shares, or a second kernel does, to the same bits. The kernels do not
+know what device they run on, nor how many programs fill it.
 """
 
 from __future__ import annotations
@@ -114,24 +115,79 @@ def _scores(b_q, b_k, scale, softcap, NEGATIVE: tl.constexpr, HAS_SOFTCAP: tl.co
 
 
 @triton.jit
-def _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, MASKED: tl.constexpr):
-    """Add one block to the running softmax: acc = sum p v [M, D] and sum p [M], with p = 2^((score - high) factor).
+def _softmax(b_scores, b_high, factor, EXACT: tl.constexpr, MASKED: tl.constexpr):
+    """Return the probabilities p = 2^((score - new high) factor) of one block, their sums, shrink and the new high.
 
-    high [M] is the largest score so far. The probabilities p are rounded to the dtype of v for the product; sums are
-    fp32.
+    high [M] is the largest score before this block, new high [M] the largest with it. p is [M, n]; shrink [M] is
+    2^((high - new high) factor), by which earlier sums are multiplied. All fp32.
     """
     b_new_high = tl.maximum(b_high, tl.max(b_scores, 1))
     # Until a row has seen a key its largest score is -inf, and -inf less -inf would be NaN.
     b_base = tl.where(b_new_high == float("-inf"), 0.0, b_new_high) if MASKED else b_new_high
-    if b_v.dtype == tl.float32:
+    if EXACT:
         b_p = _power((b_scores - b_base[:, None]) * factor, True)
     else:
         # One operation instead of two; its rounding is far below that of the probabilities to 16 bits.
         b_p = _power(b_scores * factor - (b_base * factor)[:, None], False)
-    b_shrink = _power((b_high - b_base) * factor, b_v.dtype == tl.float32)
-    b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
-    return b_acc, b_new_high, b_sum
+    return b_p, tl.sum(b_p, 1), _power((b_high - b_base) * factor, EXACT), b_new_high
+
+
+@triton.jit
+def _product(b_p, b_v, b_acc, b_shrink):
+    """Return acc shrink + p v, fp32 [M, D]; the probabilities p are rounded to the dtype of v."""
+    return tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, MASKED: tl.constexpr):
+    """Add one block to the running softmax: acc = sum p v [M, D], the largest score and sum p [M]; see `_softmax`."""
+    b_p, b_part, b_shrink, b_high = _softmax(b_scores, b_high, factor, b_v.dtype == tl.float32, MASKED)
+    return _product(b_p, b_v, b_acc, b_shrink), b_high, b_sum * b_shrink + b_part
+
+
+@triton.jit
+def _merge(
+    parts, stats, out, i_b, i_h, first_row, used, factor, nodes, groups, splits,
+    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute sum(w part) / sum(w sum) with w = 2^((high - max high) factor) over the shares of R rows.
+
+    Arguments as those of `merge_kernel`; used: shares that were stored. The order of the sums does not depend on R.
+    """
+    EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
+    rows = nodes * groups
+    first_part = (i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits * rows + first_row
+    parts += first_part * D
+    stats += first_part * 2
+    o_r, o_s, o_d = tl.arange(0, R), tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
+    m_r = first_row + o_r < rows
+    m_part = m_r[:, None] & (o_d < D)[None, :]
+    b_high = tl.full([R], float("-inf"), tl.float32)
+    b_total = tl.zeros([R], tl.float32)
+    b_acc = tl.zeros([R, BLOCK_D], tl.float32)
+    for start in range(0, used, CHUNK):
+        m_s = m_r[:, None] & (start + o_s < used)[None, :]
+        # [R, CHUNK]
+        b_highs = tl.load(stats + (o_r[:, None] + (start + o_s)[None, :] * rows) * 2, mask=m_s, other=float("-inf"))
+        b_new_high = tl.maximum(b_high, tl.max(b_highs, 1))
+        b_base = tl.where(b_new_high == float("-inf"), 0.0, b_new_high)
+        b_shrink = _power((b_high - b_base) * factor, EXACT)
+        b_total, b_acc, b_high = b_total * b_shrink, b_acc * b_shrink[:, None], b_new_high
+        for share in tl.range(start, tl.minimum(start + CHUNK, used), num_stages=STAGES):
+            p_part = parts + (share * rows).to(tl.int64) * D
+            p_stats = stats + (share * rows + o_r) * 2
+            # [R, BLOCK_D], [R], [R]
+            b_part = tl.load(p_part + o_r[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
+            b_own = tl.load(p_stats, mask=m_r, other=float("-inf"))
+            b_sum = tl.load(p_stats + 1, mask=m_r, other=0.0)
+            b_weight = _power((b_own - b_base) * factor, EXACT)
+            b_total += b_weight * b_sum
+            b_acc += b_weight[:, None] * b_part
+    o_node = (first_row + o_r) // groups
+    o_head = i_h * groups + (first_row + o_r) % groups
+    o_out = (i_b.to(tl.int64) * nodes + o_node) * (tl.num_programs(1) * groups) + o_head
+    b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + b_total[:, None])
+    tl.store(out + o_out[:, None] * D + o_d[None, :], b_out.to(out.dtype.element_ty), mask=m_part)
 
 
 @triton.jit(
@@ -140,13 +196,14 @@ def _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, MASKED: tl.constexp
     ]
 )  # fmt: skip
 def attend_kernel(
-    q, k_cache, v_cache, cache_lens, ancestors, out, parts, stats, scale, softcap,
+    q, k_cache, v_cache, cache_lens, ancestors, out, parts, stats, counters, scale, softcap,
     nodes, groups, splits, window,
     stride_q_b, stride_q_n, stride_q_h, stride_q_d, stride_k_b, stride_k_h, stride_k_s, stride_k_d,
     stride_v_b, stride_v_h, stride_v_s, stride_v_d, stride_ancestors_b, stride_ancestors_n, stride_ancestors_w,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr, SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, DEEP: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, OVERLAP: tl.constexpr, MERGES: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T scale) v for one tile of rows of one KV head and one share of its keys.
 
@@ -154,9 +211,13 @@ def attend_kernel(
     gives out [B, N, Hkv * G, D], rounded once; otherwise parts [B, Hkv, splits, N * G, D] get the sums of values and
     stats [B, Hkv, splits, N * G, 2] the largest score and the sum of exponentials, all fp32. Scores are fp32;
     probabilities are rounded to the dtype of v. NEGATIVE: scale is negative, its absolute value is passed. DEEP: a path
-    of the tree can be longer than the window.
+    of the tree can be longer than the window. OVERLAP: products run during exponentials, 16-bit only. MERGES: the last
+    program of a tile merges its shares into out; counters [B, Hkv, tiles] count those that have stored theirs, and are
+    zero before and after. EARLY: all programs run at once.
     """
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     rows = nodes * groups
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
@@ -206,18 +267,40 @@ def attend_kernel(
     o_n = tl.arange(0, BLOCK_N)
     o_k = o_n[:, None] * stride_k_s + o_d[None, :] * stride_k_d
     o_v = o_n[:, None] * stride_v_s + o_d[None, :] * stride_v_d
-    for unit in tl.range(tl.minimum(begin, whole), tl.minimum(end, whole), num_stages=STAGES):
-        row = (first + unit) * BLOCK_N
-        p_k = k_base + row.to(tl.int64) * stride_k_s + o_k
-        p_v = v_base + row.to(tl.int64) * stride_v_s + o_v
-        # [BLOCK_N, BLOCK_D]
-        b_k = tl.load(p_k) if D == BLOCK_D else tl.load(p_k, mask=m_d[None, :], other=0.0)
-        b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
-        if HAS_WINDOW:
-            b_scores = tl.where(b_position[:, None] - (row + o_n)[None, :] < window, b_scores, float("-inf"))
-        # [BLOCK_N, BLOCK_D]
-        b_v = tl.load(p_v) if D == BLOCK_D else tl.load(p_v, mask=m_d[None, :], other=0.0)
-        b_acc, b_high, b_sum = _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, HAS_WINDOW)
+    start, stop = tl.minimum(begin, whole), tl.minimum(end, whole)
+    if OVERLAP:
+        # The product with the values of a block runs during the exponentials of the next block. So there is one
+        # iteration more than blocks: the first product is of zeros, and the last exponentials are not used.
+        b_p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        b_part, b_shrink, b_next = b_sum, b_sum, b_high
+        for unit in tl.range(start, tl.where(start < stop, stop + 1, start), num_stages=STAGES):
+            row = (first + tl.minimum(unit, stop - 1)) * BLOCK_N
+            row_v = (first + tl.maximum(unit - 1, start)) * BLOCK_N
+            p_k = k_base + row.to(tl.int64) * stride_k_s + o_k
+            p_v = v_base + row_v.to(tl.int64) * stride_v_s + o_v
+            # [BLOCK_N, BLOCK_D]
+            b_k = tl.load(p_k) if D == BLOCK_D else tl.load(p_k, mask=m_d[None, :], other=0.0)
+            b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
+            # [BLOCK_N, BLOCK_D]
+            b_v = tl.load(p_v) if D == BLOCK_D else tl.load(p_v, mask=m_d[None, :], other=0.0)
+            b_acc = _product(b_p, b_v, b_acc, b_shrink)
+            if HAS_WINDOW:
+                b_scores = tl.where(b_position[:, None] - (row + o_n)[None, :] < window, b_scores, float("-inf"))
+            b_high, b_sum = b_next, b_sum * b_shrink + b_part
+            b_p, b_part, b_shrink, b_next = _softmax(b_scores, b_high, factor, b_v.dtype == tl.float32, HAS_WINDOW)
+    else:
+        for unit in tl.range(start, stop, num_stages=STAGES):
+            row = (first + unit) * BLOCK_N
+            p_k = k_base + row.to(tl.int64) * stride_k_s + o_k
+            p_v = v_base + row.to(tl.int64) * stride_v_s + o_v
+            # [BLOCK_N, BLOCK_D]
+            b_k = tl.load(p_k) if D == BLOCK_D else tl.load(p_k, mask=m_d[None, :], other=0.0)
+            b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
+            if HAS_WINDOW:
+                b_scores = tl.where(b_position[:, None] - (row + o_n)[None, :] < window, b_scores, float("-inf"))
+            # [BLOCK_N, BLOCK_D]
+            b_v = tl.load(p_v) if D == BLOCK_D else tl.load(p_v, mask=m_d[None, :], other=0.0)
+            b_acc, b_high, b_sum = _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, HAS_WINDOW)
 
     # The ragged end of the prefix, then the tree.
     o_t = tl.arange(0, TREE_BLOCK)
@@ -228,20 +311,23 @@ def attend_kernel(
         first_node = tl.where(in_tree, (unit - ragged) * TREE_BLOCK, 0)
         row = tl.where(in_tree, length + first_node, (first + whole) * BLOCK_N + unit * TREE_BLOCK)
         prefix = length + 1 if SINGLE else length
-        m_t = o_t < tl.where(in_tree, length + nodes, prefix) - row
+        count = tl.where(in_tree, length + nodes, prefix) - row
+        m_t = o_t < count
         m_kv = m_t[:, None] & m_d[None, :]
         # [TREE_BLOCK, BLOCK_D]; rows past the valid ones may hold NaN, which a probability of zero would not remove.
         b_k = tl.load(k_base + row.to(tl.int64) * stride_k_s + o_k, mask=m_kv, other=0.0)
         b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
         # [BLOCK_M, TREE_BLOCK]
-        m_visible = m_t[None, :]
-        if not SINGLE:
+        if SINGLE:
+            m_visible = m_t[None, :]
+        else:
             p_word = ancestors + o_node * stride_ancestors_n + first_node // 64 * stride_ancestors_w
             # [BLOCK_M]; every node sees the prefix: all bits set.
             b_word = tl.load(p_word, mask=o_r < tl.where(in_tree, rows, 0), other=-1) >> (first_node % 64)
+            b_word &= tl.where(count < 64, (1 << tl.minimum(count, 63).to(tl.int64)) - 1, -1)
             b_low, b_upper = b_word.to(tl.int32), (b_word >> 32).to(tl.int32)
             b_half = tl.where((o_t < 32)[None, :], b_low[:, None], b_upper[:, None])
-            m_visible = m_visible & (((b_half >> (o_t % 32)[None, :]) & 1) != 0)
+            m_visible = (b_half & (1 << (o_t % 32))[None, :]) != 0
         if HAS_WINDOW:
             b_key_position = row + o_t
             if DEEP:
@@ -254,8 +340,8 @@ def attend_kernel(
         b_v = tl.load(v_base + row.to(tl.int64) * stride_v_s + o_v, mask=m_kv, other=0.0)
         b_acc, b_high, b_sum = _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, True)
 
-    if PDL:
-        # Not earlier: programs of the merge would take the room of those that have not started.
+    if PDL and not EARLY:
+        # Programs of the next kernel would take the room of those that have not started.
         tl.extra.cuda.gdc_launch_dependents()
     # Compute the indices again from a zero that the compiler cannot see, or it would keep those of q over both loops.
     zero = (tl.max(b_sum, 0) < 0).to(tl.int32)
@@ -264,16 +350,29 @@ def attend_kernel(
     o_node = o_r // groups
     o_head = i_h * groups + o_r % groups
     m_out = m_r[:, None] & m_d[None, :]
+    i_out = i_b.to(tl.int64) * tl.num_programs(1) + i_h
     if used == 1:
         o_out = (i_b.to(tl.int64) * nodes + o_node) * (tl.num_programs(1) * groups) + o_head
         b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + b_sum[:, None]).to(out.dtype.element_ty)
         tl.store(out + o_out[:, None] * D + o_d[None, :], b_out, mask=m_out)
     else:
         # A row that saw no key of this share has a sum of 0 and a largest score of -inf.
-        o_part = ((i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits + i_split) * rows + o_r
-        tl.store(parts + o_part[:, None] * D + o_d[None, :], b_acc, mask=m_out)
-        tl.store(stats + o_part * 2, b_high, mask=m_r)
-        tl.store(stats + o_part * 2 + 1, b_sum, mask=m_r)
+        o_m = tl.arange(0, BLOCK_M)
+        first_part = (i_out * splits + i_split) * rows + i_tile * BLOCK_M
+        tl.store(parts + first_part * D + o_m[:, None] * D + o_d[None, :], b_acc, mask=m_out)
+        tl.store(stats + first_part * 2 + o_m * 2, b_high, mask=m_r)
+        tl.store(stats + first_part * 2 + o_m * 2 + 1, b_sum, mask=m_r)
+        if MERGES:
+            # The shares of all threads are stored before one of them counts the program.
+            tl.debug_barrier()
+            counter = counters + i_out * tiles + i_tile
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used - 1:
+                for first_row in range(i_tile * BLOCK_M, tl.minimum((i_tile + 1) * BLOCK_M, rows), MERGE_ROWS):
+                    _merge(
+                        parts, stats, out, i_b, i_h, first_row, used, factor, nodes, groups, splits,
+                        MERGE_ROWS, D, BLOCK_D, CHUNK, STAGES,
+                    )  # fmt: skip
+                tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["nodes", "groups", "splits", "window"])
@@ -290,36 +389,11 @@ def merge_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    i_row = tl.program_id(0)
-    i_h = tl.program_id(1)
     i_b = tl.program_id(2)
     length = tl.load(cache_lens + i_b)
     _, _, _, _, used = _shares(length, nodes, window, splits, SINGLE, HAS_WINDOW, BLOCK_N, TREE_BLOCK, MIN_UNITS)
-    if used == 1:
-        return
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < D
-    high = float("-inf")
-    total = 0.0
-    b_acc = tl.zeros([BLOCK_D], tl.float32)
-    base = (i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits
-    for start in range(0, used, CHUNK):
-        o_s = start + tl.arange(0, CHUNK)
-        m_s = o_s < used
-        o_part = (base + o_s) * (nodes * groups) + i_row
-        # [CHUNK]
-        b_high = tl.load(stats + o_part * 2, mask=m_s, other=float("-inf"))
-        b_sum = tl.load(stats + o_part * 2 + 1, mask=m_s, other=0.0)
-        # [CHUNK, BLOCK_D]
-        b_part = tl.load(parts + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
-        new_high = tl.maximum(high, tl.max(b_high, 0))
-        base_score = tl.where(new_high == float("-inf"), 0.0, new_high)
-        b_weight = _power((b_high - base_score) * factor, out.dtype.element_ty == tl.float32)
-        shrink = _power((high - base_score) * factor, out.dtype.element_ty == tl.float32)
-        total = total * shrink + tl.sum(b_weight * b_sum, 0)
-        b_acc = b_acc * shrink + tl.sum(b_weight[:, None] * b_part, 0)
-        high = new_high
-    o_node = i_row // groups
-    o_out = (i_b.to(tl.int64) * nodes + o_node) * (tl.num_programs(1) * groups) + i_h * groups + i_row % groups
-    b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + total)
-    tl.store(out + o_out * D + o_d, b_out.to(out.dtype.element_ty), mask=m_d)
+    if used > 1:
+        _merge(
+            parts, stats, out, i_b, tl.program_id(1), tl.program_id(0), used, factor, nodes, groups, splits,
+            1, D, BLOCK_D, CHUNK, CHUNK,
+        )  # fmt: skip

@@ -9,11 +9,13 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.backbone import kv_cache
 from medusa_decoding.decode.runtime import runner
 from medusa_decoding.decode.runtime import state_pool as pools
 from medusa_decoding.decode.runtime import steps as steps_module
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
+from medusa_decoding.serving.slots import Slots
 
 
 @pytest.fixture
@@ -73,11 +75,11 @@ def test_cached_states_are_dropped_to_make_room(medusa, monkeypatch):
     allocate = pools.TreeCache.allocate
     idle = []
 
-    def full_once(shape, rope):
+    def full_once(**given):
         idle.append(len(pool._idle))
         if pool._idle:
             raise MemoryError("full")
-        return allocate(shape, rope)
+        return allocate(**given)
 
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", full_once)
     assert pool.acquire(Sizes([5], 10), 200).cache.capacity == 256
@@ -85,6 +87,18 @@ def test_cached_states_are_dropped_to_make_room(medusa, monkeypatch):
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         pool.acquire(Sizes([5], 10), 999)
+
+
+def test_rows_of_a_cache_have_counters_of_their_own(medusa, monkeypatch):
+    """Attention on a GPU changes them during a call, so views of other rows must not share them."""
+    monkeypatch.setattr(kv_cache, "attention_counters", lambda batch, heads, device: torch.zeros(batch, heads))
+    state = StatePool(medusa.backbone, keep=0).acquire(Sizes([5, 5, 5], 10), 60)
+    assert state.cache.counters.shape == (3, medusa.backbone.config.num_attention_heads)
+    slots = Slots(state)
+    one, others = slots.rows(0, 1).cache.counters, slots.rows(1, 3).cache.counters
+    one.fill_(1)
+    assert (others.shape[0], int(others.sum())) == (2, 0)
+    assert state.cache.counters.sum(1).tolist() == [one.numel(), 0, 0]
 
 
 class Broken:

@@ -21,19 +21,21 @@ from medusa_kernels._registry import Implementation, interpreted
 from medusa_kernels._triton import decode_linear, heads_topk, launch, streaming, tree_attention, tree_verify
 from medusa_kernels._triton.decode_linear_configs import best_parts
 from medusa_kernels._triton.launch import Device
+from medusa_kernels.tree_attention import SMALLEST_TILE
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter has configurations of its own")
 BF16, INT8 = torch.bfloat16, torch.int8
 H200 = Device((9, 0), 132, 232448, 233472)
 
 # The fastest configurations measured on an H200 (benchmarks/results/nvidia-h200.jsonl), for the benchmarked shapes.
+# Attention was measured without overlap, and 64 rows with at least 256 keys, which gives Llama-2-7B the same grid.
 ATTENTION = {
     # head size, rows per KV head, rows of the cache: rows and keys per tile, warps, stages, programs, least keys
     (128, 1, 16384): (16, 128, 4, 3, 1, 128),
     (128, 16, 16384): (16, 128, 4, 3, 1, 128),
     (128, 32, 16384): (32, 64, 4, 3, 2, 128),
-    (128, 64, 1024): (64, 64, 4, 4, 1, 256),
-    (128, 64, 16384): (64, 64, 4, 4, 1, 256),
+    (128, 64, 1024): (64, 64, 4, 4, 1, 128),
+    (128, 64, 16384): (64, 64, 4, 4, 1, 128),
     (128, 256, 1024): (64, 64, 4, 3, 2, 256),
     (128, 256, 16384): (128, 64, 8, 3, 1, 256),
 }
@@ -67,7 +69,7 @@ VERIFY = {
 def test_an_h200_gets_the_configurations_measured_on_it() -> None:
     plain = dataclasses.astuple
     assert {
-        key: plain(tree_attention.configuration(H200, BF16, *key[:2], keys=key[2])) for key in ATTENTION
+        key: plain(tree_attention.configuration(H200, BF16, *key[:2], keys=key[2]))[:6] for key in ATTENTION
     } == ATTENTION
     assert {
         (m, n, gate): plain(decode_linear.configuration(H200, BF16, m, n, 4096, gate)) for m, n, gate in LINEAR
@@ -108,6 +110,14 @@ def test_attention_compiles_within_the_limits_of_newer_gpus(arch: str) -> None:
         row = inspection.compiled_row(specs[f"tree_attention attend bf16 {name}"], arch, tree_attention.OPTIONS)
         assert inspection.breaches(row) == []
         assert row.counts.shared > 0
+
+
+@pytest.mark.parametrize("gpu", TARGETS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_no_tile_of_attention_is_too_small_for_the_counters(gpu: str, dtype: torch.dtype, head_dim: int) -> None:
+    for rows in (1, 16, 17, 32, 33, 64, 65, 256, 1024):
+        assert tree_attention.configuration(TARGETS[gpu], dtype, head_dim, rows).block_m >= SMALLEST_TILE
 
 
 def test_data_centre_blackwell_gets_large_tiles_without_wgmma() -> None:
@@ -264,6 +274,97 @@ def check_one_full_wave(device: Device, launch: Streamed) -> None:
     assert launch.programs <= device.multiprocessors * min(by_memory, 12 // options["num_warps"])
     assert launch.programs >= 2 / 3 * device.multiprocessors
     assert launch.rows > options["BLOCK_V"] / 2 or options["BLOCK_V"] == 32
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("heads", [(32, 32), (32, 8), (40, 40)], ids=["7B", "8B", "13B"])
+@pytest.mark.parametrize("nodes", [1, 16, 64])
+@pytest.mark.parametrize("prefix", [1024, 8192])
+def test_attention_leaves_at_most_a_third_of_a_gpu_idle(
+    gpu: str, heads: tuple[int, int], nodes: int, prefix: int
+) -> None:
+    device, rows, keys = GPUS[gpu], nodes * heads[0] // heads[1], prefix + 512
+    config = tree_attention.configuration(device, BF16, 128, rows, keys=keys, kv_heads=heads[1])
+    tiles = heads[1] * -(-rows // config.block_m)
+    splits = tree_attention._splits(config, tiles, device.multiprocessors * config.programs, keys)
+    assert device.idle(tiles * splits, config.programs) <= 1 / 3
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_more_kv_heads_than_multiprocessors_are_one_wave(rows: int) -> None:
+    """Llama-2-13B at batch 4; with one program per multiprocessor there would be two."""
+    config = tree_attention.configuration(H200, BF16, 128, rows, keys=1088, kv_heads=160)
+    assert H200.multiprocessors * config.programs >= 160
+    held = config.num_stages - (rows < 64)  # asynchronous tensor-core operations keep one block more
+    assert H200.blocks(held * 2 * config.block_n * 128 * 2 + config.block_m * 128 * 2) >= config.programs
+
+
+def attention_launches(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, nodes: int, rows: int, *, counted: bool = True
+) -> list[tuple[str, dict[str, Any]]]:
+    """Record the launches of attention on an H200: name and options."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **options: found.append((self.fn.__name__, options)))
+    monkeypatch.setattr(tree_attention, "describe", lambda _: H200)
+    monkeypatch.setattr(tree_attention, "programmatic", lambda _: True)
+    cache = weight(1, kv_heads, rows, 128)
+    counters = torch.zeros(heads * 16, dtype=torch.int32) if counted else None
+    lens, words = torch.zeros(1, dtype=torch.int32), torch.zeros(nodes, 1, dtype=torch.int64)
+    tree_attention.tree_attention(weight(1, nodes, heads, 128), cache, cache, lens, words, counters=counters)
+    return found
+
+
+def test_the_last_program_merges_small_tiles_if_there_are_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 shares of 64 rows are 128 KiB, 8 of them 256."""
+    for heads, kv_heads, nodes, rows in ((32, 32, 64, 1536), (32, 32, 1, 1536), (32, 8, 1, 8704), (40, 40, 64, 8704)):
+        ((name, options),) = attention_launches(monkeypatch, heads, kv_heads, nodes, rows)
+        assert (name, options["MERGES"]) == ("attend_kernel", True)
+        names = [name for name, _ in attention_launches(monkeypatch, heads, kv_heads, nodes, rows, counted=False)]
+        assert names == ["attend_kernel", "merge_kernel"]
+    (_, options), (name, _) = attention_launches(monkeypatch, 32, 8, 64, 8704)
+    assert (name, options["MERGES"]) == ("merge_kernel", False)
+
+
+def test_attention_lets_the_next_kernel_start_early_if_its_programs_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert attention_launches(monkeypatch, 32, 32, 64, 1536)[0][1]["EARLY"]
+    assert not attention_launches(monkeypatch, 512, 512, 1, 1088)[0][1]["EARLY"]
+
+
+def test_attention_may_use_the_registers_that_its_programs_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for heads, kv_heads, nodes, rows in ((32, 32, 64, 1536), (32, 8, 64, 8704), (32, 8, 64, 32768)):
+        options = attention_launches(monkeypatch, heads, kv_heads, nodes, rows)[0][1]
+        config = tree_attention.configuration(H200, BF16, 128, nodes * heads // kv_heads, keys=rows, kv_heads=kv_heads)
+        assert options["maxnreg"] == min(255, 65536 // (config.programs * config.num_warps * 32))
+
+
+def test_products_run_during_exponentials_where_they_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 64 rows per KV head on Hopper, unless it is turned off."""
+    assert [attention_launches(monkeypatch, 32, 8, nodes, 8704)[0][1]["OVERLAP"] for nodes in (1, 16, 64)] == [
+        False,
+        False,
+        True,
+    ]
+    monkeypatch.setattr(tree_attention, "OVERLAP", False)
+    assert not attention_launches(monkeypatch, 32, 8, 64, 8704)[0][1]["OVERLAP"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["M256", "M256 short"])
+def test_exponentials_run_while_a_product_is_pending(form: str) -> None:
+    """In the loop over whole blocks, the product is issued before the exponentials, and awaited an iteration later."""
+    specs = {spec.name: spec for spec in FORMS["tree_attention"](TARGETS["90"])}
+    spec = specs[f"tree_attention attend bf16 D128 N64 {form}"]
+    pending = {}
+    for overlap in (False, True):
+        chosen = dataclasses.replace(spec, constants={**spec.constants, "OVERLAP": overlap})
+        ir = inspection.compiled(chosen, "90", tree_attention.OPTIONS).asm["ttgir"]
+        loop = ir[ir.index("scf.for") : ir.index("scf.yield")]
+        product = loop.index("warp_group_dot", loop.index("warp_group_dot_wait") + len("warp_group_dot_wait"))
+        assert "warp_group_dot_wait" not in loop[product:]
+        pending[overlap] = product < loop.index("math.exp2")
+    assert pending == {False: False, True: True}
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medusa_kernels import ancestor_words, reference, served_by, tree_attention
 from medusa_kernels._registry import interpreted
+from medusa_kernels.tree_attention import SMALLEST_TILE, attention_counters
 
 Case = dict[str, Any]
 
@@ -205,10 +206,15 @@ def test_trees_with_no_edges_and_with_all_edges(device: str, nodes: int, density
         assert_within_twice(run(case, window=window), *plain_and_exact(case, window))
 
 
-def cut_finely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the kernels, if they are used, take small tiles and split the keys into one part per block."""
+def cut_finely(
+    monkeypatch: pytest.MonkeyPatch, *, rows: int = 64, overlap: bool = False, splits: int | None = None
+) -> None:
+    """Make the kernels, if they are used, take small tiles and split the keys into one part per block, or a number."""
     kernels = pytest.importorskip("medusa_kernels._triton.tree_attention")
-    monkeypatch.setattr(kernels, "configuration", lambda *_, **__: kernels.Config(64, 16, 4, 2, 64, 16))
+    config = kernels.Config(rows, 16, 4, 2, 64, 16, overlap)
+    monkeypatch.setattr(kernels, "configuration", lambda *_, **__: config)
+    if splits is not None:
+        monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
 
 
 @pytest.mark.parametrize("window", [None, 3, 50])
@@ -230,6 +236,115 @@ def test_runs_are_bit_equal(device: str, monkeypatch: pytest.MonkeyPatch, dtype:
     first = run(case)
     assert not first.isnan().any()
     assert torch.equal(run(case), first)
+
+
+class Launches:
+    """Takes the place of a kernel, which it launches and counts."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.count = kernel, 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.count += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def merges(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Counts the launches of the second kernel."""
+    if served_by("tree_attention", device).name != "triton":
+        pytest.skip("the kernels run on a GPU or in Triton's interpreter")
+    kernels = pytest.importorskip("medusa_kernels._triton.tree_attention")
+    found = Launches(kernels.merge_kernel)
+    monkeypatch.setattr(kernels, "merge_kernel", found)
+    return found
+
+
+def zeros_for(case: Case) -> Tensor:
+    """As many counters as the op asks for."""
+    batch, nodes, heads, _ = case["q"].shape
+    count = batch * heads * math.ceil(nodes / SMALLEST_TILE)
+    return torch.zeros(count, dtype=torch.int32, device=case["q"].device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("nodes", [1, 5, 20])
+def test_the_last_program_merges_to_the_same_bits(
+    device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches, nodes: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Up to three tiles of rows, batch rows with one share of keys and with several, twice with the same counters."""
+    cut_finely(monkeypatch, rows=16, splits=5)
+    case = make(nodes, [0, 10, 70], heads=4, kv_heads=2, dim=16, dtype=dtype, device=device)
+    expected = run(case, window=window)
+    assert merges.count == 1
+    counters = zeros_for(case)
+    for _ in range(2):
+        assert torch.equal(run(case, window=window, counters=counters), expected)
+        assert not counters.any()
+    assert merges.count == 1
+    plain, exact = (brute_force(case, kind, window=window) for kind in (dtype, torch.float64))
+    assert_typical_error_within_twice(expected, plain, exact)
+
+
+def test_merging_by_the_last_program_can_be_turned_off(
+    device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches
+) -> None:
+    """By its switch, and for shares of more bytes than one program should read."""
+    cut_finely(monkeypatch, splits=3)
+    kernels = pytest.importorskip("medusa_kernels._triton.tree_attention")
+    case = make(5, [100], dim=16, device=device)
+    counters = zeros_for(case)
+    results = [run(case, counters=counters)]
+    assert merges.count == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "MERGED_BYTES", 3 * 10 * 16 * 4 - 1)  # 3 shares of 10 rows of 16 fp32 numbers
+        results.append(run(case, counters=counters))
+        assert merges.count == 1
+    monkeypatch.setattr(kernels, "LAST_MERGES", False)
+    results.append(run(case, counters=counters))
+    assert merges.count == 2
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_chunk_of_shares_is_not_the_limit(device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches) -> None:
+    """More shares than the merge loads largest scores of at once, whose largest scores rise and fall."""
+    cut_finely(monkeypatch, splits=20)
+    case = make(3, [330], dim=16, device=device)
+    case["k_cache"][:, :, :330] *= torch.linspace(1, 9, 330).sin()[:, None].to(device) * 4
+    got = run(case, counters=zeros_for(case))
+    assert merges.count == 0
+    assert torch.equal(got, run(case))
+    assert_within_twice(got, *plain_and_exact(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 30}, {"window": 3}, {"softcap": 3.0}, {"scale": -0.4}, {"softcap": 2.0, "window": 50}]
+)
+def test_overlapped_products_give_the_same_bits(
+    device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Shares of no, one and more whole blocks; a head size that is padded."""
+    for nodes, splits in ((5, 1), (5, 3), (1, 3)):
+        case = make(nodes, [0, 16, 95], heads=4, kv_heads=2, dim=24, dtype=dtype, device=device)
+        results = []
+        for overlap in (False, True):
+            cut_finely(monkeypatch, overlap=overlap, splits=splits)
+            results.append(run(case, **options))
+        assert not results[0].isnan().any()
+        assert torch.equal(*results)
+
+
+def test_counters_are_made_where_they_are_used(device: str) -> None:
+    found = attention_counters(3, 8, torch.device(device))
+    if served_by("tree_attention", device).name == "triton":
+        assert found is not None
+        assert (found.dtype, found.shape, int(found.sum())) == (torch.int32, (3, 8 * 16), 0)
+        case = make(256, [4, 0], heads=8, kv_heads=2, device=device)
+        run(case, counters=found[1:])  # those of some batch rows serve these
+    else:
+        assert found is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -357,6 +472,10 @@ BAD = {
     "ancestors-dtype": ({"ancestors": torch.ones(3, 1, dtype=torch.int32)}, "ancestors: expected dtype int64"),
     "window": ({"window": 0}, "window: expected None or at least 1, got 0"),
     "softcap": ({"softcap": -1.0}, "softcap: expected None or more than 0"),
+    "counters-few": ({"counters": torch.zeros(7, dtype=torch.int32)}, "counters: expected at least 8 numbers, got 7"),
+    "counters-dtype": ({"counters": torch.zeros(8)}, "counters: expected dtype int32, got float32"),
+    "counters-strides": ({"counters": torch.zeros(16, dtype=torch.int32)[::2]}, "counters: expected a contiguous"),
+    "counters-device": ({"counters": torch.zeros(8, dtype=torch.int32, device="meta")}, "counters: expected on cpu"),
 }
 
 
@@ -389,7 +508,9 @@ def test_lengths_beyond_the_cache_are_refused(length: int, softcap: float | None
 )
 def test_passes_opcheck(device: str, nodes: int, lens: list[int], options: dict[str, Any]) -> None:
     case = make(nodes, lens, heads=4, kv_heads=2, device=device)
-    torch.library.opcheck(torch.ops.medusa_kernels.tree_attention.default, tuple(case.values())[:5], options)
+    for counters in ({}, {"counters": zeros_for(case)}):
+        arguments = options | counters
+        torch.library.opcheck(torch.ops.medusa_kernels.tree_attention.default, tuple(case.values())[:5], arguments)
 
 
 @of_the_cpu

@@ -135,6 +135,7 @@ class TreeAttention(nn.Module):
         if context.ancestors is None:
             out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, **settings)
         else:
+            settings["counters"] = cache.counters
             out = tree_attention(q, k_cache, v_cache, cache.lengths, context.ancestors, **settings)
         return out.reshape(*out.shape[:2], -1)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from medusa_kernels.tree_attention import attention_counters
+
 SMALLEST_BUCKET = 64
 FINE_BUCKETS = 4096
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -22,16 +24,20 @@ class TreeCache:
         kv: [L, 2, B, Hkv, S, D]; kv[l, 0] holds layer l's keys (already rotated), kv[l, 1] its values.
         lengths: int32 [B], filled rows of each sequence, on the same device.
         cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of kv.
+        counters: [B, ..] for `tree_attention`, zeros between passes; None where it has no use for them.
     """
 
     kv: torch.Tensor
     lengths: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    counters: torch.Tensor | None = None
 
     @classmethod
-    def allocate(cls, shape: tuple[int, ...], rope: Tables) -> TreeCache:
+    def allocate(cls, shape: tuple[int, ...], rope: Tables, heads: int | None = None) -> TreeCache:
         """Allocate an empty cache of shape (L, 2, B, Hkv, S, D), in the dtype and on the device of the rotary tables.
+
+        With `heads`, the query heads of a layer, it has counters for `tree_attention`.
 
         Raises:
             MemoryError: the block does not fit on the device; the message gives its size.
@@ -42,7 +48,9 @@ class TreeCache:
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain RuntimeError from the CPU allocator
             size = torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise MemoryError(f"cache: {size:.2f} GiB for {list(shape)} {dtype} do not fit on {device}") from error
-        return cls(kv, torch.zeros(shape[2], dtype=torch.int32, device=device), *rope)
+        lengths = torch.zeros(shape[2], dtype=torch.int32, device=device)
+        counters = None if heads is None else attention_counters(shape[2], heads, device)
+        return cls(kv, lengths, *rope, counters)
 
     @property
     def capacity(self) -> int:

@@ -55,7 +55,8 @@ class Slots:
                 for field in dataclasses.fields(DecodeState)
                 if field.name not in ("cache", "step", "text", "captured")
             }
-            part = TreeCache(cache.kv[:, :, rows], cache.lengths[rows], cache.cos, cache.sin)
+            counters = None if cache.counters is None else cache.counters[rows]
+            part = TreeCache(cache.kv[:, :, rows], cache.lengths[rows], cache.cos, cache.sin, counters)
             view = self._views[first, last] = DecodeState(cache=part, step=state.step, **own)
             self._track(view)
         return view

@@ -95,13 +95,14 @@ class StatePool:
                     return state
         self._free_memory(sizes, rows)
         tables = self.backbone.rope(sizes.prompt_lengths, shape[4])
+        heads = self.backbone.config.num_attention_heads
         try:
-            cache = TreeCache.allocate(shape=shape, rope=tables)
+            cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
         except MemoryError:
             if not self._idle:
                 raise
             self._idle.clear()
-            cache = TreeCache.allocate(shape=shape, rope=tables)
+            cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
         return self._allocate(cache, sizes.budget)
 
     def enlarge(self, state: DecodeState, sizes: Sizes, rows: int) -> tuple[DecodeState, int]:
