@@ -49,7 +49,7 @@ SAY_CUDA = @$(BIN)/python -I -c "from medusa_kernels import _native; print(_nati
 PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
-GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
+GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
 	gpu-step gpu-prefill gpu-projections $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
@@ -367,7 +367,13 @@ gpu-sampling: gpu-build
 		$(ON_GPU) -m benchmarks.bench_gumbel_noise --budget 20)
 
 gpu-step: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 400)
+	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 530)
+
+# Where a step's time goes, with the kernels of 0.2 next to the new ones.
+EXPLAIN = $(ON_GPU) -m benchmarks.bench_step --explain --seconds 0.2
+gpu-explain: gpu-build
+	$(call stage,$(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
+		--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192")
 
 gpu-prefill: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_prefill --device cuda --rounds 5 --budget 440)
@@ -382,9 +388,11 @@ $(GPU_ABLATIONS): gpu-build
 gpu-tune: gpu-build
 	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)
 
-# Every kernel compiled for every target, without a GPU: registers, spills, shared memory, instructions.
+# Every kernel compiled for every target, without a GPU: registers, spills, shared memory, instructions. Then the launches
+# of whole steps: how many multiprocessors they leave idle.
 kernels: $(EDITABLE)
 	$(BIN)/python -m benchmarks.inspection
+	$(BIN)/python -m benchmarks.inspection --grids
 
 newcomer:
 	.ci/newcomer $(PYTHON) "$(TORCH)"

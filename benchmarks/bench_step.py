@@ -1,24 +1,29 @@
 """One whole decoding step at real models' shapes with random weights: plain, Medusa, and transformers' eager step.
 
     python -m benchmarks.bench_step --budget 480
+    python -m benchmarks.bench_step --explain --model Llama-2-7B --nodes 64 --device h200
 
 Weights are random, so hardly any draft token is accepted: the benchmark measures the cost of a step, not its acceptance
 length. A step's bytes are every weight but the embedding once, and keys and values of the prefix and the tree once;
 those of a Medusa step include the heads' weights. The overhead of a Medusa step is its time over that of the plain
 captured step of the same run.
+
+--explain shows one step by stage: microseconds predicted from its launches, and measured ones if there is a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -89,24 +94,63 @@ class Point:
     nodes: tuple[int, ...] = (64,)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way of making the same step.
+
+    Attributes:
+        backend: how steps run.
+        fused: whether layers may run fused.
+        constants: module constants that are set meanwhile, by their full names.
+    """
+
+    backend: Backend
+    fused: bool = True
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """Set the constants, and set them back afterwards."""
+        with contextlib.ExitStack() as stack:
+            for name, value in self.constants.items():
+                stack.enter_context(mock.patch(name, value))
+            yield
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "split K": {"medusa_kernels._triton.decode_linear_configs.SPLIT_K": False},
+    "prefetch": {
+        "medusa_kernels._triton.decode_linear.PREFETCH": False,
+        "medusa_kernels._triton.streaming.PREFETCH_WEIGHTS": False,
+    },
+    "early starts": {"medusa_kernels._triton.programmatic.START_EARLY": False},
+    "merging in attention": {"medusa_kernels._triton.tree_attention.LAST_MERGES": False},
+    "overlap in attention": {"medusa_kernels._triton.tree_attention.OVERLAP": False},
+    "half-precision bytes": {"medusa_kernels._triton.heads_topk.HALF_PRECISION_BYTES": False},
+    "narrow tiles": {"medusa_kernels._triton.streaming.NARROW_TILES": False},
+    "norms in rope": {"medusa_decoding.backbone.fused_layers.NORMS_IN_ROPE": False},
+}
+"""Forms of the kernels that version 0.2 did not have, and the constants that turn them off."""
+OLD = "graph, kernels of 0.2"
+WAYS: dict[str, Way] = {
+    "eager": Way("eager", fused=False),
+    "graph": Way("graph"),
+    "graph of modules": Way("graph", fused=False),
+    "graph of torch.compile": Way("compiled", fused=False),
+    OLD: Way("graph", constants={name: value for form in FORMS.values() for name, value in form.items()}),
+    **{f"graph without {name}": Way("graph", constants=constants) for name, constants in FORMS.items()},
+}
 POINTS = (
-    Point("Llama-2-7B", 1024, 1, tuple(HEADS), ("graph", "graph of modules"), (64, 16)),
-    Point("Llama-3-8B", 1024, 1, tuple(HEADS), ("graph", "graph of modules"), (64, 16)),
-    Point("Llama-2-7B", 8192, 1, ("shared",)),
-    Point("Llama-3-8B", 8192, 1, ("shared, trimmed 8192",)),
+    Point("Llama-2-7B", 1024, 1, tuple(HEADS), ("graph", OLD, "graph of modules"), (64, 16)),
+    Point("Llama-3-8B", 1024, 1, tuple(HEADS), ("graph", OLD, "graph of modules"), (64, 16)),
+    Point("Llama-2-7B", 8192, 1, ("shared",), ("graph", OLD), (64, 16)),
+    Point("Llama-3-8B", 8192, 1, ("shared, trimmed 8192",), ("graph", OLD), (64, 16)),
     Point("Llama-2-7B", 1024, 4, ("shared",), ("graph",), (16,)),
-    Point("Qwen3-8B", 1024, 1, ("shared", "shared, trimmed 8192")),
+    Point("Qwen3-8B", 1024, 1, ("shared", "shared, trimmed 8192"), ("graph", OLD), (64, 16)),
     Point("Llama-2-13B", 1024, 1, ("shared",)),
     # Last, because compiling all layers takes minutes.
     Point("Llama-2-7B", 1024, 1, (), ("graph", "graph of torch.compile")),
 )
-# Backend, and whether fused layers are allowed.
-WAYS: dict[str, tuple[Backend, bool]] = {
-    "eager": ("eager", False),
-    "graph": ("graph", True),
-    "graph of modules": ("graph", False),
-    "graph of torch.compile": ("compiled", False),
-}
 
 
 def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -276,10 +320,10 @@ class Runner:
 
     def steps(self, base: Any, heads: MedusaHeads | None, tree: Tree, way: str, point: Point) -> list[float]:
         """Time one way's step."""
-        backend, fused = WAYS[way]
-        with torch.no_grad(), MedusaModel(base, heads, tree, backend=backend) as model:
-            run, reset = prepare_step(model, tree, backend, point.prefix, point.batch)
-            if not fused:
+        chosen = WAYS[way]
+        with chosen.settings(), torch.no_grad(), MedusaModel(base, heads, tree, backend=chosen.backend) as model:
+            run, reset = prepare_step(model, tree, chosen.backend, point.prefix, point.batch)
+            if not chosen.fused:
                 model.backbone.fuse = False
             return timed_steps(run, reset, self.device, self.seconds)
 
@@ -354,7 +398,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="how long each way is measured")
     parser.add_argument("--only", action="append", help="models whose name contains this")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="instead of each point's own")
+    explained = parser.add_argument_group("explanation of one step")
+    explained.add_argument("--explain", action="store_true", help="predict and measure one step by stage")
+    explained.add_argument("--model", default="Llama-2-7B", choices=tuple(MODELS), help="default: Llama-2-7B")
+    explained.add_argument("--nodes", type=int, default=64, help="1 for a plain step, without heads (default: 64)")
+    explained.add_argument("--prefix", type=int, default=1024, help="cached rows (default: 1024)")
+    explained.add_argument("--heads", default="shared", choices=tuple(HEADS), help="default: shared")
+    words = "peaks to predict by, as in medusa simulate; needed without a GPU, or with one that is not known by name"
+    explained.add_argument("--device", metavar="NAME or FILE", help=words)
     args = parser.parse_args()
+    if args.explain and args.only:
+        parser.error("--only: expected --model in its place with --explain")
+    if args.explain:
+        from benchmarks import explain  # imports this module
+
+        try:
+            explain.explain(
+                args.model, args.nodes, args.prefix, args.heads, args.device, args.ways or ("graph", OLD), args.seconds
+            )
+        except ValueError as error:
+            parser.error(str(error))
+        return
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step: needs a CUDA device, and torch sees none\n")
     points = tuple(p for p in POINTS if not args.only or any(text in p.model for text in args.only))

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,6 +42,19 @@ TARGETS = {
 """One GPU per compilation target for which kernels are checked; shared memory from the CUDA C++ programming guide,
 table of technical specifications."""
 ARCHS = tuple(TARGETS)
+GPUS = {
+    "a100": ("80", TARGETS["80"]),
+    "a6000": ("86", TARGETS["86"]),
+    "l40s": ("89", TARGETS["89"]),
+    "h100-pcie": ("90", replace(TARGETS["90"], multiprocessors=114)),
+    "h100": ("90", TARGETS["90"]),
+    "h200": ("90", TARGETS["90"]),
+    "b200": ("100", TARGETS["100"]),
+    "rtx-5090": ("120", TARGETS["120"]),
+}
+"""Compilation target and properties of GPUs by name, as `medusa simulate --device` has them."""
+RESIDENT = {"80": (64, 32), "86": (48, 16), "89": (48, 24), "90": (64, 32), "100": (64, 32), "120": (48, 24)}
+"""Most warps and most programs that a multiprocessor holds, from the same table."""
 
 RULES = """\
 Each of these is a breach, printed below the table, and makes the exit status 1:
@@ -55,6 +68,12 @@ Each of these is a breach, printed below the table, and makes the exit status 1:
                 Exempt are kernels for rows whose elements or starts are not aligned, which have one of the words
                 strided, unit1, unit2, unit4 in their name.
   missing       an op without a kernel or compiled forms, or a kernel that does not compile
+
+--grids prints one line per launch of a whole step instead: its programs, how many the GPU runs at once (slots), and
+the bytes of weights or keys that a multiprocessor has in flight. It checks the rules above, and:
+  idle          a launch that streams weights or keys (projections, heads, verification, attention) leaves more than a
+                third of the multiprocessors idle. With P programs, S slots and C multiprocessors there are
+                W = ceil(P / S) waves, the last of L = P - (W - 1) S programs; idle is max(0, C - L) / C / W.
 """
 UNALIGNED_WORDS = frozenset({"strided", "unit1", "unit2", "unit4"})
 
@@ -180,12 +199,13 @@ def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
 
 
 def fitting(counts: Counts, warps: int, arch: str) -> int:
-    """Return how many programs a multiprocessor holds, by its shared memory and its 64 Ki registers.
+    """Return how many programs a multiprocessor holds, by its shared memory, its 64 Ki registers and its threads.
 
     Registers are allocated in units of 8 per thread.
     """
     by_registers = 2**16 // (-(-max(counts.registers, 1) // 8) * 8 * 32 * warps)
-    return min(by_registers, TARGETS[arch].blocks(counts.shared))
+    most_warps, most_programs = RESIDENT[arch]
+    return min(by_registers, TARGETS[arch].blocks(counts.shared), most_warps // warps, most_programs)
 
 
 def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
@@ -199,7 +219,7 @@ def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
     aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in spec.aligned]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(spec.kernel, signature, dict(spec.constants), attributes)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options, **spec.options}
     return triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
 
 
@@ -268,10 +288,15 @@ def table(rows: Sequence[Row]) -> str:
         c, launched = row.counts, (row.warps or "-", row.stages or "-")
         used = (c.registers, c.stack, c.shared, row.limit, c.wide_loads, c.async_copies, c.tensor_ops)
         body.append((row.name, f"sm_{row.arch}", *launched, *used))
-    cells = [head, *(tuple(str(cell) for cell in line) for line in body)]
+    return aligned(head, body, 2)
+
+
+def aligned(head: Sequence[str], body: Iterable[Sequence[Any]], left: int) -> str:
+    """Format lines under a head, the first `left` columns aligned to the left and the others to the right."""
+    cells = [tuple(head), *(tuple(str(cell) for cell in line) for line in body)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     lines = [
-        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in cells
     ]
     return "\n".join([*lines[:1], "  ".join("-" * width for width in widths), *lines[1:]])
@@ -319,18 +344,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", choices=ARCHS, help="target, may be repeated (default: all)")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="only kernels whose name contains this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and breaches to a file")
+    grids = parser.add_argument_group("launches of a step")
+    grids.add_argument("--grids", action="store_true", help="show how the launches of a step fill each GPU")
+    grids.add_argument("--device", nargs="+", choices=tuple(GPUS), metavar="NAME", help=f"of {', '.join(GPUS)}")
+    grids.add_argument("--model", nargs="+", metavar="NAME", help="shapes of bench_step (default: those of 7B to 13B)")
+    grids.add_argument("--nodes", nargs="+", type=int, default=(1, 16, 64), metavar="N", help="default: 1 16 64")
+    grids.add_argument("--prefix", type=int, default=1024, metavar="ROWS", help="cached rows (default: 1024)")
+    grids.add_argument("--heads", metavar="KIND", help="heads of bench_step (default: shared, trimmed 8192)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
     options = parser.parse_args(arguments)
     if interpreted():
         print("TRITON_INTERPRET=1 is set: kernels cannot be compiled; unset it", file=sys.stderr)
         return 2
-    rows, lines = inspect(options.arch or ARCHS, options.only, options.jobs)
-    print(table(rows))
+    if options.grids and (options.arch or options.only):
+        parser.error("--grids: expected --device in place of --arch, and no --only")
+    if not options.grids and (options.device or options.model or options.heads):
+        parser.error("--device, --model, --heads: expected only with --grids")
+    if options.grids:
+        from benchmarks import grids as of_steps  # imports transformers
+
+        try:
+            rows = of_steps.inspect_grids(
+                options.device or of_steps.DEVICES, options.model or of_steps.MODELS, options.nodes, options.prefix,
+                options.heads or of_steps.HEADS, options.jobs,
+            )  # fmt: skip
+        except ValueError as error:
+            parser.error(str(error))
+        lines = [f"{row}: {breach}" for row in rows for breach in row.breaches()]
+        shown, facts = of_steps.table(rows), of_steps.facts(rows)
+    else:
+        rows, lines = inspect(options.arch or ARCHS, options.only, options.jobs)
+        shown, facts = table(rows), [asdict(row) for row in rows]
+    print(shown)
     if options.json:
         import triton
 
-        facts = {"triton": triton.__version__, "rows": [asdict(row) for row in rows], "breaches": lines}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        written = {"triton": triton.__version__, "rows": facts, "breaches": lines}
+        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     for line in lines:
         print(f"breach: {line}")
     if not rows and not lines:

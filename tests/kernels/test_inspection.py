@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import inspection
-from benchmarks.inspection import TARGETS, Counts, Row, breaches, parse
+from benchmarks.inspection import TARGETS, Counts, Row, breaches, fitting, parse
 from benchmarks.kernel_forms import FORMS, Specialisation
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import rope_append
@@ -236,6 +237,129 @@ def fused(text: str) -> list[str]:
     assert re.search(r"\b(FMUL|HMUL2|HFMA2.BF16)", text)
     operands = re.findall(r"\b(?:FFMA|HFMA2)[\w.]* (.*?);", text)
     return [these for these in operands if not re.search(r"-?RZ|, -?1, -?1,", these)]
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared", "warps", "wanted"),
+    [
+        ("80", 128, 0, 4, 4),  # 65,536 registers for 128 threads of 128
+        ("80", 129, 0, 4, 3),  # allocated as 136
+        ("80", 32, 54 * 1024, 4, 2),  # 164 KiB for 55 each
+        ("90", 16, 0, 16, 4),  # 64 warps
+        ("86", 16, 0, 16, 3),  # 48 warps
+        ("86", 16, 0, 1, 16),  # as many as there may be
+        ("120", 16, 0, 1, 24),
+        ("80", 255, 164 * 1024, 8, 0),
+    ],
+)
+def test_programs_that_fit_a_multiprocessor(arch: str, registers: int, shared: int, warps: int, wanted: int) -> None:
+    assert fitting(Counts(registers=registers, shared=shared), warps, arch) == wanted
+
+
+def grid_of(gpu: str, programs: int, fits: int, *, stream: bool = True, dot: bool = True) -> Any:
+    from benchmarks.grids import Grid
+    from benchmarks.step_launches import Launch
+
+    arguments = {"w0": torch.empty(0, dtype=torch.bfloat16), "BLOCK_N": 32, "BLOCK_K": 64, "GATE": True, "PARTS": 1}
+    name = "_decode_linear_kernel" if stream else "merge_kernel"
+    launch = Launch(
+        "decode_linear", name, None, (programs,), arguments, {}, {"w0": "model.layers.0.mlp.down_proj.weight"}
+    )
+    row = replace(GOOD, counts=replace(GOOD.counts, shared=1024), stages=4, fitting=fits, dots_16_bit=dot)
+    return Grid(gpu, "Llama-2-7B", 64, launch, 32, row)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "programs", "fits", "waves", "idle"),
+    [
+        ("a100", 108, 1, 1, 0),
+        ("a100", 72, 1, 1, 36 / 108),  # a third
+        ("a100", 71, 1, 1, 37 / 108),
+        ("a100", 128, 1, 2, 88 / 108 / 2),  # the second wave holds 20
+        ("a100", 128, 2, 1, 0),
+        ("a100", 230, 2, 2, 94 / 108 / 2),  # the second wave holds 14 of 216
+        ("h100-pcie", 128, 1, 2, 100 / 114 / 2),
+        ("h200", 128, 1, 1, 4 / 132),
+        ("h200", 279, 1, 3, 117 / 132 / 3),
+    ],
+)
+@needs_compiler
+def test_idle_multiprocessors_of_the_last_wave(gpu: str, programs: int, fits: int, waves: int, idle: float) -> None:
+    grid = grid_of(gpu, programs, fits)
+    assert grid.slots == fits * {"a100": 108, "h100-pcie": 114, "h200": 132}[gpu]
+    assert grid.waves == waves
+    assert grid.idle == pytest.approx(idle)
+    assert bool(grid.breaches()) == (idle > 1 / 3)
+    # A merge does not stream: it may leave any number idle.
+    assert grid_of(gpu, programs, fits, stream=False, dot=False).breaches() == []
+
+
+@needs_compiler
+def test_breaches_of_a_launch_are_reported() -> None:
+    (line,) = grid_of("a100", 48, 2).breaches()
+    assert line.startswith("56% of 108 multiprocessors are idle with 48 programs, 2 to a multiprocessor")
+    assert "no program fits" in grid_of("a100", 48, 0).breaches()[0]
+    assert "multiplies matrices, but" in grid_of("a100", 108, 1, stream=False).breaches()[0]
+    spilled = grid_of("a100", 108, 1)
+    assert "registers spill" in replace(spilled, row=with_counts(spilled.row, stack=8)).breaches()[0]
+
+
+@needs_compiler
+def test_bytes_in_flight_are_those_of_the_programs_on_a_multiprocessor() -> None:
+    """Two weights of 32 x 64 in bf16 are 8 KiB per stage, of which three are being loaded."""
+    assert grid_of("a100", 48, 2).in_flight == 3 * 8192
+    assert grid_of("a100", 128, 2).in_flight == 2 * 3 * 8192
+    assert grid_of("a100", 1000, 2).in_flight == 2 * 3 * 8192
+    assert grid_of("a100", 128, 2, stream=False).in_flight is None
+
+
+@needs_compiler
+def test_grids_exit_with_an_error_on_a_breach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import grids
+
+    asked: list[Any] = []
+    found = [grid_of("h200", 128, 1)]
+    monkeypatch.setattr(grids, "inspect_grids", lambda *arguments: asked.append(arguments) or found)
+    file = tmp_path / "rows.json"
+    assert inspection.main(["--grids", "--device", "h200", "--nodes", "64", "--json", str(file), "--jobs", "1"]) == 0
+    assert asked == [(["h200"], grids.MODELS, [64], 1024, "shared, trimmed 8192", 1)]
+    assert "N32 K64     32      4       4       128    132      1       3" in capsys.readouterr().out
+    assert json.loads(file.read_text())["rows"][0]["grid"] == [128]
+    found.append(grid_of("a100", 48, 2))
+    assert inspection.main(["--grids"]) == 1
+    assert "breach: a100 Llama-2-7B 64 nodes: down: _decode_linear_kernel: 56% of 108" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grids", "--arch", "90"], "--grids: expected --device in place of --arch, and no --only"),
+        (["--device", "h200"], "--device, --model, --heads: expected only with --grids"),
+        (["--grids", "--model", "Llama"], "--model: expected one of Llama-2-7B, .*, got Llama"),
+        (["--grids", "--heads", "none"], "--heads: expected one of shared, .*, got none"),
+        (["--grids", "--nodes", "0"], "--nodes: expected 1 to 64, got 0"),
+    ],
+)
+@needs_compiler
+def test_grids_of_unknown_steps_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        inspection.main(arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_launches_of_a_plain_step_fill_an_a100(capsys: pytest.CaptureFixture[str]) -> None:
+    """Compiled for real: 4,096 rows of weights, however divided, are at least 72 programs."""
+    assert inspection.main(["--grids", "--device", "a100", "--model", "Llama-2-7B", "--nodes", "1", "--jobs", "1"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("a100")]
+    assert [line[3] for line in lines if "decode_linear" in line] == ["qkv", "output", "gate,", "down"]
+    # Each kernel of a layer 32 times; the first norm adds nothing up.
+    assert sum(int(line[line.index("attend") + 4]) for line in lines if "attend" in line) == 32
 
 
 def test_inspection_refuses_the_interpreter(

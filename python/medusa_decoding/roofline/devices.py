@@ -59,10 +59,14 @@ class Device:
         dtype: of the weights and activations that `flops` is for: float32, bfloat16 or float16.
         linear: what projections reach.
         attention: what attention reaches.
+        l2_bandwidth: bytes per second between the L2 and the multiprocessors; None: not known.
+        launch_us: microseconds of a launch within a captured step that neither its bytes nor its operations explain.
         source: where the figures come from.
 
+    The simulation uses neither `l2_bandwidth` nor `launch_us`; `python -m benchmarks.bench_step --explain` does.
+
     Raises:
-        ValueError: a peak that is no number above 0, another dtype.
+        ValueError: a peak that is no number above 0, a time below 0, another dtype.
     """
 
     name: str
@@ -72,10 +76,13 @@ class Device:
     linear: Attained = field(default_factory=Attained)
     attention: Attained = field(default_factory=Attained)
     source: str = ""
+    l2_bandwidth: float | None = None
+    launch_us: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("flops", "bandwidth"):
+        for name in ("flops", "bandwidth", *(["l2_bandwidth"] if self.l2_bandwidth is not None else [])):
             _check(name, getattr(self, name), lambda peak: 0 < peak < math.inf, "a number above 0")
+        _check("launch_us", self.launch_us, lambda time: 0 <= time < math.inf, "a number from 0")
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype: expected one of {', '.join(ELEMENT_BYTES)}, got {self.dtype!r}")
 
@@ -89,8 +96,24 @@ class Device:
         return replace(self, linear=Attained(), attention=Attained())
 
 
-A100 = Device("a100-80", 312e12, 1935e9, source="data sheet, PCIe; figure 9 of the paper")
-H200 = Device("h200", 989.4e12, 4.8e12, source="data sheet, SXM")
+A100 = Device(
+    "a100-80",
+    312e12,
+    1935e9,
+    source="data sheet, PCIe; figure 9 of the paper; L2: architecture whitepaper, 5,120 bytes per clock at 1.41 GHz",
+    l2_bandwidth=5120 * 1.41e9,
+)
+_HOPPER_L2 = 75e9
+"""Bytes per second and multiprocessor, an estimate: with it, the L2 explains what 64 rows cost this project's
+projections on an H200."""
+_ESTIMATE = "L2: estimate, 75 KB per microsecond and multiprocessor"
+H200 = Device(
+    "h200",
+    989.4e12,
+    4.8e12,
+    source=f"data sheet, SXM; {_ESTIMATE}, of which there are 132",
+    l2_bandwidth=132 * _HOPPER_L2,
+)
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -101,12 +124,18 @@ DEVICES: dict[str, Device] = {
             name="a100-80-attained",
             linear=Attained(bandwidth=0.63, compute=0.71, tile=128),
             attention=Attained(bandwidth=0.77, fixed_us=33.0),
-            source="data sheet, PCIe; shares fitted to tables 6 to 8 of the paper",
+            source="data sheet, PCIe; shares fitted to tables 6 to 8 of the paper; L2 as of a100-80",
         ),
         Device("a40", 149.7e12, 696e9, source="data sheet; figures 12 to 14 of the paper"),
         Device("a6000", 154.8e12, 768e9, source="data sheet; the paper's figures 15 to 17 draw 181 TFLOP/s"),
-        Device("h100", 989.4e12, 3.35e12, source="data sheet, SXM"),
-        Device("h100-pcie", 756e12, 2.0e12, source="data sheet, PCIe"),
+        replace(H200, name="h100", bandwidth=3.35e12),
+        Device(
+            "h100-pcie",
+            756e12,
+            2.0e12,
+            source=f"data sheet, PCIe; {_ESTIMATE}, of which there are 114",
+            l2_bandwidth=114 * _HOPPER_L2,
+        ),
         H200,
         # By `benchmarks.roofline` from plain steps in benchmarks/results/nvidia-h200.jsonl; a test fits again.
         replace(
@@ -114,7 +143,9 @@ DEVICES: dict[str, Device] = {
             name="h200-attained",
             linear=Attained(bandwidth=0.97, fixed_us=5.8),
             attention=Attained(bandwidth=0.97, fixed_us=5.8),
-            source="data sheet, SXM; share and fixed time fitted to this project's plain steps",
+            source="data sheet, SXM; share and fixed time fitted to this project's plain steps, whose layers are 5 "
+            f"operators in 9 launches; launch: estimate, 5 x 5.8 / 9 microseconds; {_ESTIMATE}",
+            launch_us=3.2,
         ),
     )
 }

@@ -1,0 +1,201 @@
+"""How the launches of a decoding step fill each GPU: `python -m benchmarks.inspection --grids`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import inspection
+from benchmarks.inspection import GPUS, Row
+from benchmarks.kernel_forms import Specialisation
+from benchmarks.step_launches import Launch, specialisation, step_launches
+
+MODELS = ("Llama-2-7B", "Llama-3-8B", "Llama-2-13B", "Qwen3-8B")
+HEADS = "shared, trimmed 8192"
+DEVICES = tuple(gpu for gpu in GPUS if gpu != "h100")
+"""An H100 SXM has the multiprocessors of an H200."""
+MOST_IDLE = 1 / 3
+
+Compiled = tuple[str, Specialisation, tuple[tuple[str, Any], ...]]
+_work: list[Compiled] = []
+"""Target, compiled form and compiler options by number: forked workers find here what cannot be pickled."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Launches of a step that are equal, on one GPU.
+
+    Attributes:
+        gpu: key of `inspection.GPUS`.
+        model: key of `bench_step.MODELS`.
+        nodes: of the tree.
+        launch: one of them.
+        times: how many there are in a step.
+        row: what was compiled for it.
+    """
+
+    gpu: str
+    model: str
+    nodes: int
+    launch: Launch
+    times: int
+    row: Row
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of the GPU."""
+        return GPUS[self.gpu][1].multiprocessors
+
+    @property
+    def slots(self) -> int:
+        """Programs that the GPU runs at once."""
+        return self.multiprocessors * self.row.fitting
+
+    @property
+    def waves(self) -> int:
+        """Rounds of as many programs as run at once."""
+        return -(-self.launch.programs // self.slots)
+
+    @property
+    def idle(self) -> float:
+        """The share of the multiprocessors' time that the last wave leaves idle."""
+        return GPUS[self.gpu][1].idle(self.launch.programs, self.row.fitting)
+
+    @property
+    def in_flight(self) -> int | None:
+        """Bytes of weights, or keys and values, that a multiprocessor has in flight; None if none are streamed."""
+        stream = self.launch.stream
+        if stream is None:
+            return None
+        together = min(self.row.fitting, -(-self.launch.programs // self.multiprocessors))
+        return (self.row.stages - 1) * stream.tile_bytes * together
+
+    def breaches(self) -> list[str]:
+        """Return one sentence per rule that it breaks."""
+        found = inspection.breaches(self.row)
+        if self.row.failed:
+            return found
+        if self.row.fitting == 0:
+            return [*found, "no program fits a multiprocessor"]
+        if self.row.dots_16_bit and self.launch.stream is None:
+            found.append("it multiplies matrices, but `step_launches` does not say how it streams them")
+        if self.launch.stream is not None and self.idle > MOST_IDLE:
+            found.append(
+                f"{self.idle:.0%} of {self.multiprocessors} multiprocessors are idle with {self.launch.programs} "
+                f"programs, {self.row.fitting} to a multiprocessor; at most {MOST_IDLE:.0%} may be"
+            )
+        return found
+
+    def __str__(self) -> str:
+        """Name it in one line."""
+        return f"{self.gpu} {self.model} {self.nodes} nodes: {self.launch.stage}: {self.launch.name}"
+
+
+def inspect_grids(
+    gpus: Sequence[str], models: Sequence[str], nodes: Sequence[int], prefix: int, heads: str, jobs: int
+) -> list[Grid]:
+    """Record a step for each GPU, model and number of nodes, compile its kernels, and return its launches in order.
+
+    Each compiled form is compiled once, in `jobs` processes, with progress on stderr.
+    """
+    found: dict[tuple[Any, ...], tuple[Launch, int]] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
+    for gpu, model, count in ((g, m, n) for g in gpus for m in models for n in nodes):
+        for launch in step_launches(model, count, prefix, heads, GPUS[gpu][1]):
+            if launch.kernel is None:
+                continue
+            form = compiled_form(GPUS[gpu][0], launch)
+            number = numbers.setdefault(_key(form), len(numbers))
+            if number == len(_work):
+                _work.append(form)
+            place = gpu, model, count, launch.stage, launch.grid, number
+            first, times = found.get(place, (launch, 0))
+            found[place] = first, times + 1
+    rows = _compiled(jobs)
+    return [
+        Grid(gpu, model, count, launch, times, rows[number])
+        for (gpu, model, count, _, _, number), (launch, times) in found.items()
+    ]
+
+
+def compiled_form(arch: str, launch: Launch) -> Compiled:
+    """Return a launch's compiled form for a target, with the compiler options of the launch."""
+    options = {name: value for name, value in launch.options.items() if name not in ("num_warps", "num_stages")}
+    return arch, specialisation(launch), tuple(sorted(options.items()))
+
+
+def _key(form: Compiled) -> tuple[Any, ...]:
+    arch, spec, options = form
+    types, constants = (tuple(sorted(named.items())) for named in (spec.signature, spec.constants))
+    return arch, spec.name, types, constants, spec.aligned, spec.num_warps, spec.num_stages, options
+
+
+def _compile(number: int) -> Row:
+    arch, spec, options = _work[number]
+    return inspection.compiled_row(spec, arch, dict(options))
+
+
+def _compiled(jobs: int) -> list[Row]:
+    """Compile what `_work` lists, and empty it."""
+    rows: dict[int, Row] = {}
+    # Forked, so that workers have the list; recording starts no threads.
+    with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
+        numbers = {pool.submit(_compile, number): number for number in range(len(_work))}
+        for done, future in enumerate(as_completed(numbers), 1):
+            number = numbers[future]
+            rows[number] = future.result()
+            print(f"[{done}/{len(_work)}] sm_{rows[number].arch} {rows[number].name}", file=sys.stderr, flush=True)
+    _work.clear()
+    return [rows[number] for number in sorted(rows)]
+
+
+def table(grids: Iterable[Grid]) -> str:
+    """Format one line per group of equal launches."""
+    head = (
+        "gpu", "model", "nodes", "stage", "kernel", "tile", "times", "warps", "stages", "programs", "slots", "waves",
+        "idle %", "regs", "shared", "in flight",
+    )  # fmt: skip
+    body = []
+    for grid in grids:
+        counts, launch = grid.row.counts, grid.launch
+        fits = grid.row.fitting > 0
+        filled = (grid.slots, grid.waves, f"{100 * grid.idle:.0f}") if fits else ("-", "-", "-")
+        in_flight = grid.in_flight if fits and grid.in_flight is not None else "-"
+        body.append(
+            (
+                grid.gpu, grid.model, grid.nodes, launch.stage, launch.name.strip("_").removesuffix("_kernel"),
+                tile(launch), grid.times, grid.row.warps, grid.row.stages, launch.programs, *filled,
+                counts.registers, counts.shared, in_flight,
+            )
+        )  # fmt: skip
+    return inspection.aligned(head, body, 6)
+
+
+def tile(launch: Launch) -> str:
+    """Return the sizes of a launch's tile by axis, and into how many parts a product is divided: "M64 N128 K64 /4"."""
+    sizes = {name: value for name, value in launch.arguments.items() if name.startswith("BLOCK_") or name == "ROWS"}
+    parts = launch.arguments.get("PARTS", 1) if launch.op == "decode_linear" else 1
+    return " ".join(
+        [
+            *(f"{name.removeprefix('BLOCK_')}{value}" for name, value in sizes.items()),
+            *([f"/{parts}"] if parts > 1 else []),
+        ]
+    )
+
+
+def facts(grids: Iterable[Grid]) -> list[dict[str, Any]]:
+    """Return the table for JSON."""
+    return [
+        {
+            "gpu": grid.gpu, "model": grid.model, "nodes": grid.nodes, "stage": grid.launch.stage,
+            "kernel": grid.launch.name, "tile": tile(grid.launch), "times": grid.times, "warps": grid.row.warps,
+            "stages": grid.row.stages, "grid": grid.launch.grid, "fitting": grid.row.fitting,
+            "registers": grid.row.counts.registers, "shared": grid.row.counts.shared,
+            "idle": grid.idle if grid.row.fitting else None, "in_flight": grid.in_flight,
+        }
+        for grid in grids
+    ]  # fmt: skip
