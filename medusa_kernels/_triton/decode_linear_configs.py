@@ -127,8 +127,9 @@ IN_FLIGHT = 16 * 1024
 """Bytes of weights in flight to each multiprocessor that keep the memory busy: what it delivers within its latency. An
 A100 needs 11 KiB (2 TB/s for 0.6 us)."""
 
-PULL = 2
-"""Most that a multiprocessor can load, activations included, as a multiple of its even share of the bandwidth."""
+PULL = 2.3
+"""Most that a multiprocessor can load, activations included, as a multiple of its even share of the bandwidth. 75 KB/us
+of 33 explain what 64 rows cost on an H200; for other GPUs it is a guess."""
 
 
 def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:

@@ -1,12 +1,12 @@
 """Run a model's layers without its modules: this project's ops read the model's own weights.
 
-On a GPU a layer is eight or nine launches (`forward`). On a CPU all layers are one call of the C++ library (`NativeLayers`),
-for the nodes of a tree; a prefill runs module by module there. The projections of q, k and v are one product over three
-weights; gate, up and SiLU(gate) * up are one; and the residual is added before the product is rounded. So products are
-rounded once, where the modules round twice: 16-bit results may differ in the last bit, float32 results hardly at all.
-Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and the kernel that follows
-anyway adds the parts up: the norm, or the rotary embedding. `obstacle` and `native_obstacle` return what prevents
-running this way.
+On a GPU a layer is eight or nine launches (`forward`). On a CPU all layers are one call of the C++ library
+(`NativeLayers`), for the nodes of a tree; a prefill runs module by module there. The projections of q, k and v are one
+product over three weights; gate, up and SiLU(gate) * up are one; and the residual is added before the product is
+rounded. So products are rounded once, where the modules round twice: 16-bit results may differ in the last bit, float32
+results hardly at all. Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and
+the kernel that follows anyway adds the parts up: the norm, or the rotary embedding. `obstacle` and `native_obstacle`
+return what prevents running this way.
 """
 
 from __future__ import annotations
