@@ -82,21 +82,31 @@ def _tree_attention(generator: torch.Generator) -> Iterator[Case]:
     visible = torch.eye(nodes, dtype=torch.bool)
     for node in range(1, nodes):
         visible[node] |= visible[int(torch.randint(node, (1,), generator=generator))]
-    q, k, v = (torch.randn(2, *shape, generator=generator) for shape in ((nodes, 8, 64), (2, 200, 64), (2, 200, 64)))
-    yield (q, k, v, _integers(100, 3), medusa_kernels.ancestor_words(visible)), {}
+    q, k, v = (torch.randn(2, *shape, generator=generator) for shape in ((nodes, 8, 64), (2, 2000, 64), (2, 2000, 64)))
+    words, counters = medusa_kernels.ancestor_words(visible), torch.zeros(2, 8 * 5, dtype=torch.int32)
+    yield (q, k, v, _integers(100, 3), words), {}
+    # Enough keys for shares, which the last program merges.
+    yield (q, k, v, _integers(1900, 3), words), {"counters": counters}
+    yield (q[:, :1], k, v, _integers(1900, 3), words[:1, :1]), {"counters": counters}
 
 
 def _rope_append(generator: torch.Generator) -> Iterator[Case]:
     q, k, v = (torch.randn(2, 5, heads, 64, generator=generator) for heads in (4, 2, 2))
     cos, sin = torch.randn(2, 40, 64, generator=generator)
     k_cache, v_cache = torch.zeros(2, 2, 2, 40, 64)
-    yield (q, k, v, cos, sin, k_cache, v_cache, _integers(7, 0), _integers(0, 1, 1, 2, 3)), {}
+    rest = cos, sin, k_cache, v_cache, _integers(7, 0), _integers(0, 1, 1, 2, 3)
+    norms = {name: torch.rand(64, generator=generator) for name in ("q_norm", "k_norm")}
+    yield (q, k, v, *rest), {}
+    parts = torch.randn(3, 2, 5, 8, 64, generator=generator).split((4, 2, 2), 3)
+    yield (*parts, *rest), norms
 
 
 def _heads_topk(generator: torch.Generator) -> Iterator[Case]:
     hidden, b1 = torch.randn(2, 64, generator=generator), torch.randn(3, 64, generator=generator)
     w1, w2 = torch.randn(3, 64, 64, generator=generator) / 8, torch.randn(3, 500, 64, generator=generator)
     yield (hidden, w1, b1, w2, 5), {}
+    small = torch.randint(-127, 128, (3, 500, 64), generator=generator, dtype=torch.int8)
+    yield (hidden, w1, b1, small, 5), {"w2_scale": (1 + torch.rand(3, 500, generator=generator)) / 200}
     root, w_root = torch.randn(2, 64, generator=generator), torch.randn(3, 64, 64, generator=generator) / 8
     noise = torch.randn(2, 4, 500, generator=generator)
     yield (hidden, w1, b1, w2, 5), {"root": root, "w_root": w_root, "temperature": 0.8, "noise": noise}
@@ -119,6 +129,7 @@ def _decode_linear(generator: torch.Generator) -> Iterator[Case]:
     yield (x, weights, [bias, None, None]), {}
     yield (x, weights[::2]), {"gate": True}
     yield (x, weights[1:2]), {"residual": torch.randn(5, 33, generator=generator)}
+    yield (x, weights, [bias, None, None]), {"parts": 2}
 
 
 def _decoder_layers(generator: torch.Generator) -> Iterator[Case]:
@@ -143,6 +154,8 @@ def _decoder_layers(generator: torch.Generator) -> Iterator[Case]:
 def _add_rms_norm(generator: torch.Generator) -> Iterator[Case]:
     x, delta = torch.randn(2, 3, 200, generator=generator)
     yield (x, delta, torch.randn(200, generator=generator), 1e-6), {}
+    parts = torch.randn(3, 3, 200, generator=generator)
+    yield (x, parts, torch.randn(200, generator=generator), 1e-6), {}
 
 
 _PATHS = [[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 2, 2], [0, 1, 3, 3], [0, 1, 3, 4]]
