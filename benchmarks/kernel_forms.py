@@ -258,7 +258,8 @@ def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False,
         | flags
         | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
         | {"K": k, "PLACES": triton.next_power_of_2(k)}
-        | _waiting(device, config, stored, elements),
+        | _waiting(device, config, stored, elements)
+        | ({"PREFETCH": 0} if gather else {}),
         config,
         programs=config.programs,
     )

@@ -32,14 +32,14 @@ def _add_rms_norm_kernel(
     i_m = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)
     m_h = o_h < size
-    # [BLOCK_H]
-    b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
     if PDL:
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
+    # [BLOCK_H]
+    b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
     # [BLOCK_H]
     b_x = tl.load(x + i_m * stride_x_m + o_h, mask=m_h, other=0.0)
     if PARTS > 0:

@@ -132,11 +132,7 @@ def vocabulary_kernel(
             tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             m_v = (o_v < step) & (i_p * step + o_v < vocabulary)
-            o_w = (i_p * step + o_v).to(tl.int64)
-            if GATHER:
-                # [BLOCK_V]
-                o_w = tl.load(token_map + o_w, mask=m_v, other=0)
-            prefetch_rows(p_group + o_w * (stride_w2_v * UNIT), m_v, PREFETCH)
+            prefetch_rows(p_group + (i_p * step + o_v).to(tl.int64) * (stride_w2_v * UNIT), m_v, PREFETCH)
         tl.extra.cuda.gdc_wait()
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
@@ -329,7 +325,8 @@ def _top_k(
         UNIT=elements, EVEN=size % config.block_k == 0, DECODE=decoding(device, states.dtype, w2.dtype),
         HAS_SCALE=scale is not None, GATHER=gather, HAS_MAP=token_map is not None,
         HAS_NOISE=noise is not None, K=k, PLACES=places,
-        **waiting(device, config, tiles * share.programs * groups, w2, elements, pdl),
+        # The rows to gather are known only from the map, which the kernel before may have written.
+        **waiting(device, config, tiles * share.programs * groups, w2, elements, pdl, ahead=not gather),
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
         **launch_options(pdl),
     )  # fmt: skip

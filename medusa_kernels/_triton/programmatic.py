@@ -2,7 +2,8 @@
 
 Such a kernel runs `gdc_wait` before it reads results of earlier kernels and before it stores anything. That returns
 when the kernel before it, which waited likewise, is complete and its writes are visible, so the order of writes and
-reads in a stream does not change. What no kernel writes (weights) may be read before.
+reads in a stream does not change. Before it, weights may be prefetched into the L2, where a write of an earlier kernel
+would still reach them.
 
 `gdc_launch_dependents` lets the next kernel start when every program has run it. A kernel whose programs all run at
 once (`at_once`) does so first. Others do so after their last load: programs of the next kernel would take the room of

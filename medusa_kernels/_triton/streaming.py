@@ -113,14 +113,24 @@ def prefetch_bytes(weight: Tensor, elements: int, columns: int, pdl: bool) -> in
 
 
 def waiting(
-    device: launch.Device, config: Config, programs: int, weight: Tensor, elements: int, pdl: bool
+    device: launch.Device,
+    config: Config,
+    programs: int,
+    weight: Tensor,
+    elements: int,
+    pdl: bool,
+    *,
+    ahead: bool = True,
 ) -> dict[str, Any]:
-    """Return the constants of a kernel of `programs` programs that say what it does before it waits."""
+    """Return the constants of a kernel of `programs` programs that say what it does before it waits.
+
+    `ahead`: whether the weight's addresses are known by then.
+    """
     return {
         "PDL": pdl,
         "EARLY": pdl and at_once(device, programs, config.programs),
         # As much as the pipeline loads first.
-        "PREFETCH": prefetch_bytes(weight, elements, (config.num_stages - 1) * config.block_k, pdl),
+        "PREFETCH": prefetch_bytes(weight, elements, (config.num_stages - 1) * config.block_k, pdl and ahead),
     }
 
 
