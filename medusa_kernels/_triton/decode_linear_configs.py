@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ MOST_IDLE = 1 / 3
 """Most that a launch may leave idle (see `Device.idle`), if it can be helped."""
 GOOD_ENOUGH = 1.03
 """The fewest parts are taken whose estimated time is within this factor of the best."""
+
+THREADS = 1536
+"""Threads that a multiprocessor of any supported GPU runs at once."""
 
 SHARED_BY_TWO = 112 * 1024
 """Shared memory of a program that leaves room for one of the next kernel, which starts early, on a multiprocessor."""
@@ -92,7 +96,11 @@ def best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int,
     """
     if not SPLIT_K or dtype == torch.float32 or rows > MOST_ROWS:
         return 1
+    return _best_parts(device, dtype, rows, out_features, in_features)
 
+
+@functools.cache
+def _best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> int:
     def time(parts: int) -> float:
         config = configuration(device, dtype, rows, out_features, in_features, False, parts=parts)
         idle = device.idle(-(-out_features // config.block_n) * parts, programs(config, device, dtype, False))
@@ -156,7 +164,7 @@ def programs(config: Config, device: Device, dtype: torch.dtype, gate: bool) -> 
     The memory holds all stages if tensor cores read both factors from it (9.0; 10.0 from 64 rows on), else all but one.
     """
     stages = config.num_stages - (not device.hopper and (device.capability[0] != 10 or config.block_m < 64))
-    return max(1, device.blocks(stages * config.stage_bytes(dtype, gate)))
+    return max(1, min(device.blocks(stages * config.stage_bytes(dtype, gate)), THREADS // (32 * config.num_warps)))
 
 
 def _time(
