@@ -49,7 +49,7 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 def _eager(x, delta, weight, eps):
     """Run the op in PyTorch on any device; without delta the sum is empty."""
     if delta is not None and delta.dim() > x.dim():
-        total = (x + reference.added(delta)).to(x.dtype)
+        total = (x + reference.added(delta)).to(x.dtype).contiguous()
     else:
         total = x if delta is None else (x + delta).contiguous()
     wide = total.float()

@@ -206,6 +206,8 @@ def test_passes_opcheck(device: str, delta: bool) -> None:
     if delta:
         parts = torch.randn(2, *case[0].shape, device=device)
         torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, (case[0], parts, case[2], 1e-5))
+        permuted = case[0].transpose(0, 1), parts.transpose(1, 2), case[2], 1e-5
+        torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, permuted)
 
 
 @pytest.mark.parametrize("delta", [False, True])
