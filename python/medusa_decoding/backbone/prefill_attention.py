@@ -142,9 +142,11 @@ def _of_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
 def _check(attend: Flash, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Raise if a kernel is wrong about three queries after four keys: grouped heads, with and without a window."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, rows, heads, head_dim, generator=generator) for rows, heads in ((3, 4), (7, 2), (7, 2))]
+    # On the CPU whatever PyTorch's default device is.
+    shapes = [(2, rows, heads, head_dim) for rows, heads in ((3, 4), (7, 2), (7, 2))]
+    inputs = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     q, k, v = (tensor.to(dtype) for tensor in inputs)
-    age = torch.arange(4, 7)[:, None] - torch.arange(7)
+    age = torch.arange(4, 7, device="cpu")[:, None] - torch.arange(7, device="cpu")
     wide_q, wide_k, wide_v = (tensor.float().transpose(1, 2) for tensor in (q, k, v))
     for window in (None, 3):
         visible = (age >= 0) & (age < (window or 7))

@@ -103,8 +103,8 @@ def fused_tokens(
 ) -> torch.Tensor | None:
     """Return the argmax at every node, or above temperature 0 its draw, by the op `tree_verify`: int64 [B, N].
 
-    No logits are stored. Sets `state.check` by the hidden states. Returns None, without doing anything, if only the
-    module `lm_head` itself can project or if EOS tokens may be suppressed.
+    No logits are stored, or few at a time (see the op). Sets `state.check` by the hidden states. Returns None, without
+    doing anything, if only the module `lm_head` itself can project or if EOS tokens may be suppressed.
     """
     projected = projection(lm_head)
     if projected is None or limits.min_new_tensor is not None:
