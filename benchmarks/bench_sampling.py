@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from transformers.generation import logits_process as lp
 from benchmarks import gpu, suite
 from medusa_decoding import Tree
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.selection import sampling
 from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.selection.sampling import Sampling
 from medusa_decoding.decode.tree_tensors import TreeTensors
@@ -140,9 +142,8 @@ def ours(case: Case, device: torch.device) -> TokenSelector:
 
 def each_depth(case: Case, device: torch.device) -> TokenSelector:
     """Return our choice by processors at every depth."""
-    choice: Any = ours(case, device)
-    choice.at_once = None
-    return choice  # type: ignore[no-any-return]
+    with mock.patch.object(sampling, "DRAW_AT_ONCE", False):
+        return ours(case, device)
 
 
 def theirs(case: Case, device: torch.device) -> TokenSelector:

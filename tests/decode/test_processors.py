@@ -6,6 +6,7 @@ also through nodes that are not their head's first candidate, so that processors
 
 import copy
 import functools
+import types
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from transformers import GenerationConfig, LogitsProcessor, SynthIDTextWatermark
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.selection import processors, sampling
 from medusa_decoding.decode.selection.processors import LogitsProcessors
+from medusa_kernels import draw_tokens
 
 NEW = 24
 TREES = {
@@ -306,6 +309,29 @@ def test_with_one_seed_the_text_equals_plain_decoding(name):
             output = medusa.generate(ids, mask, tree=tree, **kwargs, **settings_of(name))
             assert output.sequences.tolist() == plain.sequences.tolist()
             assert output.steps < plain.steps
+
+
+def test_the_last_filters_and_the_draw_are_one_op_where_a_kernel_serves(monkeypatch):
+    """On a GPU the vocabulary is not sorted at each token; the processors before see each text as ever."""
+    model, row = large("mistral"), prompts(1, [9], seed=6)[0]
+    kwargs = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "top_k": 9, "top_p": 0.8, "seed": 4}
+    penalty = [lp.RepetitionPenaltyLogitsProcessor(1.3)]
+    calls = []
+
+    def drawn(*args, **settings):
+        calls.append(settings)
+        return draw_tokens(*args, **settings)
+
+    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
+        wanted = medusa.generate(row[None], logits_processor=lp.LogitsProcessorList(penalty), **kwargs).sequences
+        unfiltered = medusa.generate(row[None], **kwargs | {"top_k": 0, "top_p": 1.0}).sequences
+        monkeypatch.setattr(processors, "served_by", lambda *_: types.SimpleNamespace(name="triton"))
+        monkeypatch.setattr(processors, "draw_tokens", drawn)
+        monkeypatch.setattr(sampling.Nucleus, "__call__", None)
+        got = medusa.generate(row[None], logits_processor=lp.LogitsProcessorList(penalty), **kwargs).sequences
+    assert got.tolist() == wanted.tolist() != unfiltered.tolist()
+    assert len(calls) == NEW
+    assert all(one == {"temperature": 0.9, "top_k": 9, "top_p": 0.8} for one in calls)
 
 
 def test_synthid_watermark_remembers_each_row():

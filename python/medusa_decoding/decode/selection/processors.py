@@ -11,14 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.selection import sampling
 from medusa_decoding.decode.selection.sampling import draw_temperature, temperature_of, without_sorting
 from medusa_decoding.decode.state import DecodeState, append_tokens
 from medusa_decoding.decode.verify import HostTokenSelector, Nodes, refuse_broken
+from medusa_kernels import draw_tokens, served_by
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -38,6 +41,7 @@ class Row:
         top_logprobs: how many of the model's likeliest tokens to keep with every emitted token; None for none.
         logprobs: at each emitted token, if kept: its log-probability in the model's own distribution, and the likeliest
             tokens with theirs, best first.
+        drawn_by: settings of `draw_tokens` that take the place of the last processors, which are not called then.
         error: what ended a row of a batch whose rows belong to several callers.
         logits: the model's logits fp32 [V] at each emitted token, if kept.
         scores: the processed scores fp32 [V] at each emitted token, if kept.
@@ -52,6 +56,7 @@ class Row:
     samples: bool = False
     top_logprobs: int | None = None
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    drawn_by: dict[str, Any] | None = None
     error: Exception | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -87,13 +92,13 @@ class LogitsProcessors(HostTokenSelector):
         keep_scores: bool = False,
         top_logprobs: int | None = None,
     ) -> None:
-        self.rows = [
-            Row(
-                prompt, len(prompt), len(prompt), [without_sorting(processor) for processor in own], budget,
-                frozenset(eos), sample, top_logprobs,
-            )
-            for prompt, own, budget in zip(prompts, processors, budgets, strict=True)
-        ]  # fmt: skip
+        self.rows = []
+        for prompt, own, budget in zip(prompts, processors, budgets, strict=True):
+            called, drawn_by = _divided(own, prompt.device) if sample and not keep_scores else (own, None)
+            called = [without_sorting(processor) for processor in called]
+            row = Row(prompt, len(prompt), len(prompt), called, budget, frozenset(eos), sample, top_logprobs)
+            row.drawn_by = drawn_by
+            self.rows.append(row)
         if sample:
             self.draw_temperature = draw_temperature(temperature_of(processors[0]))
         self.key = ("processed", self.draw_temperature)
@@ -175,14 +180,18 @@ class LogitsProcessors(HostTokenSelector):
             scores = processor(text, scores)
         if self.keep_scores:
             row.scores.append(scores[0].clone())
+        highest = scores.amax()
+        if noise is not None and row.drawn_by is not None:
+            drawn, value = draw_tokens(scores[None], noise[None, None], **row.drawn_by)
+            highest = highest + 0.0 * value[0, 0]
         if noise is not None:
-            if not math.isfinite(float(scores.amax())):
+            if not math.isfinite(float(highest)):
                 raise ValueError(
                     f"logits_processor: expected scores to draw from at new token {row.length - row.prompt + 1}, got "
                     "NaN, infinity or no token allowed"
                 )
             scores = scores + noise
-        token = int(scores.argmax(-1))
+        token = int(scores.argmax(-1) if noise is None or row.drawn_by is None else drawn[0, 0])
         if logprobs is not None:
             best = logprobs.topk(row.top_logprobs or 0)
             top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
@@ -190,3 +199,12 @@ class LogitsProcessors(HostTokenSelector):
         row.text = append_tokens(row.text, row.length, row.text.new_tensor([token]))
         row.length += 1
         return token
+
+
+def _divided(processors: Sequence[Any], device: torch.device) -> tuple[Sequence[Any], dict[str, Any] | None]:
+    """Return the processors to call, and the settings of `draw_tokens` that do what the others, the last ones, do."""
+    if not sampling.DRAW_AT_ONCE or served_by("draw_tokens", device).name != "triton":
+        return processors, None
+    found = ((first, sampling.at_once(processors[first:])) for first in range(len(processors)))
+    first, settings = next(((first, one) for first, one in found if one), (len(processors), None))
+    return processors[:first], settings
