@@ -392,7 +392,8 @@ def _linear_form(
     integers = [
         n for n in decode_linear._decode_linear_kernel.arg_names if n.startswith(("size", "features", "stride"))
     ]
-    return specialise(
+    held = programs(config, device, dtype, gate)
+    found = specialise(
         " ".join(word for word in words if word),
         decode_linear._decode_linear_kernel,
         {"x w0 w1 w2 b0 b1 b2 residual": f"*{kind}", "out": f"*{kind if parts == 1 else 'fp32'}"},
@@ -401,8 +402,9 @@ def _linear_form(
          "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
         config,
         aligned=tuple(integers) if elements == VECTOR else (),
-        programs=programs(config, device, dtype, gate) if chosen else 0,
+        programs=held if chosen else 0,
     )  # fmt: skip
+    return replace(found, options=decode_linear.options(device, config, gate))
 
 
 def _add_rms_norm(device: Device) -> Iterator[Specialisation]:

@@ -9,6 +9,8 @@ matrix products run instead.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -156,7 +158,7 @@ def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=
     config = configuration(device, x.dtype, rows, sum(features), size, gate, vectors=vectors, parts=parts)
     has_bias = biases is not None and any(bias is not None for bias in biases)
     unused = MOST_WEIGHTS - len(weights)
-    pdl = programmatic(x.device)
+    pdl, held = programmatic(x.device), programs(config, device, x.dtype, gate)
     with launch.on_device(x):
         tiles = [triton.cdiv(n, config.block_n) for n in features]
         grid = (tiles[0] if gate else sum(tiles)) * parts
@@ -168,13 +170,23 @@ def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=
             *strides, *[0] * unused, added.stride(0),
             COUNT=len(weights), PARTS=parts, GATE=gate, HAS_BIAS=has_bias, HAS_RESIDUAL=residual is not None,
             EVEN_K=size % config.block_k == 0, SWAP=config.swap,
-            PDL=pdl, EARLY=pdl and at_once(device, grid, programs(config, device, x.dtype, gate)),
+            PDL=pdl, EARLY=pdl and at_once(device, grid, held),
             PREFETCH=prefetched(config, x.dtype, size, parts) if pdl and vectors and aligned else 0,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
+            num_warps=config.num_warps, num_stages=config.num_stages, **options(device, config, gate),
             **launch_options(pdl),
         )  # fmt: skip
     return out
+
+
+def options(device: launch.Device, config: Config, gate: bool) -> dict[str, Any]:
+    """Return the compiler's options.
+
+    From compute capability 10.0 on the assembler spills some registers of large tiles to fit more programs, without a
+    limit that it need not undercut.
+    """
+    large = config.block_n == 64 and (gate or config.block_m == MOST_ROWS)
+    return launch.OPTIONS | ({"maxnreg": 255} if large and device.capability >= (10, 0) else {})
 
 
 def prefetched(config: Config, dtype: torch.dtype, size: int, parts: int) -> int:

@@ -164,7 +164,12 @@ def programs(config: Config, device: Device, dtype: torch.dtype, gate: bool) -> 
     The memory holds all stages if tensor cores read both factors from it (9.0; 10.0 from 64 rows on), else all but one.
     """
     stages = config.num_stages - (not device.hopper and (device.capability[0] != 10 or config.block_m < 64))
-    return max(1, min(device.blocks(stages * config.stage_bytes(dtype, gate)), THREADS // (32 * config.num_warps)))
+    by_memory = device.blocks(stages * config.stage_bytes(dtype, gate))
+    threads = 32 * config.num_warps
+    # About 96 registers besides the accumulators.
+    registers = 96 + config.block_m * config.block_n * (1 + gate) // threads
+    by_registers = 2**16 // (registers * threads) if gate else by_memory
+    return max(1, min(by_memory, by_registers, THREADS // threads))
 
 
 def _time(
