@@ -119,10 +119,7 @@ class Way:
 
 FORMS: dict[str, dict[str, Any]] = {
     "split K": {"medusa_kernels._triton.decode_linear_configs.SPLIT_K": False},
-    "prefetch": {
-        "medusa_kernels._triton.decode_linear.PREFETCH": False,
-        "medusa_kernels._triton.streaming.PREFETCH_WEIGHTS": False,
-    },
+    "prefetch": {"medusa_kernels._triton.streaming.PREFETCH_WEIGHTS": False},
     "early starts": {"medusa_kernels._triton.programmatic.START_EARLY": False},
     "merging in attention": {"medusa_kernels._triton.tree_attention.LAST_MERGES": False},
     "overlap in attention": {"medusa_kernels._triton.tree_attention.OVERLAP": False},

@@ -16,14 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from medusa_kernels._triton import launch
+from medusa_kernels._triton import launch, streaming
 from medusa_kernels._triton.decode_linear_configs import Config, best_parts, configuration, programs
 from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 from medusa_kernels._triton.streaming import dot_accumulate, prefetch_rows
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
-
-PREFETCH = True
-"""Whether programs load the first columns of their weights into the L2 while they wait for the previous kernel."""
 
 VECTOR = 16
 """Strides and sizes must be multiples of this for Triton to load 16 bytes at once."""
@@ -191,7 +188,7 @@ def options(device: launch.Device, config: Config, gate: bool) -> dict[str, Any]
 
 def prefetched(config: Config, dtype: torch.dtype, size: int, parts: int) -> int:
     """Return how many bytes of a row are loaded ahead: as many as the pipeline loads, of the shortest part at most."""
-    if not PREFETCH:
+    if not streaming.PREFETCH_WEIGHTS:
         return 0
     shortest = -(-size // config.block_k) // parts * config.block_k - -size % config.block_k
     return max(0, min((config.num_stages - 1) * config.block_k, shortest)) * dtype.itemsize
