@@ -12,7 +12,7 @@
 #   make train-demo      new heads for the embedded demo model, in runs/demo   (REQUESTS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
 #   make ablations       the paper's figures 3b, 4, 5, 7 and table 3   (MT_BENCH=FILE CHATS=FILE)
-#   make campaign        the CPU figures of README and docs anew, in stages   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
+#   make campaign        the CPU figures of README and docs anew, in 2.5 hours   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
@@ -155,8 +155,9 @@ $(VENV)/.docs: $(EDITABLE)
 	$(PIP) -e ".[docs]"
 	@touch "$@"
 
-# The CPU figures of README and docs, anew: `nohup make -k campaign > campaign.log &` on an idle machine. A stage takes at
-# most ten minutes and leaves a stamp for this commit when it succeeds, so a campaign that was stopped goes on with the
+# The CPU figures of README and docs, anew, in two and a half hours: `nohup make campaign .. > campaign.log 2>&1 &` on an idle
+# machine. First what is trained and counted, on one core each, then what is timed. A stage takes at most ten minutes, says
+# how long it took, and leaves a stamp for this commit when it succeeds, so a campaign that was stopped goes on with the
 # same command; training that takes longer goes on by itself. Records are appended to benchmarks/results/<machine>.jsonl,
 # the ablations' are in a folder beside it. CHATS are conversations to train on (train.jsonl.gz), OTHER_CHATS others to
 # measure on (dev.jsonl.gz), MT_BENCH its questions (mt_bench.jsonl).
@@ -167,11 +168,12 @@ LARGE := $(foreach dtype,bfloat16 float32 int8,Llama-254M-$(dtype))
 MODELS := $(LARGE) $(LARGE:Llama-254M%=Llama-127M%)
 ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
 CHAT_ABLATIONS := campaign-chat-figure-4 campaign-chat-dynamic campaign-chat-figure-5
-CAMPAIGN := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-replay campaign-linear \
-	campaign-prefill-float32 campaign-prefill-bfloat16 $(MODELS:%=campaign-steps-%) campaign-roofline \
-	$(MODELS:%=campaign-models-%) $(foreach stage,long batch-4 batch-8 chat-models,$(LARGE:%=campaign-$(stage)-%)) \
-	campaign-serve $(ABLATIONS) campaign-alpaca $(CHAT_ABLATIONS) campaign-trees campaign-tune campaign-table-2 \
-	campaign-heads campaign-heads-sampled campaign-chat-heads campaign-chat-heads-sampled
+COUNTED = runs/chat/heads/heads $(RUNS)/draft $(VARIANTS)/medusa-2/heads campaign-replay campaign-heads \
+	campaign-heads-sampled campaign-chat-heads campaign-chat-heads-sampled campaign-trees
+TIMED := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-linear campaign-prefill-float32 \
+	campaign-prefill-bfloat16 $(MODELS:%=campaign-steps-%) campaign-roofline $(MODELS:%=campaign-models-%) \
+	$(foreach stage,long batch-4 batch-8 chat-models,$(LARGE:%=campaign-$(stage)-%)) campaign-serve $(ABLATIONS) \
+	campaign-alpaca $(CHAT_ABLATIONS) campaign-tune campaign-table-2
 # What is trained for a campaign belongs to one commit, like its stamps.
 RUNS = runs/campaign/$(COMMIT)
 ON_CPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(BIN)/python
@@ -181,7 +183,9 @@ pieces = until $(1); do [ $$? = 124 ] || exit 1; done
 with = $(if $(filter-out $(words $(1)),$(words $(foreach file,$(1),$($(file))))),echo "$@: expected $(1:%=%=FILE)"; false,$(2))
 part = $(word $(1),$(subst -, ,$*))
 
-campaign: $(CAMPAIGN)
+campaign: $(EDITABLE)
+	@OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -k -j 2 $(COUNTED); counted=$$?; \
+		$(MAKE) --no-print-directory -k -j 1 $(TIMED) && [ $$counted = 0 ]
 	$(BIN)/python -m benchmarks.trace
 
 ablations: $(ABLATIONS)
@@ -272,29 +276,27 @@ $(RUNS)/draft: | $(EDITABLE)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.ablations draft --out $@
 
 $(VARIANTS)/medusa-2/heads: | $(EDITABLE)
-	$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS) --only medusa-1 medusa-2 --train-only)
+	$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS) --train-only)
 
-# One training seed; SEEDS="0 1 2" says how far figures vary with it, in three times the time.
+# One training seed and half of the prompts, for time's sake; SEEDS="0 1 2" says how far figures vary with the seed.
 SEEDS ?= 0
-KINDS := "version 0.2" "own projections" "own, int8" "shared lm_head" "shared, two blocks" "parents, rank 32" \
-	"root, rank 128" "root and parents" "root, parents, kl"
-# The demo model is so sure of its answers that kinds of heads hardly differ there.
-FEW_KINDS := "version 0.2" "parents, rank 32" "root and parents" "root, parents, kl"
-COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds $(SEEDS) --first "version 0.2" $(1))
+ANSWERS ?= 600
+KINDS := "version 0.2" "parents, rank 32" "root and parents" "root, parents, kl"
+COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds $(SEEDS) --training-prompts $(ANSWERS) \
+	--first "version 0.2" --only $(KINDS) $(1))
 campaign-heads: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--only $(FEW_KINDS) --out $(RUNS)/heads))
+	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads))
 
 campaign-heads-sampled: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--only $(FEW_KINDS) --out $(RUNS)/heads --temperature 0.8))
+	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads-sampled --temperature 0.8))
 
-CHAT_HEADS = $(call with,CHATS OTHER_CHATS,$(call COMPARE_HEADS,--out $(RUNS)/chat-heads --model runs/chat/model/model \
-	--only $(KINDS) --prompts 50 --prompts-from $(CHATS) \
-	--held-out-from $(OTHER_CHATS) $(1)))
+CHAT_HEADS = $(call with,CHATS OTHER_CHATS,$(call COMPARE_HEADS,--model runs/chat/model/model \
+	--prompts 50 --prompts-from $(CHATS) --held-out-from $(OTHER_CHATS) $(1)))
 campaign-chat-heads: runs/chat/model/model
-	$(call stage,$(call CHAT_HEADS))
+	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-heads))
 
 campaign-chat-heads-sampled: runs/chat/model/model
-	$(call stage,$(call CHAT_HEADS,--temperature 0.8))
+	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-heads-sampled --temperature 0.8))
 
 campaign-table-2: $(EDITABLE)
 	$(call stage,$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS)))
@@ -316,10 +318,11 @@ campaign-tune: runs/chat/heads/heads
 		$(BIN)/medusa tune --model runs/chat/heads/heads $(SHORT) --sweep --prompts $(MT_BENCH) --rounds 2 \
 		--sweep-out "$$(PYTHONPATH=.:python $(BIN)/python -c 'from benchmarks import harness; print(harness.own_file())')"))
 
-# The small chat model and its heads, in an hour or two.
+# The small chat model and its heads, in an hour or two; in float32 where a CPU has no products of bfloat16.
+CHAT_DTYPE ?= $(if $(shell grep -m 1 -o avx512_bf16 /proc/cpuinfo 2>/dev/null),bfloat16,float32)
 runs/chat/model/model: | $(EDITABLE)
 	$(call with,CHATS,{ [ -d runs/chat/base ] || $(BIN)/python -m recipes.demo.base --data $(CHATS) --out runs/chat/base; } && \
-		$(BIN)/medusa train --config recipes/chat-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]" --set model.dtype=float32)
+		$(BIN)/medusa train --config recipes/chat-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]" --set model.dtype=$(CHAT_DTYPE))
 
 runs/chat/heads/heads: runs/chat/model/model
 	$(call with,CHATS,$(BIN)/medusa distill --config recipes/chat-heads-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]")
