@@ -236,18 +236,18 @@ campaign-roofline: $(EDITABLE)
 # $(call models,ARGUMENTS): whole answers of models that exceed the cache
 models = $(call stage,$(ON_CPU) -m benchmarks.bench_models --models $(call part,1)-$(call part,2) --dtypes $(call part,3) $(1))
 campaign-models-%: $(RUNS)/draft | $(EDITABLE)
-	$(call models,--prompts 3 --draft $(RUNS)/draft)
+	$(call models,--prompts 2 --draft $(RUNS)/draft)
 
 # The same with the small chat model within, whose text is harder to foresee.
 campaign-chat-models-%: runs/chat/heads/heads
-	$(call with,MT_BENCH,$(call models,--prompts 8 --nodes 4 8 16 --heads runs/chat/heads/heads --prompts-from $(MT_BENCH) \
+	$(call with,MT_BENCH,$(call models,--prompts 4 --nodes 4 8 16 --heads runs/chat/heads/heads --prompts-from $(MT_BENCH) \
 		--max-new-tokens 64))
 
 campaign-batch-4-%: $(EDITABLE)
-	$(call models,--batches 4 --prompts 2 --nodes 4 8)
+	$(call models,--batches 4 --prompts 1 --nodes 4 8)
 
 campaign-batch-8-%: $(EDITABLE)
-	$(call models,--batches 8 --prompts 2 --nodes 4)
+	$(call models,--batches 8 --prompts 1 --nodes 4)
 
 # In float32 every method must write the plain loop's text. Ablations of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE".
 ABLATION_ARGS ?=
