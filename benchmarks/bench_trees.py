@@ -1,7 +1,7 @@
 """Whether the expected tokens per step of a tree can be trusted: trees searched on some prompts, measured on others.
 
     python -m benchmarks.bench_trees                                              # the demo model, drawn requests
-    python -m benchmarks.bench_trees --model HEADS --prompts CHATS.jsonl.gz --counts 120 60
+    python -m benchmarks.bench_trees --model HEADS --prompts CHATS.jsonl.gz mt_bench.jsonl --counts 80 50
 
 Trees of each size are searched by products, by paths and by walking, on the texts that the model writes in answer to
 the first prompts. The next prompts judge them: by their own texts, and (greedy, the walked tree) by what decoding
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -74,7 +75,12 @@ def main() -> None:
     """Measure, print and append to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=CHECKPOINT / "heads", help="folder of the heads (default: demo)")
-    parser.add_argument("--prompts", type=Path, help="file of prompts (default: held-out requests of the demo model)")
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        type=Path,
+        help="files of prompts, which are shuffled (default: held-out requests of the demo model)",
+    )
     parser.add_argument(
         "--counts", nargs=2, type=int, default=(120, 60), help="prompts to search on and to judge by (default: 120 60)"
     )
@@ -87,9 +93,10 @@ def main() -> None:
     if args.prompts is None:
         prompts = [Prompt((one.text,), one.kind) for one in draw(asked, 13, held_out=True)]
     else:
-        prompts = read_prompts([args.prompts], limit=asked, turns=1)
+        prompts = read_prompts(args.prompts, turns=1, distinct=True)
+        random.Random(0).shuffle(prompts)
     if len(prompts) < asked:
-        raise SystemExit(f"--counts: expected at most {len(prompts)} prompts in all, got {asked}")
+        raise SystemExit(f"--counts: expected at most {len(prompts)} different prompts in all, got {asked}")
     settings = {"max_new_tokens": args.max_new_tokens, "temperatures": args.temperatures}
     with MedusaModel.from_pretrained(args.model, dtype="float32") as model:
         tokenizer = pretrained.load_tokenizer(find_base_model(args.model))

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load and measure."""
     _arguments.resolve_device(args)
-    prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
+    prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns, distinct=True)
     tokenizer = _arguments.load_tokenizer(args)
     with _arguments.load_model(args) as model:
         tree = args.tree if args.nodes is None else best_tree(args, model)

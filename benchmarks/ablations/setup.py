@@ -233,7 +233,7 @@ def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) 
         rows = prompts(held_out=True, count=args.limit, seed=11)
         tuning = prompts(held_out=False, count=args.tuning, seed=3)
     else:
-        read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1)
+        read = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=1, distinct=True)
         found = [torch.tensor([conversations.encode(one)]) for one in read]
         fits = [ids for ids in found if ids.shape[1] + args.max_new_tokens <= model.backbone.context_limit]
         left_out = len(found) - len(fits)

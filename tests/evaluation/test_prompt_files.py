@@ -77,6 +77,23 @@ def test_gsm8k(tmp_path):
     assert found[1].where == f"{path}: row 2"
 
 
+def test_repeated_prompts_count_once(tmp_path, caplog):
+    records = [
+        question(1, "a", "Why?", "And?"),
+        question(2, "b", "Why?", "And?"),
+        question(3, "a", "Why?", "How?"),
+        question(4, "a", "why?", "And?"),
+    ]
+    path = lines(tmp_path / "q.jsonl", *records)
+    assert len(read_prompts([path, path])) == 8
+    assert not caplog.records
+    found = read_prompts([path, path], distinct=True)
+    assert [one.where for one in found] == [f"{path}:1", f"{path}:3", f"{path}:4"]
+    assert "5 of 8 prompts are left out, which repeat others" in caplog.text
+    assert [one.where for one in read_prompts([path], distinct=True, turns=1)] == [f"{path}:1", f"{path}:4"]
+    assert [one.where for one in read_prompts([path], distinct=True, limit=2)] == [f"{path}:1", f"{path}:3"]
+
+
 def test_categories_and_limits(tmp_path):
     path = lines(tmp_path / "q.jsonl", *(question(n, "ab"[n % 2], f"{n}?") for n in range(6)))
     assert [p.turns[0] for p in read_prompts([path], limit=2)] == ["0?", "1?", "2?", "3?"]

@@ -165,7 +165,7 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
 
 def add_prompts(parser: argparse.ArgumentParser, prompt_tokens: bool = True) -> None:
     """Add `--prompts`, `--limit`, `--turns` and, if wanted, `--prompt-tokens`."""
-    words = "files, folders or hub names; a prompt's category is its own, or else its file's name"
+    words = "files, folders or hub names; a prompt's category is its own, or else its file's name; repeats are left out"
     parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help=words)
     add_option(parser, "--limit N", at_least_one, "first N prompts per category (default: all)")
     add_option(parser, "--turns N", at_least_one, "at most N turns per prompt", TURNS)

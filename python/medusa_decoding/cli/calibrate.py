@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     out = output_file(args)
     with only_writer("--out", out):
         check_fresh(out, args.resume)
-        prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
+        prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns, distinct=True)
         tokenizer = _arguments.load_tokenizer(args)
         try:
             with _arguments.load_model(args) as model:

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     chosen = _arguments.sampling(args)
-    prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns)
+    prompts = read_prompts(args.prompts, categories=args.categories, limit=args.limit, turns=args.turns, distinct=True)
     tokenizer = _arguments.load_tokenizer(args)
     with _arguments.load_model(args) as model:
         evaluation = evaluate(

@@ -223,7 +223,7 @@ def run_measure(args: argparse.Namespace) -> int:
     calibration = Calibration.load(args.calibration)
     texts_of(calibration)
     trees = [walked_tree(calibration, size) for size in args.nodes]
-    prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns)
+    prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns, distinct=True)
     tokenizer = _arguments.load_tokenizer(args)
     with _arguments.load_model(args) as model:
         writer = Writer(model, tokenizer, settings_of(calibration, args))

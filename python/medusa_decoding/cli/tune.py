@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         output = tuning_paths.output_folder(folder)
         output.mkdir(parents=True, exist_ok=True)
         tuning_paths.check_writable("--out", output / tuning_paths.FILE)
-    prompts = read_prompts(args.prompts, limit=args.limit, turns=1) if args.sweep else []
+    prompts = read_prompts(args.prompts, limit=args.limit, turns=1, distinct=True) if args.sweep else []
     with _arguments.load_model(args) as model:
         assert model.heads is not None
         conditions = Conditions.current(model.backbone, model.heads, model.backend)

@@ -6,6 +6,7 @@ is continued from its beginning. A record that cannot be read is an error, so th
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from medusa_decoding.options import PROMPT_TOKENS, TURNS
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.records import interpret
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def read_prompts(
     categories: Sequence[str] | None = None,
     limit: int | None = None,
     turns: int = TURNS,
+    distinct: bool = False,
 ) -> list[Prompt]:
     """Read prompts from files, in their order.
 
@@ -105,6 +109,8 @@ def read_prompts(
         categories: only these; None for all.
         limit: how many prompts of each category to use at most, the first ones.
         turns: how many turns of a prompt to use at most.
+        distinct: whether to leave out prompts that came before, and log how many. Their answers would be the same, and
+            intervals over prompts too narrow.
 
     Raises:
         ValueError: a file that cannot be read, a record of another kind (with its line and keys), a category that no
@@ -126,6 +132,13 @@ def read_prompts(
     for category in categories or ():
         if category not in known:
             raise ValueError(f"categories: expected some of {', '.join(known)}, got {category}")
+    if distinct:
+        first: dict[tuple[str | None, tuple[str, ...]], Prompt] = {}
+        for prompt in found:
+            first.setdefault((prompt.system, prompt.turns), prompt)
+        if repeats := len(found) - len(first):
+            logger.warning("%d of %d prompts are left out, which repeat others", repeats, len(found))
+        found = list(first.values())
     chosen = known if categories is None else categories
     taken: Counter[str] = Counter()
     wanted = []
