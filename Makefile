@@ -156,11 +156,12 @@ $(VENV)/.docs: $(EDITABLE)
 	@touch "$@"
 
 # The CPU figures of README and docs, anew, in two and a half hours: `nohup make campaign .. > campaign.log 2>&1 &` on an idle
-# machine. First what is trained and counted, on one core each, then what is timed. A stage takes at most ten minutes, says
-# how long it took, and leaves a stamp for this commit when it succeeds, so a campaign that was stopped goes on with the
-# same command; training that takes longer goes on by itself. Records are appended to benchmarks/results/<machine>.jsonl,
-# the ablations' are in a folder beside it. CHATS are conversations to train on (train.jsonl.gz), OTHER_CHATS others to
-# measure on (dev.jsonl.gz), MT_BENCH its questions (mt_bench.jsonl).
+# machine: first models are trained, two at a time; then what is timed, alone; then what is counted, such as tokens per
+# step, two at a time. A stage takes at most ten minutes, says how long it took, and leaves a stamp for this commit when it
+# succeeds, so a campaign that was stopped goes on with the same command; training that takes longer goes on by itself.
+# Records are appended to benchmarks/results/<machine>.jsonl, the ablations' are in a folder beside it. CHATS are
+# conversations to train on (train.jsonl.gz), OTHER_CHATS others to measure on (dev.jsonl.gz), MT_BENCH its questions
+# (mt_bench.jsonl).
 CHATS ?=
 OTHER_CHATS ?=
 MT_BENCH ?=
@@ -168,8 +169,9 @@ LARGE := $(foreach dtype,bfloat16 float32 int8,Llama-254M-$(dtype))
 MODELS := $(LARGE) $(LARGE:Llama-254M%=Llama-127M%)
 ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
 CHAT_ABLATIONS := campaign-chat-figure-4 campaign-chat-dynamic campaign-chat-figure-5
-COUNTED = runs/chat/heads/heads $(RUNS)/draft $(VARIANTS)/medusa-2/heads campaign-replay campaign-heads \
-	campaign-heads-sampled campaign-chat-heads campaign-chat-heads-sampled campaign-trees
+TRAINED = runs/chat/heads/heads $(RUNS)/draft $(VARIANTS)/medusa-2/heads
+COUNTED := campaign-replay campaign-heads campaign-heads-sampled campaign-chat-heads campaign-chat-heads-sampled \
+	campaign-chat-kinds campaign-trees
 TIMED := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-linear campaign-prefill-float32 \
 	campaign-prefill-bfloat16 $(MODELS:%=campaign-steps-%) campaign-roofline $(MODELS:%=campaign-models-%) \
 	$(foreach stage,long batch-4 batch-8 chat-models,$(LARGE:%=campaign-$(stage)-%)) campaign-serve $(ABLATIONS) \
@@ -184,8 +186,10 @@ with = $(if $(filter-out $(words $(1)),$(words $(foreach file,$(1),$($(file)))))
 part = $(word $(1),$(subst -, ,$*))
 
 campaign: $(EDITABLE)
-	@OMP_NUM_THREADS=1 $(MAKE) --no-print-directory -k -j 2 $(COUNTED); counted=$$?; \
-		$(MAKE) --no-print-directory -k -j 1 $(TIMED) && [ $$counted = 0 ]
+	@again="$(MAKE) --no-print-directory -k"; failed=0; \
+		OMP_NUM_THREADS=1 $$again -j 2 $(TRAINED) || failed=1; \
+		$$again -j 1 $(TIMED) || failed=1; \
+		OMP_NUM_THREADS=1 $$again -j 2 $(COUNTED) || failed=1; exit $$failed
 	$(BIN)/python -m benchmarks.trace
 
 ablations: $(ABLATIONS)
@@ -281,9 +285,10 @@ $(VARIANTS)/medusa-2/heads: | $(EDITABLE)
 # One training seed and half of the prompts, for time's sake; SEEDS="0 1 2" says how far figures vary with the seed.
 SEEDS ?= 0
 ANSWERS ?= 600
-KINDS := "version 0.2" "parents, rank 32" "root and parents" "root, parents, kl"
+FIRST := "version 0.2"
+KINDS := "parents, rank 32" "root and parents" "root, parents, kl"
 COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds $(SEEDS) --training-prompts $(ANSWERS) \
-	--first "version 0.2" --only $(KINDS) $(1))
+	--first $(FIRST) --only $(FIRST) $(KINDS) $(1))
 campaign-heads: $(EDITABLE)
 	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads))
 
@@ -298,6 +303,12 @@ campaign-chat-heads: runs/chat/model/model
 campaign-chat-heads-sampled: runs/chat/model/model
 	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-heads-sampled --temperature 0.8))
 
+campaign-chat-kinds: FIRST := "own projections"
+campaign-chat-kinds: KINDS := "own, int8" "own, fp8" "own, two blocks" "own, 512 tokens" "own, 256 tokens" \
+	"shared lm_head" "shared, two blocks" "shared, parents, rank 64"
+campaign-chat-kinds: runs/chat/model/model
+	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-kinds))
+
 campaign-table-2: $(EDITABLE)
 	$(call stage,$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS)))
 
@@ -305,16 +316,16 @@ campaign-alpaca: runs/chat/heads/heads
 	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b --prompts $(OTHER_CHATS) --limit 80 --turns 1 \
 		--out benchmarks/results/alpaca --model runs/chat/heads/heads --nodes 4 --max-new-tokens 128))
 
-# Trees of the small chat model: what some conversations let expect of others, and the tuned tree among all sizes.
+# Trees of the small chat model: what some questions let expect of others, and the tuned tree among all sizes.
 ON_CHATS = --model runs/chat/heads/heads --prompts $(OTHER_CHATS)
 SHORT = --dtype float32 --max-new-tokens 128
 campaign-trees: runs/chat/heads/heads
-	$(call stage,$(call with,OTHER_CHATS,$(ON_CPU) -m benchmarks.bench_trees $(ON_CHATS)))
+	$(call stage,$(call with,OTHER_CHATS MT_BENCH,$(ON_CPU) -m benchmarks.bench_trees $(ON_CHATS) $(MT_BENCH) --counts 80 50))
 
 campaign-tune: runs/chat/heads/heads
 	$(call stage,$(call with,OTHER_CHATS MT_BENCH,\
-		$(BIN)/medusa calibrate $(ON_CHATS) $(SHORT) --turns 1 --limit 120 --out $(RUNS)/calibration.json && \
-		$(BIN)/medusa tune --model runs/chat/heads/heads --dtype float32 --calibration $(RUNS)/calibration.json && \
+		$(BIN)/medusa calibrate $(ON_CHATS) $(SHORT) --turns 1 --out $(RUNS)/calibration.json && \
+		$(BIN)/medusa tune --model runs/chat/heads/heads --dtype float32 --calibration $(RUNS)/calibration.json --undecided auto && \
 		$(BIN)/medusa tune --model runs/chat/heads/heads $(SHORT) --sweep --prompts $(MT_BENCH) --rounds 2 \
 		--sweep-out "$$(PYTHONPATH=.:python $(BIN)/python -c 'from benchmarks import harness; print(harness.own_file())')"))
 
