@@ -263,7 +263,7 @@ campaign-figure-4 campaign-dynamic campaign-figure-5: campaign-%: $(EDITABLE)
 
 # The same of the small chat model: three questions of each of MT-Bench's categories, and two to choose trees by.
 $(CHAT_ABLATIONS): campaign-chat-%: runs/chat/heads/heads
-	$(call stage,$(call with,MT_BENCH,$(ABLATE) $* --prompts $(MT_BENCH) --limit 5 \
+	$(call stage,$(call with,MT_BENCH,$(ABLATE) $* $(EXACT) --prompts $(MT_BENCH) --limit 5 \
 		--out benchmarks/results/chat-ablations --model runs/chat/heads/heads --max-new-tokens 128))
 
 campaign-table-3: $(VARIANTS)/medusa-2/heads
@@ -274,7 +274,7 @@ campaign-figure-7: $(RUNS)/draft
 
 campaign-figure-3b: $(if $(ABLATION_ARGS),$(EDITABLE),runs/chat/heads/heads)
 	$(call stage,$(call with,MT_BENCH,$(ABLATE) figure-3b --prompts $(MT_BENCH) \
-		$(or $(ABLATION_ARGS),--model runs/chat/heads/heads --nodes 4 --max-new-tokens 128)))
+		$(or $(ABLATION_ARGS),$(EXACT) --model runs/chat/heads/heads --nodes 4 --max-new-tokens 128)))
 
 $(RUNS)/draft: | $(EDITABLE)
 	PYTHONPATH=. $(BIN)/python -m benchmarks.ablations draft --out $@
@@ -313,7 +313,7 @@ campaign-table-2: $(EDITABLE)
 	$(call stage,$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS)))
 
 campaign-alpaca: runs/chat/heads/heads
-	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b --prompts $(OTHER_CHATS) --limit 80 --turns 1 \
+	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b $(EXACT) --prompts $(OTHER_CHATS) --limit 80 --turns 1 \
 		--out benchmarks/results/alpaca --model runs/chat/heads/heads --nodes 4 --max-new-tokens 128))
 
 # Trees of the small chat model: what some questions let expect of others, and the tuned tree among all sizes.
