@@ -303,9 +303,9 @@ def test_trees_of_a_server_shrink_as_its_batch_fills():
         simulation = Simulation({})
         simulation.serve(policy, clients, GOOD, bound_by_arithmetic, 3000 * clients)
         sizes.append(statistics.mean(simulation.chosen[len(simulation.chosen) // 2 :]))
-    assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > 3.5
-    assert sizes[-1] < 1.1
+    assert sizes[0] > sizes[1] > max(sizes[2:])
+    assert max(sizes[2:]) < 1.1  # plain decoding but for probes
 
 
 def test_the_choice_depends_only_on_observations():

@@ -114,24 +114,41 @@ class AcceptanceModel:
         self.tree_set = tree_set
         self._shifts = _Shift(memory, prior), _Shift(memory, prior)
         self.tokens = [1.0] * len(tree_set.trees)
+        self._plain_steps = 0  # that the shifts do not know yet
         self._predict()
 
     def begin(self) -> None:
         """Start another generation."""
         for shift in self._shifts:
             shift.begin()
+        self._plain_steps = 0
         self._predict()
 
-    def observe(self, index: int, committed: Sequence[int]) -> None:
-        """Learn from one step.
+    def observe(self, index: int, committed: Sequence[int]) -> bool:
+        """Learn from one step; return whether `tokens` may have changed.
+
+        Plain steps are taken `PLAIN_STEPS` at a time, because some models take only a few hundred microseconds for one.
 
         Args:
             index: position of the step's tree in the tree set.
             committed: tokens that each running row got, the root's included.
         """
+        odds_against = self.tree_set.odds_against[index]
+        self._plain_steps += not odds_against
+        if not odds_against and self._plain_steps < PLAIN_STEPS:
+            return False
+        for shift in self._shifts:
+            shift.relax(self._plain_steps)
+        self._plain_steps = 0
+        if odds_against:
+            self._learn(odds_against, committed)
+        self._predict()
+        return True
+
+    def _learn(self, odds_against: Sequence[float], committed: Sequence[int]) -> None:
         sums = [[0.0, 0.0], [0.0, 0.0]]
         arrived = len(committed)
-        for depth, odds in enumerate(self.tree_set.odds_against[index], start=1):
+        for depth, odds in enumerate(odds_against, start=1):
             continued = sum(count > depth for count in committed)
             p = 1.0 / (1.0 + odds * self._shifts[depth > 1].factor)
             sums[depth > 1][0] += continued - arrived * p
@@ -141,7 +158,6 @@ class AcceptanceModel:
                 break
         for shift, (gradient, information) in zip(self._shifts, sums, strict=True):
             shift.update(gradient, information)
-        self._predict()
 
     def _predict(self) -> None:
         first, deeper = (shift.factor for shift in self._shifts)
@@ -155,6 +171,8 @@ class AcceptanceModel:
             self.tokens[index] = expected
 
 
+PLAIN_STEPS = 16
+"""Plain steps after which expectations are computed anew. Nothing is learnt from them; what was learnt fades."""
 RELAX = 256.0
 """Steps without an observation after which a shift has mostly returned to its mean."""
 MEAN_MEMORY = 128
@@ -177,11 +195,16 @@ class _Shift:
         self.precision = self.prior
         self._set(self.mean)
 
+    def relax(self, steps: int) -> None:
+        """Fade during steps without an observation."""
+        self.precision = self.prior + self.keep**steps * (self.precision - self.prior)
+        self._set(self.mean + (self.value - self.mean) * (1.0 - 1.0 / RELAX) ** steps)
+
     def update(self, gradient: float, information: float) -> None:
-        self.precision = self.prior + self.keep * (self.precision - self.prior) + information
         if not information:
-            self._set(self.value + (self.mean - self.value) / RELAX)
+            self.relax(1)
             return
+        self.precision = self.prior + self.keep * (self.precision - self.prior) + information
         # With many rows far from the prediction, the full Newton step would overshoot.
         self._set(self.value + min(max(gradient / self.precision, -LONGEST_CHANGE), LONGEST_CHANGE))
         self.observed = min(self.observed + 1, MEAN_MEMORY)

@@ -5,6 +5,7 @@ A policy sees what steps took and committed. It does not know tokens, models or 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -127,12 +128,17 @@ class Adaptive(Policy):
         """Return the index of the next step's tree, and whether it is a probe."""
         at_risk = sum(risk for _, risk, _ in self._unseen)
         allowed = ADVANCE + LOSS_SHARE * self._elapsed - self._lost - at_risk
+        if self._probe_credit < self._least_risk and not self._promising:
+            # As below, in less time: of a small model's plain steps, choosing would take several per cent.
+            if self._least_risk > allowed:
+                self._probe_credit = min(self._probe_credit, 0.0)
+            return 0, False
         # Nothing else is tried before a probe, or the first step of a size, was observed.
         waiting = any(probe or not self._timed[index] for index, _, probe in self._unseen)
         affordable = [
             index for index, risk in enumerate(self._risk) if risk <= allowed and (self._timed[index] or not waiting)
         ]
-        rates = [tokens / cost for tokens, cost in zip(self.acceptance.tokens, self._costs, strict=True)]
+        rates = self._rates
         best = max(affordable, key=rates.__getitem__, default=0)
         if best:
             self._since_check += 1
@@ -169,7 +175,8 @@ class Adaptive(Policy):
             cost = min(max(seconds / self._plain, 1.0 + LEAST_COST), MOST_COST)
         self._elapsed += cost
         self._probe_credit += PROBE_SHARE * cost / 2 ** min(self._vain_probes, PATIENCE)
-        self.acceptance.observe(index, committed)
+        if self.acceptance.observe(index, committed):
+            self._compare()
         if index:
             self._charge(cost, committed)
             gain = sum(committed) / len(committed) - cost
@@ -199,3 +206,11 @@ class Adaptive(Policy):
             self._costs.append(max(hopeful / plain, 1.0 + LEAST_COST / 2))
             self._charges.append(min(likely, max(MOST_COST, least)) if unsettled else likely)
             self._risk.append(min(likely - 1.0, max(MOST_RISK, least - 1.0)) if unsettled else likely - 1.0)
+        self._least_risk = min(self._risk[1:], default=math.inf)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compute the trees' tokens per plain step's time, and whether any beats plain decoding."""
+        # Until a plain step was timed, only its own cost is known.
+        self._rates = [tokens / cost for tokens, cost in zip(self.acceptance.tokens, self._costs, strict=False)]
+        self._promising = max(self._rates) > self._rates[0]

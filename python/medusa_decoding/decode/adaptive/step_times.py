@@ -46,12 +46,13 @@ class Profile:
         machine down meanwhile. So a sample is divided by the slowdown of the latest steps against their medians, and is
         only taken when the size has changed: a run of steps of one size tells nothing about the others.
         """
-        slowdown, trusted = statistics.median(self._slowdowns), self.samples(nodes) >= TRUSTED
+        trusted = self.samples(nodes) >= TRUSTED
+        repeated, self._previous = nodes == self._previous, nodes
+        slowdown = None if trusted and repeated else statistics.median(self._slowdowns)
         if trusted or nodes in self.seeds:
             usual = statistics.median_low(self._samples.get(nodes) or [self.seeds[nodes]])
             self._slowdowns.append(seconds / usual)
-        repeated, self._previous = nodes == self._previous, nodes
-        if trusted and repeated:
+        if slowdown is None:
             return False
         self.add(nodes, seconds / slowdown)
         return True
