@@ -304,8 +304,7 @@ campaign-chat-heads-sampled: runs/chat/model/model
 	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-heads-sampled --temperature 0.8))
 
 campaign-chat-kinds: FIRST := "own projections"
-campaign-chat-kinds: KINDS := "own, int8" "own, fp8" "own, two blocks" "own, 512 tokens" "own, 256 tokens" \
-	"shared lm_head" "shared, two blocks" "shared, parents, rank 64"
+campaign-chat-kinds: KINDS := "own, int8" "own, fp8" "own, two blocks" "shared lm_head" "shared, two blocks"
 campaign-chat-kinds: runs/chat/model/model
 	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-kinds))
 
