@@ -248,30 +248,30 @@ def _conditions(record: Record) -> str:
 
 
 def head_kinds(plt: Any, record: Record, path: Path) -> None:
-    """Draw tokens per step over bytes per step for each kind of heads, trained alike."""
-    figure, panel = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for name, found in record["variants"].items():
-        if name == "own, fp8":  # the same point as int8
-            continue
-        x, y = found["bytes_bf16"] / 1e6, found["tokens_per_step"]
-        panel.plot(x, y, "o", color=COLOURS[name.startswith("shared")])
-        label = {"own, int8": "own, int8 or fp8"}.get(name, name).replace("blocks a head", "blocks per head")
-        left, low = name == "own projections", name in ("parents, rank 16", "shared lm_head")
-        offset, side = (
-            (-6 if left else 6, -10 if low else -3 if left or "shared, p" in name else 2),
-            "right" if left else "left",
-        )
-        panel.annotate(label, (x, y), offset, textcoords="offset points", fontsize=8, ha=side)
-    panel.set_xlim(1, 6.3)
-    panel.set_ylim(1.78, 2.09)
-    panel.set_xlabel("MB that the heads read per step (bf16 unless named)")
-    panel.set_ylabel("tokens per step, 16 nodes")
-    panel.grid(alpha=0.3)
-    foot = (
-        f"Heads of the demo model, {record['prompts']} prompts; intervals are ± 0.1. {record['machine']['name']}; "
-        f"torch {record['versions']['torch']}; commit {record['commit']}; {record['date']}"
-    )
+    """Draw tokens per step with 16 nodes, and the bytes read per step, of each kind of heads, trained alike."""
+    kinds = sorted(record["variants"].items(), key=lambda kind: -_tokens_per_step(kind[1])["value"])
+    places, colours = list(range(len(kinds))), [COLOURS[name.startswith("shared")] for name, _ in kinds]
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    for place, (_, found), colour in zip(places, kinds, colours, strict=True):
+        rate, megabytes = _tokens_per_step(found), found["bytes_bf16"] / 1e6
+        panels[0].plot([rate["low"], rate["high"]], [place, place], color=colour, linewidth=1)
+        panels[0].plot(rate["value"], place, "o", color=colour)
+        panels[0].text(rate["value"], place - 0.2, f"{rate['value']:.2f}", ha="center", fontsize=8)
+        panels[1].barh(place, megabytes, color=colour)
+        panels[1].text(megabytes, place, f" {megabytes:.2f}", va="center", fontsize=8)
+    panels[0].set_yticks(places, [name for name, _ in kinds])
+    panels[0].invert_yaxis()
+    panels[0].set_xlabel("tokens per step, 16 nodes, with 95 % intervals")
+    panels[0].grid(alpha=0.3)
+    panels[1].set_xlabel("MB that the heads read per step (bf16 unless named)")
+    panels[1].margins(x=0.15)
+    foot = f"Heads of the small chat model, {record['prompts']} prompts. {_conditions(record)}"
     plot._save(plt, figure, foot, path)
+
+
+def _tokens_per_step(kind: Record) -> Record:
+    found: Record = kind["ways"]["measured"]["16"]["tokens_per_step"]
+    return found
 
 
 def draw(out: Path) -> list[Path]:
@@ -290,7 +290,7 @@ def draw(out: Path) -> list[Path]:
     step_cost(plt, gpu, files[1])
     heads_cost(plt, gpu, files[2])
     generations(plt, records_of("generate")[-1], files[3])
-    head_kinds(plt, records_of("head-kinds")[-1], files[4])
+    head_kinds(plt, records_of("chat-kinds")[-1], files[4])
     predicted_steps(plt, records_of("cpu-roofline")[-1], files[5])
     large_models(plt, records_of("models"), files[6])
     serve_load(plt, [records_of("serve")[-1], records_of("serve-large")[-1]], files[7])

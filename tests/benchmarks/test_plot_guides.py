@@ -47,6 +47,6 @@ def test_figures_show_what_the_guides_quote(tmp_path: Path) -> None:
     assert any(path <= set(shown["one-step"]) for path in paths)
     assert {"1.08", "1.18", "1.42"} <= set(shown["step-cost"])
     assert {"1002", "294", "261", "199"} <= set(shown["heads-cost"])
-    assert {"148", "538", "856", "430", "707"} <= set(shown["generations"])
-    assert "two blocks per head" in shown["head-kinds"]
-    assert {"1245", "926", "294", "90", "36", "16"} <= set(shown["serve-load"])
+    assert {"838", "3102", "4210", "2665", "3694"} <= set(shown["generations"])
+    assert {"own, two blocks", "shared lm_head"} <= set(shown["head-kinds"])
+    assert {"1917", "1399", "479", "98", "41", "18"} <= set(shown["serve-load"])
