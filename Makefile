@@ -12,7 +12,7 @@
 #   make train-demo      new heads for the embedded demo model, in runs/demo   (REQUESTS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
 #   make ablations       the paper's figures 3b, 4, 5, 7 and table 3   (MT_BENCH=FILE CHATS=FILE)
-#   make campaign        the CPU figures of README and docs anew, in 2.5 hours   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
+#   make campaign        the CPU figures of README and docs anew, in two hours   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
@@ -155,7 +155,7 @@ $(VENV)/.docs: $(EDITABLE)
 	$(PIP) -e ".[docs]"
 	@touch "$@"
 
-# The CPU figures of README and docs, anew, in two and a half hours: `nohup make campaign .. > campaign.log 2>&1 &` on an idle
+# The CPU figures of README and docs, anew, in about two hours: `nohup make campaign .. > campaign.log 2>&1 &` on an idle
 # machine: first models are trained, two at a time; then what is timed, alone; then what is counted, such as tokens per
 # step, two at a time. A stage takes at most ten minutes, says how long it took, and leaves a stamp for this commit when it
 # succeeds, so a campaign that was stopped goes on with the same command; training that takes longer goes on by itself.
