@@ -46,7 +46,9 @@ FORMATS: tuple[Format, ...] = (original, embedded, vllm)
 """Known formats. If several recognise a folder, the first one reads it and a note says so."""
 
 # Weights and small files, including those of a base model in the same repository.
-HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model"]
+HUB_FILES = [
+    "*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model", "*.jinja", "*.txt",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,28 @@ def find_base_revision(
 
 
 def stated_base_model(folder: Path) -> tuple[str | None, str | None]:
-    """Return the folder or hub id of a checkpoint's base model, and its revision, if the checkpoint names them."""
+    """Return the folder or hub id of a checkpoint's base model, and its revision, if the checkpoint names them.
+
+    A model without heads is its own base model.
+    """
+    if is_plain(folder):
+        return str(folder), None
     module, config, _ = _recognise(folder)
     return module.base_model(folder, config), _revision(module, config)
+
+
+def is_plain(folder: Path) -> bool:
+    """Return whether a folder holds a model without heads, whose config names a model and no heads."""
+    config_file = folder / "config.json"
+    if any(module.recognise(folder) for module in FORMATS) or not config_file.is_file():
+        return False
+    config = read_json_object(config_file)
+    return config.get("model_type") not in (None, "", "medusa") and not any(key.startswith("medusa_") for key in config)
+
+
+def without_heads(folder: Path) -> str:
+    """Return a sentence about a model without heads: what it is, and how to train some."""
+    return f"{folder} is a model without Medusa heads (`medusa train --init {folder} DATA` begins to train some)"
 
 
 def _revision(module: Format, config: Mapping[str, Any]) -> str | None:
@@ -177,6 +198,8 @@ def fetch_folder(
 
 def _recognise(folder: Path) -> tuple[Format, dict[str, Any], list[str]]:
     fitting = [module for module in FORMATS if module.recognise(folder)]
+    if not fitting and is_plain(folder):
+        raise ValueError(f"expected a checkpoint of Medusa heads, but {without_heads(folder)}")
     if not fitting:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
         known = "; ".join(f"{module.NAME} ({module.FILES})" for module in FORMATS)
