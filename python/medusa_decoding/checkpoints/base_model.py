@@ -32,7 +32,7 @@ def lm_head_weight(folder: Path) -> torch.Tensor:
     wanted = ["lm_head."]
     config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if config.get("tie_word_embeddings"):
-        wanted.append("model.embed_tokens.")
+        wanted += ["model.embed_tokens.", "embed_tokens."]
     for prefix in wanted:
         found = model_tensors(folder, prefix)
         stored = found.pop(f"{prefix}weight", None)

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +303,11 @@ def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
 def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], folder: Path, quantised: bool) -> None:
     """Compare the weights that a config describes with those in the files, before memory is taken for them."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    stored = {_name_in(model, name, expected): shape for name, shape in stored.items()}
+    for tied in model.all_tied_weights_keys.items():  # one of the two names is enough
+        stored |= {name: stored[other] for name, other in (tied, tied[::-1]) if name not in stored and other in stored}
+        if quantised:
+            expected.pop(tied[0], None)
     if not quantised:
         for name, shape in expected.items():
             if stored.get(name, shape) != shape:
@@ -318,6 +323,13 @@ def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], fold
             f"{folder}: expected every weight of {type(model).__name__} as config.json describes it, "
             + (f"got {held} numbers at most for {wanted}" if quantised else f"got none for {listed(made_up)}")
         )
+
+
+def _name_in(model: PreTrainedModel, name: str, expected: Container[str]) -> str:
+    """Return the model's name of a stored weight: transformers adds or removes the prefix of the decoder."""
+    prefix = f"{model.base_model_prefix}."
+    shorter = name.removeprefix(prefix)
+    return shorter if shorter in expected else prefix + name if prefix + name in expected else name
 
 
 def _check_report(model: PreTrainedModel, report: Mapping[str, Any], name: str, quantised: bool) -> None:
