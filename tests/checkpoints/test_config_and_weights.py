@@ -135,9 +135,7 @@ class TestNamesOfWeights:
 
     def test_without_an_lm_head_that_is_not_tied_they_are_refused(self, folder: Path, tied: LlamaForCausalLM) -> None:
         say(folder, tie_word_embeddings=False)
-        with pytest.raises(
-            ValueError, match=r"every weight of LlamaForCausalLM, got none for lm_head\.weight$"
-        ):
+        with pytest.raises(ValueError, match=r"every weight of LlamaForCausalLM, got none for lm_head\.weight$"):
             loaded(folder)
 
     def test_their_shapes_are_compared_with_the_config(self, folder: Path, tied: LlamaForCausalLM) -> None:
