@@ -28,7 +28,7 @@ from medusa_decoding.checkpoints import (
 )
 from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
 from medusa_decoding.checkpoints.pretrained import stated_sizes
-from medusa_decoding.checkpoints.reading import fetch_folder, is_plain, stated_base_model, without_heads
+from medusa_decoding.checkpoints.reading import HUB_FILES, fetch_folder, is_plain, stated_base_model, without_heads
 from medusa_decoding.checks import shown
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet, sizes_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
@@ -146,8 +146,9 @@ class MedusaModel:
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
         placed = {"dtype": dtype, "device_map": device_map, **hf_kwargs}
         sizes = _sizes_of_loaded(base_model, placed) if isinstance(base_model, nn.Module) else {}
-        folder = fetch_folder(heads, None, "heads")
-        if is_plain(folder):
+        gguf = hf_kwargs.get("gguf_file")
+        folder = fetch_folder(heads, None, "heads", [*HUB_FILES, *([] if gguf is None else [gguf])])
+        if is_plain(folder, gguf):
             if base_model is not None and str(base_model) not in (str(heads), str(folder)):
                 raise ValueError(f"base_model: expected none, because {without_heads(folder)}, got {shown(base_model)}")
             if isinstance(tree, Tree):
@@ -159,7 +160,7 @@ class MedusaModel:
         # A hub is not asked for the base model's config first, unless that model is given.
         found, recorded = stated_base_model(folder)
         named = found if base_model is None else base_model
-        if isinstance(named, (str, Path)) and (base_model is not None or os.path.isdir(named)):
+        if isinstance(named, (str, Path)) and (base_model is not None or os.path.exists(named)):
             revision = hf_kwargs.get("revision") or (recorded if str(named) == found else None)
             sizes = stated_sizes(str(named), revision)
         checkpoint = read_heads(folder, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))

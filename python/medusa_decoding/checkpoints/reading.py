@@ -21,6 +21,7 @@ from medusa_decoding.checkpoints.layout import DTYPES, HeadTensors, Layout, chec
 from medusa_decoding.checkpoints.original import REVISION
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object
+from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.heads import MedusaHeads
 
 _log = logging.getLogger(__name__)
@@ -146,11 +147,18 @@ def stated_base_model(folder: Path) -> tuple[str | None, str | None]:
     return module.base_model(folder, config), _revision(module, config)
 
 
-def is_plain(folder: Path) -> bool:
-    """Return whether a folder holds a model without heads, whose config names a model and no heads."""
+def is_plain(folder: Path, gguf_file: str | None = None) -> bool:
+    """Return whether a folder holds a model without heads: a config that names a model and no heads, or a GGUF file.
+
+    `folder` may be a GGUF file; `gguf_file` names one in the folder.
+    """
     config_file = folder / "config.json"
-    if any(module.recognise(folder) for module in FORMATS) or not config_file.is_file():
+    if any(module.recognise(folder) for module in FORMATS):
         return False
+    if gguf_file is not None and (folder / gguf_file).is_file():
+        return True
+    if not config_file.is_file():
+        return find_gguf(folder) is not None
     config = read_json_object(config_file)
     return config.get("model_type") not in (None, "", "medusa") and not any(key.startswith("medusa_") for key in config)
 
@@ -173,7 +181,8 @@ def fetch_folder(
 ) -> Path:
     """Return the folder of a checkpoint; of one on the hub, the files that match the patterns are fetched.
 
-    A name that is neither a folder nor a repository within reach is a `ValueError`.
+    A GGUF file is returned itself. Any other name that is neither a folder nor a repository within reach is a
+    `ValueError`.
     """
     if not isinstance(path_or_hub_id, (str, Path)):
         got = type(path_or_hub_id).__name__
@@ -181,6 +190,9 @@ def fetch_folder(
         raise ValueError(f"{name}: expected a folder or hub id, got {got}{remedy}")
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
+        return path.resolve()
+    if path.suffix.lower() == ".gguf":
+        check_gguf(path)
         return path.resolve()
     if path.exists():
         raise ValueError(f"{name}: expected a checkpoint's folder or a hub id, got the file {path}")

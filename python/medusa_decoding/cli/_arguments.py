@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.options import ACCEPTANCES, BACKENDS, DTYPES, PROMPT_TOKENS, TURNS
 from medusa_decoding.trees.tree import Tree
 
@@ -37,6 +38,18 @@ def text(value: str) -> str:
 def path(value: str) -> Path:
     """Parse a path, with the home folder for `~`, which the shell does not replace after `=`."""
     return Path(os.path.expanduser(value))
+
+
+def model(value: str) -> str:
+    """Parse the name of a model; a GGUF file is checked at once, because models take long to load."""
+    value = text(value)
+    try:
+        file = find_gguf(value)
+        if file is not None:
+            check_gguf(file)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return value
 
 
 def at_least_one(text: str) -> int:
@@ -150,9 +163,10 @@ def add_option(
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the model, its dtype and its device."""
-    words = "folder or hub id of the heads, or of a model without heads (default: the embedded demo checkpoint)"
-    add_option(parser, "--model HEADS", str, words)
-    add_option(parser, "--base-model BASE", str, "folder or hub id of the base model (default: the one the heads name)")
+    words = "folder or hub id of the heads, or a model without heads, as for --base-model (default: the embedded demo)"
+    add_option(parser, "--model HEADS", model, words)
+    words = "the base model: a folder, a hub id or a GGUF file (default: the one the heads name)"
+    add_option(parser, "--base-model BASE", model, words)
     add_placement(parser)
 
 
