@@ -92,6 +92,31 @@ def test_stop_strings_are_found_across_tokens_and_steps(scripted, encoder, stop,
         assert kept.startswith(shown)
 
 
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [
+        ("<|user|>", "one STOP two"),
+        (["absent<|user|>", "wo<|user|>"], "one STOP t"),
+        ("T<|assistant|>O", "one S"),
+        ("<|user|><|user|>thr", "one STOP two"),
+        ("ree<|end|>", "one STOP twoth"),  # the token that ends every answer
+        (["<|end|>", "two<|user|>th"], "one STOP twothree"),
+        ("STOP", "one "),  # special tokens do not hide the text around them
+        ("|", "one STOP twothree"),
+    ],
+)
+def test_stop_strings_with_special_tokens_are_found_and_not_shown(scripted, encoder, stop, kept):
+    for size in (1, 3):
+        with live(scripted("one ST<|assistant|>OP two<|user|><|user|>three", size), encoder) as server:
+            chat = ask(server, stop=stop, logprobs=True).choices[0]
+            chunks = streamed(server, stop=stop)
+            done = server.client.completions.create(model="demo", prompt="x", stop=stop).choices[0]
+        assert chat.message.content == done.text == "".join(chunk.delta.content for chunk in chunks) == kept
+        assert {chat.finish_reason, done.finish_reason, chunks[-1].finish_reason} == {"stop"}
+        tokens = "".join(entry.token for entry in chat.logprobs.content)
+        assert tokens.replace("<|assistant|>", "").replace("<|user|>", "").startswith(kept)
+
+
 def test_a_stop_string_ends_the_generation_and_what_it_counts(scripted, encoder, tokenizer):
     engine = scripted("one two three four five six", hold=True)
     with live(engine, encoder) as server:

@@ -70,7 +70,9 @@ class Choice:
         text, count = "", 0
         for count, token in enumerate(delta.tokens, 1):
             if delta.finish == "stop" and count == len(delta.tokens):
-                break  # the end token, which belongs to no text
+                # The end token belongs to no text, but may complete a stop string.
+                text += self.text.add(token) if token in self.text.hidden else ""
+                break
             if delta.logprobs is not None:
                 offset = self._shown + len(text) + len(self.text.held)
                 self._waiting.append(ShownToken(token, delta.logprobs[count - 1], offset))
