@@ -8,6 +8,10 @@ import openai
 import pytest
 import torch
 
+from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
+from medusa_decoding.serving.http.events import CompletionForm
+from medusa_decoding.serving.ticket import TokenLogprobs
+
 QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
 OTHER = "Write a command line parser with path and --verbose."
 UNKNOWN = "Tell me about numbers."  # the model has not learnt this: its distribution is flat
@@ -213,6 +217,25 @@ def test_log_probabilities_of_text_completions(server, written, tokenizer):
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == logprob == max(top.values())
         assert len(top) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_chosen_token_is_among_the_top_log_probabilities(server, count):
+    fields = {"temperature": 2.0, "seed": 1, "max_tokens": 20, "logprobs": count}
+    found = server.client.completions.create(model="demo", prompt="Write a", **fields).choices[0].logprobs
+    places = list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))
+    assert all(top[token] == logprob and len(top) in (max(count, 1), count + 1) for token, logprob, top in places)
+    assert any(len(top) == count + 1 for *_, top in places)  # an unlikely token
+
+
+def test_the_chosen_one_of_two_tokens_with_the_same_text_is_listed():
+    class Texts:
+        text = staticmethod({7: "a", 8: "a", 9: "b"}.get)
+
+    shown = [ShownToken(8, TokenLogprobs(-2.0, [(9, -0.5), (7, -1.0)]), 0)]
+    choice = Choice(0, None, None, [Part(0, 0, 1, "a", [], shown, "stop")], finish="stop")
+    [body] = CompletionForm("demo", Texts, True).response([choice], {})["choices"]
+    assert body["logprobs"]["top_logprobs"] == [{"b": -0.5, "a": -2.0}]
 
 
 def test_log_probabilities_end_with_the_text(server, written):

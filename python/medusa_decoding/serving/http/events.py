@@ -129,6 +129,7 @@ class CompletionForm(ChatForm):
             top: dict[str, float] = {}
             for token, logprob in one.logprobs.top:  # the likelier of two tokens with the same text
                 top.setdefault(self._bytes.text(token), _finite(logprob))
+            top[self._bytes.text(one.token)] = _finite(one.logprobs.logprob)  # OpenAI: always there
             tops.append(top)
         return {
             "tokens": [self._bytes.text(one.token) for one in shown],
