@@ -238,6 +238,59 @@ def test_the_chosen_one_of_two_tokens_with_the_same_text_is_listed():
     assert body["logprobs"]["top_logprobs"] == [{"b": -0.5, "a": -2.0}]
 
 
+def test_an_echo_scores_the_prompt_as_the_model_does(server, written, tokenizer, demo):
+    texts = ["class Job:\n    na\u00efve: str\n", "import \U0001f600 argparse"]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    fields = {"model": "demo", "prompt": prompts, "max_tokens": 1, "logprobs": 1, "temperature": 0, "echo": True}
+    done = server.client.completions.create(**fields, seed=1234, extra_body={"prompt_logprobs": 2})
+    streamed = ["", ""]
+    for chunk in server.client.completions.create(**fields, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert [choice.text for choice in done.choices] == streamed
+    for choice, text, prompt in zip(done.choices, texts, prompts, strict=True):
+        new = demo.generate(torch.tensor([prompt]), max_new_tokens=1).sequences[0].tolist()
+        with torch.no_grad():
+            expected = demo.backbone.causal_lm(torch.tensor([new])).logits[0, :-1].log_softmax(-1)
+        found = choice.logprobs
+        assert choice.text == text + tokenizer.decode(new[-1:], skip_special_tokens=True)
+        assert found.token_logprobs[0] is found.top_logprobs[0] is choice.prompt_logprobs[0] is None
+        own = [float(row[token]) for row, token in zip(expected, new[1:], strict=True)]
+        assert found.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        for token, top, row in zip(found.tokens[1:], found.top_logprobs[1:], expected, strict=True):
+            assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+            assert len(top) <= 2
+            assert token in top
+        for entry, token, row in zip(choice.prompt_logprobs[1:], prompt[1:], expected[:-1], strict=True):
+            ranks = row.argsort(descending=True).tolist()
+            assert {int(one): told["rank"] for one, told in entry.items()} == {
+                one: ranks.index(one) + 1 for one in {token, *ranks[:2]}
+            }
+            for one, told in entry.items():
+                assert told["logprob"] == pytest.approx(float(row[int(one)]), abs=1e-4)
+        for token, at in zip(found.tokens, found.text_offset, strict=True):
+            assert not choice.text[at].isascii() if token.startswith("bytes:") else choice.text[at:].startswith(token)
+
+
+@pytest.mark.parametrize("prompt", ["Write a class", [40, 41, 42]])
+def test_no_new_tokens_leave_the_prompt_alone(server, tokenizer, prompt):
+    create = server.client.completions.create
+    done = create(model="demo", prompt=prompt, max_tokens=0, echo=True, logprobs=0, n=2)
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    assert [choice.text for choice in done.choices] == [text, text]
+    assert all(len(choice.logprobs.tokens) == done.usage.prompt_tokens for choice in done.choices)
+    assert {choice.finish_reason for choice in done.choices} == {"length"}
+    assert done.usage.completion_tokens == 0
+    [empty] = create(model="demo", prompt=prompt, max_tokens=0).choices
+    assert (empty.text, empty.finish_reason) == ("", "length")
+
+
+def test_an_end_token_has_an_entry_after_an_echo(server):
+    fields = {"prompt": [40, 41, 42], "max_tokens": 1, "logprobs": 1, "echo": True, "logit_bias": {"0": 100}}
+    [choice] = server.client.completions.create(model="demo", **fields).choices
+    assert choice.finish_reason == "stop"
+    assert [len(values) for _, values in choice.logprobs] == [4] * 4  # lm-evaluation-harness leaves out the last one
+
+
 def test_log_probabilities_end_with_the_text(server, written):
     _, _, [text] = written(QUESTION)
     stop = text[20:26]

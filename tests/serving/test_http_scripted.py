@@ -117,6 +117,20 @@ def test_stop_strings_with_special_tokens_are_found_and_not_shown(scripted, enco
         assert tokens.replace("<|assistant|>", "").replace("<|user|>", "").startswith(kept)
 
 
+def test_a_chat_template_gets_variables_of_the_request(scripted, tokenizer, tmp_path):
+    (tmp_path / "moods.jinja").write_text("<|user|>{{ mood | default('calm') }}{{ template }}<|assistant|>")
+    engine = scripted("one")
+    with live(engine, ChatTemplate(tokenizer, str(tmp_path / "moods.jinja"))) as server:
+        for given in (None, {}, {"mood": "merry", "template": "X", "unused": [1]}):
+            ask(server, extra_body={"chat_template_kwargs": given})
+        asked = {"messages": MESSAGES, "chat_template_kwargs": {"mood": "merry"}}
+        merry = httpx.post(f"{server.url}/tokenize", json=asked).json()["tokens"]
+    calm, again, other = (tokenizer.decode(asked["prompt"]) for asked in engine.asked)
+    assert calm == again == "<|user|>calm<|assistant|>"
+    assert other == "<|user|>merryX<|assistant|>"
+    assert tokenizer.decode(merry) == "<|user|>merry<|assistant|>"
+
+
 def test_a_stop_string_ends_the_generation_and_what_it_counts(scripted, encoder, tokenizer):
     engine = scripted("one two three four five six", hold=True)
     with live(engine, encoder) as server:

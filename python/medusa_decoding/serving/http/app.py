@@ -23,7 +23,13 @@ from medusa_decoding.serving.http.guard import Guard
 from medusa_decoding.serving.http.metrics import CONTENT_TYPE, Metrics, outcome
 from medusa_decoding.serving.http.page import page
 from medusa_decoding.serving.http.plan import Plan, Planner
-from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from medusa_decoding.serving.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from medusa_decoding.serving.http.settings import Settings
 from medusa_decoding.serving.http.token_text import TokenBytes
 
@@ -84,6 +90,9 @@ class Server:
         plain, v1 = APIRouter(), APIRouter(prefix="/v1", dependencies=bearer, responses=_ERRORS)
         v1.add_api_route("/chat/completions", self.chat, methods=["POST"], responses=_STREAMED, response_model=None)
         v1.add_api_route("/completions", self.complete, methods=["POST"], responses=_STREAMED, response_model=None)
+        tokens = APIRouter(dependencies=bearer, responses=_ERRORS)
+        tokens.add_api_route("/tokenize", self.tokenize, methods=["POST"])
+        tokens.add_api_route("/detokenize", self.detokenize, methods=["POST"])
         v1.add_api_route("/models", self.models, methods=["GET"])
         v1.add_api_route("/models/{model:path}", self.model, methods=["GET"])
         methods = ["GET", "POST", "DELETE"]
@@ -96,6 +105,7 @@ class Server:
         )  # fmt: skip
         plain.add_api_route("/", self.page, methods=["GET"], include_in_schema=False)
         plain.include_router(v1)
+        plain.include_router(tokens)
         return plain
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -105,6 +115,18 @@ class Server:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         return await self._answer(body, lambda: self._planner.completion(body), CompletionForm, request)
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a prompt or of messages, as vLLM does."""
+        tokens = await asyncio.to_thread(self._planner.tokenize, body)
+        strings = self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {
+            "tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context, "token_strs": strings,
+        }  # fmt: skip
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of tokens, as vLLM does."""
+        return {"prompt": await asyncio.to_thread(self._planner.detokenize, body)}
 
     async def models(self) -> dict[str, Any]:
         """List the served model."""
@@ -148,7 +170,9 @@ class Server:
         pool = self._schemas if getattr(body, "response_format", None) else None
         plan = await asyncio.get_running_loop().run_in_executor(pool, make_plan)
         timeout = self._settings.request_timeout
-        answers = Answers(self._engine, plan, self._tokenizer, self.metrics, timeout, request.receive)
+        answers = Answers(
+            self._engine, plan, self._tokenizer, self._token_bytes, self.metrics, timeout, request.receive
+        )  # fmt: skip
         writer = form(self._settings.model, self._token_bytes, plan.logprobs is not None)
         await answers.start()
         path = request.url.path
