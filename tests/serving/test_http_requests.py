@@ -9,6 +9,7 @@ import openai
 import pytest
 import torch
 from http_server import live
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from medusa_decoding.serving.engine import Engine
@@ -276,6 +277,12 @@ def test_metrics_count_what_happened(server, demo_engine):
         assert grown(f"medusa_{name}_seconds_count") == 1
     assert after["medusa_running_rows",] == after["medusa_queue_length",] == 0
     assert after["medusa_slots",] == 4
+    response = httpx.get(server.url + "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    strict = [
+        sample.name for one in openmetrics.text_string_to_metric_families(response.text) for sample in one.samples
+    ]
+    assert {name for name, *_ in after} == set(strict)
 
 
 def test_limits_of_values_are_named(server):

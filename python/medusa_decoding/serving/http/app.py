@@ -20,7 +20,7 @@ from medusa_decoding.serving.http.answers import Answers, ClientGoneError
 from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install
 from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
 from medusa_decoding.serving.http.guard import Guard
-from medusa_decoding.serving.http.metrics import CONTENT_TYPE, Metrics, outcome
+from medusa_decoding.serving.http.metrics import Metrics, outcome
 from medusa_decoding.serving.http.page import page
 from medusa_decoding.serving.http.plan import Plan, Planner
 from medusa_decoding.serving.http.protocol import (
@@ -101,7 +101,7 @@ class Server:
         plain.add_api_route("/health", self.health, methods=["GET"], responses=errors)
         plain.add_api_route(
             "/metrics", self.show_metrics, methods=["GET"], response_class=Response,
-            responses={**errors, 200: {"content": {"text/plain": {}}}},
+            responses={**errors, 200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
         )  # fmt: skip
         plain.add_api_route("/", self.page, methods=["GET"], include_in_schema=False)
         plain.include_router(v1)
@@ -149,9 +149,10 @@ class Server:
             raise ApiError("the server is shutting down", 503, code="shutting_down")
         return {"status": "ok"}
 
-    async def show_metrics(self) -> Response:
+    async def show_metrics(self, request: Request) -> Response:
         """Return metrics for Prometheus."""
-        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+        text, kind = self.metrics.text(request.headers.get("accept", ""))
+        return Response(text, media_type=kind)
 
     async def page(self) -> Response:
         """Return the page to try the model."""
