@@ -271,6 +271,15 @@ def test_an_echo_scores_the_prompt_as_the_model_does(server, written, tokenizer,
             assert not choice.text[at].isascii() if token.startswith("bytes:") else choice.text[at:].startswith(token)
 
 
+def test_a_conversation_has_prompt_log_probabilities(server, encoder):
+    prompt = encoder.encode([{"role": "user", "content": QUESTION}])
+    fields = {"max_tokens": 2, "n": 2, "extra_body": {"prompt_logprobs": 0}}
+    found = ask(server, **fields).prompt_logprobs
+    [one, _] = server.client.completions.create(model="demo", prompt=prompt, **fields).choices
+    assert found == one.prompt_logprobs
+    assert [entry and [*entry] for entry in found] == [None, *([str(token)] for token in prompt[1:])]
+
+
 @pytest.mark.parametrize("prompt", ["Write a class", [40, 41, 42]])
 def test_no_new_tokens_leave_the_prompt_alone(server, tokenizer, prompt):
     create = server.client.completions.create

@@ -12,10 +12,13 @@ from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.types import Receive, Scope, Send
 
 from medusa_decoding.chat.template import PromptEncoder
 from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.http import responses
 from medusa_decoding.serving.http.answers import Answers, ClientGoneError
 from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install
 from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
@@ -44,12 +47,19 @@ _REASONS = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": words} for status, words in _REASONS.items()
 }
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with stream: true, events that end in `data: [DONE]`.",
-        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
-    }
-}
+_CHAT_CHUNK, _TEXT_CHUNK = responses.ChatCompletionChunk, responses.TextCompletionChunk
+_REFERENCE = "#/components/schemas/{model}"
+
+
+def _streamed(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    words = "The answer; with stream: true, events with such data that end in `data: [DONE]`."
+    events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
+    return {200: {"description": words, "model": whole, "content": {"text/event-stream": events}}}
+
+
+def _answered(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Describe a response that FastAPI need not validate."""
+    return {200: {"description": "The answer.", "model": model}}
 
 
 def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None = None) -> FastAPI:
@@ -70,7 +80,7 @@ def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None
         app.add_middleware(
             CORSMiddleware, allow_origins=[settings.allow_origin], allow_methods=["*"], allow_headers=["*"]
         )
-    _describe_errors(app)
+    _complete_schema(app)
     return app
 
 
@@ -88,13 +98,16 @@ class Server:
         """Return the routes."""
         bearer = [] if self._settings.api_key is None else [Security(HTTPBearer(auto_error=False))]
         plain, v1 = APIRouter(), APIRouter(prefix="/v1", dependencies=bearer, responses=_ERRORS)
-        v1.add_api_route("/chat/completions", self.chat, methods=["POST"], responses=_STREAMED, response_model=None)
-        v1.add_api_route("/completions", self.complete, methods=["POST"], responses=_STREAMED, response_model=None)
         tokens = APIRouter(dependencies=bearer, responses=_ERRORS)
-        tokens.add_api_route("/tokenize", self.tokenize, methods=["POST"])
-        tokens.add_api_route("/detokenize", self.detokenize, methods=["POST"])
-        v1.add_api_route("/models", self.models, methods=["GET"])
-        v1.add_api_route("/models/{model:path}", self.model, methods=["GET"])
+        for router, method, path, endpoint, described in (
+            (v1, "POST", "/chat/completions", self.chat, _streamed(responses.ChatCompletion, _CHAT_CHUNK)),
+            (v1, "POST", "/completions", self.complete, _streamed(responses.TextCompletion, _TEXT_CHUNK)),
+            (v1, "GET", "/models", self.models, _answered(responses.ModelList)),
+            (v1, "GET", "/models/{model:path}", self.model, _answered(responses.Model)),
+            (tokens, "POST", "/tokenize", self.tokenize, _answered(responses.Tokens)),
+            (tokens, "POST", "/detokenize", self.detokenize, _answered(responses.Detokenized)),
+        ):
+            router.add_api_route(path, endpoint, methods=[method], responses=described, response_model=None)
         methods = ["GET", "POST", "DELETE"]
         v1.add_api_route("/responses{rest:path}", self.no_responses, methods=methods, include_in_schema=False)
         errors: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (403, 405, 500, 503)}
@@ -227,17 +240,22 @@ class _Stream(Response):
             self._answers.close()
 
 
-def _describe_errors(app: FastAPI) -> None:
-    """Take FastAPI's own validation error, which this server never sends, out of the schema."""
+def _complete_schema(app: FastAPI) -> None:
+    """Add the chunks of streams to the schema, and take out FastAPI's validation error, which is never sent."""
     make = app.openapi
+    chunks = models_json_schema(
+        [(_CHAT_CHUNK, "serialization"), (_TEXT_CHUNK, "serialization")], ref_template=_REFERENCE
+    )[1]
 
     def openapi() -> dict[str, Any]:
         schema = make()
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        schemas = schema["components"]["schemas"]
+        schemas.update(chunks["$defs"])
         for name in ("HTTPValidationError", "ValidationError"):
-            schema.get("components", {}).get("schemas", {}).pop(name, None)
+            schemas.pop(name, None)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
