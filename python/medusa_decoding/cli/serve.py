@@ -8,8 +8,10 @@ import ipaddress
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.chat.template import prompt_encoder
@@ -118,7 +120,11 @@ def ready_line(engine: Engine, name: str, url: str) -> str:
 
 
 def server(app: Any, args: argparse.Namespace, engine: Engine, ready: Callable[[], None]) -> uvicorn.Server:
-    """Return the HTTP server, which calls `ready` when it listens and ends running answers when it is stopped."""
+    """Return the HTTP server, which calls `ready` when it listens.
+
+    The first signal stops it: it refuses new requests and finishes those that were accepted, for at most
+    --drain-seconds. A second signal ends these too.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -127,8 +133,15 @@ def server(app: Any, args: argparse.Namespace, engine: Engine, ready: Callable[[
             ready()
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            await asyncio.to_thread(engine.close)  # otherwise connections stay open until their answers are complete
+            # Clients and load balancers are still answered meanwhile, with 503.
+            await asyncio.to_thread(engine.close, args.drain_seconds)
             await super().shutdown(sockets)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                threading.Thread(target=engine.close).start()  # a signal handler must not wait for it
+            super().handle_exit(sig, frame)
+            self.force_exit = False  # answers end with an error of their own, and not with a broken connection
 
     config = uvicorn.Config(
         app, log_level=args.log_level, timeout_graceful_shutdown=5, server_header=False, lifespan="off"

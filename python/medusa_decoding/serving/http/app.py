@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from medusa_decoding.chat.template import PromptEncoder
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http.answers import Answers, ClientGoneError
-from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install
+from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install, shutting_down
 from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
 from medusa_decoding.serving.http.guard import Guard
 from medusa_decoding.serving.http.metrics import CONTENT_TYPE, Metrics, outcome
@@ -124,7 +124,7 @@ class Server:
     async def health(self) -> dict[str, str]:
         """Tell whether requests are answered."""
         if not self._engine.running:
-            raise ApiError("the server is shutting down", 503, code="shutting_down")
+            raise shutting_down()
         return {"status": "ok"}
 
     async def show_metrics(self) -> Response:
