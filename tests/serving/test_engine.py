@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,29 @@ def test_a_long_prompt_runs_in_chunks_between_the_steps_of_others(llama: MedusaM
         assert caller.tokens() == alone(llama, long.tolist(), max_new_tokens=4)
     # 150 tokens in chunks of 32 take five rounds, each with a step of the other row.
     assert order[seen:].index("joined") >= 4
+
+
+def test_a_lone_prompt_holds_the_engine_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny(max_position_embeddings=1024)
+    model = MedusaModel(base, heads_for(base))
+    (prompt,) = prompts(1, [900], seed=8)
+    expected = alone(model, prompt.tolist(), max_new_tokens=4)
+    forward, took = model.backbone.forward, [0.0]
+
+    def clock() -> float:
+        return time.perf_counter() + sum(took)
+
+    def slow(tokens: torch.Tensor, context: Any) -> torch.Tensor:
+        if context.ancestors is None:  # of the prompt: 400 tokens per second, then 100
+            took.append(tokens.numel() / (400 if sum(took) < 1 else 100))
+        return forward(tokens, context)
+
+    monkeypatch.setattr(model.backbone, "forward", slow)
+    monkeypatch.setattr("medusa_decoding.serving.scheduler.time", SimpleNamespace(perf_counter=clock))
+    with Engine(model, slots=1) as engine:
+        assert Caller(engine, prompt.tolist(), max_new_tokens=4).tokens() == expected
+    longest = sorted(took)
+    assert longest[-2] <= 0.5 < longest[-1] <= 2.0  # the one chunk in which the speed fell
 
 
 def test_a_cancelled_row_leaves_and_the_others_go_on(llama: MedusaModel) -> None:
