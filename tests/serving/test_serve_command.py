@@ -149,6 +149,14 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(capsys, monkeypatch
     assert words in capsys.readouterr().err
 
 
+def test_a_ready_line_that_cannot_be_printed_does_not_end_the_server(monkeypatch, caplog):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        serve.announce("serving demo")
+    assert "No space left" in caplog.text
+    assert "serving demo" in caplog.text
+
+
 def test_a_port_in_use_is_named(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

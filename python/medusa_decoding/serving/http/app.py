@@ -30,7 +30,7 @@ from medusa_decoding.serving.http.token_text import TokenBytes
 _REASONS = {
     400: "The request is not valid; the error names the field.", 401: "The API key is missing or wrong.",
     403: "The Host header names another server.", 404: "There is no such model or path.",
-    405: "The path has no such method.", 413: "The body is too large.",
+    405: "The path has no such method.", 408: "The body did not arrive in time.", 413: "The body is too large.",
     415: "The body's type is not JSON.",
     429: "The queue is full; Retry-After says when to try again.", 500: "The server failed.",
     503: "The server is shutting down.", 504: "The request took longer than the server allows.",
