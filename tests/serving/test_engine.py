@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from medusa_decoding.decode.runtime.steps import KEPT_STEPS
 from medusa_decoding.serving import prompt_scores, scheduler
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.groups import Groups
-from medusa_decoding.serving.ticket import Delta, QueueFullError
+from medusa_decoding.serving.ticket import Delta, EngineClosedError, QueueFullError
 
 TREES = [None, "auto", Tree([]), Tree.chain(3), Tree.cartesian([3, 2]), Tree.dynamic(6, 3)]
 SETTINGS: list[dict[str, Any]] = [
@@ -210,6 +211,29 @@ def test_a_long_prompt_runs_in_chunks_between_the_steps_of_others(llama: MedusaM
     assert order[seen:].index("joined") >= 4
 
 
+def test_a_lone_prompt_holds_the_engine_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tiny(max_position_embeddings=1024)
+    model = MedusaModel(base, heads_for(base))
+    (prompt,) = prompts(1, [900], seed=8)
+    expected = alone(model, prompt.tolist(), max_new_tokens=4)
+    forward, took = model.backbone.forward, [0.0]
+
+    def clock() -> float:
+        return time.perf_counter() + sum(took)
+
+    def slow(tokens: torch.Tensor, context: Any) -> torch.Tensor:
+        if context.ancestors is None:  # of the prompt: 400 tokens per second, then 100
+            took.append(tokens.numel() / (400 if sum(took) < 1 else 100))
+        return forward(tokens, context)
+
+    monkeypatch.setattr(model.backbone, "forward", slow)
+    monkeypatch.setattr("medusa_decoding.serving.scheduler.time", SimpleNamespace(perf_counter=clock))
+    with Engine(model, slots=1) as engine:
+        assert Caller(engine, prompt.tolist(), max_new_tokens=4).tokens() == expected
+    longest = sorted(took)
+    assert longest[-2] <= 0.5 < longest[-1] <= 2.0  # the one chunk in which the speed fell
+
+
 def test_a_cancelled_row_leaves_and_the_others_go_on(llama: MedusaModel) -> None:
     asked = [prompt.tolist() for prompt in prompts(5, [6], seed=4)]
     with Engine(llama, slots=2, queue=8) as engine:
@@ -226,6 +250,42 @@ def test_a_cancelled_row_leaves_and_the_others_go_on(llama: MedusaModel) -> None
         assert engine.stats().finished == {"cancelled": 2, "length": 3}
     assert part == alone(llama, asked[0], max_new_tokens=120)[: len(part)]
     assert len(part) < 120
+
+
+def test_closing_may_finish_what_runs_and_waits_for_a_limited_time(llama: MedusaModel) -> None:
+    expected = alone(llama, [1, 2], max_new_tokens=150)
+    with Engine(llama, slots=1) as engine:
+        callers = [Caller(engine, [1, 2], max_new_tokens=150, tree=Tree([])) for _ in range(2)]
+        callers[0].wait_for(1)
+        engine.close(drain=60)
+        assert [caller.tokens() for caller in callers] == [expected] * 2
+    with Engine(llama, slots=1) as engine:
+        went_on = threading.Event()
+        caller = Caller(engine, [1, 2], max_new_tokens=150, make_processors=lambda: [_paused(went_on)])
+        closing = threading.Thread(target=engine.close, kwargs={"drain": 60})
+        closing.start()
+        while engine.running:
+            time.sleep(0.001)
+        with pytest.raises(EngineClosedError):
+            engine.submit([1], lambda choice, delta: None)
+        second = threading.Thread(target=engine.close)  # shortens the time to nothing
+        second.start()
+        while engine._deadline > time.monotonic():
+            time.sleep(0.001)
+        went_on.set()
+        closing.join(30)
+        assert caller.finish() == "cancelled"
+
+
+def _paused(event: threading.Event) -> Any:
+    """A logits processor that waits before the second token."""
+
+    def processor(text: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if text.shape[1] == 3:
+            event.wait(30)
+        return scores
+
+    return processor
 
 
 def test_a_full_queue_refuses_and_queues_nothing(llama: MedusaModel) -> None:

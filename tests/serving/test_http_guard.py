@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
+import json
+import os
 import re
+import resource
+import socket
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 import schemathesis
-from http_server import live, wait_for
+from http_server import ScriptedEngine, live, wait_for
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
@@ -20,6 +27,7 @@ from schemathesis.specs.openapi.checks import ignored_auth, positive_data_accept
 
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http.app import create_app
+from medusa_decoding.serving.http.connections import BACKLOG, report_rarely
 from medusa_decoding.serving.http.settings import Settings
 
 CHAT = "/v1/chat/completions"
@@ -69,6 +77,88 @@ def test_web_pages_cannot_reach_a_local_server_by_another_name(demo_engine, enco
             response = httpx.get(f"{server.url}/v1/models", headers={"Host": host})
             assert response.status_code == status, host
         assert httpx.get(f"{server.url}/", headers={"Host": "evil.example"}).status_code == 403
+        for request, status in (
+            (b"GET /health HTTP/1.0\r\n\r\n", b"200"),  # a browser never sends it
+            (b"GET /health HTTP/1.0\r\nHost: evil.example\r\n\r\n", b"403"),
+            (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
+        ):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+                client.sendall(request)
+                assert client.recv(12).split()[1] == status
+
+
+def test_head_requests_get_what_get_requests_do_but_the_body(server):
+    for path in ("/health", "/v1/models", "/v1/models/demo", "/"):
+        full, head = httpx.get(server.url + path), httpx.head(server.url + path)
+        assert head.status_code == 200
+        assert head.content == b""
+        assert head.headers["content-length"] == full.headers["content-length"]
+    assert httpx.head(f"{server.url}/metrics").status_code == 200
+    assert httpx.head(f"{server.url}/nothing").status_code == 404
+
+
+def test_connections_that_send_only_part_of_a_request_are_closed(demo, encoder, monkeypatch):
+    for module in ("connections", "guard"):
+        monkeypatch.setattr(f"medusa_decoding.serving.http.{module}.READ_SECONDS", 0.4)
+    whole = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+    post = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n".encode()
+    engine = ScriptedEngine(demo, [[3], [4]], hold=True)
+    with live(engine, encoder, body_bytes=1000) as server, ExitStack() as stack:
+
+        def connect(sent):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            client.sendall(sent)
+            return client
+
+        def rest(client):
+            return b"".join(iter(lambda: client.recv(65536), b""))
+
+        def drip(client):
+            for _ in range(400):
+                client.sendall(b"G")
+                time.sleep(0.05)
+
+        body = json.dumps(BODY).encode()
+        connect(post + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        silent, headers, again = connect(b""), connect(whole[:-3]), connect(whole + whole[:-3])
+        late = connect(post + b"Content-Length: 900\r\n\r\n{")
+        refused = connect(post + b"Content-Length: 5000\r\n\r\n{")
+        dripping = connect(b"")
+        for client in (dripping, refused):
+            with pytest.raises(ConnectionError):
+                drip(client)
+        assert rest(silent) == rest(headers) == b""
+        assert rest(again).count(b"HTTP/1.1 200") == 1
+        assert rest(late).startswith(b"HTTP/1.1 408")
+        assert not engine.tickets[0].cancelled  # an answer may take longer
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files by /proc")
+def test_a_lack_of_file_descriptors_is_reported_once(caplog):
+    async def run_out():
+        report_rarely(asyncio.get_running_loop())
+        listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, backlog=BACKLOG)
+        clients = [socket.create_connection(listener.sockets[0].getsockname()) for _ in range(3)]
+        before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), before[1]))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            await asyncio.sleep(1.5)  # asyncio tries again after a second
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for number in taken:
+                os.close(number)
+        listener.close()
+        for client in clients:
+            client.close()
+
+    asyncio.run(run_out())
+    assert [record.message for record in caplog.records if "ulimit" in record.message] == [
+        "serve: new connections must wait ([Errno 24] Too many open files); see ulimit -n"
+    ]
+    assert "asyncio" not in {record.name for record in caplog.records}
 
 
 def test_bodies_have_a_limit_also_in_chunks(demo_engine, encoder):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from http_server import wait_for
 
 from medusa_decoding.cli import argument_parser, main, serve
+from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.http.app import create_app
+from medusa_decoding.serving.http.settings import Settings
 
 MESSAGES = [{"role": "user", "content": "Write a class Job with name: str that is sorted by name."}]
 
@@ -37,8 +45,60 @@ def started():
         process.communicate()
 
 
+@contextlib.contextmanager
+def served(engine, encoder, *arguments, **settings):
+    """Run the command's own server in a thread; yield it, its address and the thread."""
+    args = argument_parser().parse_args(["serve", *arguments])
+    ready = threading.Event()
+    app = create_app(engine, encoder, Settings(model="demo", **settings))
+    with serve.listen("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server = serve.server(app, args, engine, ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        assert ready.wait(20)
+        try:
+            yield server, url, thread
+        finally:
+            server.should_exit = True
+            engine.close()
+            thread.join(20)
+
+
+def test_a_signal_lets_accepted_requests_finish_and_refuses_others(demo, encoder, monkeypatch):
+    body = {"model": "demo", "messages": MESSAGES, "max_tokens": 60, "logit_bias": {"0": -100}}
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(Engine(demo, slots=1))
+        server, url, thread = stack.enter_context(served(engine, encoder))
+        pool = stack.enter_context(ThreadPoolExecutor())
+        goes_on, scheduler_round = threading.Event(), engine._scheduler.round
+        goes_on.set()
+        monkeypatch.setattr(engine._scheduler, "round", lambda: goes_on.wait(20) and scheduler_round())
+        chat = f"{url}/v1/chat/completions"
+        with httpx.stream("POST", chat, json=body | {"stream": True}, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            goes_on.clear()
+            waiting = pool.submit(httpx.post, chat, json=body, timeout=20)
+            wait_for(lambda: engine.stats().waiting == 1)
+            server.handle_exit(signal.SIGTERM, None)
+            wait_for(lambda: not engine.running)
+            for refused in (httpx.get(f"{url}/health"), httpx.post(chat, json=body)):
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "shutting_down"
+                assert int(refused.headers["retry-after"]) > 0
+                assert refused.headers["connection"] == "close"
+            goes_on.set()
+            *_, last, done = [line.removeprefix("data: ") for line in lines if line]
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+        assert done == "[DONE]"
+        assert waiting.result().json()["usage"]["completion_tokens"] == 60
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 @pytest.mark.slow
-def test_ctrl_c_ends_running_answers_and_the_server(started):
+def test_a_second_ctrl_c_ends_running_answers_and_the_server(started):
     process, line = started("--dtype", "float32", "--slots", "2", "--context", "1000", MEDUSA_API_KEY="from-outside")
     found = re.fullmatch(
         r"serving demo \(float32 on cpu\) at (http://127\.0\.0\.1:\d+/)v1: 2 slots of 1,000 tokens, \d+ MiB for their "
@@ -56,6 +116,8 @@ def test_ctrl_c_ends_running_answers_and_the_server(started):
     with httpx.stream("POST", url, json=body, headers=headers, timeout=20) as response:
         lines = response.iter_lines()
         next(lines)
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: httpx.get(f"{found[1]}health").status_code == 503)
         process.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
     assert "shutting down" in rest[-2]
@@ -85,6 +147,14 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(capsys, monkeypatch
         code = end.code
     assert code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_ready_line_that_cannot_be_printed_does_not_end_the_server(monkeypatch, caplog):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        serve.announce("serving demo")
+    assert "No space left" in caplog.text
+    assert "serving demo" in caplog.text
 
 
 def test_a_port_in_use_is_named(capsys):

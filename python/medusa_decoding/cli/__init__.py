@@ -52,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:  # also after --help: report output that cannot be written now, not when Python ends
             sys.stdout.flush()
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
         return BROKEN_PIPE
     except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError) as error:
         words = " ".join(str(error).splitlines()) or type(error).__name__
         # A name from a file must not control the terminal.
         print("medusa:", re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], words), file=sys.stderr)
-        _drop_output()
+        drop_output()
         return 2
     except KeyboardInterrupt:
         print("medusa: interrupted", file=sys.stderr)
@@ -150,7 +150,7 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _drop_output() -> None:
+def drop_output() -> None:
     """Discard buffered output: otherwise Python fails to write it at exit and prints a traceback."""
     try:
         sys.stdout.flush()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ipaddress
+import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.chat.template import prompt_encoder
 from medusa_decoding.checks import check_text, import_library, token_list
-from medusa_decoding.cli import _arguments
+from medusa_decoding.cli import _arguments, drop_output
 from medusa_decoding.serving.engine import Engine
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     from medusa_decoding.serving.http.settings import Settings
 
+logger = logging.getLogger(__name__)
 KEY_VARIABLE = "MEDUSA_API_KEY"
 
 
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
                 app = create_app(engine, encoder, settings)
                 port = listener.getsockname()[1]
                 words = ready_line(engine, settings.model, f"http://{url_host(args.host)}:{port}/")
-                server(app, args, engine, lambda: print(words, flush=True)).run(sockets=[listener])
+                server(app, args, engine, lambda: announce(words)).run(sockets=[listener])
     return 0
 
 
@@ -117,20 +121,44 @@ def ready_line(engine: Engine, name: str, url: str) -> str:
     )
 
 
+def announce(words: str) -> None:
+    """Print the ready line; a full disk or a reader that has left must not end the server."""
+    try:
+        print(words, flush=True)
+    except OSError as error:
+        logger.warning("serve: the ready line could not be printed (%s): %s", error.strerror, words)
+        drop_output()
+
+
 def server(app: Any, args: argparse.Namespace, engine: Engine, ready: Callable[[], None]) -> uvicorn.Server:
-    """Return the HTTP server, which calls `ready` when it listens and ends running answers when it is stopped."""
+    """Return the HTTP server, which calls `ready` when it listens.
+
+    The first signal stops it: it refuses new requests and finishes those that were accepted, for at most
+    --drain-seconds. A second signal ends these too.
+    """
     import uvicorn
+
+    from medusa_decoding.serving.http.connections import BACKLOG, Connection, report_rarely
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            report_rarely(asyncio.get_running_loop())
             await super().startup(sockets)
             ready()
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            await asyncio.to_thread(engine.close)  # otherwise connections stay open until their answers are complete
+            # Clients and load balancers are still answered meanwhile, with 503.
+            await asyncio.to_thread(engine.close, args.drain_seconds)
             await super().shutdown(sockets)
 
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:
+                threading.Thread(target=engine.close).start()  # a signal handler must not wait for it
+            super().handle_exit(sig, frame)
+            self.force_exit = False  # answers end with an error of their own, and not with a broken connection
+
     config = uvicorn.Config(
-        app, log_level=args.log_level, timeout_graceful_shutdown=5, server_header=False, lifespan="off"
-    )
+        app, http=Connection, backlog=BACKLOG, log_level=args.log_level, timeout_graceful_shutdown=5,
+        server_header=False, lifespan="off",
+    )  # fmt: skip
     return Server(config)

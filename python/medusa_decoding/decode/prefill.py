@@ -51,7 +51,7 @@ def prefill_chunks(
     limits: Limits,
     *,
     reuse: int = 0,
-    chunk: int = PREFILL_CHUNK,
+    chunk: int | Callable[[], int] = PREFILL_CHUNK,
     observe: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Iterator[int]:
     """Run a batch of prompts chunk by chunk, so that steps of other rows may run between two chunks.
@@ -66,7 +66,8 @@ def prefill_chunks(
         limits: when rows end.
         reuse: tokens at the start of every prompt whose keys and values are in the cache already, fewer than the
             shortest prompt has; they do not run again (see `StatePool.enlarge`).
-        chunk: the most tokens to run at once, all rows together; at least one per row.
+        chunk: the most tokens to run at once, all rows together; at least one per row. A function is called before
+            each chunk.
         observe: called after each chunk with the position of its first token and the hidden states after the final
             norm, [B, N, H]. The last layer then runs for all tokens.
 
@@ -82,37 +83,40 @@ def prefill_chunks(
     width = max(lengths)
     if not 0 <= reuse < min(lengths):
         raise ValueError(f"reuse: expected 0 to {min(lengths) - 1} (the shortest prompt less one token), got {reuse}")
-    if chunk < 1:
+    if isinstance(chunk, int) and chunk < 1:
         raise ValueError(f"chunk: expected at least 1, got {chunk}")
     # Padding comes after a row's tokens: nothing before it can see it, and the row's new tokens overwrite it.
     tokens = torch.zeros(batch, width, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    at_once, chain = max(1, chunk // batch), None
+    most, chain = width, None
     if batch <= backbone.prefill_nodes:
-        at_once = min(at_once, backbone.prefill_nodes // batch)
+        most = backbone.prefill_nodes // batch
         # Each token is the child of the one before it; a word of 64 ones is -1.
-        chain = torch.tensor([(2 << i) - 1 if i < 63 else -1 for i in range(at_once)])[:, None]
-    positions = torch.arange(min(at_once, width - reuse), dtype=torch.int32, device=device)
+        chain = torch.tensor([(2 << i) - 1 if i < 63 else -1 for i in range(most)])[:, None]
     hold_last = chain is None and observe is None and backbone.can_hold_last
     last = torch.empty(batch, 1, backbone.config.hidden_size, dtype=state.hidden.dtype, device=device)
-    for first in range(reuse, width, at_once):
-        piece = tokens[:, first : first + at_once]
+    first = reuse
+    while first < width:
+        at_once = chunk if isinstance(chunk, int) else chunk()
+        piece = tokens[:, first : first + min(max(1, at_once // batch), most)]
+        end = first + piece.shape[1]
         state.cache.lengths.fill_(first)
-        depths = positions[: piece.shape[1]]
+        depths = torch.arange(piece.shape[1], dtype=torch.int32, device=device)
         ancestors = None if chain is None else chain[: piece.shape[1]]
         context = DecodeContext(state.cache, depths, ancestors, offset=first, hold_last=hold_last)
         hidden = backbone.forward(piece, context)
-        ends = [row for row, length in enumerate(lengths) if first < length <= first + at_once]
+        ends = [row for row, length in enumerate(lengths) if first < length <= end]
         if ends:
             last[ends, 0] = hidden[ends, [lengths[row] - 1 - first for row in ends]]
         if observe is not None:
             observe(first, hidden)
         del hidden  # not kept in memory next to the following chunk's activations
-        if first + at_once < width:
+        first = end
+        if end < width:
             # Steps that meanwhile run with this row as one that has ended write after its last cached token.
-            state.cache.lengths.fill_(first + at_once)
-            yield first + at_once
+            state.cache.lengths.fill_(end)
+            yield end
     filled = torch.tensor(lengths, dtype=torch.int32, device=device)
     root_only = TreeTensors.from_tree(Tree([]), device)
     # The prompt's last token is treated as a root that has just been accepted, in the cache row after the others.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -113,7 +114,7 @@ class Engine:
             state = steps.pool.acquire(self._sizes(slots, self.context), self.context + self._spare)
             self._scheduler = Scheduler(model, steps, Slots(state, steps.pool.track), stall_seconds)
         self._changed = threading.Condition()  # guards the queue
-        self._closing = False
+        self._deadline: float | None = None  # when running rows are cancelled; None while requests are taken
         self._thread: threading.Thread | None = None
 
     @property
@@ -193,7 +194,7 @@ class Engine:
         if len(rows) > most:
             raise ValueError(f"n: expected at most {most} choices (slots and queue), got {n}")
         with self._changed:
-            if self._thread is None or self._closing:
+            if self._thread is None or self._deadline is not None:
                 raise EngineClosedError("engine: expected a running one, got one that was not started or was closed")
             if len(rows) > most - scheduler.taken - len(scheduler.waiting):
                 raise QueueFullError(
@@ -206,7 +207,7 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether requests are taken."""
-        return self._thread is not None and self._thread.is_alive() and not self._closing
+        return self._thread is not None and self._thread.is_alive() and self._deadline is None
 
     def stats(self) -> EngineStats:
         """Return the figures so far; a copy."""
@@ -222,16 +223,21 @@ class Engine:
     def start(self) -> Engine:
         """Start the engine's thread."""
         with self._changed:
-            if self._thread is not None or self._closing:
+            if self._thread is not None or self._deadline is not None:
                 raise RuntimeError("engine: expected one that was not started, got a running or closed one")
             self._thread = threading.Thread(target=self._run, name="medusa-engine", daemon=True)
             self._thread.start()
         return self
 
-    def close(self) -> None:
-        """Cancel what runs and waits, and end the thread; a second call does nothing."""
+    def close(self, drain: float = 0.0) -> None:
+        """Take no more requests, finish those that run or wait, and end the thread.
+
+        Requests that have not ended after `drain` seconds are cancelled. A second call, from any thread, can only
+        shorten that time.
+        """
         with self._changed:
-            self._closing = True
+            deadline = time.monotonic() + drain
+            self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -251,8 +257,8 @@ class Engine:
             with torch.inference_mode(False), torch.no_grad(), self.model.current_device():
                 while True:
                     with self._changed:
-                        self._changed.wait_for(lambda: self._closing or not scheduler.idle)
-                        if self._closing:
+                        self._changed.wait_for(lambda: self._deadline is not None or not scheduler.idle)
+                        if self._deadline is not None and (scheduler.idle or time.monotonic() >= self._deadline):
                             break
                     with backbone.lock.held(backbone.device):
                         scheduler.round()
@@ -261,5 +267,5 @@ class Engine:
             last = Delta([], "error", error=error)
         finally:
             with self._changed:
-                self._closing = True
+                self._deadline = 0.0
             scheduler.end_all(last)

@@ -31,6 +31,8 @@ from medusa_decoding.trees.tree import Tree
 logger = logging.getLogger(__name__)
 
 SHORTEST_CHUNK = 32
+LONGEST_SECONDS = 0.5
+"""What a chunk of a prompt may take when no other row runs: until it ends, nothing can be cancelled."""
 KEPT_POLICIES = 64
 
 
@@ -152,16 +154,21 @@ class Scheduler:
         self.counts.prompt_tokens += len(prompt)
         self.counts.reused_tokens += reused
         self.slots.clear(slot, row.seed, row.temperature)
-        chunk = PREFILL_CHUNK
-        if running and self._tokens_per_second:
-            chunk = min(max(int(self._tokens_per_second * self.stall_seconds), SHORTEST_CHUNK), PREFILL_CHUNK)
         limits = Limits([row.budget], [0], sorted(row.ends), device=backbone.device)
         tokens = [torch.tensor(prompt, device=backbone.device)]
         view = self.slots.rows(slot, slot + 1)
         chunks = prefill_chunks(
-            backbone, tokens, view, row.selector, limits, reuse=reused, chunk=chunk, observe=row.scores
+            backbone, tokens, view, row.selector, limits, reuse=reused, chunk=self._chunk, observe=row.scores
         )
         return _Prefill(row, slot, chunks, reused)
+
+    def _chunk(self) -> int:
+        """Return how many tokens of a prompt to run now."""
+        speed = self._tokens_per_second
+        if not speed:  # the first chunk of a CPU is short, as it may be slow
+            return SHORTEST_CHUNK if self.model.backbone.device.type == "cpu" else PREFILL_CHUNK
+        seconds = self.stall_seconds if len(self.groups) else LONGEST_SECONDS
+        return min(max(int(speed * seconds), SHORTEST_CHUNK), PREFILL_CHUNK)
 
     def _run_chunk(self) -> None:
         """Run a chunk of the prompt whose turn it is; after the last one its row joins the steps if it goes on."""

@@ -10,7 +10,8 @@ Beyond OpenAI's fields, requests take top_k, min_p, repetition_penalty, `tree` (
 as [[0], [1], [0, 0]]) and `acceptance` ("lossless", "typical").
 
 The server listens on this machine only, unless --host says otherwise; then give it an API key. On this machine alone,
-requests must name it in the Host header (127.0.0.1, localhost). Ctrl-C ends running answers and the server.
+requests must name it in the Host header (127.0.0.1, localhost). Ctrl-C or SIGTERM ends the server: it refuses new
+requests, and finishes those that it has accepted, for at most --drain-seconds.
 
     medusa serve
     medusa serve --model HEADS --dtype bfloat16 --device cuda --slots 16 --context 8192
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     words = "seconds until a request fails (504), its time in the queue included"
     option(parser, "--request-timeout S", _arguments.factor, words, 600)
+    words = "seconds that running and waiting answers may still take after Ctrl-C or SIGTERM; a second one ends them"
+    option(parser, "--drain-seconds S", _arguments.number("from 0", lambda value: value >= 0), words, 25)
     option(parser, "--temperature T", temperature, "of requests that give none; 0: greedy", 0.0)
     words = "how much the server logs (default: warning)"
     parser.add_argument("--log-level", choices=LOG_LEVELS, default="warning", help=words)

@@ -15,7 +15,7 @@ from starlette.types import Receive
 from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.chat.template import ANCHOR
 from medusa_decoding.serving.engine import Engine
-from medusa_decoding.serving.http.errors import ApiError, as_api_error, bad_request
+from medusa_decoding.serving.http.errors import ApiError, as_api_error, bad_request, shutting_down
 from medusa_decoding.serving.http.metrics import Metrics
 from medusa_decoding.serving.http.plan import Plan
 from medusa_decoding.serving.http.token_text import TokenBytes
@@ -200,7 +200,7 @@ class Answers:
             if delta.finish == "error":
                 raise _failure(delta.error)
             if delta.finish == "cancelled":
-                raise ApiError("the server is shutting down", 503, code="shutting_down")
+                raise shutting_down()
             if choice.first is None and delta.tokens:
                 self._metrics.first_token.observe(time.perf_counter() - self._began)
             if not choice.parts:

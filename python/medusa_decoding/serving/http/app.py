@@ -20,7 +20,7 @@ from medusa_decoding.chat.template import PromptEncoder
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http import responses
 from medusa_decoding.serving.http.answers import Answers, ClientGoneError
-from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install
+from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install, shutting_down
 from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
 from medusa_decoding.serving.http.guard import Guard
 from medusa_decoding.serving.http.metrics import Metrics, outcome
@@ -39,7 +39,7 @@ from medusa_decoding.serving.http.token_text import TokenBytes
 _REASONS = {
     400: "The request is not valid; the error names the field.", 401: "The API key is missing or wrong.",
     403: "The Host header names another server.", 404: "There is no such model or path.",
-    405: "The path has no such method.", 413: "The body is too large.",
+    405: "The path has no such method.", 408: "The body did not arrive in time.", 413: "The body is too large.",
     415: "The body's type is not JSON.",
     429: "The queue is full; Retry-After says when to try again.", 500: "The server failed.",
     503: "The server is shutting down.", 504: "The request took longer than the server allows.",
@@ -159,7 +159,7 @@ class Server:
     async def health(self) -> dict[str, str]:
         """Tell whether requests are answered."""
         if not self._engine.running:
-            raise ApiError("the server is shutting down", 503, code="shutting_down")
+            raise shutting_down()
         return {"status": "ok"}
 
     async def show_metrics(self, request: Request) -> Response:

@@ -73,9 +73,15 @@ def as_api_error(error: BaseException) -> ApiError:
         retry = {"Retry-After": "1"}
         return ApiError(str(error), 429, code="rate_limit_exceeded", headers=retry)
     if isinstance(error, EngineClosedError):
-        return ApiError("the server is shutting down", 503, code="shutting_down")
+        return shutting_down()
     logger.error("the request failed", exc_info=error)
     return ApiError("the server failed to answer this request; its log has the reason", 500, code="internal_error")
+
+
+def shutting_down() -> ApiError:
+    """Return what clients receive while the server shuts down: another one may answer soon."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError("the server is shutting down", 503, code="shutting_down", headers=headers)
 
 
 def bad_request(error: ValueError, budget: str = "max_tokens") -> ApiError:

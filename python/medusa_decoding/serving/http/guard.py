@@ -1,7 +1,8 @@
-"""Check requests before anything reads them: the Host header, the API key, and the size and depth of the body."""
+"""Check requests before anything reads them: the Host header, the API key, and time, size and depth of the body."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 
@@ -9,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from medusa_decoding.serving.http.errors import ApiError
-from medusa_decoding.serving.http.settings import JSON_DEPTH, Settings
+from medusa_decoding.serving.http.settings import JSON_DEPTH, READ_SECONDS, Settings
 
 OPEN = {"/", "/health", "/metrics", "/openapi.json"}
 """Paths without an API key; everything else needs it."""
@@ -31,19 +32,28 @@ class Guard:
             return
         try:
             headers = Headers(scope=scope)
-            self._check_host(headers)
+            self._check_host(headers, scope["http_version"])
             if scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN:
                 self._check_key(headers)
                 if scope["method"] == "POST":
                     _check_type(headers)
-            body = await self._read(headers, receive)
+            body = await asyncio.wait_for(self._read(headers, receive), READ_SECONDS)
+        except asyncio.TimeoutError:
+            message = f"body: expected all of it within {READ_SECONDS:g} seconds, got a part"
+            late = ApiError(message, 408, code="request_timeout", headers={"Connection": "close"})
+            await late.response(scope, receive, send)
+            return
         except ApiError as error:
             await error.response(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the server drops the body
+            scope = {**scope, "method": "GET"}
         await self._app(scope, _replay(body, receive), send)
 
-    def _check_host(self, headers: Headers) -> None:
+    def _check_host(self, headers: Headers, version: str) -> None:
         hosts = self._settings.hosts
+        if "host" not in headers and version == "1.0":  # not from a web page: browsers name the host
+            return
         host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
         if hosts is not None and host not in hosts:
             names = ", ".join(sorted(hosts))

@@ -10,6 +10,8 @@ MESSAGES, PROMPTS, CHOICES, TOOLS = 1024, 16, 16, 128
 """Most messages, prompts, choices per prompt and tools of one request; `CHOICES` also bounds prompts times choices."""
 STOPS, STOP_CHARACTERS = 4, 256
 BIASES = 1024
+READ_SECONDS = 20.0
+"""How long a client may take to send the headers of a request, and then its body."""
 
 
 @dataclass(frozen=True)
