@@ -34,8 +34,8 @@ def serve_replies(page):
     """Start a scripted server and open its page."""
     with contextlib.ExitStack() as servers:
 
-        def start(replies, key=None, model="scripted"):
-            server = servers.enter_context(fake_server(replies, {"id": model}, key))
+        def start(replies, key=None, model="scripted", **described):
+            server = servers.enter_context(fake_server(replies, {"id": model, **described}, key))
             page.open(server.url)
             page.wait(lambda: page.text("#model") == model or page.shown("#keyed"))
             return server

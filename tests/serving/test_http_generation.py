@@ -7,10 +7,12 @@ import asyncio
 import openai
 import pytest
 import torch
+from http_server import live
 
 from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
 from medusa_decoding.serving.http.events import CompletionForm
 from medusa_decoding.serving.ticket import TokenLogprobs
+from medusa_decoding.trees.tree import Tree
 
 QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
 OTHER = "Write a command line parser with path and --verbose."
@@ -141,7 +143,6 @@ def test_trees_change_steps_and_not_the_text(server, written, tree):
 def test_typical_acceptance_is_that_of_generate(server, written):
     chosen = {"acceptance": "typical", "posterior_threshold": 0.3, "posterior_alpha": 0.6}
     tree = [[0], [1], [0, 0], [0, 0, 0]]
-    from medusa_decoding.trees.tree import Tree
 
     _, _, [text] = written(UNKNOWN, tree=Tree(tree), temperature=0.7, **chosen)
     assert text != written(UNKNOWN)[2][0]
@@ -329,3 +330,10 @@ def test_models_are_listed(server):
     with pytest.raises(openai.NotFoundError) as failed:
         server.client.models.retrieve("another/model")
     assert failed.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(("tree", "decoding"), [(Tree([]), "plain"), (Tree.chain(1), "medusa"), ("auto", "medusa")])
+def test_models_say_how_they_decode(demo, demo_engine, encoder, monkeypatch, tree, decoding):
+    monkeypatch.setattr(demo, "tree", tree)
+    with live(demo_engine, encoder) as server:
+        assert server.client.models.retrieve("demo").decoding == decoding

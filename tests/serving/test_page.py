@@ -25,6 +25,7 @@ def test_every_step_has_a_colour(page, serve):
     assert titles[:2] == ["Step 0: 1 token, 0 drafted", "Step 1: 3 tokens, 2 drafted"]
     background = "return getComputedStyle(document.querySelector(arguments[0])).backgroundColor"
     assert page.run(background, "#legend .a") == page.run(background, ".text .a") != page.run(background, ".text .b")
+    assert page.run(background, ".text .step:not(.a, .b)") == "rgba(0, 0, 0, 0)"  # nothing was accepted
     page.click("#colours")
     assert page.run(background, ".text .a") == "rgba(0, 0, 0, 0)"
 
@@ -183,15 +184,93 @@ def test_examples_of_the_demo_model(page, serve):
     assert [len(request["messages"]) for request in server.requests] == [1, 1]  # it knows single requests only
     assert "mono" in page.run("return getComputedStyle(document.querySelector('.text')).fontFamily")
     serve({})
-    assert contents(page, "#examples button") == []
+    assert EXAMPLE not in contents(page, "#examples button")
 
 
-def test_code_between_fences_is_monospaced(page, serve):
-    serve({"go": Reply([["So"], [":\n``", "`python\n"], ["  x =", " 1\n```"], ["\nDone", "."]])})
+def test_questions_for_any_other_model(page, serve):
+    server = serve({})
+    questions = contents(page, "#examples button")
+    server.replies = dict.fromkeys(questions, Reply(STEPS))
+    assert len(questions) >= 3
+    page.click("#examples button:last-child")
+    page.wait(lambda: page.shown("#send") and contents(page, ".text") == [TEXT])
+    assert [message["content"] for message in server.requests[0]["messages"]] == [questions[-1]]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "acceptance", "name"),
+    [
+        ("medusa", "typical", "Medusa, typical acceptance"),
+        ("plain", "lossless", "Plain decoding, as the server does"),
+    ],
+)
+def test_a_comparison_names_what_runs(page, serve, decoding, acceptance, name):
+    serve({"go": Reply(STEPS)}, decoding=decoding)
+    page.click("#both")
+    page.click(f"[value={acceptance}]")
     ask(page, "go")
-    assert contents(page, ".text") == ["So:\n```python\n  x = 1\n```\nDone."]
-    assert "".join(contents(page, ".text .code")) == "  x = 1\n```\n"
-    assert page.run("return getComputedStyle(document.querySelector('.text')).whiteSpace") in ("pre-wrap", "preserve")
+    assert contents(page, ".answer h3") == ["Plain decoding", name]
+    assert ("Medusa" in page.text(".verdict")) == (decoding == "medusa")
+
+
+def test_a_question_stays_in_sight(page, serve):
+    serve({"go": Reply([["line\n\n"]] * 60)})
+    page.click("#both")
+    ask(page, "go")
+    page.wait(lambda: contents(page, ".verdict"))
+    seen = "const box = document.querySelector(arguments[0]).getBoundingClientRect(); return [box.top, box.bottom]"
+    (top, bottom), (upper, lower) = page.run(seen, ".asked"), page.run(seen, "#log")
+    assert page.run("return document.querySelector('#log').scrollTop") > 500
+    assert upper <= top < bottom <= lower
+
+
+MARKDOWN = """\
+## A *title*
+So **very `x*y` good**, 2 * 3 * 4 and
+**open
+```python
+  x = a*b*c  # **not** bold
+```
+1. one `code`
+   more
+2. two
+   - inner
+- other
+
+3) three
+~~~
+``` <b>unclosed"""
+BLOCKS = [
+    ["h5", "A title\n", {"em": ["title"]}],
+    ["p", "So very x*y good, 2 * 3 * 4 and\n**open\n", {"strong": ["very x*y good"], "strong code": ["x*y"]}],
+    ["pre", "  x = a*b*c  # **not** bold\n", {}],
+    [
+        "div", "one code\n   more\ntwo\ninner\nother\n",
+        {"code": ["code"], "ol > li": ["one code\n   more\n", "two\ninner\n"], "ol ul > li": ["inner\n"],
+         "ul > li": ["inner\n", "other\n"]},
+    ],
+    ["div", "three\n", {"ol > li": ["three\n"]}],
+    ["pre", "``` <b>unclosed", {}],
+]  # fmt: skip
+READ = """return [...document.querySelectorAll('.text > *')].map((block, place) => [block.localName, block.textContent,
+  Object.fromEntries(arguments[0][place].map((name) => [name, [...block.querySelectorAll(name)].map((it) =>
+    it.textContent)]))])"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 300])
+def test_markdown_is_shown_while_it_arrives(page, serve, size):
+    pieces = [MARKDOWN[place : place + size] for place in range(0, len(MARKDOWN), size)]
+    serve({"go": Reply([["", piece] for piece in pieces])})
+    ask(page, "go")
+    names = ["em", "strong", "code", "strong code", "ol > li", "ol ul > li", "ul > li"]
+    found = page.run(READ, [names] * len(BLOCKS))
+    assert [[kind, text, {name: some for name, some in inner.items() if some}] for kind, text, inner in found] == [
+        [kind, text, {"code": inner["strong code"]} | inner if "strong code" in inner else inner]
+        for kind, text, inner in BLOCKS
+    ]
+    assert page.run("return [...document.querySelectorAll('.text li')].map((it) => it.value)") == [1, 2, 0, 0, 3]
+    assert page.run("return [...document.querySelectorAll('.text .step')].every((it) => /a|b/.test(it.className))")
+    assert page.run("return getComputedStyle(document.querySelector('.text pre')).fontFamily").count("mono")
 
 
 def test_code_for_the_current_settings(page, serve):

@@ -91,7 +91,8 @@ def test_contrast(page, serve, scheme):
 def test_reduced_motion(page, serve):
     serve({"slow": Reply([["word "]] * 100, delay=0.02)})
     ask(page, "slow", wait=False)
-    moves = "return getComputedStyle(document.querySelector('.busy .text'), '::after').animationName"
+    page.wait(lambda: "word" in contents(page, ".text")[0])
+    moves = "return getComputedStyle(document.querySelector('.busy .text > :last-child'), '::after').animationName"
     assert page.run(moves) == "blink"
     page.prefer(prefers_reduced_motion="reduce")
     assert page.run(moves) == "none"

@@ -35,6 +35,7 @@ from medusa_decoding.serving.http.protocol import (
 )
 from medusa_decoding.serving.http.settings import Settings
 from medusa_decoding.serving.http.token_text import TokenBytes
+from medusa_decoding.trees.tree import Tree
 
 _REASONS = {
     400: "The request is not valid; the error names the field.", 401: "The API key is missing or wrong.",
@@ -92,6 +93,8 @@ class Server:
         self._planner, self._token_bytes = Planner(engine, encoder, settings), TokenBytes(encoder.tokenizer)
         self._schemas = ThreadPoolExecutor(1, "medusa-schemas")
         self._started = int(time.time())
+        tree = engine.model.tree
+        self._plain = engine.model.heads is None or (isinstance(tree, Tree) and tree.num_nodes == 1)
         self.metrics = Metrics(engine)
 
     def routes(self) -> APIRouter:
@@ -174,7 +177,7 @@ class Server:
     def _model(self) -> dict[str, Any]:
         return {
             "id": self._settings.model, "object": "model", "created": self._started, "owned_by": "medusa-kernels",
-            "max_model_len": self._engine.context,
+            "max_model_len": self._engine.context, "decoding": "plain" if self._plain else "medusa",
         }  # fmt: skip
 
     async def _answer(

@@ -90,8 +90,8 @@ class Planner:
         if tools and make_grammar is not None:
             raise ApiError("response_format: expected type 'text' with tools, got JSON", param="response_format")
         definitions = [tool.model_dump(exclude_none=True) for tool in tools]
-        text = self._chat_text(body.messages, definitions, body.chat_template_kwargs)
-        prompt = self._checked_prompt("messages", self._encoder.prompt_tokens(text))
+        tokens = self._chat_tokens(body.messages, definitions, body.chat_template_kwargs)
+        prompt = self._checked_prompt("messages", tokens)
         return self._plan(
             body,
             [prompt],
@@ -174,8 +174,8 @@ class Planner:
                     raise ApiError(f"{name}: expected messages with it, got a prompt", param=name)
             return open_tokens(tokenizer, _encodable(body.prompt or ""), special is not False)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        text = self._chat_text(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt is not False)
-        return self._encoder.prompt_tokens(text) if special is None else open_tokens(tokenizer, text, special)
+        open_turn = body.add_generation_prompt is not False
+        return self._chat_tokens(body.messages, tools, body.chat_template_kwargs, open_turn, special)
 
     def detokenize(self, body: DetokenizeRequest) -> str:
         """Return the text of tokens, special ones included."""
@@ -193,14 +193,19 @@ class Planner:
             message = f"{name}: expected token ids below {self._vocabulary}, got {max(tokens)}"
             raise ApiError(message, param=name, code="invalid_value")
 
-    def _chat_text(
+    def _chat_tokens(
         self,
         given: Sequence[Message],
         tools: list[dict[str, Any]],
         variables: dict[str, Any] | None,
         open_turn: bool = True,
-    ) -> str:
-        """Return the text that the chat template makes; `open_turn` says whether an answer is to follow."""
+        special: bool | None = None,
+    ) -> list[int]:
+        """Return the tokens of the text that the chat template makes.
+
+        `open_turn` says whether an answer is to follow, `special` whether the tokenizer adds its own special tokens;
+        None leaves that to the template.
+        """
         template, messages = self._encoder, [_plain(n, message) for n, message in enumerate(given)]
         settings: dict[str, Any] = {"add_generation_prompt": open_turn, "further": variables}
         for name in _FIXED_VARIABLES & (variables or {}).keys():
@@ -218,7 +223,7 @@ class Planner:
                 raise ApiError("tools: expected none, because this chat template ignores them", param="tools")
         except ValueError as error:
             raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
-        return text
+        return template.prompt_tokens(text) if special is None else open_tokens(template.tokenizer, text, special)
 
     def _text_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):

@@ -206,6 +206,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    decoding: Literal["medusa", "plain"]
 
 
 class ModelList(BaseModel):
