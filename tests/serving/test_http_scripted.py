@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import httpx
@@ -218,6 +219,43 @@ def test_tools_and_their_results_reach_the_template(scripted, tool_template, tok
     assert "Result of call_7: 3" in prompt
     assert "Tools:" not in without
     assert failed.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+CALLED = {"id": "7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+USED = [
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "7", "content": "3"},
+]
+GENERIC = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("messages", [MESSAGES, MESSAGES + USED], ids=["question", "result"])
+@pytest.mark.parametrize("templates", [{"default": GENERIC, "tool_use": TEMPLATE}, {"tool_use": TEMPLATE}], ids=len)
+def test_prompts_are_those_of_transformers_with_several_templates(scripted, tokenizer, templates, messages, tools):
+    own, engine = copy.deepcopy(tokenizer), scripted("three")
+    own.chat_template = templates
+    with live(engine, ChatTemplate(own)) as server:
+        if tools is None and "default" not in templates:
+            with pytest.raises(openai.BadRequestError, match=r"name one of the tokenizer's templates .*: tool_use"):
+                server.client.chat.completions.create(model="demo", messages=messages)
+            return
+        server.client.chat.completions.create(model="demo", messages=messages, **({"tools": tools} if tools else {}))
+    parsed = [
+        {**m, "tool_calls": [{**CALLED, "function": {"name": "add", "arguments": {"a": 1}}}]}
+        if "tool_calls" in m
+        else m
+        for m in messages
+    ]
+    wanted = own.apply_chat_template(parsed, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert engine.asked[0]["prompt"] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_of_the_tokenizer_is_chosen_by_name(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = {"default": GENERIC, "rag": "Documents: none.", "tool_use": TEMPLATE}
+    template = ChatTemplate(own, "rag")
+    assert template.render(MESSAGES) == template.render(MESSAGES, TOOLS) == "Documents: none."
 
 
 def test_text_that_looks_like_a_call_is_text_without_tools(scripted, tool_template):

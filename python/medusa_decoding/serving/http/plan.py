@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_decoding.chat.template import ChatTemplate, PromptEncoder, open_tokens
+from medusa_decoding.chat.template import PROBE, ChatTemplate, PromptEncoder, open_tokens
 from medusa_decoding.checks import check_text, shown, token_list
 from medusa_decoding.files import parse_json
 from medusa_decoding.serving.engine import Engine
@@ -139,12 +139,12 @@ class Planner:
         if not isinstance(template, ChatTemplate):
             message = "messages: expected a model with a chat template, got one without (medusa serve --template names "
             raise ApiError(message + "one; /v1/completions needs none)", param="messages")
-        talked = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-        if talked and "tool" not in template.text:
-            raise ApiError("messages: expected none about tools, which this chat template ignores", param="messages")
         try:
             text = template.render(messages, tools or None)
-            if tools and text == template.render(messages):
+            if _about_tools(messages) and text == template.render(_probed(messages), tools or None):
+                message = "messages: expected none about tools, which this chat template ignores"
+                raise ApiError(message, param="messages")
+            if tools and text == template.render(messages, [_renamed(tool) for tool in tools]):
                 raise ApiError("tools: expected none, because this chat template ignores them", param="tools")
         except ValueError as error:
             raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
@@ -231,6 +231,26 @@ class Planner:
     @functools.cached_property
     def _grammars(self) -> Grammars:
         return Grammars(self._encoder.tokenizer, self._vocabulary, self._encoder.ends(self._eos))
+
+
+def _about_tools(messages: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+
+
+def _probed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with other calls and results of tools: a template that ignores them renders the same text."""
+    probed = []
+    for message in messages:
+        other: dict[str, Any] = {"content": PROBE} if message["role"] == "tool" else {}
+        if "tool_calls" in message:
+            other["tool_calls"] = [_renamed(call) for call in message["tool_calls"]]
+        probed.append({**message, **other})
+    return probed
+
+
+def _renamed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition or call of another function."""
+    return {**tool, "function": {**tool["function"], "name": PROBE}}
 
 
 def _plain(place: int, message: Message) -> dict[str, Any]:
