@@ -173,13 +173,16 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         (f"{HERMES}\n And  so on", "Let me see. And  so on", [{"a": 1, "b": 2}]),
         (LLAMA, None, [{"a": 1, "b": 2}]),
         (f"{LLAMA}; {LLAMA}", None, [{"a": 1, "b": 2}] * 2),
-        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
         ("{nothing}", "{nothing}", []),
         ("a <tool_cat> b", "a <tool_cat> b", []),
         ("<tool_call>no JSON</tool_call>.", "<tool_call>no JSON</tool_call>.", []),
         ("<tool_call>", "<tool_call>", []),
         (HERMES.replace('"a": 1', '"\\ud83d": 1'), "Let me see. ", [{"\ud83d": 1, "b": 2}]),
-        ('<tool_call>{"name": "\\ud83d"}</tool_call>', '<tool_call>{"name": "\\ud83d"}</tool_call>', []),
+        *(
+            (text, text, [])
+            for call in (LLAMA.replace("1", "1e999"), LLAMA.replace("1", "NaN"), LLAMA.replace("add", "sub"))
+            for text in (call, f"Let me see. <tool_call>{call}</tool_call>", f"<tool_call>{call}")
+        ),
     ],
 )
 def test_tool_calls_are_found(scripted, tool_template, text, content, calls, size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class ToolText:
     to its end, since it may be a bare call. Text that is no call after all is content.
 
     Args:
-        names: of the tools that the request offers; a bare call must name one of them.
+        names: of the functions that may be called; anything else is no call.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -57,7 +58,7 @@ class ToolText:
             if not closed:
                 self._held = OPEN + rest
                 return content, calls
-            call = _call(_parsed(inside))
+            call = _call(_parsed(inside), self._names)
             if call is None:
                 content += f"{OPEN}{inside}{CLOSE}"
             else:
@@ -75,7 +76,7 @@ class ToolText:
         if self._bare:
             calls = _bare_calls(text, self._names)
         else:
-            unclosed = _call(_parsed(text.removeprefix(OPEN))) if text.startswith(OPEN) else None
+            unclosed = _call(_parsed(text.removeprefix(OPEN)), self._names) if text.startswith(OPEN) else None
             calls = [] if unclosed is None else [unclosed]
         return ("", calls) if calls else (self._trimmed(text), [])
 
@@ -88,14 +89,14 @@ class ToolText:
 
 def _bare_calls(text: str, names: Collection[str]) -> list[Call]:
     """Return the calls of a text that consists of nothing else; several are divided by semicolons."""
-    decoder, calls, rest = json.JSONDecoder(), list[Call](), text.strip()
+    calls, rest = list[Call](), text.strip()
     while rest:
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = _DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return []
-        call = _call(value)
-        if call is None or call.name not in names:
+        call = _call(value, names)
+        if call is None:
             return []
         calls.append(call)
         rest = rest[end:].lstrip("; \t\r\n")
@@ -104,18 +105,26 @@ def _bare_calls(text: str, names: Collection[str]) -> list[Call]:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _call(value: Any) -> Call | None:
+def _call(value: Any, names: Collection[str]) -> Call | None:
     """Return the call that a JSON value describes, or None."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write their arguments as JSON text
         arguments = _parsed(arguments)
-    if not isinstance(arguments, dict) or not value["name"].isprintable():  # a lone surrogate is not
-        return None
-    return Call(value["name"], json.dumps(arguments))
+    return Call(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+def _number(text: str) -> float:
+    """Return a number of a JSON text; NaN and those beyond float's range are none."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"expected a finite number, got {text}")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_number)
