@@ -332,6 +332,52 @@ def test_a_schema_is_compiled_once(tokenizer, monkeypatch):
     assert len(tried) == 1
 
 
+def ends(processor, tokenizer, text, vocab=1024):
+    """Whether a text may be written, and may end there."""
+    written = [5]
+    for token in ids_of(tokenizer, text):
+        if token not in allowed(processor, written, vocab):
+            return False
+        written.append(token)
+    return END in allowed(processor, written, vocab)
+
+
+A, B = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
+OPEN_A = {**A, "additionalProperties": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (A, ['{"a":1}', "{}"], ['{"b":1}', '{"a":1,"b":1}']),
+        (OPEN_A, ['{"a":1,"b":1}'], ['{"a":null}']),
+        ({"type": "object"}, ['{"b":1}'], []),
+        ({"properties": {"x": {"type": "array", "items": A}}}, ['{"x":[{"a":1}]}'], ['{"x":[{"b":1}]}']),
+        ({"allOf": [A, B]}, ['{"a":1,"b":1}'], ['{"a":1,"c":1}']),
+        ({"allOf": [OPEN_A, B]}, ['{"a":1,"c":1}'], []),
+        ({"anyOf": [A, {"type": "null"}]}, ['{"a":1}', "null"], ['{"b":1}']),
+        ({"anyOf": [A, B]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}', '{"c":1}']),
+        ({**A, "anyOf": [B, {"properties": {"c": {}}}]}, ['{"a":1,"b":1}'], ['{"a":1,"d":1}']),
+        ({"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}]}, ['{"a":1}'], ['{"b":1}']),
+        ({"$defs": {"a/A": A}, "allOf": [{"$ref": "#/$defs/a~1A"}, B]}, ['{"a":1,"b":1}'], ['{"a":1,"c":1}']),
+        (
+            {"$defs": {"A": {"properties": {"a": {"$ref": "#/$defs/A"}}}}, "$ref": "#/$defs/A"},
+            ['{"a":{"a":{}}}'],
+            ['{"a":{"b":{}}}'],
+        ),
+        ({**A, "required": ["z"]}, ['{"a":1,"z":1}'], ['{"z":1,"b":1}']),
+        ({**A, "patternProperties": {"^x": {}}}, ['{"a":1,"x1":1}'], ['{"b":1}']),
+        ({"const": A}, [json.dumps(A)], []),
+        ({"properties": {"properties": {"type": "integer"}}}, ['{"properties":1}'], ['{"b":1}']),
+    ],
+    ids=str,
+)
+def test_objects_with_properties_admit_no_others_unless_they_say_so(schema, valid, invalid, tokenizer, grammars):
+    make = grammars.json(schema)
+    assert all(jsonschema_rs.is_valid(schema, json.loads(text)) for text in valid)
+    assert [text for text in [*valid, *invalid] if ends(make(), tokenizer, text)] == valid
+
+
 def test_a_client_cannot_set_the_librarys_options(tokenizer, grammars):
     make = grammars.json({"type": "object", "x-guidance": {"whitespace_pattern": "(", "item_separator": ";"}})
     processor, text = make(), ids_of(tokenizer, '{"a":1, "b":2}')

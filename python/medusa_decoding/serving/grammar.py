@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from medusa_decoding.checks import import_library, shown
+from medusa_decoding.serving.closed_schemas import closed
 
 MAX_SCHEMA = 128 * 2**10
 """Most characters of a schema as JSON."""
@@ -156,9 +157,9 @@ def _grammar(schema: Any) -> str:
     """Return llguidance's form of a schema, which is not checked but for its size and type."""
     if not isinstance(schema, Mapping):
         raise ValueError(f"json_schema: expected an object, got {shown(schema)}")
-    # llguidance would read its own options from this key.
-    wanted = {name: value for name, value in schema.items() if name != "x-guidance"}
     try:
+        # llguidance would read its own options from this key.
+        wanted = {name: value for name, value in closed(schema).items() if name != "x-guidance"}
         text = json.dumps(wanted, allow_nan=False)
     except RecursionError:
         raise ValueError(
