@@ -261,6 +261,27 @@ def test_a_template_of_the_tokenizer_is_chosen_by_name(tokenizer):
     assert template.render(MESSAGES) == template.render(MESSAGES, TOOLS) == "Documents: none."
 
 
+def test_a_template_without_tools_gets_them_as_text(scripted, tokenizer):
+    """A system message has the tools, or the first message if there may be no system message."""
+    own, engine = copy.deepcopy(tokenizer), scripted(LLAMA)
+    for template in (
+        GENERIC,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + GENERIC,
+    ):
+        own.chat_template = template
+        with live(engine, ChatTemplate(own)) as server:
+            for messages in (MESSAGES, MESSAGES + USED):
+                done = server.client.chat.completions.create(model="demo", messages=messages, tools=TOOLS)
+                assert done.choices[0].message.tool_calls[0].function.name == "add"
+    prompts = [tokenizer.decode(asked["prompt"]) for asked in engine.asked]
+    assert [prompt.startswith("<|system|>You can call functions.") for prompt in prompts] == [True, True, False, False]
+    assert [prompt.startswith("<|user|>You can call functions.") for prompt in prompts] == [False, False, True, True]
+    assert all("Add two numbers." in prompt for prompt in prompts)
+    assert prompts[1].endswith(
+        '<|user|>hello<|assistant|>{"name": "add", "arguments": {"a": 1}}<|user|>add returned: 3<|assistant|>'
+    )
+
+
 def test_text_that_looks_like_a_call_is_text_without_tools(scripted, tool_template):
     with live(scripted(HERMES), tool_template) as server:
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):

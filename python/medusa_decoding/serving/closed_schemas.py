@@ -119,7 +119,7 @@ def _names(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _required(schema: Mapping[str, Any]) -> set[str]:
-    found = schema.get("required")
+    found: Any = schema.get("required")
     return {name for name in found if isinstance(name, str)} if _is_list(found) and "properties" in schema else set()
 
 

@@ -15,6 +15,7 @@ from medusa_decoding.serving.grammar import Grammars
 from medusa_decoding.serving.http.errors import ApiError
 from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
 from medusa_decoding.serving.http.settings import CHOICES, Settings
+from medusa_decoding.serving.http.tools import Offer, ToolText, call_form, described, offered
 from medusa_decoding.serving.penalties import penalty_processors
 from medusa_decoding.trees.tree import Tree
 
@@ -34,7 +35,7 @@ class Plan:
         stops: strings that end an answer.
         logprobs: top log-probabilities per token, None for none.
         continues: whether the answer continues the prompt's text (and is no message of its own).
-        tools: names of the functions that the model may call.
+        tools: finds the tool calls of one choice; None without tools.
         budget: the request's field for the most new tokens.
         arguments: further arguments of `Engine.submit`.
         make_processors: returns the logits processors of one choice of a prompt of this length.
@@ -45,7 +46,7 @@ class Plan:
     stops: list[str]
     logprobs: int | None
     continues: bool
-    tools: frozenset[str]
+    tools: Callable[[], ToolText] | None
     budget: str
     arguments: dict[str, Any]
     make_processors: Callable[[int], list[Any]] | None = field(default=None)
@@ -69,21 +70,19 @@ class Planner:
             raise ApiError("max_tokens: expected max_completion_tokens or it, got two values", param="max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs: expected logprobs: true with it, got none", param="top_logprobs")
-        if body.tool_choice == "auto" and not body.tools:
-            raise ApiError("tool_choice: expected tools with 'auto', got none", param="tool_choice")
-        tools = body.tools if body.tools and body.tool_choice != "none" else []
+        offer = offered(body)
         make_grammar = self._grammar(body)
-        if tools and make_grammar is not None:
+        if offer.tools and make_grammar is not None:
             raise ApiError("response_format: expected type 'text' with tools, got JSON", param="response_format")
-        definitions = [tool.model_dump(exclude_none=True) for tool in tools]
+        definitions = [tool.model_dump(exclude_none=True) for tool in offer.tools]
         prompt = self._chat_prompt([_plain(n, message) for n, message in enumerate(body.messages)], definitions)
         return self._plan(
             body,
             [prompt],
             budget=("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            make_grammar=make_grammar,
-            tools=frozenset(tool.function.name for tool in tools),
+            make_grammar=self._call_grammar(offer) if offer.constrained else make_grammar,
+            tools=functools.partial(ToolText, offer.names, offer.constrained) if offer.tools else None,
         )
 
     def completion(self, body: CompletionRequest) -> Plan:
@@ -105,7 +104,7 @@ class Planner:
         budget: str,
         logprobs: int | None,
         make_grammar: Callable[[], Any] | None = None,
-        tools: frozenset[str] = frozenset(),
+        tools: Callable[[], ToolText] | None = None,
     ) -> Plan:
         if body.model != self._settings.model:
             message = f"model: expected {self._settings.model}, got {shown(body.model)}"
@@ -139,16 +138,19 @@ class Planner:
         if not isinstance(template, ChatTemplate):
             message = "messages: expected a model with a chat template, got one without (medusa serve --template names "
             raise ApiError(message + "one; /v1/completions needs none)", param="messages")
-        try:
-            text = template.render(messages, tools or None)
-            if _about_tools(messages) and text == template.render(_probed(messages), tools or None):
-                message = "messages: expected none about tools, which this chat template ignores"
-                raise ApiError(message, param="messages")
-            if tools and text == template.render(messages, [_renamed(tool) for tool in tools]):
-                raise ApiError("tools: expected none, because this chat template ignores them", param="tools")
-        except ValueError as error:
-            raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
-        return self._checked_prompt("messages", template.prompt_tokens(text))
+        ways: list[Callable[..., Any]] = [lambda messages, tools: (messages, tools or None)]
+        if (tools or _about_tools(messages)) and "tool" not in str(template.tool_text):
+            ways += [functools.partial(described, role=role) for role in ("system", "user")]
+        refused = None
+        for way in ways:
+            try:
+                text = _rendered(template, way, messages, tools)
+            except ApiError as error:
+                refused = refused or error
+            else:
+                return self._checked_prompt("messages", template.prompt_tokens(text))
+        assert refused is not None
+        raise refused
 
     def _text_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -228,9 +230,35 @@ class Planner:
         except ValueError as error:
             raise ApiError(f"response_format: {error}", param="response_format", code="invalid_value") from error
 
+    def _call_grammar(self, offer: Offer) -> Callable[[], Any]:
+        assert isinstance(self._encoder, ChatTemplate)
+        form = call_form(self._encoder.tool_text) if offer.forced else None
+        # Models that write bare calls have learnt to write one.
+        several = (form is None or form.tagged) if offer.several is None else offer.several
+        try:
+            return self._grammars.calls(offer.schemas(), form=form, several=several)
+        except ValueError as error:
+            raise ApiError(f"tools: {error}", param="tools", code="invalid_value") from error
+
     @functools.cached_property
     def _grammars(self) -> Grammars:
         return Grammars(self._encoder.tokenizer, self._vocabulary, self._encoder.ends(self._eos))
+
+
+def _rendered(
+    template: ChatTemplate, way: Callable[..., Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> str:
+    """Return the text of a prompt; raises `ApiError` if the template refuses it or ignores what it says about tools."""
+    try:
+        text = template.render(*way(messages, tools))
+        if _about_tools(messages) and text == template.render(*way(_probed(messages), tools)):
+            message = "messages: expected none about tools, which this chat template ignores"
+            raise ApiError(message, param="messages")
+        if tools and text == template.render(*way(messages, [_renamed(tool) for tool in tools])):
+            raise ApiError("tools: expected none, because this chat template ignores them", param="tools")
+    except ValueError as error:
+        raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
+    return text
 
 
 def _about_tools(messages: list[dict[str, Any]]) -> bool:
