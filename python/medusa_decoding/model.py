@@ -21,8 +21,6 @@ from medusa_decoding.backbone import unsupported
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.checkpoints import (
     HeadsCheckpoint,
-    find_base_model,
-    find_base_revision,
     load_base_model,
     read_heads,
     tuning_file,
@@ -30,6 +28,7 @@ from medusa_decoding.checkpoints import (
 )
 from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
 from medusa_decoding.checkpoints.pretrained import stated_sizes
+from medusa_decoding.checkpoints.reading import HUB_FILES, fetch_folder, is_plain, stated_base_model, without_heads
 from medusa_decoding.checks import shown
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet, sizes_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
@@ -115,7 +114,7 @@ class MedusaModel:
     def from_pretrained(
         cls,
         heads: str | Path,
-        base_model: str | Path | None = None,
+        base_model: str | Path | nn.Module | None = None,
         dtype: str | torch.dtype = "auto",
         device_map: Any = None,
         tree: Tree | Literal["auto"] | None = None,
@@ -125,8 +124,10 @@ class MedusaModel:
         """Load heads and their base model.
 
         Args:
-            heads: folder or hub id in any supported format (see `checkpoints`).
-            base_model: folder or hub id; overrides the checkpoint's `base_model_name_or_path`.
+            heads: folder or hub id in any supported format (see `checkpoints`); a model without heads is loaded for
+                plain decoding, with a warning.
+            base_model: folder or hub id; overrides the checkpoint's `base_model_name_or_path`. Or the loaded model,
+                which stays in its dtype and on its device.
             dtype: of the base model; "auto" keeps the checkpoint's. The heads follow the base model.
             device_map: passed to transformers.
             tree: as in the constructor. By default what `medusa tune` has stored next to the heads: for each generation
@@ -143,18 +144,29 @@ class MedusaModel:
         """
         if hf_kwargs.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
+        placed = {"dtype": dtype, "device_map": device_map, **hf_kwargs}
+        sizes = _sizes_of_loaded(base_model, placed) if isinstance(base_model, nn.Module) else {}
+        gguf = hf_kwargs.get("gguf_file")
+        folder = fetch_folder(heads, None, "heads", [*HUB_FILES, *([] if gguf is None else [gguf])])
+        if is_plain(folder, gguf):
+            if base_model is not None and str(base_model) not in (str(heads), str(folder)):
+                raise ValueError(f"base_model: expected none, because {without_heads(folder)}, got {shown(base_model)}")
+            if isinstance(tree, Tree):
+                tree.check_fits(0, 0)
+            base = load_base_model(None, heads, **placed)
+            logger.warning("no heads: decoding plainly, one token per step; %s", without_heads(folder))
+            return cls(base.eval(), None, tree, backend)
         # The base model's sizes are checked before the heads take memory; heads that share lm_head do not state V.
-        # To ask a hub only once, just folders are read here unless a base model is given.
-        named, sizes = base_model, {}
-        if named is None and isinstance(heads, (str, Path)) and os.path.isdir(os.path.expanduser(heads)):
-            found = find_base_model(heads)
-            named = found if found is not None and os.path.isdir(found) else None
-        if named is not None:
-            revision = hf_kwargs.get("revision") or find_base_revision(heads, base_model=named)
+        # A hub is not asked for the base model's config first, unless that model is given.
+        found, recorded = stated_base_model(folder)
+        named = found if base_model is None else base_model
+        if isinstance(named, (str, Path)) and (base_model is not None or os.path.exists(named)):
+            revision = hf_kwargs.get("revision") or (recorded if str(named) == found else None)
             sizes = stated_sizes(str(named), revision)
-        checkpoint = read_heads(heads, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
-        base = load_base_model(checkpoint, base_model, dtype=dtype, device_map=device_map, **hf_kwargs)
-        return cls.from_checkpoint(base.eval(), checkpoint, tree, backend)
+        checkpoint = read_heads(folder, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
+        if isinstance(base_model, nn.Module):
+            return cls.from_checkpoint(base_model, checkpoint, tree, backend)
+        return cls.from_checkpoint(load_base_model(checkpoint, base_model, **placed).eval(), checkpoint, tree, backend)
 
     @classmethod
     def from_checkpoint(
@@ -170,7 +182,8 @@ class MedusaModel:
             ValueError: heads that do not fit the base model, or a damaged file with a tree.
         """
         stored = {} if isinstance(tree, Tree) else tuning_file.stored_trees(checkpoint.path, checkpoint.heads)
-        norm = base.model.norm.weight
+        causal = base.get_base_model() if hasattr(base, "get_base_model") else base  # peft's wrapper
+        norm = causal.model.norm.weight
         model = cls(base, checkpoint.heads.place(norm.device, norm.dtype), tree, backend)
         model._recall(checkpoint.path, stored)
         return model
@@ -524,6 +537,18 @@ class MedusaModel:
             tree.check_fits(0, 0)
             return
         tree.check_fits(self.heads.num_heads, min(MAX_TOP_K, self.heads.num_candidates))
+
+
+def _sizes_of_loaded(base: nn.Module, given: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of a loaded model; raise `ValueError` if it is unsupported, or for arguments of loading."""
+    backbone = Backbone(base)
+    backbone.swap.undo()
+    if given["dtype"] in ("auto", backbone.dtype, str(backbone.dtype).removeprefix("torch.")):
+        given = given | {"dtype": None}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected none, because base_model is loaded already, got {shown(value)}")
+    return {"hidden_size": backbone.config.hidden_size, "vocab_size": backbone.vocab_size}
 
 
 def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tree:

@@ -96,6 +96,54 @@ def test_extra_tensors_of_old_checkpoints_are_accepted(folder: Path, tiny_llama:
         assert torch.equal(getattr(found, "causal", found)(tokens).logits, tiny_llama(tokens).logits)
 
 
+class TestNamesOfWeights:
+    """As transformers reads them: with or without the decoder's prefix, tied embeddings under either name."""
+
+    @pytest.fixture
+    def tied(self, folder: Path, tiny_llama: LlamaForCausalLM) -> LlamaForCausalLM:
+        """The base model with tied embeddings, written by its decoder alone: names without the prefix."""
+        tiny_llama.config.tie_word_embeddings = True
+        tiny_llama.tie_weights()
+        (folder / "base" / "model.safetensors").unlink()
+        tiny_llama.model.save_pretrained(folder / "base", max_shard_size="1KB")
+        assert len(list((folder / "base").glob("model-*.safetensors"))) > 1
+        return tiny_llama
+
+    @pytest.mark.parametrize("kind", ["shards", "bin", "some prefixes", "as lm_head", "both names", "two prefixes"])
+    def test_names_that_transformers_accepts_are_loaded(self, folder: Path, tied: LlamaForCausalLM, kind: str) -> None:
+        base = folder / "base"
+        tensors: dict[str, Any] = {}
+        for file in sorted(base.glob("model-*.safetensors")):
+            tensors |= load_file(file)
+        assert "embed_tokens.weight" in tensors
+        changed = {
+            "bin": tensors,
+            "some prefixes": {f"model.{key}" if ".1." in key else key: tensor for key, tensor in tensors.items()},
+            "as lm_head": {key.replace("embed_tokens", "lm_head"): tensor for key, tensor in tensors.items()},
+            "both names": tensors | {"lm_head.weight": tensors["embed_tokens.weight"].clone()},
+            "two prefixes": {f"model.model.{key}": tensor for key, tensor in tensors.items()},
+        }.get(kind)
+        if changed is not None:
+            for file in base.glob("model*.safetensors*"):
+                file.unlink()
+            if kind == "bin":
+                torch.save(changed, base / "pytorch_model.bin")
+            else:
+                save_file(changed, base / "model.safetensors", {"format": "pt"})
+        tokens = torch.tensor([[3, 4, 5]])
+        assert torch.equal(loaded(folder)(tokens).logits, tied(tokens).logits)
+
+    def test_without_an_lm_head_that_is_not_tied_they_are_refused(self, folder: Path, tied: LlamaForCausalLM) -> None:
+        say(folder, tie_word_embeddings=False)
+        with pytest.raises(ValueError, match=r"every weight of LlamaForCausalLM, got none for lm_head\.weight$"):
+            loaded(folder)
+
+    def test_their_shapes_are_compared_with_the_config(self, folder: Path, tied: LlamaForCausalLM) -> None:
+        say(folder, intermediate_size=16)
+        with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.\w+\.weight in .*: expected shape .*16"):
+            loaded(folder)
+
+
 class TestAdapters:
     @pytest.fixture
     def adapter(self, folder: Path, tiny_llama: LlamaForCausalLM) -> Path:

@@ -605,8 +605,12 @@ class TestSharedLmHead:
             export(checkpoint("shared"), tmp_path / "out", "vllm")
         config = json.loads((base / "config.json").read_text())
         (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-        export(checkpoint("shared"), tmp_path / "out", "vllm")
-        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], embeddings)
+        for number, prefix in enumerate(("model.", "")):  # the decoder alone is saved without the prefix
+            named = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+            save_file(named, base / "model.safetensors", metadata={"format": "pt"})
+            out = tmp_path / f"out-{number}"
+            export(checkpoint("shared"), out, "vllm")
+            assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], embeddings)
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,3 +158,43 @@ def test_doctor_fails_when_an_op_is_wrong(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out.count("FAILED") >= 2
     assert "no kernel image" in captured.err
+
+
+class TestAModelWithoutHeads:
+    def test_generate_writes_its_text_and_says_how_to_get_heads(self, checkpoint, model_text):
+        plain = str(checkpoint / "base")
+        argv = ["generate", "--model", plain, "--prompt", "abc", "--max-new-tokens", "12", "--device", "cpu"]
+        for tree in ([], ["--tree", "lookup:4"]):
+            command = [sys.executable, "-m", "medusa_decoding", *argv, *tree]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip("\n") == model_text("abc", 12).strip("\n")
+            [said, _] = done.stderr.splitlines()
+            assert said.endswith(f"(`medusa train --init {plain} DATA` begins to train some)")
+            assert f"{plain} is a model without Medusa heads" in said
+
+    def test_eval_measures_it(self, capsys, checkpoint, tmp_path):
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
+        argv = ["eval", "--model", str(checkpoint / "base"), "--prompts", str(tmp_path / "prompts.jsonl"), "--rounds"]
+        out = run_json(capsys, *argv, "1", "--max-new-tokens", "8", "--template", "plain", "--no-transformers")
+        assert out["prompts"] == [str(tmp_path / "prompts.jsonl")]
+
+    @pytest.mark.parametrize(
+        ("argv", "words"),
+        [
+            (["generate", "--prompt", "a", "--tree", "chain:4"], "tree: .* because the model has no heads"),
+            (["tune"], "--model: expected a checkpoint of Medusa heads, but .*base is a model without Medusa heads"),
+            (["calibrate", "--prompts", "P"], "--model: expected a checkpoint of Medusa heads, but"),
+            (["export", "--format", "vllm", "--out", "OUT"], "expected a checkpoint of Medusa heads, but"),
+        ],
+    )
+    def test_what_needs_heads_is_refused_before_it_is_loaded(self, capsys, checkpoint, tmp_path, argv, words):
+        for file in (checkpoint / "base").iterdir():
+            if "safetensors" not in file.name:
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        base = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-base"))
+        before = sorted(base.iterdir())
+        name, *rest = argv
+        assert main([name, "--model", str(base), *(str(base / "out") if arg == "OUT" else arg for arg in rest)]) == 2
+        assert re.search(words, capsys.readouterr().err)
+        assert sorted(base.iterdir()) == before

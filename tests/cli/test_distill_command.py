@@ -129,6 +129,8 @@ def test_ctrl_c_keeps_the_records_and_resume_continues(capsys, place, trained, m
     assert place.file.read_bytes() == before
     assert trained == []
     assert place.run("--resume") == 0
+    shown = [line for line in capsys.readouterr().err.splitlines() if "/5 seeds" in line]
+    assert shown[0] == "2/5 seeds (40 %), 00:00 elapsed, ? left"  # earlier answers say nothing about the pace
     assert place.file.read_bytes().startswith(before)
     check_answers(place.chat, place.file)
     assert trained[0][1]["resume"] is True

@@ -1,5 +1,8 @@
 """Help, the version and typing errors answer without importing torch, and other libraries stay quiet."""
 
+import os
+import re
+import struct
 import subprocess
 import sys
 
@@ -12,14 +15,15 @@ RUN = """
 import sys
 from medusa_decoding.cli import main
 try:
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
 finally:
     print("imported:", *sorted(name for name in sys.modules if "." not in name))
 """
 
 
-def run(*argv):
-    done = subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True, timeout=120)
+def run(*argv, **environment):
+    command, environment = [sys.executable, "-c", RUN, *argv], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -43,6 +47,34 @@ def test_answers_that_need_no_model_import_no_torch(argv, code, words):
     assert got == code
     assert words in out + err
     assert not SLOW & set(out.split("imported:")[1].split())
+
+
+HEADER = b"GGUF" + bytes(20) + struct.pack("<Q20sIQ", 20, b"general.architecture", 8, 5)
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (None, "expected a GGUF file, got none"),
+        (b"PK\x03\x04", "expected a GGUF file, got one that begins with b'PK"),
+        (HEADER + b"bloom", "expected a model of llama, .* got architecture 'bloom'"),
+        (HEADER + b"llama", r"pip install 'medusa-kernels\[gguf\]'"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_read_is_told_at_once(tmp_path, start, words):
+    file = tmp_path / "model.gguf"
+    if start is not None:
+        file.write_bytes(start)
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['gguf'] = None\n")
+    for argv in (
+        ["generate", "--model", file, "--prompt", "x"],
+        ["serve", "--base-model", file],
+        ["train", "--init", file, "data.jsonl"],
+    ):
+        code, out, err = run(*map(str, argv), PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+        assert code == 2
+        assert re.search(words, err)
+        assert not SLOW & set(out.split("imported:")[1].split())
 
 
 def test_other_libraries_print_nothing(checkpoint):

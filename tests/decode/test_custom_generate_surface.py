@@ -153,7 +153,7 @@ def test_heads_of_a_folder_are_read_once(model, folder, monkeypatch):
         read.append(path)
         return read_heads(path, **kwargs)
 
-    monkeypatch.setattr("medusa_decoding.huggingface.model_cache.read_heads", counted)
+    monkeypatch.setattr("medusa_decoding.model.read_heads", counted)
     [row] = prompts(1, [6])
     expected = transformers_greedy(model, row, NEW)
     for name in (folder, str(folder), folder.parent / "." / "heads"):

@@ -146,3 +146,71 @@ def test_four_bit_layers_that_are_slow_with_trees_give_one_warning(monkeypatch, 
             model._tell(TreeChoice(Tree.chain(1), choice))
         model._tell(TreeChoice("auto", GIVEN))
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [words] * warns
+
+
+class TestAModelWithoutHeads:
+    @pytest.mark.parametrize("tree", [None, "auto", Tree([]).with_lookup(4)])
+    def test_it_decodes_plainly_with_a_warning(self, folders, caplog, tree):
+        with MedusaModel.from_pretrained(folders / "base", dtype="float32", tree=tree) as model:
+            assert model.heads is None
+            [row] = prompts(1, [7])
+            got = model.generate(row[None], max_new_tokens=10).sequences[0, 7:].tolist()
+        assert got == transformers_greedy(model.base, row, 10)
+        [said] = [line for line in caplog.messages if "without Medusa heads" in line]
+        assert f"`medusa train --init {folders / 'base'} DATA`" in said
+
+    def test_a_tree_of_heads_is_refused_before_the_model_is_loaded(self, folders):
+        (folders / "base" / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"^tree: .* because the model has no heads, got .*\(path \[0\]\)"):
+            MedusaModel.from_pretrained(folders / "base", tree=Tree.chain(2))
+
+    def test_a_base_model_of_it_is_refused(self, folders):
+        with pytest.raises(ValueError, match=r"^base_model: expected none, because .*base is a model without Medusa"):
+            MedusaModel.from_pretrained(folders / "base", folders / "heads")
+
+    @pytest.mark.parametrize("config", [{"model_type": "llama", "medusa_num_heads": 2}, {"model_type": "medusa"}, {}])
+    def test_heads_whose_weights_are_missing_are_not_one(self, tmp_path, config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=r"expected a checkpoint of Medusa heads, one of: .* got a folder with"):
+            MedusaModel.from_pretrained(tmp_path)
+
+
+class TestALoadedBaseModel:
+    def test_it_decodes_in_its_dtype(self, folders):
+        base = tiny()
+        with MedusaModel.from_pretrained(folders / "heads", base, dtype="float32", tree=Tree.chain(2)) as model:
+            assert model.base is base
+            [row] = prompts(1, [7])
+            got = model.generate(row[None], max_new_tokens=10).sequences[0, 7:].tolist()
+        assert got == transformers_greedy(base, row, 10)
+        with MedusaModel.from_pretrained(folders / "heads", tiny().to(torch.bfloat16)) as model:
+            assert model.heads.w1.dtype == torch.bfloat16
+
+    def test_one_with_an_adapter_is_taken(self, folders):
+        peft = pytest.importorskip("peft")
+        base = peft.get_peft_model(tiny(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        with MedusaModel.from_pretrained(folders / "heads", base.eval()) as model:
+            assert model.base is base
+
+    @pytest.mark.parametrize(
+        ("given", "name"),
+        [
+            ({"dtype": torch.bfloat16}, "dtype"),
+            ({"device_map": {"": "cpu"}}, "device_map"),
+            ({"revision": "main"}, "revision"),
+        ],
+    )
+    def test_arguments_of_loading_are_refused(self, folders, given, name):
+        with pytest.raises(ValueError, match=rf"^{name}: expected none, because base_model is loaded already"):
+            MedusaModel.from_pretrained(folders / "heads", tiny(), **given)
+
+    @pytest.mark.parametrize(
+        ("base", "message"),
+        [
+            (7, "^base_model: expected a folder, a hub id or a loaded model, got int"),
+            (torch.nn.Linear(2, 2), "^base_model: expected a Llama-family causal language model, got Linear"),
+        ],
+    )
+    def test_what_is_no_model_is_refused(self, folders, base, message):
+        with pytest.raises(ValueError, match=message):
+            MedusaModel.from_pretrained(folders / "heads", base)

@@ -95,4 +95,4 @@ def test_optional_libraries_of_the_server(imported: set[str], project: dict[str,
 
 
 def test_development_has_the_optional_libraries(project: dict[str, Any]) -> None:
-    assert names(project["optional-dependencies"]["dev"]) >= OPTIONAL | SERVING
+    assert names(project["optional-dependencies"]["dev"]) >= OPTIONAL | SERVING | {"gguf"}

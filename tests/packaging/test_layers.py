@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "python" / "medusa_decoding"
 LAYERS = """
 options progress
 files
-checks provenance
+checks provenance gguf_files
 trees
 heads
 backbone

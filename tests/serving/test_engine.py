@@ -14,6 +14,7 @@ from models import VOCAB, heads_for, prompts, tiny
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode.runtime.steps import KEPT_STEPS
+from medusa_decoding.serving import prompt_scores, scheduler
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.groups import Groups
 from medusa_decoding.serving.ticket import Delta, QueueFullError
@@ -132,6 +133,30 @@ def test_log_probabilities_are_the_models_own(llama: MedusaModel) -> None:
     for entry, token, row in zip(kept, tokens, expected, strict=True):
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         best = row.topk(3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_prompt_log_probabilities_are_the_models(model: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_scores, "MOST_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(scheduler, "PREFILL_CHUNK", 16)
+    [prompt] = (prompt.tolist() for prompt in prompts(1, [50], seed=7))
+    answer = alone(model, prompt, max_new_tokens=12)
+    with Engine(model, slots=2) as engine:
+        Caller(engine, prompt, max_new_tokens=2).tokens()  # what is cached of the prompt has no scores
+        caller = Caller(engine, prompt, n=2, prompt_logprobs=3, max_new_tokens=12)
+        assert caller.tokens(0) == caller.tokens(1) == answer
+        one = Caller(engine, prompt[:1], prompt_logprobs=0, max_new_tokens=1)
+        one.tokens()
+    with torch.no_grad():
+        expected = model.backbone.causal_lm(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    first, *found = caller.tickets[0].prompt_logprobs
+    assert first is None
+    assert list(one.tickets[0].prompt_logprobs) == [None]
+    for entry, token, row in zip(found, prompt[1:], expected, strict=True):
+        best = row.topk(3)
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert entry.rank == row.argsort(descending=True).tolist().index(token) + 1
         assert [token for token, _ in entry.top] == best.indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
@@ -440,6 +465,7 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "none": ([1], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
     "n": ([1], {"n": 0}, "n: expected a whole number of at least 1"),
     "logprobs": ([1], {"logprobs": 21}, "logprobs: expected 0 to 20, got 21"),
+    "prompt logprobs": ([1], {"prompt_logprobs": -1}, "prompt_logprobs: expected 0 to 20, got -1"),
     "tree": ([1], {"tree": Tree.chain(5)}, "tree: "),
     "lookup": ([1], {"tree": Tree.chain(2).with_lookup(4)}, "tree: expected one without a branch copied"),
     "word": ([1], {"tree": "large"}, "tree: expected a Tree or 'auto', got 'large'"),

@@ -8,6 +8,10 @@ import openai
 import pytest
 import torch
 
+from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
+from medusa_decoding.serving.http.events import CompletionForm
+from medusa_decoding.serving.ticket import TokenLogprobs
+
 QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
 OTHER = "Write a command line parser with path and --verbose."
 UNKNOWN = "Tell me about numbers."  # the model has not learnt this: its distribution is flat
@@ -213,6 +217,87 @@ def test_log_probabilities_of_text_completions(server, written, tokenizer):
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == logprob == max(top.values())
         assert len(top) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_chosen_token_is_among_the_top_log_probabilities(server, count):
+    fields = {"temperature": 2.0, "seed": 1, "max_tokens": 20, "logprobs": count}
+    found = server.client.completions.create(model="demo", prompt="Write a", **fields).choices[0].logprobs
+    places = list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))
+    assert all(top[token] == logprob and len(top) in (max(count, 1), count + 1) for token, logprob, top in places)
+    assert any(len(top) == count + 1 for *_, top in places)  # an unlikely token
+
+
+def test_the_chosen_one_of_two_tokens_with_the_same_text_is_listed():
+    class Texts:
+        text = staticmethod({7: "a", 8: "a", 9: "b"}.get)
+
+    shown = [ShownToken(8, TokenLogprobs(-2.0, [(9, -0.5), (7, -1.0)]), 0)]
+    choice = Choice(0, None, None, [Part(0, 0, 1, "a", [], shown, "stop")], finish="stop")
+    [body] = CompletionForm("demo", Texts, True).response([choice], {})["choices"]
+    assert body["logprobs"]["top_logprobs"] == [{"b": -0.5, "a": -2.0}]
+
+
+def test_an_echo_scores_the_prompt_as_the_model_does(server, written, tokenizer, demo):
+    texts = ["class Job:\n    na\u00efve: str\n", "import \U0001f600 argparse"]
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    fields = {"model": "demo", "prompt": prompts, "max_tokens": 1, "logprobs": 1, "temperature": 0, "echo": True}
+    done = server.client.completions.create(**fields, seed=1234, extra_body={"prompt_logprobs": 2})
+    streamed = ["", ""]
+    for chunk in server.client.completions.create(**fields, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert [choice.text for choice in done.choices] == streamed
+    for choice, text, prompt in zip(done.choices, texts, prompts, strict=True):
+        new = demo.generate(torch.tensor([prompt]), max_new_tokens=1).sequences[0].tolist()
+        with torch.no_grad():
+            expected = demo.backbone.causal_lm(torch.tensor([new])).logits[0, :-1].log_softmax(-1)
+        found = choice.logprobs
+        assert choice.text == text + tokenizer.decode(new[-1:], skip_special_tokens=True)
+        assert found.token_logprobs[0] is found.top_logprobs[0] is choice.prompt_logprobs[0] is None
+        own = [float(row[token]) for row, token in zip(expected, new[1:], strict=True)]
+        assert found.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+        for token, top, row in zip(found.tokens[1:], found.top_logprobs[1:], expected, strict=True):
+            assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+            assert len(top) <= 2
+            assert token in top
+        for entry, token, row in zip(choice.prompt_logprobs[1:], prompt[1:], expected[:-1], strict=True):
+            ranks = row.argsort(descending=True).tolist()
+            assert {int(one): told["rank"] for one, told in entry.items()} == {
+                one: ranks.index(one) + 1 for one in {token, *ranks[:2]}
+            }
+            for one, told in entry.items():
+                assert told["logprob"] == pytest.approx(float(row[int(one)]), abs=1e-4)
+        for token, at in zip(found.tokens, found.text_offset, strict=True):
+            assert not choice.text[at].isascii() if token.startswith("bytes:") else choice.text[at:].startswith(token)
+
+
+def test_a_conversation_has_prompt_log_probabilities(server, encoder):
+    prompt = encoder.encode([{"role": "user", "content": QUESTION}])
+    fields = {"max_tokens": 2, "n": 2, "extra_body": {"prompt_logprobs": 0}}
+    found = ask(server, **fields).prompt_logprobs
+    [one, _] = server.client.completions.create(model="demo", prompt=prompt, **fields).choices
+    assert found == one.prompt_logprobs
+    assert [entry and [*entry] for entry in found] == [None, *([str(token)] for token in prompt[1:])]
+
+
+@pytest.mark.parametrize("prompt", ["Write a class", [40, 41, 42]])
+def test_no_new_tokens_leave_the_prompt_alone(server, tokenizer, prompt):
+    create = server.client.completions.create
+    done = create(model="demo", prompt=prompt, max_tokens=0, echo=True, logprobs=0, n=2)
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    assert [choice.text for choice in done.choices] == [text, text]
+    assert all(len(choice.logprobs.tokens) == done.usage.prompt_tokens for choice in done.choices)
+    assert {choice.finish_reason for choice in done.choices} == {"length"}
+    assert done.usage.completion_tokens == 0
+    [empty] = create(model="demo", prompt=prompt, max_tokens=0).choices
+    assert (empty.text, empty.finish_reason) == ("", "length")
+
+
+def test_an_end_token_has_an_entry_after_an_echo(server):
+    fields = {"prompt": [40, 41, 42], "max_tokens": 1, "logprobs": 1, "echo": True, "logit_bias": {"0": 100}}
+    [choice] = server.client.completions.create(model="demo", **fields).choices
+    assert choice.finish_reason == "stop"
+    assert [len(values) for _, values in choice.logprobs] == [4] * 4  # lm-evaluation-harness leaves out the last one
 
 
 def test_log_probabilities_end_with_the_text(server, written):

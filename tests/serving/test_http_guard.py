@@ -39,7 +39,10 @@ def test_a_key_is_asked_for(demo_engine, encoder):
             "s\u00e9cret key",
         ):
             headers = {} if given is None else {"Authorization": given.encode()}
-            for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/nothing")):
+            for method, path in (
+                ("POST", CHAT), ("GET", "/v1/models"), ("GET", "/v1/nothing"), ("POST", "/tokenize"),
+                ("POST", "/detokenize"), ("POST", "/tokenize/"), ("GET", "/nothing"),
+            ):  # fmt: skip
                 response = httpx.request(method, server.url + path, headers=headers, content=b"{")
                 assert response.status_code == 401
                 assert response.json()["error"]["code"] == "invalid_api_key"

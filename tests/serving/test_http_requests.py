@@ -9,6 +9,7 @@ import openai
 import pytest
 import torch
 from http_server import live
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from medusa_decoding.chat.template import ChatTemplate
@@ -38,7 +39,7 @@ def tool(name, parameters=None, **fields):
 
 
 def post(server, path, **fields):
-    content = json.dumps({**BASE[path], **fields})  # escapes what UTF-8 cannot write
+    content = json.dumps({**BASE.get(path, {}), **fields})  # escapes what UTF-8 cannot write
     return httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"}, timeout=60)
 
 
@@ -82,6 +83,7 @@ def refused(response, status=400):
             "messages[0].content[0].type",
         ),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type"),
@@ -117,7 +119,8 @@ def refused(response, status=400):
         (CHAT, {"acceptance": "typical", "temperature": 0}, "temperature"),
         (TEXT, {"suffix": "x"}, "suffix"),
         (TEXT, {"best_of": 2}, "best_of"),
-        (TEXT, {"echo": True}, "echo"),
+        (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": ""}, "prompt"),
         (TEXT, {"prompt": [[1], []]}, "prompt[1]"),
@@ -136,6 +139,37 @@ def test_what_is_not_supported_is_an_error_that_names_it(server, path, fields, p
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param.split("[")[0].split(".")[0])
+
+
+def test_tokens_are_those_that_prompts_run_as(server, encoder, tokenizer):
+    found = post(server, "/tokenize", messages=MESSAGES, return_token_strs=True).json()
+    assert found["tokens"] == encoder.encode(MESSAGES)
+    assert found["count"] == len(found["tokens"]) < found["max_model_len"]
+    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
+    assert post(server, CHAT, max_tokens=1).json()["usage"]["prompt_tokens"] == found["count"]
+    closed = post(server, "/tokenize", messages=MESSAGES, add_generation_prompt=False).json()["tokens"]
+    assert closed == encoder.tokens([encoder.render_spans(MESSAGES)[0]])[0] != found["tokens"]
+    text = post(server, "/detokenize", tokens=found["tokens"]).json()["prompt"]
+    assert text == encoder.render(MESSAGES)
+    plain = post(server, "/tokenize", prompt="na\u00efve <|end|>").json()
+    assert plain["tokens"] == tokenizer("na\u00efve <|end|>")["input_ids"]
+    assert plain["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ],
+)
+def test_bad_requests_for_tokens_are_refused(server, path, body, param):
+    assert refused(post(server, path, **body))["param"] == param
+    assert refused(post(server, path, **body, model="gpt-5"), 404)["code"] == "model_not_found"
 
 
 def test_the_model_must_be_the_served_one(server):
@@ -329,6 +363,12 @@ def test_metrics_count_what_happened(server, demo_engine):
         assert grown(f"medusa_{name}_seconds_count") == 1
     assert after["medusa_running_rows",] == after["medusa_queue_length",] == 0
     assert after["medusa_slots",] == 4
+    response = httpx.get(server.url + "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    strict = [
+        sample.name for one in openmetrics.text_string_to_metric_families(response.text) for sample in one.samples
+    ]
+    assert {name for name, *_ in after} == set(strict)
 
 
 def test_limits_of_values_are_named(server):

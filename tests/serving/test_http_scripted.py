@@ -13,9 +13,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
+from medusa_decoding.serving.http import responses
 from medusa_decoding.serving.http.token_text import TokenBytes
 
 END = 0
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = [
     {
@@ -91,6 +93,75 @@ def test_stop_strings_are_found_across_tokens_and_steps(scripted, encoder, stop,
     for chunk in chunks:  # nothing has to be taken back
         shown += chunk.delta.content
         assert kept.startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [
+        ("<|user|>", "one STOP two"),
+        (["absent<|user|>", "wo<|user|>"], "one STOP t"),
+        ("T<|assistant|>O", "one S"),
+        ("<|user|><|user|>thr", "one STOP two"),
+        ("ree<|end|>", "one STOP twoth"),  # the token that ends every answer
+        (["<|end|>", "two<|user|>th"], "one STOP twothree"),
+        ("STOP", "one "),  # special tokens do not hide the text around them
+        ("|", "one STOP twothree"),
+    ],
+)
+def test_stop_strings_with_special_tokens_are_found_and_not_shown(scripted, encoder, stop, kept):
+    for size in (1, 3):
+        with live(scripted("one ST<|assistant|>OP two<|user|><|user|>three", size), encoder) as server:
+            chat = ask(server, stop=stop, logprobs=True).choices[0]
+            chunks = streamed(server, stop=stop)
+            done = server.client.completions.create(model="demo", prompt="x", stop=stop).choices[0]
+        assert chat.message.content == done.text == "".join(chunk.delta.content for chunk in chunks) == kept
+        assert {chat.finish_reason, done.finish_reason, chunks[-1].finish_reason} == {"stop"}
+        tokens = "".join(entry.token for entry in chat.logprobs.content)
+        assert tokens.replace("<|assistant|>", "").replace("<|user|>", "").startswith(kept)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": MESSAGES}),
+        (CHAT, {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "top_logprobs": 2}),
+        (TEXT, {"prompt": "x"}),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 2}),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/models", None),
+        ("/v1/models/{model}", None),
+    ],
+)
+def test_responses_have_the_fields_of_the_schema(scripted, tool_template, path, fields):
+    def check(body, kind="application/json"):
+        model = getattr(responses, described[kind]["schema"]["$ref"].rpartition("/")[2])
+        assert model.model_validate(body, strict=True).model_dump(exclude_unset=True) == body
+
+    with live(scripted(HERMES), tool_template) as server:
+        operation = httpx.get(f"{server.url}/openapi.json").json()["paths"][path]["post" if fields else "get"]
+        described, where = operation["responses"]["200"]["content"], server.url + path.format(model="demo")
+        check(httpx.get(where).json() if fields is None else httpx.post(where, json={"model": "demo", **fields}).json())
+        if path in (CHAT, TEXT):
+            streamed = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}, **fields}
+            *events, done = httpx.post(where, json=streamed).text.split("\n\n")[:-1]
+            assert done == "data: [DONE]"
+            for event in events:
+                check(json.loads(event.removeprefix("data: ")), "text/event-stream")
+
+
+def test_a_chat_template_gets_variables_of_the_request(scripted, tokenizer, tmp_path):
+    (tmp_path / "moods.jinja").write_text("<|user|>{{ mood | default('calm') }}{{ template }}<|assistant|>")
+    engine = scripted("one")
+    with live(engine, ChatTemplate(tokenizer, str(tmp_path / "moods.jinja"))) as server:
+        for given in (None, {}, {"mood": "merry", "template": "X", "unused": [1]}):
+            ask(server, extra_body={"chat_template_kwargs": given})
+        asked = {"messages": MESSAGES, "chat_template_kwargs": {"mood": "merry"}}
+        merry = httpx.post(f"{server.url}/tokenize", json=asked).json()["tokens"]
+    calm, again, other = (tokenizer.decode(asked["prompt"]) for asked in engine.asked)
+    assert calm == again == "<|user|>calm<|assistant|>"
+    assert other == "<|user|>merryX<|assistant|>"
+    assert tokenizer.decode(merry) == "<|user|>merry<|assistant|>"
 
 
 def test_a_stop_string_ends_the_generation_and_what_it_counts(scripted, encoder, tokenizer):

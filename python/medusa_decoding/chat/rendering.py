@@ -37,7 +37,9 @@ class _LimitError(Exception):
     """The template exceeded a bound; says which."""
 
 
-def render(template: Any, messages: Sequence[Mapping[str, Any]], **variables: Any) -> tuple[str, list[tuple[int, int]]]:
+def render(
+    template: Any, messages: Sequence[Mapping[str, Any]], /, **variables: Any
+) -> tuple[str, list[tuple[int, int]]]:
     """Render messages (`role` and `content` each) by a chat template in Jinja, with further variables.
 
     Returns:

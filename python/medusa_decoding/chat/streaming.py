@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,13 +14,15 @@ from transformers.generation.streamers import BaseStreamer
 class AnswerText:
     """Decodes an answer token by token: complete characters only, and nothing from the string that ends it on.
 
+    The text has no special tokens. Stop strings that contain the text of one are searched in the text with them.
+
     Args:
         tokenizer: of the base model.
         stop: the string that ends the answer and is not part of it, several of them, or None.
         context: tokens before the answer, if it continues their text.
 
     Attributes:
-        held: decoded text that is held back, because a stop string may have begun.
+        hidden: texts of the special tokens by id, if a stop string contains the text of one; else empty.
         stopped: whether a stop string has ended the answer; `end` resets it.
     """
 
@@ -29,17 +32,29 @@ class AnswerText:
         # Decoders treat a text's first token differently, so tokens are decoded together with those before them.
         self._context = list(context)
         self._tokens: list[int] = []
-        self.held, self.stopped = "", False
+        added = {number: str(token) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        named = any(text in stop for text in added.values() for stop in self.stops)
+        self.hidden = {number: text for number, text in added.items() if named and not self._decode([number])}
+        self._mixed = [stop for stop in self.stops if any(text in stop for text in self.hidden.values())]
+        # The text that is held back, with hidden tokens, and which of its characters are shown.
+        self._raw, self._shown, self.stopped = "", list[bool](), False
+
+    @property
+    def held(self) -> str:
+        """Decoded text that is held back, because a stop string may have begun."""
+        return "".join(compress(self._raw, self._shown))
 
     def add(self, token: int) -> str:
         """Return the text that a token completes; empty inside a character and inside what may be the stop string."""
-        self._tokens.append(token)
+        hidden = self.hidden.get(token, "")
+        if not hidden:
+            self._tokens.append(token)
         text = self._new_text()
-        if text.endswith("\ufffd"):  # a character whose other bytes are still to come
+        if not hidden and text.endswith("\ufffd"):  # a character whose other bytes are still to come
             return ""
         if text:
             self._context, self._tokens = self._tokens, []
-        return self._until_stop(text)
+        return self._until_stop(text, hidden)
 
     def end(self) -> str:
         """Return the text that was held back; the next token begins another answer."""
@@ -53,16 +68,21 @@ class AnswerText:
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _until_stop(self, text: str, ended: bool = False) -> str:
+    def _until_stop(self, text: str, hidden: str = "", ended: bool = False) -> str:
         """Return the new text as far as it cannot belong to a stop string; the rest is held back."""
-        text = "" if self.stopped else self.held + text
+        if self.stopped:
+            return ""
+        raw = self._raw + text + hidden
+        shown = self._shown + [True] * len(text) + [False] * len(hidden)
+        text, places = "".join(compress(raw, shown)), list(compress(range(len(raw)), shown))
         found = [text.index(stop) for stop in self.stops if stop in text]
-        if found:
-            self.stopped, length = True, min(found)
-        else:
-            length = len(text) - (0 if ended else begun(text, self.stops))
-        self.held = "" if self.stopped else text[length:]
-        return text[:length]
+        found += [sum(shown[: raw.index(stop)]) for stop in self._mixed if stop in raw]
+        self.stopped, keep = bool(found), len(raw)
+        if not found and not ended:
+            keep -= begun(raw, self._mixed)
+            keep = min(keep, [*places, len(raw)][len(text) - begun(text, self.stops)])
+        self._raw, self._shown = raw[keep:], shown[keep:]
+        return text[: min(found)] if found else text[: sum(shown[:keep])]
 
 
 def begun(text: str, marks: Sequence[str]) -> int:

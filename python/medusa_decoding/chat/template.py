@@ -165,22 +165,36 @@ class ChatTemplate(PromptEncoder):
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        further: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of messages and where its `{% generation %}` blocks are; see `rendering.render`."""
+        """Return the text of messages and where its `{% generation %}` blocks are; see `rendering.render`.
+
+        `further` are variables for these messages only.
+        """
         plain = [{key: message[key] for key in MESSAGE_KEYS if key in message} for message in messages]
-        variables = self.variables if tools is None else {**self.variables, "tools": [dict(tool) for tool in tools]}
+        variables = {**self.variables, **(further or {})}
+        if tools is not None:
+            variables["tools"] = [dict(tool) for tool in tools]
         text = self.text if tools is None else self.tool_text
         return rendering.render(text, plain, add_generation_prompt=add_generation_prompt, **variables)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        further: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of a prompt, up to where the answer begins; a template's refusal is a `ValueError`.
 
         `tools` are definitions of functions in OpenAI's form. Messages may have `tool_calls` and the role "tool".
+        `further` are variables of the template for this prompt only.
         """
         for message in messages:
             check_text("message", message["content"] or "")
         try:
-            return self.render_spans(messages, True, tools)[0]
+            return self.render_spans(messages, add_generation_prompt, tools, further)[0]
         except TemplateError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"chat template: expected one that takes these messages, got {reason}") from error

@@ -32,7 +32,7 @@ def lm_head_weight(folder: Path) -> torch.Tensor:
     wanted = ["lm_head."]
     config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
     if config.get("tie_word_embeddings"):
-        wanted.append("model.embed_tokens.")
+        wanted += ["model.embed_tokens.", "embed_tokens."]
     for prefix in wanted:
         found = model_tensors(folder, prefix)
         stored = found.pop(f"{prefix}weight", None)
@@ -47,7 +47,7 @@ def lm_head_weight(folder: Path) -> torch.Tensor:
 
 
 def load_base_model(
-    checkpoint: HeadsCheckpoint, base_model: str | Path | None = None, **kwargs: Any
+    checkpoint: HeadsCheckpoint | None, base_model: str | Path | None = None, **kwargs: Any
 ) -> PreTrainedModel:
     """Load the base model of a heads checkpoint, as an instance of transformers' own class.
 
@@ -56,7 +56,7 @@ def load_base_model(
     `architectures` (such as MedusaLlamaForCausalLM) and `auto_map` are ignored.
 
     Args:
-        checkpoint: what `read_heads` returned.
+        checkpoint: what `read_heads` returned; None for a model without heads.
         base_model: folder or hub id; overrides the checkpoint's own and its revision.
         kwargs: for transformers' `from_pretrained`, such as a `quantization_config` (not needed for a model that was
             saved quantised).
@@ -66,16 +66,20 @@ def load_base_model(
             another hidden size or vocabulary than the heads', missing weights, `trust_remote_code=True`, or
             `load_in_4bit` and `load_in_8bit`, which transformers 5 takes only in a `quantization_config`.
     """
-    path = checkpoint.base_model if base_model is None else base_model
-    if path is None:
-        raise ValueError(f"base_model: expected a folder or hub id, because {checkpoint.path} names none, got None")
+    path, revision = base_model, None
+    if checkpoint is not None:
+        path = checkpoint.base_model if base_model is None else base_model
+        revision = checkpoint.base_revision if str(path) == checkpoint.base_model else None
+        if path is None:
+            raise ValueError(f"base_model: expected a folder or hub id, because {checkpoint.path} names none, got None")
+    if not isinstance(path, (str, Path)):
+        raise ValueError(f"base_model: expected a folder, a hub id or a loaded model, got {type(path).__name__}")
     if kwargs.pop("trust_remote_code", False):
         raise ValueError("trust_remote_code: expected False, got True: code that comes with a checkpoint is never run")
     for name in ("load_in_4bit", "load_in_8bit"):
         if kwargs.pop(name, False):
             raise ValueError(f"{name}: expected quantization_config=BitsAndBytesConfig({name}=True), got {name}=True")
     adapter = _adapter(path)
-    revision = checkpoint.base_revision if str(path) == checkpoint.base_model else None
     if adapter is not None:
         path, revision = adapter["base_model_name_or_path"], adapter.get("revision")
     if revision is not None:
@@ -83,9 +87,8 @@ def load_base_model(
     config = kwargs.pop("config", None)
     if config is None:
         config, kwargs = pretrained.read_config(path, **kwargs)
-    heads = checkpoint.heads
-    for name, wanted in (("hidden_size", heads.hidden_size), ("vocab_size", heads.vocab_size)):
-        got = getattr(config, name, None)
+    for name in ("hidden_size", "vocab_size") if checkpoint is not None else ():
+        wanted, got = getattr(checkpoint.heads, name), getattr(config, name, None)
         if got != wanted:
             raise ValueError(
                 f"base_model: expected {name} {wanted} like the heads in {checkpoint.path}, got {got} in {path}"

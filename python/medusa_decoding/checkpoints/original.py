@@ -54,7 +54,7 @@ def base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
     if not isinstance(name, str) or not name:
         return None
     beside = folder / name
-    return str(beside.resolve()) if os.path.isdir(beside) else name  # False also for an invalid path
+    return str(beside.resolve()) if os.path.exists(beside) else name  # False also for an invalid path
 
 
 def write_heads(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,22 @@ from transformers.utils.hub import cached_file
 
 from medusa_decoding.checkpoints.config_checks import check_config, check_keys, check_revision, read_settings
 from medusa_decoding.checkpoints.tensor_files import listed, model_weights, open_tensors, read_index
+from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.heads import not_finite
 
 # Arguments for the weights; AutoConfig would take them for fields of the config.
 _WEIGHT_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
 # Arguments for the location; AutoConfig consumes them, but the weights must come from the same place.
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_HUB_ARGUMENTS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "gguf_file",
+)
 
 _MAY_BE_MISSING = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 # A regular expression, as transformers wants it.
@@ -62,11 +73,21 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
     Raises:
         ValueError: no such folder or repository, or a config.json that is damaged or refused.
     """
-    with _explained(argument, _local(name), "a model's folder or hub id within reach"):
-        file = _file_of(_local(name), "config.json", **hub)
-        raw = read_settings(file)
+    name, hub = _located(name, hub)
+    gguf = hub.pop("gguf_file", None)
+    with _explained(argument, name, "a model's folder or hub id within reach"):
+        file = _file_of(name, gguf or "config.json", **hub)
+        if gguf is not None:
+            check_gguf(file)
+        raw = read_settings(file) if gguf is None else _gguf_config(file, file.stat().st_mtime_ns)
     check_config(raw, file)
     return raw
+
+
+@functools.lru_cache(maxsize=4)
+def _gguf_config(file: Path, changed: int) -> dict[str, Any]:
+    """Read a config from a GGUF file, which takes seconds."""
+    return PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)[0]
 
 
 def read_config(
@@ -81,7 +102,7 @@ def read_config(
         ValueError: no such folder or repository, a damaged config, one that states impossible sizes, or a `model_type`
             that transformers does not have.
     """
-    name = _local(name)
+    name, kwargs = _located(name, kwargs)
     hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
     raw = read_file(name, argument=argument, **hub)
     model_type = raw.get("model_type", "")
@@ -95,7 +116,13 @@ def read_config(
     held = {key: kwargs.pop(key) for key in _WEIGHT_ARGUMENTS if key in kwargs}
     attention, experts = (kwargs.get(f"{part}_implementation") for part in ("attn", "experts"))
     with _explained(argument, name, "a model with a config that transformers accepts"):
-        config, rest = AutoConfig.from_pretrained(name, return_unused_kwargs=True, trust_remote_code=False, **kwargs)
+        if "gguf_file" in kwargs:  # AutoConfig would read the file once more
+            given = {key: value for key, value in kwargs.items() if key not in _HUB_ARGUMENTS}
+            config, rest = CONFIG_MAPPING[model_type].from_dict(dict(raw), return_unused_kwargs=True, **given)
+        else:
+            config, rest = AutoConfig.from_pretrained(
+                name, return_unused_kwargs=True, trust_remote_code=False, **kwargs
+            )
         # The file may name kernels on the hub, which transformers would fetch and run.
         config._attn_implementation, config._experts_implementation = attention, experts
     return config, {**rest, **held, **hub}
@@ -110,10 +137,11 @@ def load_config(
 
 def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: str = "base_model") -> Any:
     """Return a model's tokenizer; no such model, no tokenizer there, or a damaged one is a `ValueError`."""
-    name, hub = _local(name), at(revision)
     config = load_config(name, revision, argument=argument)
+    name, hub = _located(name, at(revision))
     with _explained(argument, name, "a folder or hub id with a tokenizer"):
-        file = cached_file(name, "tokenizer_config.json", **_MAY_BE_MISSING, **hub)
+        gguf = "gguf_file" in hub  # which has a tokenizer itself
+        file = None if gguf else cached_file(name, "tokenizer_config.json", **_MAY_BE_MISSING, **hub)
         stated = read_settings(file).get("tokenizer_class") if file else None
         for kind in (stated, getattr(config, "tokenizer_class", None)):
             # transformers calls any of its classes that is named here, even those that ask about running code.
@@ -133,9 +161,11 @@ def read_generation_config(name: str | Path, revision: str | None = None, *, arg
     Raises:
         ValueError: a damaged file, or no such model.
     """
-    name = _local(name)
+    name, hub = _located(name, at(revision))
+    if "gguf_file" in hub:
+        return {}
     with _explained(argument, name, "a model's folder or hub id within reach"):
-        file = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **at(revision))
+        file = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **hub)
         return read_settings(file) if file else {}
 
 
@@ -156,17 +186,20 @@ def load_model(
             that are missing; weights that are infinite in float16.
         ModuleNotFoundError: a library that the model's quantisation needs.
     """
-    name = _local(name)
+    name, kwargs = _located(name, kwargs)
     if config is None:
         config, kwargs = read_config(name, argument=argument, **kwargs)
-    hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
+    gguf = kwargs.get("gguf_file")
+    hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs and key != "gguf_file"}
     with _explained(argument, name, "a model's folder or hub id within reach"):
-        folder = _file_of(name, "config.json", **hub).parent
-        generation = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **hub)
-        settings = read_settings(generation) if generation else {}
-        adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
+        found = _file_of(name, gguf or "config.json", **hub)
+        folder, adapter, settings = found.parent, None, {}
+        if gguf is None:  # transformers ignores what is next to a GGUF file
+            generation = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **hub)
+            settings = read_settings(generation) if generation else {}
+            adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
     check_keys(settings, folder / "generation_config.json", GenerationConfig)
-    usual = not any(kwargs.get(key) for key in ("gguf_file", "variant")) and kwargs.get("use_safetensors") is not False
+    usual = gguf is None and not kwargs.get("variant") and kwargs.get("use_safetensors") is not False
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     quantised = getattr(config, "quantization_config", None) is not None
 
@@ -175,6 +208,8 @@ def load_model(
         # At this point shapes are known, weights on the hub have been fetched, and no memory has been taken.
         if usual and (shapes := stored or _stored_shapes(folder)):
             _check_shapes(model, shapes, folder, quantised)
+        if gguf is not None:
+            _check_shapes(model, {"all": torch.Size([found.stat().st_size])}, folder, quantised=True)
 
     # In the hub's cache files may still be missing, even after a download that was stopped.
     stored = _stored_shapes(folder) if usual and os.path.isdir(name) else {}
@@ -184,11 +219,13 @@ def load_model(
     reader: Any = type(model_class.__name__, (model_class,), changes)
     with _explained(argument, name, f"weights that fit {model_class.__name__}"), _without_report():
         # An adapter next to the model is loaded below: transformers would report its weights, not the model's.
-        elsewhere = {} if adapter is None else {"adapter_kwargs": {"subfolder": "none"}}
+        elsewhere = {} if adapter is None and gguf is None else {"adapter_kwargs": {"subfolder": "none"}}
         model, report = reader.from_pretrained(
             name, config=config, output_loading_info=True, trust_remote_code=False, **elsewhere, **kwargs
         )
     model.__class__ = model_class
+    if gguf is not None and hasattr(model, "hf_quantizer"):  # the weights are ordinary ones now
+        model.hf_quantizer.remove_quantization_config(model)
     _check_report(model, report, name, quantised)
     if adapter is not None:
         load_adapter(model, name, **hub)
@@ -276,6 +313,16 @@ def _local(name: str | Path) -> str:
     return path if os.path.isdir(path) else str(name)  # False also for an invalid path
 
 
+def _located(name: str | Path, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a model's folder or hub id, and arguments of loading with the `gguf_file` there if it is one."""
+    named = arguments.get("gguf_file") is not None and os.path.isdir(os.path.expanduser(name))
+    file = None if named else find_gguf(name)
+    if file is not None:
+        check_gguf(file)
+        return str(file.parent), {**arguments, "gguf_file": file.name}
+    return _local(name), {key: value for key, value in arguments.items() if (key, value) != ("gguf_file", None)}
+
+
 def at(revision: str | None) -> dict[str, str]:
     """Return the keyword argument for a revision, if there is one."""
     return {} if revision is None else {"revision": revision}
@@ -303,6 +350,11 @@ def _stored_shapes(folder: Path) -> dict[str, torch.Size]:
 def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], folder: Path, quantised: bool) -> None:
     """Compare the weights that a config describes with those in the files, before memory is taken for them."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    stored = {_name_in(model, name, expected): shape for name, shape in stored.items()}
+    for tied in model.all_tied_weights_keys.items():  # one of the two names is enough
+        stored |= {name: stored[other] for name, other in (tied, tied[::-1]) if name not in stored and other in stored}
+        if quantised:
+            expected.pop(tied[0], None)
     if not quantised:
         for name, shape in expected.items():
             if stored.get(name, shape) != shape:
@@ -318,6 +370,13 @@ def _check_shapes(model: PreTrainedModel, stored: Mapping[str, torch.Size], fold
             f"{folder}: expected every weight of {type(model).__name__} as config.json describes it, "
             + (f"got {held} numbers at most for {wanted}" if quantised else f"got none for {listed(made_up)}")
         )
+
+
+def _name_in(model: PreTrainedModel, name: str, expected: Container[str]) -> str:
+    """Return the model's name of a stored weight: transformers adds or removes the prefix of the decoder."""
+    prefix = f"{model.base_model_prefix}."
+    shorter = name.removeprefix(prefix)
+    return shorter if shorter in expected else prefix + name if prefix + name in expected else name
 
 
 def _check_report(model: PreTrainedModel, report: Mapping[str, Any], name: str, quantised: bool) -> None:

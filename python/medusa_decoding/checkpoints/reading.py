@@ -21,6 +21,7 @@ from medusa_decoding.checkpoints.layout import DTYPES, HeadTensors, Layout, chec
 from medusa_decoding.checkpoints.original import REVISION
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object
+from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.heads import MedusaHeads
 
 _log = logging.getLogger(__name__)
@@ -46,7 +47,9 @@ FORMATS: tuple[Format, ...] = (original, embedded, vllm)
 """Known formats. If several recognise a folder, the first one reads it and a note says so."""
 
 # Weights and small files, including those of a base model in the same repository.
-HUB_FILES = ["*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model"]
+HUB_FILES = [
+    "*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model", "*.jinja", "*.txt",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,35 @@ def find_base_revision(
 
 
 def stated_base_model(folder: Path) -> tuple[str | None, str | None]:
-    """Return the folder or hub id of a checkpoint's base model, and its revision, if the checkpoint names them."""
+    """Return the folder or hub id of a checkpoint's base model, and its revision, if the checkpoint names them.
+
+    A model without heads is its own base model.
+    """
+    if is_plain(folder):
+        return str(folder), None
     module, config, _ = _recognise(folder)
     return module.base_model(folder, config), _revision(module, config)
+
+
+def is_plain(folder: Path, gguf_file: str | None = None) -> bool:
+    """Return whether a folder holds a model without heads: a config that names a model and no heads, or a GGUF file.
+
+    `folder` may be a GGUF file; `gguf_file` names one in the folder.
+    """
+    config_file = folder / "config.json"
+    if any(module.recognise(folder) for module in FORMATS):
+        return False
+    if gguf_file is not None and (folder / gguf_file).is_file():
+        return True
+    if not config_file.is_file():
+        return find_gguf(folder) is not None
+    config = read_json_object(config_file)
+    return config.get("model_type") not in (None, "", "medusa") and not any(key.startswith("medusa_") for key in config)
+
+
+def without_heads(folder: Path) -> str:
+    """Return a sentence about a model without heads: what it is, and how to train some."""
+    return f"{folder} is a model without Medusa heads (`medusa train --init {folder} DATA` begins to train some)"
 
 
 def _revision(module: Format, config: Mapping[str, Any]) -> str | None:
@@ -152,7 +181,8 @@ def fetch_folder(
 ) -> Path:
     """Return the folder of a checkpoint; of one on the hub, the files that match the patterns are fetched.
 
-    A name that is neither a folder nor a repository within reach is a `ValueError`.
+    A GGUF file is returned itself. Any other name that is neither a folder nor a repository within reach is a
+    `ValueError`.
     """
     if not isinstance(path_or_hub_id, (str, Path)):
         got = type(path_or_hub_id).__name__
@@ -160,6 +190,9 @@ def fetch_folder(
         raise ValueError(f"{name}: expected a folder or hub id, got {got}{remedy}")
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
+        return path.resolve()
+    if path.suffix.lower() == ".gguf":
+        check_gguf(path)
         return path.resolve()
     if path.exists():
         raise ValueError(f"{name}: expected a checkpoint's folder or a hub id, got the file {path}")
@@ -177,6 +210,8 @@ def fetch_folder(
 
 def _recognise(folder: Path) -> tuple[Format, dict[str, Any], list[str]]:
     fitting = [module for module in FORMATS if module.recognise(folder)]
+    if not fitting and is_plain(folder):
+        raise ValueError(f"expected a checkpoint of Medusa heads, but {without_heads(folder)}")
     if not fitting:
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())) or "nothing"
         known = "; ".join(f"{module.NAME} ({module.FILES})" for module in FORMATS)

@@ -130,6 +130,7 @@ def _quieten_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")  # `Progress` says itself whether it is shown
 
 
 def _prepare_streams() -> None:

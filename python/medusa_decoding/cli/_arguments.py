@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.options import ACCEPTANCES, BACKENDS, DTYPES, PROMPT_TOKENS, TURNS
 from medusa_decoding.trees.tree import Tree
 
@@ -37,6 +38,18 @@ def text(value: str) -> str:
 def path(value: str) -> Path:
     """Parse a path, with the home folder for `~`, which the shell does not replace after `=`."""
     return Path(os.path.expanduser(value))
+
+
+def model(value: str) -> str:
+    """Parse the name of a model; a GGUF file is checked at once, because models take long to load."""
+    value = text(value)
+    try:
+        file = find_gguf(value)
+        if file is not None:
+            check_gguf(file)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return value
 
 
 def at_least_one(text: str) -> int:
@@ -87,7 +100,7 @@ def counts(text: str) -> list[int]:
 
 
 def tree(text: str) -> Tree | Literal["auto"]:
-    """Parse a tree: a JSON file, `chain:4`, `cartesian:7,6`, `root` (plain decoding), `dynamic:16,4` (nodes, depth).
+    """Parse a tree: a file, `chain:4`, `cartesian:7,6`, `root` (plain), `lookup:8`, `dynamic:16,4` (nodes, depth).
 
     Each may end in `+lookup:8`, unless a file of that whole name exists. `auto` is returned as it is.
     """
@@ -107,6 +120,8 @@ def _shape(text: str) -> Tree:
     try:
         if text == "root":
             return Tree([])
+        if kind == "lookup":
+            return Tree([]).with_lookup(int(rest))
         if kind == "chain":
             return Tree.chain(int(rest))
         if kind == "cartesian":
@@ -120,8 +135,8 @@ def _shape(text: str) -> Tree:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(
-            "expected a JSON file, root, chain:LENGTH, cartesian:WIDTH,WIDTH.., dynamic:NODES,DEPTH or auto, "
-            f"got {text!r}"
+            "expected a JSON file, root, chain:LENGTH, lookup:LENGTH, cartesian:WIDTH,WIDTH.., dynamic:NODES,DEPTH or "
+            f"auto, got {text!r}"
         )
     try:
         return Tree.load(text)
@@ -148,8 +163,10 @@ def add_option(
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the model, its dtype and its device."""
-    add_option(parser, "--model HEADS", str, "folder or hub id of the heads (default: the embedded demo checkpoint)")
-    add_option(parser, "--base-model BASE", str, "folder or hub id of the base model (default: the one the heads name)")
+    words = "folder or hub id of the heads, or a model without heads, as for --base-model (default: the embedded demo)"
+    add_option(parser, "--model HEADS", model, words)
+    words = "the base model: a folder, a hub id or a GGUF file (default: the one the heads name)"
+    add_option(parser, "--base-model BASE", model, words)
     add_placement(parser)
 
 
@@ -316,6 +333,16 @@ def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:
     return MedusaModel.from_pretrained(
         _heads(args), _base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend, **placed
     )
+
+
+def heads_folder(args: argparse.Namespace) -> Path:
+    """Return the folder of the heads; raise `ValueError` for a model without heads, before anything is loaded."""
+    from medusa_decoding.checkpoints.reading import fetch_folder, is_plain, without_heads
+
+    folder = fetch_folder(_heads(args), None, "--model")
+    if is_plain(folder):
+        raise ValueError(f"--model: expected a checkpoint of Medusa heads, but {without_heads(folder)}")
+    return folder
 
 
 def _heads(args: argparse.Namespace) -> str:

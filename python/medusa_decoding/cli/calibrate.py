@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     _arguments.resolve_device(args)
     if args.seed is not None and not args.temperature:
         raise ValueError("--seed: expected --temperature above 0 with it, got none")
+    _arguments.heads_folder(args)
     out = output_file(args)
     with only_writer("--out", out):
         check_fresh(out, args.resume)

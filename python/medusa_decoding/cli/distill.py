@@ -129,28 +129,28 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
     if not args.json:
         print(f"{len(seeds)} seeds; {found}", *config.warnings(), sep="\n", file=sys.stderr)
     tokenizer = load_tokenizer(config.model)
-    model = load(config)
+    model, bar = load(config), ProgressBar(len(seeds))
     try:
-        with Progress(len(seeds), "seed", shown=not args.json) as bar:
-            report = distill.generate_records(
-                model,
-                tokenizer,
-                seeds,
-                config.generation,
-                file,
-                template=data.template,
-                turns=data.turns,
-                arguments=data.template_arguments,
-                # What training would cut off is not generated.
-                length=None if data.overlong == "split" else data.length,
-                resume=args.resume,
-                asked=asked,
-                progress=None if args.json else lambda report: _show(bar, report),
-            )
+        report = distill.generate_records(
+            model,
+            tokenizer,
+            seeds,
+            config.generation,
+            file,
+            template=data.template,
+            turns=data.turns,
+            arguments=data.template_arguments,
+            # What training would cut off is not generated.
+            length=None if data.overlong == "split" else data.length,
+            resume=args.resume,
+            asked=asked,
+            progress=None if args.json else bar,
+        )
     except KeyboardInterrupt:
         print(f"medusa: what was generated is in {file}; --resume continues from there", file=sys.stderr)
         raise
     finally:
+        bar.close()
         model.undo()
         del model
         gc.collect()
@@ -192,9 +192,23 @@ def load(config: Config) -> MedusaModel:
     return MedusaModel.from_checkpoint(base, checkpoint)
 
 
-def _show(bar: Progress, report: distill.GenerationReport) -> None:
-    """Show a report on a progress bar over seeds."""
-    bar.update(max(0, report.answered + report.left_out.total() - bar.n))
-    per_step = "" if report.tokens_per_step is None else f", {report.tokens_per_step:.2f} per step"
-    if report.tokens_per_second is not None:
-        bar.set_postfix_str(f"{report.tokens_per_second:.0f} tokens/s{per_step}")
+class ProgressBar:
+    """Shows a report as a progress bar over seeds."""
+
+    def __init__(self, seeds: int) -> None:
+        self._seeds = seeds
+        self._bar: Progress | None = None
+
+    def __call__(self, report: distill.GenerationReport) -> None:
+        """Show a report; the first one has what earlier runs answered, which says nothing about the pace."""
+        if self._bar is None:
+            self._bar = Progress(self._seeds, "seed", initial=report.answered)
+        self._bar.update(max(0, report.answered + report.left_out.total() - self._bar.n))
+        per_step = "" if report.tokens_per_step is None else f", {report.tokens_per_step:.2f} per step"
+        if report.tokens_per_second is not None:
+            self._bar.set_postfix_str(f"{report.tokens_per_second:.0f} tokens/s{per_step}")
+
+    def close(self) -> None:
+        """Leave the bar on the screen."""
+        if self._bar is not None:
+            self._bar.close()

@@ -72,10 +72,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def default_name(heads: str | None) -> str:
-    """Return the name of the served model: of a folder its last part, of a hub id all of it."""
+    """Return the name of the served model: of a path its last part, of a hub id all of it."""
     if heads is None:
         return "demo"
-    return Path(heads).resolve().name if Path(heads).exists() else heads
+    return Path(heads).resolve().name.removesuffix(".gguf") if Path(heads).exists() else heads
 
 
 def is_loopback(host: str) -> bool:

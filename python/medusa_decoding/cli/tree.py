@@ -222,6 +222,7 @@ def run_measure(args: argparse.Namespace) -> int:
     _arguments.resolve_device(args)
     calibration = Calibration.load(args.calibration)
     texts_of(calibration)
+    _arguments.heads_folder(args)
     trees = [walked_tree(calibration, size) for size in args.nodes]
     prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns, distinct=True)
     tokenizer = _arguments.load_tokenizer(args)

@@ -18,7 +18,6 @@ from medusa_decoding.checkpoints.accuracies import (
     load_accuracies,
     load_texts,
 )
-from medusa_decoding.checkpoints.reading import fetch_folder
 from medusa_decoding.checkpoints.tuning_file import Case, Conditions, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._sweep import compare
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--calibration: expected a file that `medusa calibrate` wrote, got {args.calibration}")
     if args.sweep_out is not None:
         tuning_paths.check_writable("--sweep-out", args.sweep_out)
-    folder = fetch_folder(_arguments._heads(args), None)
+    folder = _arguments.heads_folder(args)
     # The file's name depends on the model; whether there is one, or a folder for it, is known before it is loaded.
     if args.check or args.sweep:
         check_stored(args.out, folder)

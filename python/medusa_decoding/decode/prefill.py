@@ -7,7 +7,7 @@ without instructions for it, chunks are as small as a tree, and run as steps do 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -52,6 +52,7 @@ def prefill_chunks(
     *,
     reuse: int = 0,
     chunk: int = PREFILL_CHUNK,
+    observe: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Iterator[int]:
     """Run a batch of prompts chunk by chunk, so that steps of other rows may run between two chunks.
 
@@ -66,6 +67,8 @@ def prefill_chunks(
         reuse: tokens at the start of every prompt whose keys and values are in the cache already, fewer than the
             shortest prompt has; they do not run again (see `StatePool.enlarge`).
         chunk: the most tokens to run at once, all rows together; at least one per row.
+        observe: called after each chunk with the position of its first token and the hidden states after the final
+            norm, [B, N, H]. The last layer then runs for all tokens.
 
     Yields:
         After each chunk but the last: the cached tokens of each row. When it ends, `state` is as the first step needs
@@ -91,7 +94,7 @@ def prefill_chunks(
         # Each token is the child of the one before it; a word of 64 ones is -1.
         chain = torch.tensor([(2 << i) - 1 if i < 63 else -1 for i in range(at_once)])[:, None]
     positions = torch.arange(min(at_once, width - reuse), dtype=torch.int32, device=device)
-    hold_last = chain is None and backbone.can_hold_last
+    hold_last = chain is None and observe is None and backbone.can_hold_last
     last = torch.empty(batch, 1, backbone.config.hidden_size, dtype=state.hidden.dtype, device=device)
     for first in range(reuse, width, at_once):
         piece = tokens[:, first : first + at_once]
@@ -103,6 +106,8 @@ def prefill_chunks(
         ends = [row for row, length in enumerate(lengths) if first < length <= first + at_once]
         if ends:
             last[ends, 0] = hidden[ends, [lengths[row] - 1 - first for row in ends]]
+        if observe is not None:
+            observe(first, hidden)
         del hidden  # not kept in memory next to the following chunk's activations
         if first + at_once < width:
             # Steps that meanwhile run with this row as one that has ended write after its last cached token.

@@ -15,9 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.generation_lock import lock_of
-from medusa_decoding.checkpoints import read_heads
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel
@@ -55,7 +53,11 @@ def borrow_model(
         with _cache_lock:
             medusa = _cache.get(model, {}).pop(key, None)
         if medusa is None or not _resumed(medusa, model):
-            medusa = MedusaModel(model, heads) if isinstance(heads, MedusaHeads) else _read(model, heads, backend)
+            medusa = (
+                MedusaModel(model, heads)
+                if isinstance(heads, MedusaHeads)
+                else MedusaModel.from_pretrained(heads, model, backend=backend)
+            )
         medusa.backend = backend
         try:
             yield medusa
@@ -67,13 +69,6 @@ def borrow_model(
                 dropped = [cached.pop(oldest) for oldest in list(cached)[:-MAX_CACHED]]
             for one in dropped:
                 one.undo()
-
-
-def _read(model: nn.Module, heads: str | Path, backend: Backend) -> MedusaModel:
-    backbone = Backbone(model)  # refuses an unsupported model before gigabytes of heads are read
-    backbone.swap.undo()
-    checkpoint = read_heads(heads, hidden_size=backbone.config.hidden_size, vocab_size=backbone.vocab_size)
-    return MedusaModel.from_checkpoint(model, checkpoint, backend=backend)
 
 
 def _resumed(medusa: MedusaModel, model: Any) -> bool:

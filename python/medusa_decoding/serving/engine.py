@@ -147,6 +147,7 @@ class Engine:
         n: int = 1,
         ends: Sequence[int] = (),
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         tree: Tree | Literal["auto"] | None = None,
         acceptance: str = "lossless",
         seed: int | None = None,
@@ -165,6 +166,8 @@ class Engine:
             n: choices. Choice i is what row i of `generate(.., num_return_sequences=n)` is.
             ends: tokens that end a choice, in addition to the model's EOS tokens.
             logprobs: how many of the likeliest tokens to deliver with every token, 0 to 20; None for none.
+            prompt_logprobs: how many of the likeliest tokens to keep at each token of the prompt, 0 to 20, in the first
+                ticket's `prompt_logprobs`; None for none. The whole prompt then runs, also what is cached of it.
             tree: a tree of at most 64 nodes without a copied branch, or "auto"; None for the model's default.
             acceptance: "lossless", or "typical" with the posterior settings.
             seed: of sampling; None draws one.
@@ -183,7 +186,7 @@ class Engine:
         how = {
             "acceptance": acceptance, "posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha,
         }  # fmt: skip
-        submission = Submission(list(prompt), deliver, ends, logprobs, tree, how)
+        submission = Submission(list(prompt), deliver, ends, logprobs, prompt_logprobs, tree, how)
         settings["max_new_tokens"] = max_new_tokens
         rows = check_rows(self.model, self.context, submission, n, seed, make_processors, settings)
         scheduler, most = self._scheduler, self.queue + len(self._scheduler.slots)

@@ -123,7 +123,8 @@ class Grammars:
                 try:
                     _try(_grammar(tool.schema, tool.lenient))
                 except ValueError as its:
-                    raise ValueError(f"json_schema: of {tool.name}, {str(its).removeprefix('json_schema: ')}") from its
+                    reason = str(its).removeprefix("json_schema: ")
+                    raise ValueError(f"json_schema: of {tool.name}, {reason}") from its
             raise
 
     def _lark(self, tools: Sequence[ToolSchema], form: CallForm | None, several: bool) -> str:

@@ -17,6 +17,7 @@ from medusa_decoding.generation.inputs import whole_seed
 from medusa_decoding.generation.request import Request, check_request, row_seed
 from medusa_decoding.generation.selectors import token_selector
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.serving.prompt_scores import PromptScores
 from medusa_decoding.serving.ticket import Delta, Finish, Ticket, TokenLogprobs
 from medusa_decoding.trees.tree import Tree
 
@@ -42,6 +43,7 @@ class Row:
         ends: tokens that end it.
         seed: key of its random numbers.
         text: the prompt's tokens, then those emitted.
+        scores: collects the log-probabilities of the prompt's tokens, or None.
         told: log-probabilities that the caller has got.
         ended: whether the caller has got its last delta.
     """
@@ -53,6 +55,7 @@ class Row:
     ends: frozenset[int]
     seed: int
     text: list[int] = field(default_factory=list)
+    scores: PromptScores | None = None
     told: int = 0
     ended: bool = False
 
@@ -121,6 +124,7 @@ class Submission:
     deliver: Callable[[int, Delta], None]
     ends: Sequence[int]
     logprobs: int | None
+    prompt_logprobs: int | None
     tree: Tree | Literal["auto"] | None
     acceptance: dict[str, Any]
 
@@ -147,8 +151,9 @@ def check_rows(
         raise ValueError(f"max_new_tokens: expected at most {room} ({counted}), got {new}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n: expected a whole number of at least 1, got {n!r}")
-    if asked.logprobs is not None and not 0 <= asked.logprobs <= min(MOST_LOGPROBS, model.backbone.vocab_size):
-        raise ValueError(f"logprobs: expected 0 to {MOST_LOGPROBS}, got {asked.logprobs}")
+    for name, count in (("logprobs", asked.logprobs), ("prompt_logprobs", asked.prompt_logprobs)):
+        if count is not None and not 0 <= count <= min(MOST_LOGPROBS, model.backbone.vocab_size):
+            raise ValueError(f"{name}: expected 0 to {MOST_LOGPROBS}, got {count}")
     if asked.tree is not None:
         model.check_tree(asked.tree)
         if isinstance(asked.tree, Tree):
@@ -167,6 +172,9 @@ def check_rows(
             seed = int(torch.randint(2**63 - 1, ()))  # one for all choices
         request.top_logprobs = asked.logprobs
         rows.append(_row(model, request, asked, number, row_seed(whole_seed(seed) or 0, number)))
+    if asked.prompt_logprobs is not None:
+        rows[0].scores = PromptScores(model.backbone, prompt, asked.prompt_logprobs)
+        rows[0].ticket.prompt_logprobs = rows[0].scores.found
     return rows
 
 

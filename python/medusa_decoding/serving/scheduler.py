@@ -147,7 +147,7 @@ class Scheduler:
 
     def _placed(self, row: Row, running: int) -> _Prefill:
         backbone, prompt = self.model.backbone, row.ticket.prompt
-        slot, reused = self.slots.place(prompt, range(running, len(self.slots)))
+        slot, reused = self.slots.place(prompt, range(running, len(self.slots)), reuse=row.scores is None)
         row.ticket.reused = reused
         self.counts.prompt_tokens += len(prompt)
         self.counts.reused_tokens += reused
@@ -158,7 +158,9 @@ class Scheduler:
         limits = Limits([row.budget], [0], sorted(row.ends), device=backbone.device)
         tokens = [torch.tensor(prompt, device=backbone.device)]
         view = self.slots.rows(slot, slot + 1)
-        chunks = prefill_chunks(backbone, tokens, view, row.selector, limits, reuse=reused, chunk=chunk)
+        chunks = prefill_chunks(
+            backbone, tokens, view, row.selector, limits, reuse=reused, chunk=chunk, observe=row.scores
+        )
         return _Prefill(row, slot, chunks, reused)
 
     def _run_chunk(self) -> None:

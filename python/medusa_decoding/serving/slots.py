@@ -74,17 +74,17 @@ class Slots:
         self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
         self._used[one], self._used[other] = self._used[other], self._used[one]
 
-    def place(self, prompt: list[int], free: range) -> tuple[int, int]:
+    def place(self, prompt: list[int], free: range, reuse: bool = True) -> tuple[int, int]:
         """Choose a free slot for a prompt; return it and how many tokens of the prompt are cached in it.
 
         These are taken from whichever slot, running ones included, has the most of them. A free slot that has them is
         used itself unless the better part of its own text would be lost while another slot has been free for longer.
-        The last token of a prompt always runs: its prediction is needed.
+        The last token of a prompt always runs: its prediction is needed. Without `reuse` all of them run.
         """
         common = [min(common_length(text[:-1], prompt), len(prompt) - 1) for text in self.texts]
         source = max(range(len(self)), key=lambda slot: (common[slot], slot in free))
         oldest = min(free, key=lambda slot: (self._used[slot], -slot))
-        reused = common[source] if common[source] >= SHORTEST_REUSE else 0
+        reused = common[source] if reuse and common[source] >= SHORTEST_REUSE else 0
         slot = source if reused and source in free and 2 * reused >= len(self.texts[source]) else oldest
         if reused and slot != source:
             self.state.cache.kv[:, :, slot, :, :reused] = self.state.cache.kv[:, :, source, :, :reused]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,15 +21,17 @@ class EngineClosedError(RuntimeError):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one emitted token, of the model's own distribution: before penalties, masks and temperature.
+    """Log-probabilities at one token, of the model's own distribution: before penalties, masks and temperature.
 
     Attributes:
-        logprob: of the emitted token.
+        logprob: of the token.
         top: the likeliest tokens, best first: pairs of id and log-probability.
+        rank: of the token among all, from 1; None for an emitted one.
     """
 
     logprob: float
     top: list[tuple[int, float]]
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Ticket:
         deliver: called with each delta, in order, in the engine's thread; must return at once. The last delta has a
             `finish`, and every ticket gets one.
         reused: tokens of the prompt whose keys and values were cached already; known from the first delta on.
+        prompt_logprobs: one entry per token of the prompt, None for the first; complete from the first delta on, if
+            the request asked for them, and of a request with several choices only the first has them.
         accepted: how many draft tokens each step has accepted so far (the prefill is not a step).
         cancelled: whether `cancel` was called.
     """
@@ -66,6 +70,7 @@ class Ticket:
     prompt: list[int]
     deliver: Callable[[Delta], None]
     reused: int = 0
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
     accepted: list[int] = field(default_factory=list)
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
 

@@ -546,7 +546,8 @@ def _quantile(ordered: list[int], share: float) -> int:
 
 def model_name(model: str) -> str:
     """Return a name for files and folders of a model: the last part of its path or hub id."""
-    return re.sub(r"[^a-z0-9.-]+", "-", Path(model).expanduser().resolve().name.lower()).strip("-.") or "model"
+    name = Path(model).expanduser().resolve().name.lower().removesuffix(".gguf")
+    return re.sub(r"[^a-z0-9.-]+", "-", name).strip("-.") or "model"
 
 
 def _new_folder(folder: Path) -> Path:

@@ -271,6 +271,11 @@ class Tree:
 
     def check_fits(self, num_heads: int, top_k: int) -> None:
         """Raise `ValueError`, naming the path, unless `num_heads` heads with `top_k` draft tokens fill the tree."""
+        if self.choices and not num_heads:
+            raise ValueError(
+                "tree: expected plain decoding (root) or copied tokens alone (root+lookup:8), because the model has no "
+                f"heads, got draft tokens of heads (path {self.choices[0]})"
+            )
         for path in self.choices:
             if len(path) > num_heads:
                 raise ValueError(f"tree: path {path} has depth {len(path)}, expected at most {num_heads} (the heads)")

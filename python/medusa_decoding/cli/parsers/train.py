@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         nargs=2,
-        type=_arguments.text,
+        type=_arguments.model,
         metavar=("MODEL", "DATA"),
-        help="write a first config for a model (folder or hub id) and data (file, folder or hub name), and stop",
+        help="write a first config for a model (folder, hub id, GGUF file) and data (file, folder, hub name), and stop",
     )
     words = "with --init: where to write the config (default: MODEL.yaml, by the model's name)"
     parser.add_argument("--out", type=_arguments.path, metavar="FILE", help=words)

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import Receive
@@ -18,6 +18,7 @@ from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http.errors import ApiError, as_api_error, bad_request
 from medusa_decoding.serving.http.metrics import Metrics
 from medusa_decoding.serving.http.plan import Plan
+from medusa_decoding.serving.http.token_text import TokenBytes
 from medusa_decoding.serving.http.tools import Call, ToolText
 from medusa_decoding.serving.ticket import Delta, Ticket, TokenLogprobs
 
@@ -28,10 +29,13 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token of an answer's text, with its log-probability and the place where its text begins."""
+    """A token of an answer's text, with its log-probability and the place where its text begins.
+
+    An echoed prompt's first token has no log-probability.
+    """
 
     token: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
     offset: int
 
 
@@ -50,7 +54,11 @@ class Part:
 
 @dataclass
 class Choice:
-    """One answer so far."""
+    """One answer so far.
+
+    `echo` is the prompt's text and tokens if the answer begins with them. `prompt_logprobs` are the prompt's tokens
+    with their log-probabilities if these were asked for.
+    """
 
     index: int
     text: AnswerText
@@ -62,19 +70,24 @@ class Choice:
     finish: str | None = None
     first: float | None = None
     last: float = 0.0
+    echo: tuple[str, list[ShownToken]] | None = None
+    prompt_logprobs: list[tuple[int, TokenLogprobs | None]] | None = None
     _shown: int = 0
     _waiting: list[ShownToken] = field(default_factory=list)
 
     def add(self, delta: Delta) -> Part:
         """Take a step's tokens up to the stop string; return what they add to the answer."""
         text, count = "", 0
+        echo, echoed = self.echo if self.echo is not None and not self.parts else ("", [])
+        self._shown += len(echo)
         for count, token in enumerate(delta.tokens, 1):
-            if delta.finish == "stop" and count == len(delta.tokens):
-                break  # the end token, which belongs to no text
-            if delta.logprobs is not None:
+            last = delta.finish == "stop" and count == len(delta.tokens)
+            # lm-evaluation-harness expects one entry per token, so with an echo the end token has one, too.
+            if delta.logprobs is not None and (not last or self.echo is not None):
                 offset = self._shown + len(text) + len(self.text.held)
                 self._waiting.append(ShownToken(token, delta.logprobs[count - 1], offset))
-            text += self.text.add(token)
+            if not last or token in self.text.hidden:  # the end token has no text, but may complete a stop string
+                text += self.text.add(token)
             if self.text.stopped:
                 break
         stopped = self.text.stopped
@@ -88,7 +101,7 @@ class Choice:
         ready = [one for one in self._waiting if everything or one.offset < self._shown]
         self._waiting = self._waiting[len(ready) :]
         content, calls = self._tools_of(text)
-        part = Part(self.index, max(self.steps, 0), count, content, calls, ready, self.finish)
+        part = Part(self.index, max(self.steps, 0), count, echo + content, calls, [*echoed, *ready], self.finish)
         self.parts.append(part)
         return part
 
@@ -119,9 +132,17 @@ class Answers:
     """
 
     def __init__(
-        self, engine: Engine, plan: Plan, tokenizer: Any, metrics: Metrics, timeout: float | None, receive: Receive
+        self,
+        engine: Engine,
+        plan: Plan,
+        tokenizer: Any,
+        token_bytes: TokenBytes,
+        metrics: Metrics,
+        timeout: float | None,
+        receive: Receive,
     ) -> None:
         self._engine, self._plan, self._metrics, self._receive = engine, plan, metrics, receive
+        self._token_bytes = token_bytes
         self._began, self._timeout = time.perf_counter(), timeout
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
@@ -182,12 +203,28 @@ class Answers:
                 raise ApiError("the server is shutting down", 503, code="shutting_down")
             if choice.first is None and delta.tokens:
                 self._metrics.first_token.observe(time.perf_counter() - self._began)
-            part = choice.add(delta)
+            if not choice.parts:
+                self._read_prompt(choice)
+            part = choice.add(Delta([], "length") if self._plan.empty else delta)
             if part.finish is not None:
                 self.tickets[index].cancel()
                 running -= 1
             yield part
         self._finished()
+
+    def _read_prompt(self, choice: Choice) -> None:
+        """Give a choice what the engine has found of its prompt before its first token."""
+        plan, number = self._plan, choice.index // self._plan.n
+        tokens = plan.prompts[number]
+        scores = self.tickets[number * plan.n].prompt_logprobs
+        if plan.prompt_logprobs is not None:
+            found = zip(tokens, scores, strict=True)
+            choice.prompt_logprobs = [(token, _first(plan.prompt_logprobs, score)) for token, score in found]
+        if plan.echoes:
+            text = plan.echoes[number]
+            places = [] if plan.logprobs is None else self._token_bytes.places(tokens, text)
+            entries = zip(tokens, scores, places, strict=False)  # without places nobody asks for scores
+            choice.echo = text, [ShownToken(token, _first(plan.logprobs, own), at) for token, own, at in entries]
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage, with figures of acceptance."""
@@ -239,6 +276,11 @@ class Answers:
         for choice in self.choices:
             if choice.first is not None and choice.tokens > 1:
                 self._metrics.token_time.observe((choice.last - choice.first) / (choice.tokens - 1))
+
+
+def _first(count: int | None, score: TokenLogprobs | None) -> TokenLogprobs | None:
+    """Return a token's log-probabilities with fewer of the most likely tokens."""
+    return None if score is None else replace(score, top=score.top[:count])
 
 
 def _too_late(seconds: float) -> ApiError:

@@ -12,18 +12,27 @@ from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.types import Receive, Scope, Send
 
 from medusa_decoding.chat.template import PromptEncoder
 from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.http import responses
 from medusa_decoding.serving.http.answers import Answers, ClientGoneError
 from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install
 from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
 from medusa_decoding.serving.http.guard import Guard
-from medusa_decoding.serving.http.metrics import CONTENT_TYPE, Metrics, outcome
+from medusa_decoding.serving.http.metrics import Metrics, outcome
 from medusa_decoding.serving.http.page import page
 from medusa_decoding.serving.http.plan import Plan, Planner
-from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from medusa_decoding.serving.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from medusa_decoding.serving.http.settings import Settings
 from medusa_decoding.serving.http.token_text import TokenBytes
 
@@ -38,12 +47,19 @@ _REASONS = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse, "description": words} for status, words in _REASONS.items()
 }
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with stream: true, events that end in `data: [DONE]`.",
-        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
-    }
-}
+_CHAT_CHUNK, _TEXT_CHUNK = responses.ChatCompletionChunk, responses.TextCompletionChunk
+_REFERENCE = "#/components/schemas/{model}"
+
+
+def _streamed(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    words = "The answer; with stream: true, events with such data that end in `data: [DONE]`."
+    events = {"schema": {"$ref": _REFERENCE.format(model=chunk.__name__)}}
+    return {200: {"description": words, "model": whole, "content": {"text/event-stream": events}}}
+
+
+def _answered(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Describe a response that FastAPI need not validate."""
+    return {200: {"description": "The answer.", "model": model}}
 
 
 def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None = None) -> FastAPI:
@@ -64,7 +80,7 @@ def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None
         app.add_middleware(
             CORSMiddleware, allow_origins=[settings.allow_origin], allow_methods=["*"], allow_headers=["*"]
         )
-    _describe_errors(app)
+    _complete_schema(app)
     return app
 
 
@@ -82,20 +98,27 @@ class Server:
         """Return the routes."""
         bearer = [] if self._settings.api_key is None else [Security(HTTPBearer(auto_error=False))]
         plain, v1 = APIRouter(), APIRouter(prefix="/v1", dependencies=bearer, responses=_ERRORS)
-        v1.add_api_route("/chat/completions", self.chat, methods=["POST"], responses=_STREAMED, response_model=None)
-        v1.add_api_route("/completions", self.complete, methods=["POST"], responses=_STREAMED, response_model=None)
-        v1.add_api_route("/models", self.models, methods=["GET"])
-        v1.add_api_route("/models/{model:path}", self.model, methods=["GET"])
+        tokens = APIRouter(dependencies=bearer, responses=_ERRORS)
+        for router, method, path, endpoint, described in (
+            (v1, "POST", "/chat/completions", self.chat, _streamed(responses.ChatCompletion, _CHAT_CHUNK)),
+            (v1, "POST", "/completions", self.complete, _streamed(responses.TextCompletion, _TEXT_CHUNK)),
+            (v1, "GET", "/models", self.models, _answered(responses.ModelList)),
+            (v1, "GET", "/models/{model:path}", self.model, _answered(responses.Model)),
+            (tokens, "POST", "/tokenize", self.tokenize, _answered(responses.Tokens)),
+            (tokens, "POST", "/detokenize", self.detokenize, _answered(responses.Detokenized)),
+        ):
+            router.add_api_route(path, endpoint, methods=[method], responses=described, response_model=None)
         methods = ["GET", "POST", "DELETE"]
         v1.add_api_route("/responses{rest:path}", self.no_responses, methods=methods, include_in_schema=False)
         errors: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (403, 405, 500, 503)}
         plain.add_api_route("/health", self.health, methods=["GET"], responses=errors)
         plain.add_api_route(
             "/metrics", self.show_metrics, methods=["GET"], response_class=Response,
-            responses={**errors, 200: {"content": {"text/plain": {}}}},
+            responses={**errors, 200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
         )  # fmt: skip
         plain.add_api_route("/", self.page, methods=["GET"], include_in_schema=False)
         plain.include_router(v1)
+        plain.include_router(tokens)
         return plain
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
@@ -105,6 +128,18 @@ class Server:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
         return await self._answer(body, lambda: self._planner.completion(body), CompletionForm, request)
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a prompt or of messages, as vLLM does."""
+        tokens = await asyncio.to_thread(self._planner.tokenize, body)
+        strings = self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {
+            "tokens": tokens, "count": len(tokens), "max_model_len": self._engine.context, "token_strs": strings,
+        }  # fmt: skip
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of tokens, as vLLM does."""
+        return {"prompt": await asyncio.to_thread(self._planner.detokenize, body)}
 
     async def models(self) -> dict[str, Any]:
         """List the served model."""
@@ -127,9 +162,10 @@ class Server:
             raise ApiError("the server is shutting down", 503, code="shutting_down")
         return {"status": "ok"}
 
-    async def show_metrics(self) -> Response:
+    async def show_metrics(self, request: Request) -> Response:
         """Return metrics for Prometheus."""
-        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+        text, kind = self.metrics.text(request.headers.get("accept", ""))
+        return Response(text, media_type=kind)
 
     async def page(self) -> Response:
         """Return the page to try the model."""
@@ -148,7 +184,9 @@ class Server:
         pool = self._schemas if getattr(body, "response_format", None) else None
         plan = await asyncio.get_running_loop().run_in_executor(pool, make_plan)
         timeout = self._settings.request_timeout
-        answers = Answers(self._engine, plan, self._tokenizer, self.metrics, timeout, request.receive)
+        answers = Answers(
+            self._engine, plan, self._tokenizer, self._token_bytes, self.metrics, timeout, request.receive
+        )  # fmt: skip
         writer = form(self._settings.model, self._token_bytes, plan.logprobs is not None)
         await answers.start()
         path = request.url.path
@@ -202,17 +240,22 @@ class _Stream(Response):
             self._answers.close()
 
 
-def _describe_errors(app: FastAPI) -> None:
-    """Take FastAPI's own validation error, which this server never sends, out of the schema."""
+def _complete_schema(app: FastAPI) -> None:
+    """Add the chunks of streams to the schema, and take out FastAPI's validation error, which is never sent."""
     make = app.openapi
+    chunks = models_json_schema(
+        [(_CHAT_CHUNK, "serialization"), (_TEXT_CHUNK, "serialization")], ref_template=_REFERENCE
+    )[1]
 
     def openapi() -> dict[str, Any]:
         schema = make()
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        schemas = schema["components"]["schemas"]
+        schemas.update(chunks["$defs"])
         for name in ("HTTPValidationError", "ValidationError"):
-            schema.get("components", {}).get("schemas", {}).pop(name, None)
+            schemas.pop(name, None)
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]

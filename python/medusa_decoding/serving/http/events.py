@@ -35,12 +35,14 @@ from typing import Any
 
 from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
 from medusa_decoding.serving.http.token_text import TokenBytes
+from medusa_decoding.serving.ticket import TokenLogprobs
 
 
 class ChatForm:
     """Writes chat completions."""
 
     prefix, whole, chunked = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_per_choice = False
 
     def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool) -> None:
         self._model, self._bytes, self._logprobs = model, token_bytes, logprobs
@@ -72,10 +74,26 @@ class ChatForm:
                 if self._logprobs
                 else None,
                 "finish_reason": choice.finish,
+                **(self._prompt(choice) if self.prompt_per_choice else {}),
             }
             for choice in choices
         ]
-        return self._frame(self.whole, bodies) | {"usage": usage}
+        prompt = {} if self.prompt_per_choice else self._prompt(choices[0])
+        return self._frame(self.whole, bodies) | {"usage": usage} | prompt
+
+    def _prompt(self, choice: Choice) -> dict[str, Any]:
+        """Return the log-probabilities of the prompt's tokens, if they were asked for, in vLLM's form."""
+        if choice.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": [score and self._ranked(token, score) for token, score in choice.prompt_logprobs]}
+
+    def _ranked(self, token: int, score: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token: (score.logprob, score.rank)}
+        ranked |= {one: (logprob, rank) for rank, (one, logprob) in enumerate(score.top, 1)}
+        return {
+            str(one): {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._bytes.text(one)}
+            for one, (logprob, rank) in ranked.items()
+        }
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
@@ -105,6 +123,7 @@ class ChatForm:
                 "top_logprobs": [self._entry(token, logprob) for token, logprob in one.logprobs.top],
             }
             for one in shown
+            if one.logprobs is not None
         ]
         return {"content": content, "refusal": None}
 
@@ -116,6 +135,7 @@ class CompletionForm(ChatForm):
     """Writes text completions."""
 
     prefix, whole, chunked = "cmpl", "text_completion", "text_completion"
+    prompt_per_choice = True
 
     def _piece(self, part: Part) -> dict[str, Any]:
         return {"text": part.text}
@@ -124,18 +144,18 @@ class CompletionForm(ChatForm):
         return {"text": "".join(part.text for part in parts)}
 
     def _logprobs_of(self, shown: list[ShownToken]) -> dict[str, Any]:
-        tops = []
-        for one in shown:
-            top: dict[str, float] = {}
-            for token, logprob in one.logprobs.top:  # the likelier of two tokens with the same text
-                top.setdefault(self._bytes.text(token), _finite(logprob))
-            tops.append(top)
         return {
             "tokens": [self._bytes.text(one.token) for one in shown],
-            "token_logprobs": [_finite(one.logprobs.logprob) for one in shown],
-            "top_logprobs": tops,
+            "token_logprobs": [one.logprobs and _finite(one.logprobs.logprob) for one in shown],
+            "top_logprobs": [one.logprobs and self._top(one.token, one.logprobs) for one in shown],
             "text_offset": [one.offset for one in shown],
         }
+
+    def _top(self, chosen: int, found: TokenLogprobs) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in found.top:  # the likelier of two tokens with the same text
+            top.setdefault(self._bytes.text(token), _finite(logprob))
+        return top | {self._bytes.text(chosen): _finite(found.logprob)}  # OpenAI: always there
 
 
 def event(body: dict[str, Any]) -> bytes:

@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medusa_decoding.serving.http.errors import ApiError
 from medusa_decoding.serving.http.settings import JSON_DEPTH, Settings
 
+OPEN = {"/", "/health", "/metrics", "/openapi.json"}
+"""Paths without an API key; everything else needs it."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # to the end if unclosed: linear time
 _ALIKE, _OTHERS = bytes.maketrans(b"{}", b"[]"), bytes(set(range(256)) - set(b"[]{}"))
 
@@ -30,7 +32,7 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_host(headers)
-            if scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1"):
+            if scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN:
                 self._check_key(headers)
                 if scope["method"] == "POST":
                     _check_type(headers)

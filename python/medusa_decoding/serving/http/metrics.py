@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from medusa_decoding.serving.engine import Engine
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
@@ -44,9 +44,10 @@ class Metrics:
         if path in ("/v1/chat/completions", "/v1/completions"):
             self.requests.labels(path, outcome).inc()
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text form."""
-        return generate_latest(self._registry)
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """Return all metrics and their content type: OpenMetrics if `Accept` names it, else the classic text."""
+        encode, kind = choose_encoder(accept)
+        return encode(self._registry), kind
 
 
 def outcome(status: int) -> str:

@@ -13,7 +13,14 @@ from medusa_decoding.files import parse_json
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.grammar import Grammars
 from medusa_decoding.serving.http.errors import ApiError
-from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
+from medusa_decoding.serving.http.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+)
 from medusa_decoding.serving.http.settings import CHOICES, Settings
 from medusa_decoding.serving.http.tools import Offer, ToolText, call_form, described, offered
 from medusa_decoding.serving.penalties import penalty_processors
@@ -22,6 +29,7 @@ from medusa_decoding.trees.tree import Tree
 COLDEST = 1e-6
 """Colder, scores may overflow."""
 _SAMPLING = ("top_p", "top_k", "min_p")
+_FIXED_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 _TYPICAL = ("posterior_threshold", "posterior_alpha")
 
 
@@ -34,9 +42,12 @@ class Plan:
         n: choices per prompt.
         stops: strings that end an answer.
         logprobs: top log-probabilities per token, None for none.
+        prompt_logprobs: the same for the tokens of the prompts.
+        echoes: the text of each prompt if answers begin with it, else nothing.
         continues: whether the answer continues the prompt's text (and is no message of its own).
         tools: finds the tool calls of one choice; None without tools.
         budget: the request's field for the most new tokens.
+        empty: whether no new tokens are asked for.
         arguments: further arguments of `Engine.submit`.
         make_processors: returns the logits processors of one choice of a prompt of this length.
     """
@@ -45,9 +56,12 @@ class Plan:
     n: int
     stops: list[str]
     logprobs: int | None
+    prompt_logprobs: int | None
+    echoes: list[str]
     continues: bool
     tools: Callable[[], ToolText] | None
     budget: str
+    empty: bool
     arguments: dict[str, Any]
     make_processors: Callable[[int], list[Any]] | None = field(default=None)
 
@@ -75,7 +89,8 @@ class Planner:
         if offer.tools and make_grammar is not None:
             raise ApiError("response_format: expected type 'text' with tools, got JSON", param="response_format")
         definitions = [tool.model_dump(exclude_none=True) for tool in offer.tools]
-        prompt = self._chat_prompt([_plain(n, message) for n, message in enumerate(body.messages)], definitions)
+        text = self._chat_text(body.messages, definitions, body.chat_template_kwargs)
+        prompt = self._checked_prompt("messages", self._encoder.prompt_tokens(text))
         return self._plan(
             body,
             [prompt],
@@ -94,7 +109,13 @@ class Planner:
         most = min(CHOICES, stats.slots + stats.queue)
         if len(prompts) * (body.n or 1) > most:
             raise ApiError(f"n: expected at most {most} choices of all prompts, got more", param="n")
-        return self._plan(body, prompts, budget="max_tokens", logprobs=body.logprobs)
+        decode = self._encoder.tokenizer.decode
+        echoes = [
+            one if isinstance(one, str) else decode(tokens, clean_up_tokenization_spaces=False)
+            for one, tokens in zip(several, prompts, strict=True)
+            if body.echo
+        ]
+        return self._plan(body, prompts, budget="max_tokens", logprobs=body.logprobs, echoes=echoes)
 
     def _plan(
         self,
@@ -103,15 +124,18 @@ class Planner:
         *,
         budget: str,
         logprobs: int | None,
+        echoes: Sequence[str] = (),
         make_grammar: Callable[[], Any] | None = None,
         tools: Callable[[], ToolText] | None = None,
     ) -> Plan:
-        if body.model != self._settings.model:
-            message = f"model: expected {self._settings.model}, got {shown(body.model)}"
-            raise ApiError(message, 404, param="model", code="model_not_found")
+        self._check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options: expected stream: true with it, got none", param="stream_options")
+        if body.prompt_logprobs is not None and body.stream:
+            raise ApiError("prompt_logprobs: expected stream: false with it, got true", param="prompt_logprobs")
         chat = isinstance(body, ChatRequest)
+        new = self._budget(budget, getattr(body, budget), max(map(len, prompts)))
+        scored = [count for count in (body.prompt_logprobs, logprobs if echoes else None) if count is not None]
         stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
         end = self._encoder.end_of_turn if chat else None
         return Plan(
@@ -119,22 +143,68 @@ class Planner:
             body.n or 1,
             list(self._encoder.stop_strings(stops) or ()) if chat else stops,
             logprobs,
+            body.prompt_logprobs,
+            list(echoes),
             continues=not chat,
             tools=tools,
             budget=budget,
+            empty=new == 0,
             arguments={
                 "ends": [] if end is None else [end],
                 "logprobs": logprobs,
+                "prompt_logprobs": max(scored, default=None),
                 "tree": _tree(body),
                 "seed": body.seed,
-                "max_new_tokens": self._budget(budget, getattr(body, budget), max(map(len, prompts))),
+                "max_new_tokens": 1 if new == 0 else new,  # the engine always makes one
                 **self._selection(body),
             },
             make_processors=self._processors(body, make_grammar),
         )
 
-    def _chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
-        template = self._encoder
+    def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Return the tokens that a prompt or messages are read as."""
+        self._check_model(body.model)
+        tokenizer, special = self._encoder.tokenizer, body.add_special_tokens
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError("prompt: expected it or messages, got both or none", param="prompt")
+        if body.messages is None:
+            for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+                if getattr(body, name) is not None:
+                    raise ApiError(f"{name}: expected messages with it, got a prompt", param=name)
+            return open_tokens(tokenizer, _encodable(body.prompt or ""), special is not False)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        text = self._chat_text(body.messages, tools, body.chat_template_kwargs, body.add_generation_prompt is not False)
+        return self._encoder.prompt_tokens(text) if special is None else open_tokens(tokenizer, text, special)
+
+    def detokenize(self, body: DetokenizeRequest) -> str:
+        """Return the text of tokens, special ones included."""
+        self._check_model(body.model)
+        self._check_ids("tokens", body.tokens)
+        return self._encoder.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._settings.model):
+            message = f"model: expected {self._settings.model}, got {shown(name)}"
+            raise ApiError(message, 404, param="model", code="model_not_found")
+
+    def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
+        if max(tokens, default=0) >= self._vocabulary:
+            message = f"{name}: expected token ids below {self._vocabulary}, got {max(tokens)}"
+            raise ApiError(message, param=name, code="invalid_value")
+
+    def _chat_text(
+        self,
+        given: Sequence[Message],
+        tools: list[dict[str, Any]],
+        variables: dict[str, Any] | None,
+        open_turn: bool = True,
+    ) -> str:
+        """Return the text that the chat template makes; `open_turn` says whether an answer is to follow."""
+        template, messages = self._encoder, [_plain(n, message) for n, message in enumerate(given)]
+        settings: dict[str, Any] = {"add_generation_prompt": open_turn, "further": variables}
+        for name in _FIXED_VARIABLES & (variables or {}).keys():
+            message = f"chat_template_kwargs: expected other variables than those of fields, got {name}"
+            raise ApiError(message, param="chat_template_kwargs", code="invalid_value")
         if not isinstance(template, ChatTemplate):
             message = "messages: expected a model with a chat template, got one without (medusa serve --template names "
             raise ApiError(message + "one; /v1/completions needs none)", param="messages")
@@ -144,31 +214,25 @@ class Planner:
         refused = None
         for way in ways:
             try:
-                text = _rendered(template, way, messages, tools)
+                text = _rendered(template, way, messages, tools, settings)
             except ApiError as error:
                 refused = refused or error
             else:
-                return self._checked_prompt("messages", template.prompt_tokens(text))
+                return text
         assert refused is not None
         raise refused
 
     def _text_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
             return self._checked_prompt("prompt", list(prompt))
-        try:
-            check_text("prompt", prompt)
-        except ValueError as error:
-            raise ApiError(str(error), param="prompt", code="invalid_value") from error
-        return self._checked_prompt("prompt", open_tokens(self._encoder.tokenizer, prompt))
+        return self._checked_prompt("prompt", open_tokens(self._encoder.tokenizer, _encodable(prompt)))
 
     def _checked_prompt(self, name: str, tokens: list[int]) -> list[int]:
         most = self._engine.context - 1
         if not 1 <= len(tokens) <= most:
             message = f"{name}: expected 1 to {most} tokens, got {len(tokens)}"
             raise ApiError(message, param=name, code="context_length_exceeded" if tokens else "invalid_value")
-        if max(tokens) >= self._vocabulary:
-            message = f"{name}: expected token ids below {self._vocabulary}, got {max(tokens)}"
-            raise ApiError(message, param=name, code="invalid_value")
+        self._check_ids(name, tokens)
         return tokens
 
     def _budget(self, name: str, asked: int | None, prompt: int) -> int | None:
@@ -246,15 +310,19 @@ class Planner:
 
 
 def _rendered(
-    template: ChatTemplate, way: Callable[..., Any], messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+    template: ChatTemplate,
+    way: Callable[..., Any],
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    settings: dict[str, Any],
 ) -> str:
     """Return the text of a prompt; raises `ApiError` if the template refuses it or ignores what it says about tools."""
     try:
-        text = template.render(*way(messages, tools))
-        if _about_tools(messages) and text == template.render(*way(_probed(messages), tools)):
+        text = template.render(*way(messages, tools), **settings)
+        if _about_tools(messages) and text == template.render(*way(_probed(messages), tools), **settings):
             message = "messages: expected none about tools, which this chat template ignores"
             raise ApiError(message, param="messages")
-        if tools and text == template.render(*way(messages, [_renamed(tool) for tool in tools])):
+        if tools and text == template.render(*way(messages, [_renamed(tool) for tool in tools]), **settings):
             raise ApiError("tools: expected none, because this chat template ignores them", param="tools")
     except ValueError as error:
         raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
@@ -279,6 +347,15 @@ def _probed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _renamed(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a definition or call of another function."""
     return {**tool, "function": {**tool["function"], "name": PROBE}}
+
+
+def _encodable(prompt: str) -> str:
+    """Return a prompt that UTF-8 can write; others are refused."""
+    try:
+        check_text("prompt", prompt)
+    except ValueError as error:
+        raise ApiError(str(error), param="prompt", code="invalid_value") from error
+    return prompt
 
 
 def _plain(place: int, message: Message) -> dict[str, Any]:

@@ -78,6 +78,9 @@ class GenerationRequest(Strict):
     )
     posterior_threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Of typical acceptance.")
     posterior_alpha: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="Of typical acceptance.")
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
+        None, description="Extra field: also return log-probabilities of the prompt's tokens, with so many top ones."
+    )
     user: str | None = None
 
 
@@ -185,6 +188,9 @@ class ChatRequest(GenerationRequest):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=settings.TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Extra field: variables for the chat template, such as enable_thinking."
+    )
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     metadata: dict[str, str] | None = None
@@ -198,7 +204,28 @@ class CompletionRequest(GenerationRequest):
     """A request to /v1/completions."""
 
     prompt: str | Annotated[list[str], Several] | TokenIds | Annotated[list[TokenIds], Several]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     suffix: Literal[""] | None = None
+
+
+class TokenizeRequest(Strict):
+    """A request to /tokenize: a prompt as /v1/completions reads it, or messages as /v1/chat/completions does."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=settings.MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=settings.TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = Field(None, description="Of messages; true by default.")
+    add_special_tokens: bool | None = Field(None, description="By default as prompts of the same kind are read.")
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """A request to /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

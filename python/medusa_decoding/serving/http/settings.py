@@ -18,7 +18,7 @@ class Settings:
 
     Attributes:
         model: the name that requests give.
-        api_key: what requests to /v1 must carry as a bearer token; None lets everyone in.
+        api_key: the bearer token of requests (not to the page, health, metrics and schema); None lets everyone in.
         max_new_tokens: most tokens of an answer, and the default; None: what the context leaves.
         temperature: of requests that give none; 0 decodes greedily. (OpenAI's default of 1 is not assumed.)
         request_timeout: seconds after which a request fails with status 504, time in the queue included; None: never.

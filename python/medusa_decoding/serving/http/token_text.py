@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -29,6 +32,13 @@ class TokenBytes:
             return bytes(self._alphabet[letter] for letter in piece)
         byte = _BYTE.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
+
+    def places(self, tokens: Sequence[int], text: str) -> list[int]:
+        """Return where each token of a text begins in it; what the tokens have before the text begins at 0."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        ends = list(itertools.accumulate(len(decoder.decode(self(token))) for token in tokens))
+        before = max(0, ends[-1] - len(text))  # a start token, or a space that the decoder removes
+        return [min(max(0, end - before), len(text)) for end in (0, *ends[:-1])]
 
     def text(self, token: int) -> str:
         """Return a token's text; if it is only a part of a character, `bytes:` and their escapes, as OpenAI does."""

@@ -163,6 +163,8 @@ def generate_records(
         for written in file.earlier:
             report.add(written)
         report.before = report.records
+        if progress is not None:
+            progress(report)
         for batch in _batches(_encoded(seeds, encoder, settings, limit, report), settings.batch_size):
             if all([file.has(seed.number, seed.digest) for seed in batch]):
                 continue

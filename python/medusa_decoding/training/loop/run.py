@@ -184,7 +184,7 @@ def _part(weights: Weights, prefix: str) -> dict[str, torch.Tensor]:
 
 def _base_name(config: Config) -> str:
     path = Path(config.model.name).expanduser()
-    return str(path.resolve()) if path.is_dir() else config.model.name
+    return str(path.resolve()) if path.exists() else config.model.name
 
 
 def _write_backbone(trainer: Trainer, weights: dict[str, torch.Tensor]) -> str:

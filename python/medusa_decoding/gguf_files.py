@@ -1,0 +1,53 @@
+"""Find the GGUF file that a model's name means, and check it before anything slow is imported or read."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""What GGUF files call the families that can be decoded."""
+# Every writer states the architecture first: version and two counts, then key, type (a string), length and value.
+_START = re.compile(rb"GGUF.{20}\x14\0{7}general\.architecture\x08\0{3}(.)\0{7}", re.DOTALL)
+
+
+def find_gguf(name: str | Path) -> Path | None:
+    """Return the GGUF file that a model's name means: a file, or the only one in a folder without a config.json.
+
+    A folder that has several is a `ValueError`; for any other name the result is None.
+    """
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return path if path.suffix.lower() == ".gguf" else None
+    found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:4])
+        raise ValueError(
+            f"{path}: expected one GGUF file in a folder without config.json, got {names}; name one of them"
+        )
+    return found[0] if found else None
+
+
+def check_gguf(file: Path) -> None:
+    """Check that a GGUF file is there, of a model that can be decoded, and can be read here.
+
+    Raises:
+        ValueError: no such file, another kind of file, or a model of another architecture.
+        ModuleNotFoundError: the library that reads such files is missing.
+    """
+    try:
+        with open(file, "rb") as stream:
+            start = stream.read(128)
+    except OSError as error:
+        raise ValueError(f"{file}: expected a GGUF file, got none ({error.strerror})") from error
+    if not start.startswith(b"GGUF"):
+        raise ValueError(f"{file}: expected a GGUF file, got one that begins with {start[:4]!r}")
+    stated = _START.match(start)
+    architecture = None if stated is None else start[stated.end() :][: stated[1][0]].decode(errors="replace")
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ValueError(f"{file}: expected a model of {', '.join(ARCHITECTURES)}, got architecture {architecture!r}")
+    if importlib.util.find_spec("gguf") is None:
+        raise ModuleNotFoundError(
+            "gguf: expected the library for GGUF files (pip install 'medusa-kernels[gguf]'), got none"
+        )

@@ -1,0 +1,160 @@
+"""GGUF files where a model is named: text and tokens are those of transformers, which reads the same file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.checkpoints import pretrained, write_heads
+from medusa_decoding.checkpoints.reading import read_heads
+from medusa_decoding.cli import main
+from medusa_decoding.demo import CHECKPOINT
+
+gguf = pytest.importorskip("gguf", reason="the library that reads GGUF files is an extra")
+
+NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}  # fmt: skip
+IDS = torch.tensor([[50, 60, 70, 80]])
+
+
+def permuted(weight: Any, heads: int) -> Any:
+    """Put the rows of q_proj or k_proj into llama.cpp's order."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def write(file: Path, **sizes: int) -> Path:
+    """Write the demo's base model as a GGUF file in float32, with its tokenizer and chat template."""
+    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
+    config, tokenizer = base.config, json.loads((CHECKPOINT / "base" / "tokenizer.json").read_text())
+    vocabulary = AutoTokenizer.from_pretrained(CHECKPOINT / "base").get_vocab()
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_block_count(sizes.get("layers", config.num_hidden_layers))
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(sizes.get("hidden", config.hidden_size))
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_eos_token_id(0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_chat_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    for name, tensor in base.state_dict().items():
+        weight, new = tensor.numpy(), NAMES.get(name)
+        if new is None:
+            _, _, layer, rest = name.split(".", 3)
+            kind = rest.removesuffix(".weight")
+            new = f"blk.{layer}.{NAMES[kind]}.weight"
+            heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
+            weight = permuted(weight, heads[kind]) if kind in heads else weight
+        writer.add_tensor(new, weight.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+@pytest.fixture(scope="module")
+def wanted(file: Path) -> torch.Tensor:
+    """What transformers writes with the file, which is also the text of the model that it was made of."""
+    greedy: Any = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    text = model.generate(IDS, **greedy)
+    original = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
+    assert text.equal(original.generate(IDS, **greedy))
+    return text
+
+
+class TestWithHeads:
+    @pytest.mark.parametrize("named", ["file", "folder", "gguf_file"])
+    def test_a_base_model_decodes_as_in_transformers(self, file: Path, wanted: torch.Tensor, named: str) -> None:
+        given: Any = {"base_model": file if named == "file" else file.parent}
+        if named == "gguf_file":
+            given["gguf_file"] = file.name
+        with MedusaModel.from_pretrained(CHECKPOINT / "heads", tree=Tree.cartesian([2, 2]), **given) as model:
+            assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
+
+    def test_heads_name_one_relative_to_their_folder(self, file: Path, wanted: torch.Tensor, tmp_path: Path) -> None:
+        (tmp_path / "model.gguf").symlink_to(file)
+        write_heads(read_heads(CHECKPOINT / "heads").heads, tmp_path / "heads", base_model="../model.gguf")
+        with MedusaModel.from_pretrained(tmp_path / "heads", tree=Tree.chain(2)) as model:
+            assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
+
+
+class TestWithoutHeads:
+    @pytest.mark.parametrize("named", ["file", "folder", "gguf_file"])
+    def test_it_decodes_plainly(self, file: Path, wanted: torch.Tensor, named: str) -> None:
+        given: Any = {"gguf_file": file.name} if named == "gguf_file" else {}
+        with MedusaModel.from_pretrained(file if named == "file" else file.parent, **given) as model:
+            assert model.heads is None
+            assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
+
+    def test_the_command_writes_its_answer_with_its_template(
+        self, file: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        argv = ["generate", "--chat", "--model", str(file), "--prompt", "def f(x):", "--max-new-tokens", "12", "--json"]
+        assert main([*argv, "--dtype", "float32", "--device", "cpu"]) == 0
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        ids = tokenizer("user: def f(x):\n", return_tensors="pt").input_ids
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+        answer = tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True)
+        assert json.loads(capsys.readouterr().out)["text"] == answer
+
+
+def test_the_tokenizer_comes_from_the_file(file: Path) -> None:
+    text = "def total(prices):\n    return sum(prices)"
+    found = pretrained.load_tokenizer(file)
+    assert found(text).input_ids == AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)(text).input_ids
+    assert found.decode(found(text).input_ids) == text
+
+
+def test_a_loaded_model_can_be_saved(file: Path, wanted: torch.Tensor, tmp_path: Path) -> None:
+    pretrained.load_model(file, dtype=torch.float32).save_pretrained(tmp_path)
+    with MedusaModel.from_pretrained(tmp_path) as model:
+        assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
+
+
+def test_training_begins_with_one(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "heads.yaml"
+    data.write_text("".join(json.dumps({"prompt": f"def f{number}(x):"}) + "\n" for number in range(20)))
+    assert main(["train", "--init", str(file), str(data), "--out", str(out), "--device", "cpu"]) == 0
+    assert f"name: {file}" in out.read_text()
+    assert "3 M weights, hidden size 256, 1,024 tokens, not quantised" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 2**17}, {"layers": 2**30}])
+def test_sizes_that_the_file_cannot_hold_are_refused_before_memory_is_taken(
+    tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    damaged = write(tmp_path / "model.gguf", **sizes)
+    with pytest.raises(ValueError, match=r"expected (every weight of LlamaForCausalLM|num_hidden_layers from 1)"):
+        pretrained.load_model(damaged)
+
+
+def test_a_folder_with_several_needs_a_name(file: Path, tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).symlink_to(file)
+    with pytest.raises(ValueError, match=r"expected one GGUF file .* got a\.gguf, b\.gguf; name one"):
+        MedusaModel.from_pretrained(CHECKPOINT / "heads", base_model=tmp_path)
