@@ -38,6 +38,19 @@ LARGE = {
     "star": "{{ '%*d' % (10**10, 1) }}",
     "format filter": "{{ '%9999999999d' | format(1) }}",
     "format method": "{{ '{:9999999999d}'.format(1) }}",
+    "format map": "{{ '{a:9999999999d}'.format_map({'a': 1}) }}",
+    "format from data": "{{ '{:{}}'.format(1, 10**9) }}",
+    "format from text": "{{ '{:>{w}}'.format(1, w='9' * 9) }}",
+    "formatted often": "{{ ('{0}' * 100000).format('x' * 100000) }}",
+    "zeros": "{{ '1'.zfill(10**10) }}",
+    "tabs": "{{ '\t'.expandtabs(10**9) }}",
+    "bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "indent": "{{ 'a\nb' | indent(10**9) }}",
+    "json": "{{ [1] | tojson(indent=10**9) }}",
+    "slice": "{{ [1] | slice(10**9) | list }}",
+    "batch": "{{ [1] | batch(10**9, 0) | list }}",
+    "replace": "{{ ('x' * 1000000) | replace('x', 'x' * 1000000) }}",
+    "map": "{{ [1.5] | map('round', 10**9, 'ceil') | list }}",
     "join": "{{ (['x' * 1000000] * 10000) | join | length }}",
     "join method": "{{ ''.join(['x' * 1000000] * 10000) | length }}",
     "tilde": TWICE.replace("WRITE", "{% set ns.s = ns.s ~ ns.s %}"),
@@ -177,6 +190,10 @@ def test_any_template_renders_text_or_is_refused(template):
         "{% macro say(m) %}<{{ m.content.replace('a', 'b') }}>{% endmacro %}{{ say(messages[1]) }}{{ 2 ** 3 % 5 }}",
         "{{ messages | tojson(indent=2) }}{{ messages | map(attribute='role') | join(',') }}",
         "{% set x %}a{{ 1 * 2 }}{% endset %}{{ x }}{% if add_generation_prompt %}go{% endif %}{{ tools }}",
+        "{% macro say(n) %}{{ n }}{% endmacro %}{{ say(2**40) }}{{ '%s %d' | format(-250000, 2**40) }}"
+        "{% set ns = namespace(n=2**40) %}{{ ns.n }}{{ [{'a': 2**40}] | selectattr('a', '==', 2**40) | list | tojson }}"
+        "{{ [2**40] | map('default', 2**40) | join }}{{ dict(a=2**40) }}"
+        "{{ x | default(2**40) }}{{ 'id 20260101: {:>{}}'.format(2**40, 14) }}",
         "{{ messages[0].get('x') }}{{ '{:>5}'.format(3) }}{{ messages[9] }}{% generation %}a{% endgeneration %}",
     ],
 )

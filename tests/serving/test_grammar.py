@@ -1,5 +1,6 @@
 """JSON mode and JSON schemas: valid texts from a model that knows no JSON, and schemas that must not harm a server."""
 
+import copy
 import json
 import math
 import subprocess
@@ -15,7 +16,7 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.serving import grammar
 from medusa_decoding.serving.engine import Engine
-from medusa_decoding.serving.grammar import Grammars
+from medusa_decoding.serving.grammar import CallForm, Grammars, ToolSchema
 from medusa_decoding.serving.penalties import penalty_processors
 
 pytest.importorskip("llguidance")
@@ -332,6 +333,108 @@ def test_a_schema_is_compiled_once(tokenizer, monkeypatch):
     assert len(tried) == 1
 
 
+ADD = ToolSchema("add", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+FREE = ToolSchema("say.it", {"type": "object"})
+BARE = '{"name": "add", "parameters": {"a": 1}}'
+CALL = f"<tool_call>\n{BARE}\n</tool_call>".replace("parameters", "arguments")
+SAY = '<tool_call>{"name": "say.it", "arguments": {"b": [1]}}</tool_call>'
+
+
+def ends(processor, tokenizer, text, vocab=1024):
+    """Whether a text may be written, and may end there."""
+    written = [5]
+    for token in ids_of(tokenizer, text):
+        if token not in allowed(processor, written, vocab):
+            return False
+        written.append(token)
+    return END in allowed(processor, written, vocab)
+
+
+@pytest.fixture(scope="module", params=[(), ("<tool_call>", "</tool_call>", "<think>")], ids=["text", "tokens"])
+def calling(request, tokenizer):
+    """A tokenizer that may have tokens for the tags, and grammars of each kind."""
+    own = copy.deepcopy(tokenizer)
+    own.add_tokens(list(request.param))
+    grammars, tools = Grammars(own, 1100, [END]), [ADD, FREE]
+    return own, {
+        "many": grammars.calls(tools),
+        "one": grammars.calls(tools, several=False),
+        "tagged": grammars.calls(tools, form=CallForm(True, "arguments")),
+        "bare": grammars.calls(tools, form=CallForm(False, "parameters")),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed_by"),
+    [
+        ("", "many one"),
+        ('Not {"name": "add", "parameters": {}}, nor <tool_cat>.', "many one"),
+        ('{"name": "Ada"}', "many one"),
+        ("<think>Add?</think> Yes: " + CALL, "many one"),
+        (CALL, "many one tagged"),
+        (SAY, "many one tagged"),
+        (f"{CALL}\n{SAY}", "many tagged"),
+        (f"{CALL} Done.", "many"),
+        (f"So {CALL} and {SAY}.", "many"),
+        (CALL.replace('"a"', '"b"'), ""),
+        (f"{SAY} {CALL}".replace('"a": 1', '"a": null'), ""),
+        (CALL.replace("1", '1, "b": 2'), ""),
+        (CALL.replace("add", "sub"), ""),
+        ("<tool_call>no JSON</tool_call>", ""),
+        (BARE, "many one bare"),
+        (f"{BARE}; {BARE}", "many bare"),
+        (BARE.replace('"a"', '"b"'), ""),
+        (f"{BARE}; {BARE}".replace("1}}; ", "1}}; x"), ""),
+    ],
+)
+def test_calls_obey_their_schemas_in_any_text(calling, text, allowed_by):
+    tokenizer, makers = calling
+    assert [name for name, make in makers.items() if ends(make(), tokenizer, text, 1100)] == allowed_by.split()
+
+
+def test_a_tool_whose_schema_is_not_supported_is_named(grammars):
+    unsupported = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(ValueError, match=r"^json_schema: of second, expected .*uniqueItems"):
+        grammars.calls([ADD, ToolSchema("second", unsupported)])
+    assert grammars.calls([ADD, ToolSchema("second", unsupported, lenient=True)])
+
+
+A, B = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
+OPEN_A = {**A, "additionalProperties": True}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (A, ['{"a":1}', "{}"], ['{"b":1}', '{"a":1,"b":1}']),
+        (OPEN_A, ['{"a":1,"b":1}'], ['{"a":null}']),
+        ({"type": "object"}, ['{"b":1}'], []),
+        ({"properties": {"x": {"type": "array", "items": A}}}, ['{"x":[{"a":1}]}'], ['{"x":[{"b":1}]}']),
+        ({"allOf": [A, B]}, ['{"a":1,"b":1}'], ['{"a":1,"c":1}']),
+        ({"allOf": [OPEN_A, B]}, ['{"a":1,"c":1}'], []),
+        ({"anyOf": [A, {"type": "null"}]}, ['{"a":1}', "null"], ['{"b":1}']),
+        ({"anyOf": [A, B]}, ['{"a":1}', '{"b":1}'], ['{"a":1,"b":1}', '{"c":1}']),
+        ({**A, "anyOf": [B, {"properties": {"c": {}}}]}, ['{"a":1,"b":1}'], ['{"a":1,"d":1}']),
+        ({"$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}]}, ['{"a":1}'], ['{"b":1}']),
+        ({"$defs": {"a/A": A}, "allOf": [{"$ref": "#/$defs/a~1A"}, B]}, ['{"a":1,"b":1}'], ['{"a":1,"c":1}']),
+        (
+            {"$defs": {"A": {"properties": {"a": {"$ref": "#/$defs/A"}}}}, "$ref": "#/$defs/A"},
+            ['{"a":{"a":{}}}'],
+            ['{"a":{"b":{}}}'],
+        ),
+        ({**A, "required": ["z"]}, ['{"a":1,"z":1}'], ['{"z":1,"b":1}']),
+        ({**A, "patternProperties": {"^x": {}}}, ['{"a":1,"x1":1}'], ['{"b":1}']),
+        ({"const": A}, [json.dumps(A)], []),
+        ({"properties": {"properties": {"type": "integer"}}}, ['{"properties":1}'], ['{"b":1}']),
+    ],
+    ids=str,
+)
+def test_objects_with_properties_admit_no_others_unless_they_say_so(schema, valid, invalid, tokenizer, grammars):
+    make = grammars.json(schema)
+    assert all(jsonschema_rs.is_valid(schema, json.loads(text)) for text in valid)
+    assert [text for text in [*valid, *invalid] if ends(make(), tokenizer, text)] == valid
+
+
 def test_a_client_cannot_set_the_librarys_options(tokenizer, grammars):
     make = grammars.json({"type": "object", "x-guidance": {"whitespace_pattern": "(", "item_separator": ";"}})
     processor, text = make(), ids_of(tokenizer, '{"a":1, "b":2}')
@@ -348,7 +451,7 @@ def test_the_library_is_imported_when_it_is_needed_and_named_when_it_is_missing(
     program = """
 import sys
 sys.modules["llguidance"] = None
-from medusa_decoding.serving.grammar import Grammars
+from medusa_decoding.serving.grammar import CallForm, Grammars, ToolSchema
 try:
     Grammars(None, 10, [1]).json()
 except ModuleNotFoundError as error:

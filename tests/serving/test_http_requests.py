@@ -12,7 +12,10 @@ from http_server import live
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from medusa_decoding.chat.template import ChatTemplate
 from medusa_decoding.serving.engine import Engine
+
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
 
 QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -27,6 +30,12 @@ SCHEMA = {
     "required": ["name", "sure"],
     "additionalProperties": False,
 }
+
+
+def tool(name, parameters=None, **fields):
+    """The definition of a function."""
+    given = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **given, **fields}}
 
 
 def post(server, path, **fields):
@@ -59,11 +68,11 @@ def refused(response, status=400):
         (CHAT, {"web_search_options": {}}, "web_search_options"),
         (CHAT, {"store": True}, "store"),
         (CHAT, {"service_tier": "flex"}, "service_tier"),
-        (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
+        (CHAT, {"tool_choice": "sometimes"}, "tool_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        (CHAT, {"tool_choice": "auto"}, "tool_choice"),
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the template ignores them
+        (CHAT, {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        (CHAT, {"tools": [tool("f", {"type": "banana"}, strict=True)]}, "tools"),
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -73,7 +82,6 @@ def refused(response, status=400):
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}]},
             "messages[0].content[0].type",
         ),
-        (CHAT, {"messages": [{"role": "tool", "content": "4", "tool_call_id": "1"}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
@@ -222,6 +230,84 @@ def test_json_objects_and_schemas_are_obeyed(server):
     assert isinstance(found["sure"], bool)
     text = post(server, CHAT, max_tokens=12, response_format={"type": "json_object"}).json()["choices"][0]["message"]
     assert text["content"].lstrip().startswith("{")
+
+
+MOVE = {
+    "type": "object",
+    "properties": {"to": {"$ref": "#/$defs/place"}, "steps": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["to", "steps"],
+    "$defs": {"place": {"enum": ["north", "south"]}},
+}
+STAY = {"type": "object", "properties": {"until": {"type": "string", "maxLength": 6}}, "required": ["until"]}
+TOOLS = [tool("move", MOVE), tool("stay.here", STAY), tool("jump")]
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize(
+    ("choice", "names", "most"),
+    [
+        ("required", {"move", "stay.here", "jump"}, 99),
+        ({"type": "function", "function": {"name": "move"}}, {"move"}, 1),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "stay.here"}}],
+                },
+            },
+            {"stay.here"},
+            99,
+        ),
+    ],
+    ids=["required", "named", "allowed"],
+)
+def test_a_call_that_must_come_obeys_its_schema(server, demo_engine, tokenizer, tmp_path, choice, names, most, tagged):
+    """The demo model has learnt no calls. Its template knows no tools; a copy says how calls are written."""
+    (tmp_path / "tagged.jinja").write_text("{# Calls: <tool_call> #}{{ tools | tojson }}" + tokenizer.chat_template)
+    template = ChatTemplate(tokenizer, str(tmp_path / "tagged.jinja")) if tagged else ChatTemplate(tokenizer)
+    fields = {"tools": TOOLS, "tool_choice": choice, "n": 2, "temperature": 1.0, "seed": 4, "max_tokens": 600}
+    with live(demo_engine, template) as served:
+
+        def ask(**more):
+            return served.client.chat.completions.create(model="demo", messages=MESSAGES, **fields, **more)
+
+        done = ask()
+        plain = ask(extra_body={"tree": "plain"})
+        single = ask(parallel_tool_calls=False)
+        chunks = [chunk.choices[0] for chunk in ask(stream=True)]
+    texts = []
+    for choice_ in [*done.choices, *single.choices]:
+        assert choice_.finish_reason == "tool_calls"
+        assert choice_.message.content is None
+        for call in choice_.message.tool_calls:
+            assert call.function.name in names
+            arguments = json.loads(call.function.arguments)
+            schema = {"move": MOVE, "stay.here": STAY, "jump": {"maxProperties": 0}}[call.function.name]
+            assert jsonschema_rs.is_valid(schema, arguments)
+        texts.append([(call.function.name, call.function.arguments) for call in choice_.message.tool_calls])
+    assert all(len(calls) <= most for calls in texts)
+    assert all(len(calls) == 1 for calls in texts[2:])
+    assert [
+        [(c.function.name, c.function.arguments) for c in one.message.tool_calls] for one in plain.choices
+    ] == texts[:2]
+    streamed = [[], []]
+    for chunk in chunks:
+        assert not chunk.delta.content
+        streamed[chunk.index] += [
+            (call.function.name, call.function.arguments) for call in chunk.delta.tool_calls or ()
+        ]
+    assert streamed == texts[:2]
+
+
+def test_an_answer_without_calls_is_the_same_with_strict_tools(server):
+    def text(**function):
+        done = post(server, CHAT, tools=[tool("move", MOVE, strict=True, **function)], max_tokens=60)
+        return done.json()["choices"][0]["message"]
+
+    free = post(server, CHAT, tools=[tool("move", MOVE, strict=False)], max_tokens=60).json()["choices"][0]["message"]
+    assert free["content"]
+    assert text() == free
 
 
 def test_bias_and_penalties_are_those_of_the_formula(server, demo, tokenizer, encoder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import httpx
@@ -243,13 +244,16 @@ LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         (f"{HERMES}\n And  so on", "Let me see. And  so on", [{"a": 1, "b": 2}]),
         (LLAMA, None, [{"a": 1, "b": 2}]),
         (f"{LLAMA}; {LLAMA}", None, [{"a": 1, "b": 2}] * 2),
-        ('{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
         ("{nothing}", "{nothing}", []),
         ("a <tool_cat> b", "a <tool_cat> b", []),
         ("<tool_call>no JSON</tool_call>.", "<tool_call>no JSON</tool_call>.", []),
         ("<tool_call>", "<tool_call>", []),
         (HERMES.replace('"a": 1', '"\\ud83d": 1'), "Let me see. ", [{"\ud83d": 1, "b": 2}]),
-        ('<tool_call>{"name": "\\ud83d"}</tool_call>', '<tool_call>{"name": "\\ud83d"}</tool_call>', []),
+        *(
+            (text, text, [])
+            for call in (LLAMA.replace("1", "1e999"), LLAMA.replace("1", "NaN"), LLAMA.replace("add", "sub"))
+            for text in (call, f"Let me see. <tool_call>{call}</tool_call>", f"<tool_call>{call}")
+        ),
     ],
 )
 def test_tool_calls_are_found(scripted, tool_template, text, content, calls, size):
@@ -289,6 +293,64 @@ def test_tools_and_their_results_reach_the_template(scripted, tool_template, tok
     assert "Result of call_7: 3" in prompt
     assert "Tools:" not in without
     assert failed.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+CALLED = {"id": "7", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+USED = [
+    {"role": "assistant", "content": "", "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "7", "content": "3"},
+]
+GENERIC = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("messages", [MESSAGES, MESSAGES + USED], ids=["question", "result"])
+@pytest.mark.parametrize("templates", [{"default": GENERIC, "tool_use": TEMPLATE}, {"tool_use": TEMPLATE}], ids=len)
+def test_prompts_are_those_of_transformers_with_several_templates(scripted, tokenizer, templates, messages, tools):
+    own, engine = copy.deepcopy(tokenizer), scripted("three")
+    own.chat_template = templates
+    with live(engine, ChatTemplate(own)) as server:
+        if tools is None and "default" not in templates:
+            with pytest.raises(openai.BadRequestError, match=r"name one of the tokenizer's templates .*: tool_use"):
+                server.client.chat.completions.create(model="demo", messages=messages)
+            return
+        server.client.chat.completions.create(model="demo", messages=messages, **({"tools": tools} if tools else {}))
+    parsed = [
+        {**m, "tool_calls": [{**CALLED, "function": {"name": "add", "arguments": {"a": 1}}}]}
+        if "tool_calls" in m
+        else m
+        for m in messages
+    ]
+    wanted = own.apply_chat_template(parsed, tools=tools, add_generation_prompt=True, tokenize=False)
+    assert engine.asked[0]["prompt"] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_of_the_tokenizer_is_chosen_by_name(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = {"default": GENERIC, "rag": "Documents: none.", "tool_use": TEMPLATE}
+    template = ChatTemplate(own, "rag")
+    assert template.render(MESSAGES) == template.render(MESSAGES, TOOLS) == "Documents: none."
+
+
+def test_a_template_without_tools_gets_them_as_text(scripted, tokenizer):
+    """A system message has the tools, or the first message if there may be no system message."""
+    own, engine = copy.deepcopy(tokenizer), scripted(LLAMA)
+    for template in (
+        GENERIC,
+        "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + GENERIC,
+    ):
+        own.chat_template = template
+        with live(engine, ChatTemplate(own)) as server:
+            for messages in (MESSAGES, MESSAGES + USED):
+                done = server.client.chat.completions.create(model="demo", messages=messages, tools=TOOLS)
+                assert done.choices[0].message.tool_calls[0].function.name == "add"
+    prompts = [tokenizer.decode(asked["prompt"]) for asked in engine.asked]
+    assert [prompt.startswith("<|system|>You can call functions.") for prompt in prompts] == [True, True, False, False]
+    assert [prompt.startswith("<|user|>You can call functions.") for prompt in prompts] == [False, False, True, True]
+    assert all("Add two numbers." in prompt for prompt in prompts)
+    assert prompts[1].endswith(
+        '<|user|>hello<|assistant|>{"name": "add", "arguments": {"a": 1}}<|user|>add returned: 3<|assistant|>'
+    )
 
 
 def test_text_that_looks_like_a_call_is_text_without_tools(scripted, tool_template):

@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.sandbox import SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -24,7 +25,10 @@ SECONDS = 5.0
 CHARACTERS = 2**24
 """Longest rendered text, and longest intermediate text."""
 ENTRIES = 10**5
-"""Longest intermediate list, and largest number that a call or a filter accepts."""
+"""Longest intermediate list, and largest number that `SIZED` calls and filters accept."""
+SIZED = {"range", "safe_range", "center", "ljust", "rjust", "zfill", "expandtabs", "indent", "tojson", "batch", "slice"}
+SIZED |= {"round", "to_bytes"}
+"""Functions, methods and filters that make more, or take longer, the larger a number among their arguments is."""
 BITS = 2**12
 """Largest size of intermediate whole numbers."""
 
@@ -133,11 +137,29 @@ def _environment() -> Any:
 
     def call(context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-        _check_call(getattr(method, "__name__", ""), getattr(method, "__self__", None), arguments, named)
+        name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+        _check_call(name, owner, arguments, named)
+        if isinstance(owner, str) and name in ("format", "format_map"):
+            values = (arguments, named) if name == "format" else ((), *arguments[:1])
+            _BoundedFormatter(environment).vformat(owner, *values)
         return _checked_size(unbounded(context, function, *arguments, **named))
 
     environment.call = call
     return environment
+
+
+class _BoundedFormatter(SandboxedFormatter):
+    """Formats as `str.format` does in the sandbox; raises `_LimitError` for long text and for wide fields."""
+
+    written = 0
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if re.search(r"\d{7}", format_spec):  # after the fields in it were replaced
+            raise _LimitError(_WIDE)
+        text = super().format_field(value, format_spec)
+        self.written += len(text)
+        _check_length(self.written, CHARACTERS)
+        return text
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,6 +168,8 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(function)
     def bounded(*arguments: Any, **named: Any) -> Any:
         _check_call(name, arguments[place], arguments[place + 1 :], named)
+        if name == "format":
+            _check_format(arguments[place])
         return _checked_size(function(*arguments, **named))
 
     return bounded
@@ -154,11 +178,11 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 def _check_call(name: str, target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
     """Check a call of a method or filter of `target` before it runs."""
     _CLOCK.tick()
-    for argument in (*arguments, *named.values()):
-        if isinstance(argument, int) and abs(argument) > ENTRIES:
-            raise _LimitError(f"calls nothing with a number above {ENTRIES:,}, got one that does")
-    if name == "format":
-        _check_format(target)
+    if name in SIZED and any(isinstance(one, int) and abs(one) > ENTRIES for one in (*arguments, *named.values())):
+        raise _LimitError(f"calls {name} with numbers up to {ENTRIES:,}, got one with a larger number")
+    texts = [one for one in (target, *arguments, *named.values()) if isinstance(one, str)]
+    if name == "replace" and len(texts) == 3:
+        _check_length(len(texts[0]) + texts[0].count(texts[1]) * len(texts[2]), CHARACTERS)
     elif name == "join":
         for joined in (target, *arguments):
             if isinstance(joined, (list, tuple)):
@@ -198,7 +222,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 def _check_format(pattern: Any, values: Any = None) -> None:
     if isinstance(pattern, str) and re.search(r"%[^a-zA-Z%]*\*|\d{7}", pattern):
-        raise _LimitError("formats to widths of at most 6 digits, got one that does not")
+        raise _LimitError(_WIDE)
 
 
 def _check_bits(bits: int) -> None:
@@ -220,6 +244,7 @@ def _concatenated(*values: Any) -> str:
     return "".join(texts)
 
 
+_WIDE = "formats to widths of at most 6 digits, got one that does not"
 _CLOCK = _Clock()
 _LOCK = threading.RLock()
 _OPERATORS = {"+": _check_sum, "*": _check_product, "**": _check_power, "%": _check_format}

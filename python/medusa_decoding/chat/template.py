@@ -60,6 +60,8 @@ _PLAIN_TRAINING = """\
 {%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
 {%- else -%}{{- message.content + '\\n' -}}{%- endif -%}
 {%- endfor -%}"""
+# For messages without tools, if the tokenizer has only named templates.
+_NO_DEFAULT = "{{ raise_exception('name one of the tokenizer\\'s templates (--template), as none is the default: '"
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 """What a template sees of a message."""
 BUILT_IN = {"vicuna": _VICUNA, "plain": _PLAIN}
@@ -120,13 +122,15 @@ class ChatTemplate(PromptEncoder):
 
     Args:
         tokenizer: of the base model.
-        name: one of `built_in`, a file with a Jinja template, or None for the tokenizer's own template.
+        name: one of `built_in`, one of the tokenizer's templates by name, a file with a Jinja template, or None for the
+            one that `tokenizer.get_chat_template` chooses: "tool_use" if there are tools, else "default".
         built_in: templates by name.
         variables: further variables of the template.
         check: render a question at once, so that an unusable template fails before a model is loaded.
 
     Attributes:
-        text: the template in Jinja.
+        text: the template in Jinja, for messages without tools.
+        tool_text: the template for messages with tools; mostly the same.
         variables: all variables of the template, with the tokenizer's special tokens, which `special` has too.
 
     Raises:
@@ -143,7 +147,9 @@ class ChatTemplate(PromptEncoder):
         check: bool = True,
     ) -> None:
         super().__init__(tokenizer)
-        self.text = _template_text(tokenizer, name, built_in)
+        self.text, self.tool_text = _template_texts(tokenizer, name, built_in)
+        # A tokenizer may have a template for tools only.
+        self._no_tools: list[Any] | None = [] if str(self.text).startswith(_NO_DEFAULT) else None
         self.variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(variables or {})}
         # A built-in template leaves the start token to the tokenizer; any other one writes it itself.
         self._adds_special = name in built_in
@@ -152,7 +158,7 @@ class ChatTemplate(PromptEncoder):
         added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         self.special = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token.strip())
         if check:
-            self.render([{"role": "user", "content": "?"}])
+            self.render([{"role": "user", "content": "?"}], self._no_tools)
 
     def render_spans(
         self,
@@ -169,7 +175,8 @@ class ChatTemplate(PromptEncoder):
         variables = {**self.variables, **(further or {})}
         if tools is not None:
             variables["tools"] = [dict(tool) for tool in tools]
-        return rendering.render(self.text, plain, add_generation_prompt=add_generation_prompt, **variables)
+        text = self.text if tools is None else self.tool_text
+        return rendering.render(text, plain, add_generation_prompt=add_generation_prompt, **variables)
 
     def render(
         self,
@@ -208,7 +215,8 @@ class ChatTemplate(PromptEncoder):
     def after_answer(self) -> str:
         """The text that the template puts after an answer; empty if that is not certain."""
         try:
-            text, _ = self.render_spans([{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}])
+            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+            text, _ = self.render_spans(messages, tools=self._no_tools)
         except (TemplateError, ValueError):
             return ""
         parts = text.split(PROBE)
@@ -246,18 +254,25 @@ def open_tokens(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     return ids[:-1] if added else ids
 
 
-def _template_text(tokenizer: Any, name: str | None, built_in: Mapping[str, str]) -> str:
+def _template_texts(tokenizer: Any, name: str | None, built_in: Mapping[str, str]) -> tuple[str, str]:
+    """Return the templates for messages without and with tools."""
+    own = tokenizer.chat_template
     expected = f"template: expected {', '.join(built_in)} or a Jinja file"
     if name is None:
-        if not tokenizer.chat_template:
+        if not own:
             raise ValueError(f"{expected}, because the tokenizer of {tokenizer.name_or_path} has no template, got none")
-        return tokenizer.get_chat_template()
+        if isinstance(own, dict) and "default" not in own:
+            refusing = f"{_NO_DEFAULT} + {', '.join(sorted(own))!r}) }}}}"
+            return refusing, own.get("tool_use", refusing)
+        return tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
     if name in built_in:
         if "eos_token" in built_in[name] and tokenizer.eos_token is None:
             raise ValueError(f"template: expected a tokenizer with an end token for {name!r}, got one without")
-        return built_in[name]
+        return (built_in[name],) * 2
+    if isinstance(own, dict) and name in own:
+        return (own[name],) * 2
     try:
-        return read_text(os.path.expanduser(name))
+        return (read_text(os.path.expanduser(name)),) * 2
     except ValueError as error:
         raise ValueError(f"template: {error}") from error
     except OSError as error:

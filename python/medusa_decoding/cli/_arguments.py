@@ -287,8 +287,9 @@ def add_template(parser: argparse.ArgumentParser) -> None:
         parser,
         "--template FILE",
         str,
-        "a Jinja chat template to use instead of the tokenizer's; vicuna: the template of Vicuna models, as in "
-        "training; plain: a simple one for models without any (`User: ..`, `Assistant: ..`)",
+        "a Jinja chat template to use instead of the tokenizer's, or the name of one of several that the tokenizer "
+        "has; vicuna: the template of Vicuna models, as in training; plain: a simple one for models without any "
+        "(`User: ..`, `Assistant: ..`)",
     )
 
 

@@ -1,4 +1,4 @@
-"""JSON mode and JSON schemas as logits processors, through the llguidance library.
+"""JSON mode, JSON schemas and tool calls as logits processors, through the llguidance library.
 
 Schemas come from clients. A schema of one kilobyte can keep a compiler busy for minutes and take all memory, so each
 new one is first compiled in a process of its own that has limits of time and memory. Nothing is ever fetched: a
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 
 from medusa_decoding.checks import import_library, shown
+from medusa_decoding.serving.closed_schemas import closed
 
 MAX_SCHEMA = 128 * 2**10
 """Most characters of a schema as JSON."""
@@ -33,6 +36,8 @@ LIMITS = {"max_items_in_row": 8_000, "step_max_items": 20_000, "max_lexer_states
 """`LLParserLimits` of llguidance: they bound the time of a step, which all requests of a batch wait for."""
 WHITESPACE = r"[ \t\r\n]{1,50}"
 """White space between two parts of a JSON text. Bounded, as models that are unsure of a format repeat it endlessly."""
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+"""What Qwen's and Hermes' models write around a tool call."""
 
 _TRIAL = """
 import json, resource, sys
@@ -43,6 +48,23 @@ sys.path.insert(0, folder)
 from llguidance import LLMatcher, LLParserLimits
 print(LLMatcher.validate_grammar(sys.stdin.read(), limits=LLParserLimits(**limits)))
 """
+
+
+@dataclass(frozen=True)
+class ToolSchema:
+    """A tool that may be called, and the schema of its arguments; `lenient` ignores keywords that are not supported."""
+
+    name: str
+    schema: Mapping[str, Any]
+    lenient: bool = False
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a model writes calls: between tags, and with its arguments as "arguments" or "parameters"."""
+
+    tagged: bool
+    key: str
 
 
 class Grammars:
@@ -78,7 +100,79 @@ class Grammars:
                 is too large; the message says which.
             ModuleNotFoundError: llguidance is not installed.
         """
-        grammar = _grammar({"type": "object"} if schema is None else schema)
+        return self._processors(_grammar({"type": "object"} if schema is None else schema))
+
+    def calls(
+        self, tools: Sequence[ToolSchema], *, form: CallForm | None = None, several: bool = True
+    ) -> Callable[[], JsonGrammar]:
+        """Return a function that makes a processor for one generation, which calls tools with valid arguments.
+
+        Args:
+            tools: that may be called, at least one.
+            form: how calls are written in an answer that consists of calls; None: any text, and calls in any form.
+            several: whether an answer may have several calls; if not, it ends after the first.
+
+        Raises:
+            ValueError: a schema is not valid or not supported, see `json`; the message names the tool.
+            ModuleNotFoundError: llguidance is not installed.
+        """
+        try:
+            return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several)))
+        except ValueError:
+            for tool in tools:
+                try:
+                    _try(_grammar(tool.schema, tool.lenient))
+                except ValueError as its:
+                    reason = str(its).removeprefix("json_schema: ")
+                    raise ValueError(f"json_schema: of {tool.name}, {reason}") from its
+            raise
+
+    def _lark(self, tools: Sequence[ToolSchema], form: CallForm | None, several: bool) -> str:
+        """Return the grammar of `calls`, in llguidance's variant of Lark."""
+        added = self._tokenizer.get_added_vocab()
+        tags = {text: [added[text]] if text in added else [] for text in (OPEN, CLOSE)}
+        # llguidance takes added tokens such as <think> for no text. They may be anywhere in an answer but in calls.
+        kept = set(added.values()) - {*self.eos_ids, *tags[OPEN]}
+        others = sorted(token for token in kept if self._vocabulary.is_special_token(token))
+        rules = {
+            "WS": r"/[ \t\r\n]{1,8}/",
+            "TEXT": r"/(.|\n)*/",
+            "other": _tokens(others) or '""',
+            "open": " | ".join(filter(None, [f'"{OPEN}"', _tokens(tags[OPEN])])),
+            "close": " | ".join(filter(None, [f'"{CLOSE}"', _tokens(tags[CLOSE])])),
+            "tagged": "WS? call WS? close",
+            # A lazy rule matches as soon as it can, so that no text goes on after it.
+            "tag[lazy]": f'TEXT "{OPEN}"',
+            "opened": " | ".join(["tag", *(f"TEXT {_tokens([token])}" for token in tags[OPEN])]),
+            "call": " | ".join(f"head_{n} rest_{n}" for n in range(len(tools))),
+            "first": " | ".join(f"start_{n} rest_{n}" for n in range(len(tools))),
+        }
+        # Where the text is free, so is the space in calls. Models that never end would fill it if they must call.
+        space = r"[ \t\r\n]{0,8}" if form is None else " ?"
+        key = "(arguments|parameters)" if form is None else form.key
+        for n, tool in enumerate(tools):
+            head = rf'\{{{space}"name"{space}:{space}"{re.escape(tool.name)}"{space},{space}"{key}"{space}:'
+            rules |= {
+                f"head_{n}": f"/{head}/",
+                f"start_{n}[lazy]": rf"/[ \t\r\n]*{head}/",
+                f"rest_{n}": f'WS? %json {_schema_text(tool.schema, tool.lenient)} WS? "}}"',
+            }
+        if form is None and several:
+            rules["start"] = '(opened tagged | TEXT other)* TEXT | other* first (WS? ";" WS? call)*'
+        elif form is None:
+            rules["start"] = "(TEXT other)* (TEXT | opened tagged) | other* first"
+        elif form.tagged:
+            rules["start"] = "open tagged" + (" (WS? open tagged)*" if several else "")
+        else:
+            rules["start"] = "call" + (' (";" " "? call)*' if several else "")
+        if form is not None:
+            rules["WS"] = r"/[ \n]/"
+        lark = "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+        if len(lark) > 2 * MAX_SCHEMA:
+            raise ValueError(f"json_schema: expected at most {2 * MAX_SCHEMA:,} characters, got {len(lark):,}")
+        return lark
+
+    def _processors(self, grammar: str) -> Callable[[], JsonGrammar]:
         with self._lock:  # one trial at a time, and none twice
             matcher = self._matcher(grammar)
         return lambda: JsonGrammar(matcher.deep_copy(), self.vocab_size)
@@ -152,14 +246,22 @@ class JsonGrammar:
         return f"new token {place - self._prompt + 1}"
 
 
-def _grammar(schema: Any) -> str:
+def _grammar(schema: Any, lenient: bool = False) -> str:
     """Return llguidance's form of a schema, which is not checked but for its size and type."""
+    try:
+        return str(_llguidance().LLMatcher.grammar_from_json_schema(_schema_text(schema, lenient)))
+    except ValueError as error:
+        raise _refused(str(error)) from error
+
+
+def _schema_text(schema: Any, lenient: bool = False) -> str:
+    """Return a schema as JSON, with llguidance's options."""
     if not isinstance(schema, Mapping):
         raise ValueError(f"json_schema: expected an object, got {shown(schema)}")
-    # llguidance would read its own options from this key.
-    wanted = {name: value for name, value in schema.items() if name != "x-guidance"}
+    # This also replaces options of the client's.
+    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
     try:
-        text = json.dumps(wanted, allow_nan=False)
+        text = json.dumps({**closed(schema), "x-guidance": options}, allow_nan=False)
     except RecursionError:
         raise ValueError(
             "json_schema: expected a schema with fewer levels, got one that is nested too deeply"
@@ -168,11 +270,12 @@ def _grammar(schema: Any) -> str:
         raise ValueError(f"json_schema: expected a schema of JSON values, got another object ({error})") from error
     if len(text) > MAX_SCHEMA:
         raise ValueError(f"json_schema: expected at most {MAX_SCHEMA:,} characters, got {len(text):,}")
-    options = {"whitespace_pattern": WHITESPACE}
-    try:
-        return str(_llguidance().LLMatcher.grammar_from_json_schema(text, overrides=options))
-    except ValueError as error:
-        raise _refused(str(error)) from error
+    return text
+
+
+def _tokens(ids: Sequence[int]) -> str:
+    """Return the rule for one of some tokens; empty for none."""
+    return f"<[{','.join(map(str, ids))}]>" if ids else ""
 
 
 def _try(grammar: str) -> None:

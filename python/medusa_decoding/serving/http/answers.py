@@ -153,7 +153,7 @@ class Answers:
             Choice(
                 index,
                 AnswerText(tokenizer, plan.stops, text_before(tokenizer, prompt) if plan.continues else ()),
-                ToolText(plan.tools) if plan.tools else None,
+                plan.tools() if plan.tools else None,
             )
             for index, prompt in enumerate(prompt for prompt in plan.prompts for _ in range(plan.n))
         ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from medusa_decoding.chat.template import ChatTemplate, PromptEncoder, open_tokens
+from medusa_decoding.chat.template import PROBE, ChatTemplate, PromptEncoder, open_tokens
 from medusa_decoding.checks import check_text, shown, token_list
 from medusa_decoding.files import parse_json
 from medusa_decoding.serving.engine import Engine
@@ -22,6 +22,7 @@ from medusa_decoding.serving.http.protocol import (
     TokenizeRequest,
 )
 from medusa_decoding.serving.http.settings import CHOICES, Settings
+from medusa_decoding.serving.http.tools import Offer, ToolText, call_form, described, offered
 from medusa_decoding.serving.penalties import penalty_processors
 from medusa_decoding.trees.tree import Tree
 
@@ -44,7 +45,7 @@ class Plan:
         prompt_logprobs: the same for the tokens of the prompts.
         echoes: the text of each prompt if answers begin with it, else nothing.
         continues: whether the answer continues the prompt's text (and is no message of its own).
-        tools: names of the functions that the model may call.
+        tools: finds the tool calls of one choice; None without tools.
         budget: the request's field for the most new tokens.
         empty: whether no new tokens are asked for.
         arguments: further arguments of `Engine.submit`.
@@ -58,7 +59,7 @@ class Plan:
     prompt_logprobs: int | None
     echoes: list[str]
     continues: bool
-    tools: frozenset[str]
+    tools: Callable[[], ToolText] | None
     budget: str
     empty: bool
     arguments: dict[str, Any]
@@ -83,13 +84,11 @@ class Planner:
             raise ApiError("max_tokens: expected max_completion_tokens or it, got two values", param="max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs: expected logprobs: true with it, got none", param="top_logprobs")
-        if body.tool_choice == "auto" and not body.tools:
-            raise ApiError("tool_choice: expected tools with 'auto', got none", param="tool_choice")
-        tools = body.tools if body.tools and body.tool_choice != "none" else []
+        offer = offered(body)
         make_grammar = self._grammar(body)
-        if tools and make_grammar is not None:
+        if offer.tools and make_grammar is not None:
             raise ApiError("response_format: expected type 'text' with tools, got JSON", param="response_format")
-        definitions = [tool.model_dump(exclude_none=True) for tool in tools]
+        definitions = [tool.model_dump(exclude_none=True) for tool in offer.tools]
         tokens = self._chat_tokens(body.messages, definitions, body.chat_template_kwargs)
         prompt = self._checked_prompt("messages", tokens)
         return self._plan(
@@ -97,8 +96,8 @@ class Planner:
             [prompt],
             budget=("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            make_grammar=make_grammar,
-            tools=frozenset(tool.function.name for tool in tools),
+            make_grammar=self._call_grammar(offer) if offer.constrained else make_grammar,
+            tools=functools.partial(ToolText, offer.names, offer.constrained) if offer.tools else None,
         )
 
     def completion(self, body: CompletionRequest) -> Plan:
@@ -127,7 +126,7 @@ class Planner:
         logprobs: int | None,
         echoes: Sequence[str] = (),
         make_grammar: Callable[[], Any] | None = None,
-        tools: frozenset[str] = frozenset(),
+        tools: Callable[[], ToolText] | None = None,
     ) -> Plan:
         self._check_model(body.model)
         if body.stream_options is not None and not body.stream:
@@ -214,16 +213,19 @@ class Planner:
         if not isinstance(template, ChatTemplate):
             message = "messages: expected a model with a chat template, got one without (medusa serve --template names "
             raise ApiError(message + "one; /v1/completions needs none)", param="messages")
-        talked = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-        if talked and "tool" not in template.text:
-            raise ApiError("messages: expected none about tools, which this chat template ignores", param="messages")
-        try:
-            text = template.render(messages, tools or None, **settings)
-            if tools and text == template.render(messages, **settings):
-                raise ApiError("tools: expected none, because this chat template ignores them", param="tools")
-        except ValueError as error:
-            raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
-        return template.prompt_tokens(text) if special is None else open_tokens(template.tokenizer, text, special)
+        ways: list[Callable[..., Any]] = [lambda messages, tools: (messages, tools or None)]
+        if (tools or _about_tools(messages)) and "tool" not in str(template.tool_text):
+            ways += [functools.partial(described, role=role) for role in ("system", "user")]
+        refused = None
+        for way in ways:
+            try:
+                text = _rendered(template, way, messages, tools, settings)
+            except ApiError as error:
+                refused = refused or error
+            else:
+                return template.prompt_tokens(text) if special is None else open_tokens(template.tokenizer, text, special)
+        assert refused is not None
+        raise refused
 
     def _text_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -297,9 +299,59 @@ class Planner:
         except ValueError as error:
             raise ApiError(f"response_format: {error}", param="response_format", code="invalid_value") from error
 
+    def _call_grammar(self, offer: Offer) -> Callable[[], Any]:
+        assert isinstance(self._encoder, ChatTemplate)
+        form = call_form(self._encoder.tool_text) if offer.forced else None
+        # Models that write bare calls have learnt to write one.
+        several = (form is None or form.tagged) if offer.several is None else offer.several
+        try:
+            return self._grammars.calls(offer.schemas(), form=form, several=several)
+        except ValueError as error:
+            raise ApiError(f"tools: {error}", param="tools", code="invalid_value") from error
+
     @functools.cached_property
     def _grammars(self) -> Grammars:
         return Grammars(self._encoder.tokenizer, self._vocabulary, self._encoder.ends(self._eos))
+
+
+def _rendered(
+    template: ChatTemplate,
+    way: Callable[..., Any],
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+    settings: dict[str, Any],
+) -> str:
+    """Return the text of a prompt; raises `ApiError` if the template refuses it or ignores what it says about tools."""
+    try:
+        text = template.render(*way(messages, tools), **settings)
+        if _about_tools(messages) and text == template.render(*way(_probed(messages), tools), **settings):
+            message = "messages: expected none about tools, which this chat template ignores"
+            raise ApiError(message, param="messages")
+        if tools and text == template.render(*way(messages, [_renamed(tool) for tool in tools]), **settings):
+            raise ApiError("tools: expected none, because this chat template ignores them", param="tools")
+    except ValueError as error:
+        raise ApiError(f"messages: {error}", param="messages", code="invalid_value") from error
+    return text
+
+
+def _about_tools(messages: list[dict[str, Any]]) -> bool:
+    return any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+
+
+def _probed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with other calls and results of tools: a template that ignores them renders the same text."""
+    probed = []
+    for message in messages:
+        other: dict[str, Any] = {"content": PROBE} if message["role"] == "tool" else {}
+        if "tool_calls" in message:
+            other["tool_calls"] = [_renamed(call) for call in message["tool_calls"]]
+        probed.append({**message, **other})
+    return probed
+
+
+def _renamed(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition or call of another function."""
+    return {**tool, "function": {**tool["function"], "name": PROBE}}
 
 
 def _encodable(prompt: str) -> str:

@@ -125,7 +125,7 @@ class Function(Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = Field(None, description="Whether the arguments of every call obey `parameters`.")
 
 
 class Tool(Strict):
@@ -133,6 +133,33 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(Strict):
+    """The tool that the model must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Strict):
+    """Some of the tools, and whether the model must call one of them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=settings.TOOLS)]
+
+
+class AllowedChoice(Strict):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class JsonSchema(Strict):
@@ -160,11 +187,11 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=settings.TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Extra field: variables for the chat template, such as enable_thinking."
     )
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     metadata: dict[str, str] | None = None
     store: Literal[False] | None = None
