@@ -212,15 +212,20 @@ def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
     """Return Triton's compiled kernel for a specialisation, from Triton's cache if possible."""
     import triton
     from triton.backends.compiler import GPUTarget
+
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options, **spec.options}
+    return triton.compile(source(spec), target=GPUTarget("cuda", int(arch), 32), options=options)
+
+
+def source(spec: Any) -> Any:
+    """Return a specialisation as Triton's compiler takes it."""
     from triton.compiler import ASTSource
 
     names = spec.kernel.arg_names
     signature = {name: spec.signature.get(name, "constexpr") for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in spec.aligned]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(spec.kernel, signature, dict(spec.constants), attributes)
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options, **spec.options}
-    return triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options=options)
+    return ASTSource(spec.kernel, signature, dict(spec.constants), attributes)
 
 
 def disassembled(kernel: Any) -> str:

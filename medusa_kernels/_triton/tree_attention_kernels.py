@@ -270,9 +270,12 @@ def attend_kernel(
     start, stop = tl.minimum(begin, whole), tl.minimum(end, whole)
     if OVERLAP:
         # The product with the values of a block runs during the exponentials of the next block. So there is one
-        # iteration more than blocks: the first product is of zeros, and the last exponentials are not used.
+        # iteration more than blocks: the first product is of zeros, and the last exponentials are not used. The last
+        # iteration reads the last block again, so it does not change `b_high`. Keeping the value of the iteration
+        # before (`b_high = b_next`) would not work: if both begin as one value, Triton takes `b_high` for unchanged and
+        # does not carry it, and if not, the carried value is two iterations old and Triton does not pipeline the loop.
         b_p = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        b_part, b_shrink, b_next = b_sum, b_sum, b_high
+        b_part, b_shrink = b_sum, b_sum
         for unit in tl.range(start, tl.where(start < stop, stop + 1, start), num_stages=STAGES):
             row = (first + tl.minimum(unit, stop - 1)) * BLOCK_N
             row_v = (first + tl.maximum(unit - 1, start)) * BLOCK_N
@@ -286,8 +289,8 @@ def attend_kernel(
             b_acc = _product(b_p, b_v, b_acc, b_shrink)
             if HAS_WINDOW:
                 b_scores = tl.where(b_position[:, None] - (row + o_n)[None, :] < window, b_scores, float("-inf"))
-            b_high, b_sum = b_next, b_sum * b_shrink + b_part
-            b_p, b_part, b_shrink, b_next = _softmax(b_scores, b_high, factor, b_v.dtype == tl.float32, HAS_WINDOW)
+            b_sum = b_sum * b_shrink + b_part
+            b_p, b_part, b_shrink, b_high = _softmax(b_scores, b_high, factor, b_v.dtype == tl.float32, HAS_WINDOW)
     else:
         for unit in tl.range(start, stop, num_stages=STAGES):
             row = (first + unit) * BLOCK_N

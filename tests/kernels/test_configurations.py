@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import re
 import types
 from typing import Any
 
 import pytest
 import torch
 import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from benchmarks import inspection
@@ -348,6 +352,28 @@ def test_products_run_during_exponentials_where_they_are_the_limit(monkeypatch: 
     ]
     monkeypatch.setattr(tree_attention, "OVERLAP", False)
     assert not attention_launches(monkeypatch, 32, 8, 64, 8704)[0][1]["OVERLAP"]
+
+
+@pytest.mark.parametrize("form", ["N64 M64", "N64 M256", "N64 M256 window"])
+def test_the_second_loop_of_attention_continues_from_the_first(form: str) -> None:
+    """The loop over the tree starts from all results of the loop over the prefix, in Triton's IR for an H100."""
+    specs = {spec.name: spec for spec in FORMS["tree_attention"](TARGETS["90"])}
+    spec = specs[f"tree_attention attend bf16 D128 {form}"]
+    loops = re.findall(r"(%\w+):\d+ = scf\.for .* iter_args\((.*?)\) ->", triton_ir(spec, "90"))
+    first, second = loops[:2]
+    assert [value.split("#")[0] for value in re.findall(r" = (%[\w#]+)", second[1])] == [first[0]] * 3
+
+
+def triton_ir(spec: Any, arch: str) -> str:
+    """Triton's IR of a form, before any pass: compiling it further takes many seconds."""
+    target = GPUTarget("cuda", int(arch), 32)
+    backend = make_backend(target)
+    options = backend.parse_options({"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    return str(inspection.source(spec).make_ir(target, options, codegen, modules, context))
 
 
 @pytest.mark.slow

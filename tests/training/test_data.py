@@ -124,11 +124,12 @@ BAD = {
     "[" * 100_000: "not JSON that can be read (nested too deeply)",
     "[1]": "expected a record with named fields, got list",
     '{"turns": []}': "turns is not a list of turns",
-    '{"id": 3}': "none of the keys turns, conversations, messages, prompt, instruction, question, text, but id",
+    '{"id": 3}': "none of the keys turns, conversations, conversation, messages, prompt, instruction, question, "
+    "chosen, text, but id",
     '{"conversations": "Hi"}': "conversations is not a list of turns",
     '{"messages": []}': "messages is not a list of turns",
     '{"messages": ["Hi"]}': "turn 1 has no named fields",
-    '{"conversations": [{"from": "tool", "value": "x"}]}': "turn 1 has an unknown from: 'tool'",
+    '{"conversations": [{"from": "wizard", "value": "x"}]}': "turn 1 has an unknown from: 'wizard'",
     '{"messages": [{"role": 5, "content": "x"}]}': "turn 1 has an unknown role: 5",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}': "the content of turn 2 is not text",
     '{"conversations": [{"from": "human", "value": " \\n"}]}': "the value of turn 1 is empty",
@@ -137,6 +138,10 @@ BAD = {
     '{"text": 5}': "text is not text",
     '{"text": "a \\ud800 b"}': "text holds half a surrogate pair",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "the content of turn 1 is not text",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "the weight of turn 1 is neither 0 nor 1",
+    '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{}]}]}': "a tool call of turn 1 has no name",
+    '{"instruction": "x", "context": ["y"], "response": "z"}': "context is not text",
+    '{"instruction": "x", "history": ["y"], "response": "z"}': "turn 1 has no named fields",
 }
 
 
@@ -165,7 +170,127 @@ def test_a_named_format_is_enforced(tmp_path):
     assert read(path, form="messages")[0].messages == EXPECTED
     report = Report()
     assert read(path, report, form="sharegpt") == []
-    assert dict(report.bad) == {"none of the keys conversations, but messages, text": 1}
+    assert dict(report.bad) == {"none of the keys conversations, conversation, but messages, text": 1}
+
+
+WEATHER = {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": WEATHER}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+S, U, A = ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello")
+# Records as the data sets and programs named have them, and what they say: role and content of each turn.
+FORMATS = {
+    "Dolly": (
+        {"instruction": "Why?", "context": "It rains.", "response": "So.", "category": "closed_qa"},
+        [("user", "Why?\n\nIt rains."), ("assistant", "So.")],
+    ),
+    "SQuAD": ({"question": "Why?", "context": "It rains.", "id": "a1"}, [("user", "Why?\n\nIt rains.")]),
+    "OpenOrca": ({"id": "t0.1", "system_prompt": "Be brief.", "question": "Hi", "response": "Hello"}, [S, U, A]),
+    "ShareGPT with a system message": ({"system": "Be brief.", **sharegpt("Hi", "Hello")}, [S, U, A]),
+    "a system message of its own": ({"system": "Be brief.", "messages": [{"role": "system", "content": "Be brief."},
+        *MESSAGES["messages"]]}, [S, U, A]),
+    "LLaMA-Factory's Alpaca": (
+        {"instruction": "And?", "input": "", "output": "No.", "system": "Be brief.", "history": [["Hi", "Hello"]]},
+        [S, U, A, ("user", "And?"), ("assistant", "No.")],
+    ),
+    "Alpaca, all in the input": ({"instruction": "", "input": "Hi", "output": "Hello"}, [U, A]),
+    "SpecForge": ({"id": "1", "conversations": MESSAGES["messages"]}, [U, A]),
+    "messages of from and value": ({"messages": sharegpt("Hi", "Hello")["conversations"]}, [U, A]),
+    "LMSYS": ({"conversation": MESSAGES["messages"], "model": "vicuna", "turn": 1, "language": "English"}, [U, A]),
+    "XTuner": ({"conversation": [{"system": "Be brief.", "input": "Hi", "output": "Hello"}]}, [S, U, A]),
+    "ms-swift": ({"system": "Be brief.", "conversation": [{"human": "Hi", "assistant": "Hello"}]}, [S, U, A]),
+    "TRL, prompt and completion": (
+        {"prompt": MESSAGES["messages"][:1], "completion": MESSAGES["messages"][1:]}, [U, A]
+    ),
+    "TRL, preferences": ({"chosen": MESSAGES["messages"], "rejected": [*MESSAGES["messages"], "?"]}, [U, A]),
+    "TRL, preferences with a prompt": (
+        {"prompt": MESSAGES["messages"][:1], "chosen": MESSAGES["messages"][1:], "rejected": []}, [U, A]
+    ),
+    "a prompt that is repeated": ({"prompt": "Hi", "chosen": MESSAGES["messages"], "rejected": "No"}, [U, A]),
+    "OpenAI's developer and parts": (
+        {"messages": [{"role": "developer", "content": "Be brief."},
+                      {"role": "user", "content": [{"type": "input_text", "text": "H"}, "i"]},
+                      {"role": "assistant", "content": "Hello", "refusal": None, "tool_calls": []}]},
+        [S, U, A],
+    ),
+    "OpenAI's tool calls": (
+        {"messages": [MESSAGES["messages"][0],
+                      {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function":
+                          {"name": "weather", "arguments": '{"city": "Rome"}'}}]},
+                      {"role": "tool", "tool_call_id": "c1", "content": ""}, {"role": "assistant", "content": "Hello"}],
+         "tools": [TOOL]},
+        [U, ("assistant", None), ("tool", ""), A],
+    ),
+    "OpenAI's function calls": (
+        {"messages": [MESSAGES["messages"][0],
+                      {"role": "assistant", "content": None, "function_call": CALL["function"]},
+                      {"role": "function", "name": "weather", "content": "Sun."}, MESSAGES["messages"][1]],
+         "functions": [WEATHER]},
+        [U, ("assistant", None), ("tool", "Sun."), A],
+    ),
+    "LLaMA-Factory's tool calls": (
+        {"conversations": [{"from": "human", "value": "Hi"},
+                           {"from": "function_call", "value": json.dumps(CALL["function"])},
+                           {"from": "observation", "value": "Sun."}, {"from": "gpt", "value": "Hello"}],
+         "tools": json.dumps([WEATHER])},
+        [U, ("assistant", None), ("tool", "Sun."), A],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_of_a_prompt_is_read_in_every_format(tmp_path, caplog, name):
+    """In training and as a prompt: nothing is left out, nor is there a note about it."""
+    record, expected = FORMATS[name]
+    path = write_lines(tmp_path / "a.jsonl", record)
+    report = Report()
+    (found,) = read(path, report, seeds=expected[-1][0] == "user")
+    assert [(turn["role"], turn["content"]) for turn in found.messages] == expected
+    assert not report.notes
+    calls = [{key: call[key] for key in CALL} for turn in found.messages for call in turn.get("tool_calls", ())]
+    (prompt,) = read_prompts([path], turns=9)
+    if "tool" in dict(expected):
+        assert calls == [CALL]
+        assert found.tools == prompt.tools == (TOOL,)
+        assert "in 1 of 1 prompts what follows the first result of a tool is not read" in caplog.text
+    else:
+        assert not caplog.text
+    assert prompt.system == dict(expected).get("system")
+    assert prompt.turns == tuple(content for role, content in expected if role == "user")
+
+
+def test_text_that_is_not_read_is_counted_by_its_key(tmp_path, caplog):
+    said = {"id": "a", "source": "web", "model": "m", "score": 1.5, "persona": " "}
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        MESSAGES | said,
+        MESSAGES | {"persona": "a pirate", "system": None, "options": [{"b": "yes"}], "text": "USER: Hi, BOT: Hello"},
+        {
+            "messages": [MESSAGES["messages"][0], MESSAGES["messages"][1] | {"thinking": "Well"}],
+            "persona": "x",
+        },
+        {"system": "Be brief.", "messages": [{"role": "system", "content": "Speak."}, *MESSAGES["messages"]]},
+        {"text": "Once.", "context": "A tale."},
+    )
+    report = Report()
+    assert len(read(path, report)) == 5
+    notes = {"persona": 2, "options": 1, "thinking of a turn": 1, "system": 1, "context": 1}
+    assert dict(report.notes) == {f"{key!r} is not read": count for key, count in notes.items()}
+    assert "\n  noted: 2 x 'persona' is not read\n" in str(report)
+    read_prompts([path])
+    assert "in 2 of 5 prompts 'persona' is not read" in caplog.text
+    many = write_lines(tmp_path / "b.jsonl", *(MESSAGES | {f"field {n}": "x y"} for n in range(99)))
+    report = Report()
+    read(many, report)
+    assert len(report.notes) == 21
+    assert report.notes.total() == 99
+
+
+@pytest.mark.parametrize(("key", "off", "on"), [("weight", 0, 1), ("train", False, True), ("loss", False, None)])
+def test_answers_of_weight_0_are_marked(tmp_path, key, off, on):
+    turns = [{"role": "user", "content": "Hi", key: off}, {"role": "assistant", "content": "No", key: off},
+             {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Yes", key: on}]  # fmt: skip
+    (found,) = read(write_lines(tmp_path / "a.jsonl", {"messages": turns}))
+    assert [turn.get("weight") for turn in found.messages] == [None, 0, None, None]
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
@@ -176,6 +301,11 @@ SAID = {
     "prompt, completion": (["What is a heap?"], "A tree in an array.", None),
     "messages": (["What is a heap?"], "A tree in an array.", None),
     "conversations": (["What is a heap?"], "A tree in an array.", None),
+    "conversation": (["What is a heap?"], "A tree in an array.", None),
+    "system, conversations": (["What is a heap?"], "A tree in an array.", None),
+    "tools, messages": (["Is it sunny in Rome?"], "Yes, it is.", None),
+    "instruction, context, response": (["Who wrote it?\n\nA book by Ada."], "Ada.", None),
+    "system, history, instruction, input, output": (["Hi", "And in French?"], "Bonjour", None),
     "question_id, category, turns": (["Write a haiku.", "Now in French."], None, None),
     "task_id, prompt": (["def add(a, b):\n"], None, None),
     "question, answer": (["How many eggs are in two dozen?"], "24 #### 24", None),

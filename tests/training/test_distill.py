@@ -132,6 +132,22 @@ def test_answers_equal_transformers_turn_by_turn(generate, chatml, with_heads):
     assert report.tokens_per_step == pytest.approx(steps / report.steps)
 
 
+@pytest.mark.parametrize("turns", ["joint", "each"])
+def test_answers_of_weight_0_stay_as_they_are(generate, chatml, turns):
+    """As if the text of the turns before the model's answer were one turn of the user."""
+    model = language_model(chatml)
+    kept = {"role": "assistant", "content": "four", "weight": 0}
+    seed = [*chat("Hello", "x", "three?"), kept, *chat("And?", "y", "Why?"), kept]
+    lines = generate(model, chatml, records([seed]), turns=turns)
+    joined = "three?<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n<|im_start|>user\nAnd?"
+    expected = generate(model, chatml, records([chat("Hello", "x", joined)]), turns=turns, name="joined")
+    assert [(line["input_ids"], line["learnt"]) for line in lines] == [
+        (line["input_ids"], line["learnt"]) for line in expected
+    ]
+    assert [turn["content"] for turn in lines[-1]["messages"]][2:5] == ["three?", "four", "And?"]
+    assert len(lines[-1]["messages"]) == 6
+
+
 def test_records_are_read_verbatim_and_only_the_models_tokens_are_learnt(generate, chatml):
     model = language_model(chatml)
     lines = generate(model, chatml, records())

@@ -63,6 +63,57 @@ def test_generation_markers_prefixes_and_transformers_agree(template, messages):
     assert 0 < one.learnt.sum() < len(one.ids)
 
 
+@pytest.mark.parametrize("way", [marked, unmarked])
+@pytest.mark.parametrize("turns", ["joint", "each"])
+def test_answers_of_weight_0_are_in_the_text_and_not_learnt(way, turns):
+    tokenizer = toy.tokenizer("bytes", way(CHATML))
+    messages = chat("Hello", "Hello!", "And?", "Paris", "Why?", "thank you.")
+    plain = ChatEncoder(tokenizer).encode(record(messages))[0].ids.tolist()
+    weighted = [turn | {"weight": 0} if turn["content"] in ("Paris", "thank you.") else turn for turn in messages]
+    encoder = ChatEncoder(tokenizer, turns=turns)
+    (example,) = encoder.encode(record(weighted))
+    assert [tokenizer.decode(run) for run in runs(example)] == ["Hello!<|im_end|>"]
+    assert example.ids.tolist() == (plain if turns == "joint" else plain[: len(example.ids)])
+    (nothing,) = encoder.encode(record([turn | {"weight": 0} for turn in messages]))
+    assert not nothing.learnt.any()
+    kept = [turn | {"weight": 0} if turn["content"] in ("Hello!", "Paris") else turn for turn in messages]
+    (last,) = encoder.encode(record(kept))
+    assert [tokenizer.decode(run) for run in runs(last)] == ["thank you.<|im_end|>"]
+    assert last.ids.tolist() == plain
+
+
+def test_tools_and_calls_are_in_the_text_or_it_is_said(caplog):
+    tool = {"type": "function", "function": {"name": "count", "parameters": {}}}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "count", "arguments": {"to": 3}}}],
+    }
+    messages = [*chat("Count to three."), call, {"role": "tool", "content": "one two three"}, *chat("And?", "Hello")]
+    asked = Record(tuple(messages), None, "a:1", tools=(tool,))
+    with_tools = "{%- if tools -%}{{- tools[0].function.name + '\\n' -}}{%- endif -%}" + CHATML.replace(
+        "message.content", "(message.content or message.tool_calls | tojson)"
+    )
+    tokenizer = toy.tokenizer("bytes", unmarked(with_tools))
+    (example,) = ChatEncoder(tokenizer).encode(asked)
+    assert (
+        example.ids.tolist()
+        == tokenizer(tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False), add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
+    said = [tokenizer.decode(run) for run in runs(example)]
+    assert said == ['[{"function": {"name": "count", "arguments": {"to": 3}}}]<|im_end|>', "Hello<|im_end|>"]
+    assert not caplog.text
+    # Templates without a place for them.
+    silent = ChatEncoder(toy.tokenizer("bytes", unmarked(CHATML.replace("message.content", "(message.content or '')"))))
+    with pytest.raises(BadRecordError, match="the chat template leaves out tool calls"):
+        silent.encode(asked)
+    for _ in range(2):
+        silent.encode(Record(tuple(SINGLE), None, "a:2", tools=(tool,)))
+    assert caplog.text.count("prompts leave out their tools") == 1
+
+
 def test_a_token_across_prompt_and_answer_belongs_to_the_answer():
     tokenizer = toy.tokenizer("bytes", unmarked(SPACED))
     messages = chat("Count to three.", "one two")

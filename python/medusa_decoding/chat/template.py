@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from medusa_decoding.chat.streaming import AnswerStreamer
 from medusa_decoding.checks import check_text
 from medusa_decoding.files import read_text
 from medusa_decoding.generation.session import common_length
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -92,12 +95,24 @@ class PromptEncoder:
         """The special token that ends an answer in addition to the model's own, or None."""
         return None
 
-    def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], known: Sequence[int] = (), tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens of a prompt; `known` are the tokens of the previous prompt and its answer."""
+        self.known_tools(tools)
         if not known:
             return open_tokens(self.tokenizer, "\n".join(message["content"] for message in messages))
         written = list(known[:-1] if known[-1] in self._eos else known)
         return written + open_tokens(self.tokenizer, "\n" + messages[-1]["content"], special=False)
+
+    def known_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]] | None:
+        """Return definitions of tools if prompts can contain them, else None; logs the first time that they cannot."""
+        return tools if tools and self._takes_tools else None
+
+    @functools.cached_property
+    def _takes_tools(self) -> bool:
+        logger.warning("prompts leave out their tools: the chat template has no place for them, or there is none")
+        return False
 
     def answer(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer's tokens, without special tokens and without the string that ends it."""
@@ -199,9 +214,22 @@ class ChatTemplate(PromptEncoder):
             reason = " ".join(str(error).split())
             raise ValueError(f"chat template: expected one that takes these messages, got {reason}") from error
 
-    def encode(self, messages: Sequence[Message], known: Sequence[int] = ()) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], known: Sequence[int] = (), tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens of a prompt, known ones as long as they spell the same text; errors as in `render`."""
-        return splice(self.tokenizer, list(known), self.prompt_tokens(self.render(messages)))
+        text = self.render(messages, self.known_tools(tools))
+        return splice(self.tokenizer, list(known), self.prompt_tokens(text))
+
+    @functools.cached_property
+    def _takes_tools(self) -> bool:
+        probe = {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {}}}
+        try:
+            if PROBE in self.render([{"role": "user", "content": "?"}], [probe]):
+                return True
+        except ValueError:  # of this question alone, perhaps
+            return True
+        return super()._takes_tools
 
     def tokens(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of rendered texts."""

@@ -232,12 +232,13 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     prompts = read_prompts(args.prompts, turns=1)
     for prompt in prompts:
-        if prompt.system is not None and not args.chat:
-            raise ValueError(f"--prompts: expected --chat with a system message, got {prompt.where} without --chat")
+        if (prompt.system is not None or prompt.tools) and not args.chat:
+            what = "tools" if prompt.system is None else "a system message"
+            raise ValueError(f"--prompts: expected --chat with {what}, got {prompt.where} without --chat")
     _arguments.resolve_device(args)
     tokenizer = _arguments.load_tokenizer(args)
     encoder = ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
-    ids = [encoder.encode(prompt.messages) for prompt in prompts]
+    ids = [encoder.encode(prompt.messages, tools=prompt.tools) for prompt in prompts]
     with only_writer("--out", args.out), _arguments.load_model(args) as model:
         batch = Batch(args, model, encoder, prompts, ids)
         file = ResumableFile(args.out, batch.depends_on(), args.resume, _index, name="--out")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from medusa_decoding.files import MAX_TEXT
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import PROMPT_TOKENS, TURNS
 from medusa_decoding.training.config import SourceConfig
-from medusa_decoding.training.data.records import interpret
+from medusa_decoding.training.data.records import before_results, interpret
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class Prompt:
         where: its file and line, for messages.
         system: a system message, or None.
         is_text: whether it is a text whose beginning is to be continued, without a chat template.
+        tools: definitions of the tools that the model may call, for the chat template.
     """
 
     turns: tuple[str, ...]
@@ -42,6 +43,7 @@ class Prompt:
     where: str = "prompt"
     system: str | None = None
     is_text: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def messages(self) -> list[Message]:
@@ -77,7 +79,7 @@ class Conversations:
         known: list[int] = []
         for question in prompt.turns:
             messages = [*messages, {"role": "user", "content": question}]
-            ids = encoder.encode(messages, known)[: self._prompt_tokens if prompt.is_text else None]
+            ids = encoder.encode(messages, known, prompt.tools)[: self._prompt_tokens if prompt.is_text else None]
             new = yield ids
             if new is not None:
                 known = ids + new
@@ -120,22 +122,25 @@ def read_prompts(
     for name, value in (("limit", limit), ("turns", turns)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    notes: Counter[str] = Counter()
     found = [
-        _prompt(raw, where, name, turns)
+        _prompt(raw, where, name, turns, notes)
         for path in paths
         for name in [Path(path).name.split(".")[0]]
         for where, raw in raw_records(SourceConfig(str(path)))
     ]
     if not found:
         raise ValueError(f"prompts: expected at least one in {', '.join(map(str, paths))}, got none")
+    for note, count in (+notes).items():
+        logger.warning("in %d of %d prompts %s", count, len(found), note)
     known = list(dict.fromkeys(prompt.category for prompt in found))
     for category in categories or ():
         if category not in known:
             raise ValueError(f"categories: expected some of {', '.join(known)}, got {category}")
     if distinct:
-        first: dict[tuple[str | None, tuple[str, ...]], Prompt] = {}
+        first: dict[Any, Prompt] = {}
         for prompt in found:
-            first.setdefault((prompt.system, prompt.turns), prompt)
+            first.setdefault((prompt.system, prompt.turns, repr(prompt.tools)), prompt)
         if repeats := len(found) - len(first):
             logger.warning("%d of %d prompts are left out, which repeat others", repeats, len(found))
         found = list(first.values())
@@ -149,7 +154,7 @@ def read_prompts(
     return wanted
 
 
-def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
+def _prompt(raw: Any, where: str, file: str, turns: int, notes: Counter[str]) -> Prompt:
     try:
         content = interpret(raw)
     except BadRecordError as error:
@@ -157,8 +162,12 @@ def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
     category = raw.get("category")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise ValueError(f"prompts: expected a name as category in {where}, got {shown(category)}")
-    system = next((turn["content"] for turn in content.messages if turn["role"] == "system"), None)
-    asked = [turn["content"] for turn in content.messages if turn["role"] == "user"]
+    messages = before_results(content.messages)
+    system, *further = [turn["content"] for turn in messages if turn["role"] == "system"] or [None]
+    asked = [turn["content"] for turn in messages if turn["role"] == "user"]
+    content.note_unread(notes)
+    notes["a further system message is not read"] += bool(further)
+    notes["what follows the first result of a tool is not read"] += len(messages) < len(content.messages)
     if content.text is not None:
         asked = [content.text if content.prompt is None else content.prompt]
     for turn in asked:
@@ -166,4 +175,4 @@ def _prompt(raw: Any, where: str, file: str, turns: int) -> Prompt:
             raise ValueError(f"prompts: expected at most {MAX_TEXT:,} characters in {where}, got {len(turn):,}")
     if not asked:
         raise ValueError(f"prompts: expected a turn of the user in {where}, got none")
-    return Prompt(tuple(asked[:turns]), category or file, where, system, content.text is not None)
+    return Prompt(tuple(asked[:turns]), category or file, where, system, content.text is not None, content.tools)

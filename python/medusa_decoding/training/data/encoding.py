@@ -16,7 +16,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
@@ -122,11 +122,12 @@ class ChatEncoder:
             return [self._exact(record, record.tokens)]
         if record.text is not None:
             return [self._encode_text(record.text, record.where)]
-        messages = list(record.messages)
-        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.turns == "joint":
-            return [self._encode_turns(messages, answers, record.where)]
-        return [self._encode_turns(messages[: place + 1], [place], record.where) for place in answers]
+        answers = [place for place, message in enumerate(record.messages) if message["role"] == "assistant"]
+        learnt = [place for place in answers if record.messages[place].get("weight") != 0]
+        if self.turns == "joint" or not learnt:
+            return [self._encode_turns(record, answers, learnt)]
+        parts = [(replace(record, messages=record.messages[: place + 1]), place) for place in learnt]
+        return [self._encode_turns(part, [place], [place]) for part, place in parts]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -146,13 +147,15 @@ class ChatEncoder:
         """The token that closes an answer, white space before it aside; None if the template puts no token there."""
         return self.template.leading_token(self.template.after_answer.lstrip(), self.closing)
 
-    def prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[int]]:
         """Return the text and the tokens of a prompt whose last message a model will answer.
 
         Raises:
             BadRecordError: the template refuses the messages.
         """
-        text, _ = self._rendered(messages, add_generation_prompt=True)
+        text, _ = self._rendered(messages, tools, add_generation_prompt=True)
         return text, self.template.prompt_tokens(text)
 
     def _exact(self, record: Record, tokens: Tokens) -> Example:
@@ -172,27 +175,33 @@ class ChatEncoder:
             ids.append(end)
         return Example.from_spans(ids, [(0, len(ids))], where, is_text=True)
 
-    def _encode_turns(self, messages: list[Mapping[str, str]], answers: list[int], where: str) -> Example:
-        text, spans = self._rendered(messages)
+    def _encode_turns(self, record: Record, answers: list[int], learnt: list[int]) -> Example:
+        """Encode a conversation; `answers` are the places of the assistant's turns, `learnt` those to learn."""
+        where = record.where
+        text, spans = self._rendered(record.messages, record.tools)
         if not self._marked:
-            spans = self._prefix_spans(text, messages, answers, where)
+            spans = self._prefix_spans(text, record, learnt)
         elif not spans:
             raise ValueError(f"template: expected a {{% generation %}} block around each answer of {where}, got none")
         elif self.turns == "each":
-            spans = spans[-1:]
+            spans = spans[-1:] if learnt else []
+        elif len(learnt) < len(answers):
+            if len(spans) != len(answers):
+                raise BadRecordError(
+                    f"the chat template marks {len(spans)} answers of {len(answers)}, so which have weight 0 is unknown"
+                )
+            spans = [span for span, place in zip(spans, answers, strict=True) if place in learnt]
         cuts = sorted({cut for span in spans for cut in span} - {len(text)})
         whole, *prefixes = self.template.tokens([text, *(text[:cut] for cut in cuts)])
         places = {cut: common_length(prefix, whole) for cut, prefix in zip(cuts, prefixes, strict=True)}
         places[len(text)] = len(whole)
         return Example.from_spans(whole, [(places[start], places[end]) for start, end in spans], where)
 
-    def _prefix_spans(
-        self, text: str, messages: list[Mapping[str, str]], answers: list[int], where: str
-    ) -> list[tuple[int, int]]:
-        spans = []
+    def _prefix_spans(self, text: str, record: Record, answers: list[int]) -> list[tuple[int, int]]:
+        spans, messages, where = [], record.messages, record.where
         for place in answers:
-            before, _ = self._rendered(messages[:place], add_generation_prompt=True)
-            after, _ = self._rendered(messages[: place + 1])
+            before, _ = self._rendered(messages[:place], record.tools, add_generation_prompt=True)
+            after, _ = self._rendered(messages[: place + 1], record.tools)
             if not after.startswith(before):
                 raise ValueError(
                     f"template: expected turn {place + 1} of {where} to follow the generation prompt, got "
@@ -208,12 +217,19 @@ class ChatEncoder:
         return spans
 
     def _rendered(
-        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            return self.template.render_spans(messages, add_generation_prompt)
+            text, spans = self.template.render_spans(messages, add_generation_prompt, self.template.known_tools(tools))
         except jinja2.TemplateError as error:
             raise BadRecordError(f"the chat template refuses it ({error})") from error
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            if call["function"]["name"] not in text:
+                raise BadRecordError("the chat template leaves out tool calls")
+        return text, spans
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

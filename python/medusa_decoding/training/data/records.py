@@ -1,9 +1,10 @@
 """Decide what a record is, check it, and split off held-out ones. Every command reads its data and prompts here.
 
-The keys of a record tell its kind (docs/data.md has an example line of each): `messages` (turns of `role` and
-`content`), ShareGPT's `conversations` (`from` and `value`), MT-Bench's `turns` (the user's alone), a `prompt`,
-`instruction` or `question` with or without its answer, and a plain `text`. Records that `medusa distill` wrote also
-have their exact tokens (`input_ids`, the spans `learnt` of them, the `tokenizer`'s fingerprint).
+The keys of a record tell its kind (docs/data.md has an example line of each): a list of turns (`messages`,
+`conversations`), MT-Bench's `turns` (the user's alone), a `prompt`, `instruction` or `question` with or without its
+answer, and a plain `text`. `turns.py` reads the turns. A key that is not read, with text that may belong to the prompt,
+is noted. Records that `medusa distill` wrote also have their exact tokens (`input_ids`, the spans `learnt` of them, the
+`tokenizer`'s fingerprint).
 
 Training leaves a bad record out and notes it; too large a share of them is an error. A prompt without an answer is bad
 there, while seeds and prompts to measure on need none.
@@ -12,6 +13,7 @@ there, while seeds and prompts to measure on need none.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,22 +21,32 @@ from typing import Any
 
 import numpy as np
 
+from medusa_decoding.chat.template import Message
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
+from medusa_decoding.training.data.turns import parse_turns, text_of, tool_definitions, unread_keys
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 KINDS = {
-    "turns": "turns", "conversations": "sharegpt", "messages": "messages", "prompt": "prompt", "instruction": "prompt",
-    "question": "prompt", "text": "text",
+    "turns": "turns", "conversations": "sharegpt", "conversation": "sharegpt", "messages": "messages",
+    "prompt": "prompt", "instruction": "prompt", "question": "prompt", "chosen": "messages", "text": "text",
 }  # fmt: skip
 """Keys with the kind of record that they tell; the first one that has a value counts."""
-ANSWERS = ("response", "completion", "output", "answer")
-"""Keys of the answer to a prompt: Dolly's, TRL's, Alpaca's and GSM8K's."""
+ANSWERS = ("response", "completion", "output", "answer", "chosen")
+"""Keys of the answer to a prompt: Dolly's, TRL's, Alpaca's, GSM8K's and that of preferences."""
+SYSTEMS = ("system", "system_prompt", "system_message")
+TOOLS = ("tools", "functions")
+_NO_PROMPT = re.compile(
+    r"(.*_)?(ids?|idx|index|uuid|hash|ip|sources?|dataset|split|subset|categor(y|ies)|model|generator|scores?|ratings?"
+    r"|tokens|count|lang(uage)?|country|state|license|urls?|path|file|headers?|date|time(stamp)?|created|updated|type"
+    r"|tags?|labels?|version|metadata|meta|finish|tool_choice|reference|references|reference_answer|solution|test"
+    r"|test_list|entry_point|ground_truth)|task_name|response|completion|output|answers?|chosen|rejected.*",
+    re.IGNORECASE,
+)
+"""Keys that never belong to a prompt."""
 _WRITTEN = (
     "`medusa distill --config FILE` has the model write the answers and then trains on them, and `medusa train --init "
     "MODEL DATA` writes a config for that"
 )
-_TURNS = {"sharegpt": ("from", "value"), "messages": ("role", "content")}
 NO_ANSWER = "no answer to learn: a prompt alone"
 EXAMPLES = 20
 
@@ -62,21 +74,25 @@ class Content:
 
     Attributes:
         kind: one of the values of `KINDS`.
-        messages: all turns, as `{"role": ..., "content": ...}`; empty for a text.
+        messages: all turns, as `parse_turns` returns them; empty for a text.
         text: a plain text, or None.
         prompt: the beginning of the text that a model is to continue, or None.
+        tools: definitions of the tools that the model may call, for the chat template.
+        unread: keys with text that were not read and may belong to the prompt.
     """
 
     kind: str
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[Message, ...] = ()
     text: str | None = None
     prompt: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    unread: tuple[str, ...] = ()
 
-    @property
-    def answered(self) -> bool:
-        """Whether there is something to learn: a text, or an answer after a user's turn."""
-        roles = [message["role"] for message in self.messages]
-        return self.text is not None or ("user" in roles and "assistant" in roles[roles.index("user") :])
+    def note_unread(self, notes: Counter[str]) -> None:
+        """Count the keys that were not read; of many different ones, those after the first `EXAMPLES` together."""
+        for key in self.unread:
+            note = f"{key[:60]!r} is not read"
+            notes[note if note in notes or len(notes) < EXAMPLES else "a further key is not read"] += 1
 
 
 @dataclass(frozen=True)
@@ -84,17 +100,19 @@ class Record:
     """A conversation or a text.
 
     Attributes:
-        messages: turns as `{"role": ..., "content": ...}`. The last one is an assistant's; seeds may end with a user's.
+        messages: turns as `parse_turns` returns them. The last one is an assistant's; seeds may end with a user's.
             Empty for a text.
         text: a plain text, or None.
         where: its file and line, or another way to find it.
         tokens: exact tokens to learn from, or None. With them, messages and text are only for people.
+        tools: definitions of the tools that the model may call, for the chat template.
     """
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
     text: str | None
     where: str
     tokens: Tokens | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def prompt(self) -> str:
@@ -103,7 +121,8 @@ class Record:
             return self.tokens.prompt
         if self.text is not None:
             return self.text
-        return next(turn["content"] for turn in self.messages if turn["role"] == "user")
+        found: str = next(turn["content"] for turn in self.messages if turn["role"] == "user")
+        return found
 
 
 @dataclass
@@ -165,7 +184,8 @@ def read_records(
 
     Assistant turns before the first user turn are dropped, because they answer nothing, and turns after the last
     assistant turn, because they teach nothing. Seeds need no assistant turn, and keep all turns from the first user
-    turn on, as a model will answer their user turns. Conversations without a system message get `system`.
+    turn to the first result of a tool, as a model will answer their user turns and may call no tool. Conversations
+    without a system message get `system`.
 
     Raises:
         ValueError, ModuleNotFoundError: as `raw_records`.
@@ -221,11 +241,10 @@ def parse_record(
     """
     if form == "auto" and isinstance(raw, Mapping) and raw.get("input_ids") is not None:
         return _exact(raw, where)
-    content = interpret(raw, form)
-    if content.text is not None:
-        return Record((), content.text, where)
-    counted = Counter() if notes is None else notes
-    return Record(tuple(_trimmed(list(content.messages), system, counted, seeds)), None, where)
+    content, counted = interpret(raw, form), Counter() if notes is None else notes
+    messages = () if content.text is not None else tuple(_trimmed(list(content.messages), system, counted, seeds))
+    content.note_unread(counted)
+    return Record(messages, content.text, where, tools=content.tools)
 
 
 def interpret(raw: Any, form: str = "auto") -> Content:
@@ -242,35 +261,100 @@ def interpret(raw: Any, form: str = "auto") -> Content:
     key = next((key for key in keys if raw.get(key) is not None), None)
     if key is None:
         raise BadRecordError(f"none of the keys {', '.join(keys)}, but {_listed(raw)}")
-    kind, value = KINDS[key], raw[key]
+    kind = KINDS[key]
     if key == "text" or (form == "auto" and key == "prompt" and raw.get("text") is not None):
         # A prompt next to its whole text is the beginning of that text.
-        prompt = None if raw.get("prompt") is None else _text(raw["prompt"], "prompt")
-        return Content("text", text=_text(raw["text"], "text"), prompt=prompt)
-    if kind == "prompt":
-        return Content(kind, tuple(_single_turn(raw, key)))
-    if not isinstance(value, list) or not value:
-        raise BadRecordError(f"{key} is not a list of turns")
-    if kind == "turns":
-        asked = [_text(turn, f"turn {number}") for number, turn in enumerate(value, start=1)]
-        return Content(kind, tuple({"role": "user", "content": turn} for turn in asked))
-    may_be_empty = raw.get("input_ids") is not None  # a model may have answered with nothing
-    turns = (parse_turn(turn, number, *_TURNS[kind], may_be_empty) for number, turn in enumerate(value, start=1))
-    return Content(kind, tuple(turns))
+        prompt = None if raw.get("prompt") is None else text_of(raw["prompt"], "prompt")
+        text = text_of(raw["text"], "text")
+        return Content("text", text=text, prompt=prompt, unread=_unread(raw, {"text", "prompt"}, [text]))
+    read = {key}
+    messages = _asked_once(raw, key, read) if kind == "prompt" else _turns(raw, key)
+    if (key := next((name for name in SYSTEMS if _is_text(raw.get(name))), "")) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": text_of(raw[key], key)})
+    name = next((name for name in TOOLS if raw.get(name)), "")
+    tools = tool_definitions(raw.get(name))
+    if tools is not None:
+        read.add(name)
+    said = [message["content"] for message in messages if message["content"]]
+    return Content(kind, tuple(messages), tools=tools or (), unread=_unread(raw, read, said))
 
 
 def _listed(raw: Mapping[Any, Any]) -> str:
     return ", ".join(map(str, raw))[:60] or "no keys"
 
 
-def _single_turn(raw: Mapping[str, Any], key: str) -> Iterator[dict[str, str]]:
-    asked = _text(raw[key], key)
-    given = raw.get("input") if key == "instruction" else None  # Alpaca's
-    yield {"role": "user", "content": f"{asked}\n\n{_text(given, 'input')}" if given else asked}
-    answers = (raw[name] for name in ANSWERS if isinstance(raw.get(name), str) and raw[name].strip())
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _filled(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def _turns(raw: Mapping[str, Any], key: str) -> list[Message]:
+    turns = raw[key]
+    if key == "turns" and isinstance(turns, list) and not any(isinstance(turn, (Mapping, list)) for turn in turns):
+        turns = [{"role": "user", "content": text_of(turn, f"turn {n}")} for n, turn in enumerate(turns, start=1)]
+    return parse_turns(turns, key, raw.get("input_ids") is not None)  # a model may have answered with nothing
+
+
+def _asked_once(raw: Mapping[str, Any], key: str, read: set[str]) -> list[Message]:
+    """Return the messages of a prompt with its answer, if it has one; add the keys that they are made of to `read`."""
+    if _is_conversation(raw[key]):
+        messages = parse_turns(raw[key], key)
+    else:
+        # Alpaca's and Dolly's text that the instruction is about.
+        given = [name for name in (("input",) if key == "instruction" else ()) + ("context",) if _filled(raw.get(name))]
+        parts = [text_of(raw[name], name) for name in given]
+        if _filled(raw[key]) or not parts:
+            parts.insert(0, text_of(raw[key], key))
+        messages = [{"role": "user", "content": "\n\n".join(parts)}]
+        read.update(given)
+    if raw.get("history"):
+        messages = parse_turns(raw["history"], "history") + messages
+        read.add("history")
+    answers = (name for name in ANSWERS if _is_text(raw.get(name)) or _is_conversation(raw.get(name)))
     answer = next(answers, None)
-    if answer is not None:
-        yield {"role": "assistant", "content": _text(answer, "the answer")}
+    if answer is None:
+        return messages
+    read.add(answer)
+    if _is_text(raw[answer]):
+        return [*messages, {"role": "assistant", "content": text_of(raw[answer], "the answer")}]
+    turns = parse_turns(raw[answer], answer)
+    return turns if turns[0]["role"] in ("system", "user") else messages + turns  # some repeat the prompt
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def _unread(raw: Mapping[Any, Any], read: set[str], said: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of a record, and of its turns, with text that is not read and may belong to the prompt.
+
+    Text that the messages contain is read, and so is text that contains all of them, such as Alpaca's whole prompts.
+    """
+    if raw.get("input_ids") is not None:
+        return ()
+    rest = [(str(key), str(key), value) for key, value in raw.items() if key not in read]
+    for name in sorted(read.difference(TOOLS)):
+        rest += [(f"{key} of a turn", key, value) for key, value in unread_keys(raw.get(name))]
+    whole = "\n".join(said)
+
+    def is_new(text: str) -> bool:
+        return text.strip() not in whole and not (len(said) > 1 and all(part in text for part in said))
+
+    found = [shown for shown, key, value in rest if not _NO_PROMPT.fullmatch(key) and any(map(is_new, _texts(value)))]
+    return tuple(dict.fromkeys(found))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, (list, Mapping)):
+            pending += one.values() if isinstance(one, Mapping) else one
+        elif _is_text(one):
+            yield one
 
 
 def _exact(raw: Mapping[str, Any], where: str) -> Record:
@@ -284,17 +368,14 @@ def _exact(raw: Mapping[str, Any], where: str) -> Record:
         raise BadRecordError("learnt reaches beyond input_ids")
     if (np.diff(spans, axis=1) < 1).any() or (np.diff(spans.flatten()) < 0).any():
         raise BadRecordError("learnt is not a list of spans [start, end] in order")
-    turns = raw.get("messages")
-    if turns is not None and not isinstance(turns, list):
-        raise BadRecordError("messages is not a list of turns")
     # A model may have answered with nothing.
-    messages = [parse_turn(turn, number, "role", "content", True) for number, turn in enumerate(turns or (), start=1)]
-    text = None if messages else _text(raw.get("text"), "text")
+    messages = parse_turns(raw["messages"], "messages", True) if raw.get("messages") else []
+    text = None if messages else text_of(raw.get("text"), "text")
     if messages and "user" not in [message["role"] for message in messages]:
         raise BadRecordError("no user turn")
-    prompt = None if raw.get("prompt") is None else _text(raw["prompt"], "prompt")
+    prompt = None if raw.get("prompt") is None else text_of(raw["prompt"], "prompt")
     learnt = tuple((start, end) for start, end in spans.tolist())
-    tokens = Tokens(ids.astype(np.int32), learnt, _text(raw.get("tokenizer"), "tokenizer"), prompt)
+    tokens = Tokens(ids.astype(np.int32), learnt, text_of(raw.get("tokenizer"), "tokenizer"), prompt)
     return Record(tuple(messages), text, where, tokens)
 
 
@@ -306,50 +387,27 @@ def _whole_numbers(value: Any) -> np.ndarray | None:
     return found if found.dtype.kind == "i" else None
 
 
-def parse_turn(turn: Any, number: int, role_key: str, content_key: str, may_be_empty: bool = False) -> dict[str, str]:
-    """Return a turn's role and content (a text, or a list of texts), which the record has under these keys.
-
-    Raises:
-        BadRecordError: it has no known role, or no content.
-    """
-    if not isinstance(turn, Mapping):
-        raise BadRecordError(f"turn {number} has no named fields")
-    name = turn.get(role_key)
-    role = ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise BadRecordError(f"turn {number} has an unknown {role_key}: {repr(name)[:40]}")
-    content = turn.get(content_key)
-    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
-        content = "".join(_text(part.get("text"), f"a part of turn {number}") for part in content)
-    return {"role": role, "content": _text(content, f"the {content_key} of turn {number}", may_be_empty)}
+def before_results(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages before the first result of a tool, which a model that writes its own answers may not call."""
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") if "user" in roles else 0
+    return messages[: roles.index("tool", first)] if "tool" in roles[first:] else messages
 
 
-def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise BadRecordError(f"{name} is not text")
-    if not value.strip() and not may_be_empty:
-        raise BadRecordError(f"{name} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise BadRecordError(f"{name} holds half a surrogate pair") from None
-    return value
-
-
-def _trimmed(
-    messages: list[dict[str, str]], system: str | None, notes: Counter[str], seeds: bool
-) -> list[dict[str, str]]:
+def _trimmed(messages: list[Message], system: str | None, notes: Counter[str], seeds: bool) -> list[Message]:
     roles = [message["role"] for message in messages]
     if "user" not in roles:
         raise BadRecordError("no user turn")
     first = roles.index("user")
     if "assistant" not in roles[first:] and not seeds:
         raise BadRecordError(NO_ANSWER)
-    last = len(roles) if seeds else len(roles) - roles[::-1].index("assistant")
+    last = len(before_results(messages)) if seeds else len(roles) - roles[::-1].index("assistant")
     head = [message for message in messages[:first] if message["role"] == "system"]
     if len(head) < first:
         notes["assistant turns before the first user turn dropped"] += 1
-    if last < len(roles):
+    if last < len(roles) and seeds:
+        notes["turns from the first result of a tool on dropped: the model writes its own answers"] += 1
+    elif last < len(roles):
         notes["turns after the last assistant turn dropped"] += 1
     if system is not None and "system" not in roles[:last]:
         head = [{"role": "system", "content": system}]

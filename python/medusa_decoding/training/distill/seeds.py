@@ -1,9 +1,10 @@
 """Seeds whose user turns a model answers, one after the other (Medusa paper, section 2.3.2).
 
-A seed's own answers are dropped. With `turns="joint"` all answers of a seed are one record: each prompt is the previous
-one, its answer as the model wrote it, and what the template puts after it. With `turns="each"` every prompt is rendered
-anew from the text of the answers, as in serving, and every answer is one record. The first tokens of a text are a
-prompt, and its continuation is the only answer.
+A seed's own answers are dropped, except those of weight 0, which are not learnt and stay as they are. With
+`turns="joint"` all answers of a seed are one record: each prompt is the previous one, its answer as the model wrote it,
+and what the template puts after it. With `turns="each"` every prompt is rendered anew from the text of the answers, as
+in serving, and every answer is one record. The first tokens of a text are a prompt, and its continuation is the only
+answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from medusa_decoding.chat.template import PROBE, open_tokens
+from medusa_decoding.chat.template import PROBE, Message, open_tokens
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import Record
@@ -54,13 +55,14 @@ class Seed:
                 raise BadRecordError("a text without tokens")
             source: Any = record.text
         else:
-            first = [message["role"] for message in record.messages].index("user")
-            head = [dict(turn) for turn in record.messages[:first] if turn["role"] == "system"]
-            questions = [dict(turn) for turn in record.messages if turn["role"] == "user"][: settings.turns]
-            self.turns, self._questions, self._messages = len(questions), questions[1:], [*head, questions[0]]
-            source = [*head, *questions]
-            self._text, self.prompt = encoder.prompt(self._messages)
-            if self._joint and self._questions:
+            head, groups = _asked(record.messages)
+            groups = groups[: settings.turns]
+            if not groups:
+                raise BadRecordError("every answer has weight 0")
+            self.turns, self._groups, self._messages = len(groups), groups[1:], [*head, *groups[0]]
+            source = [*head, *(turn for group in groups for turn in group), *record.tools]
+            self._text, self.prompt = encoder.prompt(self._messages, record.tools)
+            if self._joint and self._groups:
                 self._check_template()
         self.digest = hashlib.blake2b(json.dumps(source).encode(), digest_size=8).hexdigest()
         if len(self.prompt) >= length:
@@ -89,15 +91,16 @@ class Seed:
             return
         answer_text = self._spell(answer[:-1] if closed else answer)
         self._messages.append({"role": "assistant", "content": answer_text})
-        content_so_far = {"messages": list(self._messages)}
+        tools = {"tools": list(self.record.tools)} if self.record.tools else {}
+        content_so_far = {"messages": list(self._messages), **tools}
         if self._joint:
             self._lines = [self._line(content_so_far, ids, self._spans)]
         else:
             self._lines.append(self._line(content_so_far, ids, [span]))
             self._cut = 0
-        if self._questions:
+        if self._groups:
             try:
-                self._ask(self._questions.pop(0), answer_text, ids, closed)
+                self._ask(self._groups.pop(0), answer_text, ids, closed)
             except BadRecordError as error:
                 self.ended, self.prompt = str(error), []
 
@@ -114,15 +117,15 @@ class Seed:
         tokens = {"learnt": [list(span) for span in spans], "input_ids": ids}
         return {"cut": self._cut, **content, "tokenizer": self._encoder.fingerprint, **tokens}
 
-    def _ask(self, question: dict[str, str], answer_text: str, ids: list[int], closed: bool) -> None:
-        messages = [*self._messages, question]
+    def _ask(self, group: list[Message], answer_text: str, ids: list[int], closed: bool) -> None:
+        messages = [*self._messages, *group]
         if self._joint:
             text, after = self._following(answer_text, messages)
             if closed and after[0] != ids[-1]:
                 raise BadRecordError("an answer ended with another token than the one the chat template puts there")
             prompt = ids + after[1 if closed else 0 :]
         else:
-            text, prompt = self._encoder.prompt(messages)
+            text, prompt = self._encoder.prompt(messages, self.record.tools)
         if len(prompt) >= self._length:
             raise BadRecordError(f"a further prompt leaves no room within {self._length} tokens")
         self._text, self.prompt, self._messages = text, prompt, messages
@@ -135,7 +138,7 @@ class Seed:
         and the answer (except white space around it), and goes on with a special token: no tokenizer joins text across
         one. Raises `BadRecordError` if it does not hold.
         """
-        text, whole = self._encoder.prompt(messages)
+        text, whole = self._encoder.prompt(messages, self.record.tools)
         if not text.startswith(self._text):
             raise BadRecordError("the chat template renders earlier turns otherwise once others follow")
         rest, answer = text[len(self._text) :].lstrip(), answer.strip()
@@ -157,7 +160,7 @@ class Seed:
 
     def _check_template(self) -> None:
         for probe in _PROBES:
-            messages = [*self._messages, {"role": "assistant", "content": probe}, self._questions[0]]
+            messages = [*self._messages, {"role": "assistant", "content": probe}, *self._groups[0]]
             try:
                 self._following(probe, messages)
             except BadRecordError as error:
@@ -166,3 +169,19 @@ class Seed:
                     f"user turns), got one that does not: {error}; data.turns: each renders every prompt anew, "
                     "generation.turns: 1 asks once"
                 ) from error
+
+
+def _asked(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[list[Message]]]:
+    """Return the system messages before the first user turn, and the turns that precede each answer of the model."""
+    first = [turn["role"] for turn in messages].index("user")
+    head = [dict(turn) for turn in messages[:first] if turn["role"] == "system"]
+    groups: list[list[Message]] = []
+    group: list[Message] = []
+    for turn, following in zip(messages[first:], [*messages[first + 1 :], {}], strict=True):
+        is_kept = turn.get("weight") == 0 and any(one["role"] == "user" for one in group)
+        if turn["role"] in ("system", "user") or is_kept:
+            group.append(dict(turn))
+        if turn["role"] == "user" and following.get("weight") != 0:
+            groups.append(group)
+            group = []
+    return head, groups
