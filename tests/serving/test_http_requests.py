@@ -9,6 +9,7 @@ import openai
 import pytest
 import torch
 from http_server import live
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from medusa_decoding.serving.engine import Engine
@@ -48,7 +49,7 @@ def refused(response, status=400):
     ("path", "fields", "param"),
     [
         (CHAT, {"frobnicate": 1}, "frobnicate"),
-        (CHAT, {"functions": []}, "functions"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions"),
         (CHAT, {"function_call": "auto"}, "function_call"),
         (CHAT, {"audio": {"voice": "alloy", "format": "mp3"}}, "audio"),
         (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
@@ -61,7 +62,6 @@ def refused(response, status=400):
         (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        (CHAT, {"tool_choice": "auto"}, "tool_choice"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),  # the template ignores them
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         (CHAT, {"messages": []}, "messages"),
@@ -93,7 +93,6 @@ def refused(response, status=400):
         (CHAT, {"n": True}, "n"),
         (CHAT, {"seed": 2**70}, "seed"),
         (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
-        (CHAT, {"stop": ""}, "stop"),
         (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias.1"),
         (CHAT, {"presence_penalty": 3}, "presence_penalty"),
@@ -176,6 +175,16 @@ def test_fields_that_change_nothing_are_accepted(server):
     }  # fmt: skip
     plain, decorated = post(server, CHAT).json(), post(server, CHAT, **fields).json()
     assert decorated["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("empty", [None, "", [], {}])
+def test_null_and_empty_fields_ask_for_nothing(server, empty):
+    names = {*CompletionCreateParamsBase.__annotations__, "frobnicate"} - BASE[CHAT].keys()
+    if empty is not None:
+        names -= {"web_search_options"}  # {} is OpenAI's way to ask for a search with default options
+    messages = [{**MESSAGES[0], **dict.fromkeys(("name", "refusal", "tool_calls", "frobnicate"), empty)}]
+    fields = {**dict.fromkeys(names, empty), "messages": messages}
+    assert post(server, CHAT, **fields).json()["choices"] == post(server, CHAT).json()["choices"]
 
 
 def test_json_objects_and_schemas_are_obeyed(server):

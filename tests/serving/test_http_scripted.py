@@ -220,6 +220,29 @@ def test_tools_and_their_results_reach_the_template(scripted, tool_template, tok
     assert failed.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
+@pytest.mark.parametrize(
+    ("fields", "rendered"),
+    [
+        ({"content": "three"}, "three"),
+        ({"content": "three", "annotations": [{"type": "url"}], "tool_calls": [], "parsed": {"a": 3}}, "three"),
+        ({}, ""),
+        ({"content": None, "tool_calls": None}, ""),
+        ({"content": [], "refusal": None}, ""),
+        ({"content": "three", "reasoning": "1 + 2"}, "(1 + 2) three"),
+        ({"content": "three", "reasoning_content": "1 + 2", "reasoning_details": [{"text": "1 + 2"}]}, "(1 + 2) three"),
+    ],
+)
+def test_answers_of_any_client_are_history(scripted, tokenizer, tmp_path, fields, rendered):
+    said = "{% if message.reasoning_content %}({{ message.reasoning_content }}) {% endif %}{{ message.content }}"
+    (tmp_path / "a.jinja").write_text("{% for message in messages %}[" + said + "]{% endfor %}")
+    engine = scripted("four")
+    with live(engine, ChatTemplate(tokenizer, str(tmp_path / "a.jinja"))) as server:
+        sent_back = ask(server).choices[0].message.model_dump()
+        history = [*MESSAGES, sent_back, *MESSAGES, {"role": "assistant", **fields}, *MESSAGES]
+        server.client.chat.completions.create(model="demo", messages=history)
+    assert tokenizer.decode(engine.asked[-1]["prompt"]) == f"[hello][four][hello][{rendered}][hello]"
+
+
 def test_text_that_looks_like_a_call_is_text_without_tools(scripted, tool_template):
     with live(scripted(HERMES), tool_template) as server:
         for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):

@@ -60,7 +60,7 @@ _PLAIN_TRAINING = """\
 {%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
 {%- else -%}{{- message.content + '\\n' -}}{%- endif -%}
 {%- endfor -%}"""
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """What a template sees of a message."""
 BUILT_IN = {"vicuna": _VICUNA, "plain": _PLAIN}
 BUILT_IN_TRAINING = {"vicuna": _VICUNA, "plain": _PLAIN_TRAINING}

@@ -69,8 +69,6 @@ class Planner:
             raise ApiError("max_tokens: expected max_completion_tokens or it, got two values", param="max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs: expected logprobs: true with it, got none", param="top_logprobs")
-        if body.tool_choice == "auto" and not body.tools:
-            raise ApiError("tool_choice: expected tools with 'auto', got none", param="tool_choice")
         tools = body.tools if body.tools and body.tool_choice != "none" else []
         make_grammar = self._grammar(body)
         if tools and make_grammar is not None:
@@ -239,9 +237,11 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
     plain = message.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
     plain["role"] = "system" if message.role == "developer" else message.role
     content = message.content
-    if content is None and message.tool_calls is None:
+    if content is None and message.role not in ("assistant", "tool"):
         raise ApiError(f"{where}.content: expected text, got none", param=f"{where}.content")
     plain["content"] = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    if reasoning := message.reasoning_content or message.reasoning:
+        plain["reasoning_content"] = reasoning
     if message.tool_calls is not None and message.role != "assistant":
         raise ApiError(f"{where}.tool_calls: expected role 'assistant' with it", param=f"{where}.tool_calls")
     if message.tool_calls is not None:

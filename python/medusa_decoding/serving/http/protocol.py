@@ -1,14 +1,15 @@
 """What requests may say, in OpenAI's form with extra fields for Medusa.
 
-Unknown fields are refused, never ignored. A known field that this server cannot obey accepts only the value that asks
-for nothing. Fields that change no answer (`user`, `metadata`, ..) are accepted.
+A field that asks for something unknown is refused, never ignored. Fields that ask for nothing, known or not, are
+dropped: null and empty ones, and those that change no answer (`Strict.neutral`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from medusa_decoding.options import ACCEPTANCES
 from medusa_decoding.serving.http import settings
@@ -27,10 +28,35 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Several = Field(min_length=1, max_length=settings.PROMPTS, fail_fast=True)
 
 
+ANY: Any = object()
+"""In `Strict.neutral`: the field changes no answer, whatever its value."""
+
+
 class Strict(BaseModel):
-    """A JSON object whose fields are all known, with values of exactly the declared types."""
+    """A JSON object whose fields are all known, with values of exactly the declared types.
+
+    Attributes:
+        neutral: by field, the values that ask for nothing, or `ANY`. Such fields are dropped.
+        meant: fields whose empty value says something. Those of others are dropped, like null.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Mapping[str, Any]] = dict.fromkeys(("cache_control", "prompt_cache_breakpoint"), ANY)
+    meant: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if not cls._asks_nothing(name, value)}
+
+    @classmethod
+    def _asks_nothing(cls, name: str, value: Any) -> bool:
+        if value is None or (value in ("", [], {}) and name not in cls.meant):
+            return True
+        values = cls.neutral.get(name, ())
+        return values is ANY or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 class StreamOptions(Strict):
@@ -42,6 +68,8 @@ class StreamOptions(Strict):
 
 class GenerationRequest(Strict):
     """Fields that chat and text completions share."""
+
+    meant = frozenset({"tree", "prompt", "web_search_options"})
 
     model: str = Field(description="The served model's name, see /v1/models.")
     n: Annotated[int, Field(ge=1, le=settings.CHOICES)] | None = None
@@ -84,6 +112,8 @@ class GenerationRequest(Strict):
 class TextPart(Strict):
     """A part of a message's content; only text is supported."""
 
+    meant = frozenset({"text"})
+
     type: Literal["text"]
     text: str
 
@@ -91,33 +121,46 @@ class TextPart(Strict):
 class CalledFunction(Strict):
     """The function of a tool call, with its arguments as JSON text."""
 
+    neutral = {**Strict.neutral, "parsed_arguments": ANY}
+    meant = frozenset({"arguments"})
+
     name: Name
-    arguments: str
+    arguments: str = ""
 
 
 class ToolCall(Strict):
     """A tool call in an assistant's message."""
 
+    neutral = {**Strict.neutral, "index": ANY}
+    meant = frozenset({"id"})
+
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(Strict):
     """A message of the conversation."""
 
+    # What clients keep of an answer next to its text.
+    neutral = Strict.neutral | dict.fromkeys(
+        ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks"), ANY
+    )
+    meant = frozenset({"content"})
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=settings.MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=settings.TOOLS)] | None = None
+    reasoning_content: str | None = Field(None, description="For templates that show it; `reasoning` is the same.")
+    reasoning: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=settings.TOOLS)] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
 
 
 class Function(Strict):
     """A function that the model may call; `parameters` is a JSON schema."""
+
+    meant = frozenset({"parameters"})
 
     name: Name
     description: str | None = None
@@ -134,6 +177,8 @@ class Tool(Strict):
 
 class JsonSchema(Strict):
     """A JSON schema, which the answer always obeys."""
+
+    meant = frozenset({"schema"})
 
     name: Name
     description: str | None = None
