@@ -92,6 +92,14 @@ def test_stop_strings_are_found_across_tokens_and_steps(scripted, encoder, stop,
         assert kept.startswith(shown)
 
 
+def test_the_models_own_stop_strings_end_answers(scripted, encoder, demo, monkeypatch):
+    monkeypatch.setattr(demo.backbone.causal_lm.generation_config, "stop_strings", "three")
+    with live(scripted("one two three four"), encoder) as server:
+        assert ask(server, stop=["four"]).choices[0].message.content == "one two "
+        text = server.client.completions.create(model="demo", prompt="x").choices[0].text
+    assert text == "one two "
+
+
 def test_a_stop_string_ends_the_generation_and_what_it_counts(scripted, encoder, tokenizer):
     engine = scripted("one two three four five six", hold=True)
     with live(engine, encoder) as server:

@@ -16,6 +16,7 @@ from medusa_decoding.serving.http.errors import ApiError
 from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
 from medusa_decoding.serving.http.settings import CHOICES, Settings
 from medusa_decoding.serving.penalties import penalty_processors
+from medusa_decoding.serving.rows import own_stop_strings
 from medusa_decoding.trees.tree import Tree
 
 COLDEST = 1e-6
@@ -62,6 +63,7 @@ class Planner:
         backbone = engine.model.backbone
         self._vocabulary = backbone.vocab_size
         self._eos = token_list(backbone.causal_lm.generation_config.eos_token_id)
+        self._own_stops = own_stop_strings(engine.model)
 
     def chat(self, body: ChatRequest) -> Plan:
         """Plan a chat completion."""
@@ -111,7 +113,7 @@ class Planner:
         if body.stream_options is not None and not body.stream:
             raise ApiError("stream_options: expected stream: true with it, got none", param="stream_options")
         chat = isinstance(body, ChatRequest)
-        stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
+        stops = self._own_stops + ([body.stop] if isinstance(body.stop, str) else list(body.stop or ()))
         end = self._encoder.end_of_turn if chat else None
         return Plan(
             prompts,
