@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from transformers import LogitsProcessorList
 
 from medusa_decoding.checks import token_list, whole
 from medusa_decoding.decode.selection.processors import LogitsProcessors
@@ -235,7 +234,7 @@ def _row(model: MedusaModel, request: Request, asked: Submission, number: int, s
         # does nothing, the host selects the row's tokens, by transformers' processors for it alone.
         if request.acceptance == "typical":
             raise ValueError("min_new_tokens: expected 0 with acceptance='typical', got more")
-        request.processors = [*request.processors, LogitsProcessorList()]
+        request.processors = [*request.processors, lambda text, scores: scores]
     backbone = model.backbone
     selector = token_selector(backbone.causal_lm, request, [request.prompts[0].to(backbone.device)])
     if isinstance(selector, LogitsProcessors):

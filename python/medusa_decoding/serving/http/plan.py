@@ -21,7 +21,8 @@ from medusa_decoding.trees.tree import Tree
 
 COLDEST = 1e-6
 """Colder, scores may overflow."""
-_SAMPLING = ("top_p", "top_k", "min_p")
+_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Settings of sampling, with the values that leave out no token."""
 _TYPICAL = ("posterior_threshold", "posterior_alpha")
 
 
@@ -36,7 +37,6 @@ class Plan:
         logprobs: top log-probabilities per token, None for none.
         continues: whether the answer continues the prompt's text (and is no message of its own).
         tools: names of the functions that the model may call.
-        budget: the request's field for the most new tokens.
         arguments: further arguments of `Engine.submit`.
         make_processors: returns the logits processors of one choice of a prompt of this length.
     """
@@ -47,7 +47,6 @@ class Plan:
     logprobs: int | None
     continues: bool
     tools: frozenset[str]
-    budget: str
     arguments: dict[str, Any]
     make_processors: Callable[[int], list[Any]] | None = field(default=None)
 
@@ -80,7 +79,7 @@ class Planner:
         return self._plan(
             body,
             [prompt],
-            budget=("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
+            most=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             make_grammar=make_grammar,
             tools=frozenset(tool.function.name for tool in tools),
@@ -95,14 +94,17 @@ class Planner:
         most = min(CHOICES, stats.slots + stats.queue)
         if len(prompts) * (body.n or 1) > most:
             raise ApiError(f"n: expected at most {most} choices of all prompts, got more", param="n")
-        return self._plan(body, prompts, budget="max_tokens", logprobs=body.logprobs)
+        if body.best_of not in (None, body.n):
+            message = f"best_of: expected n, because all choices are returned, got {body.best_of}"
+            raise ApiError(message, param="best_of")
+        return self._plan(body, prompts, most=body.max_tokens, logprobs=body.logprobs)
 
     def _plan(
         self,
         body: GenerationRequest,
         prompts: list[list[int]],
         *,
-        budget: str,
+        most: int | None,
         logprobs: int | None,
         make_grammar: Callable[[], Any] | None = None,
         tools: frozenset[str] = frozenset(),
@@ -110,29 +112,43 @@ class Planner:
         if body.model != self._settings.model:
             message = f"model: expected {self._settings.model}, got {shown(body.model)}"
             raise ApiError(message, 404, param="model", code="model_not_found")
-        if body.stream_options is not None and not body.stream:
-            raise ApiError("stream_options: expected stream: true with it, got none", param="stream_options")
-        chat = isinstance(body, ChatRequest)
-        stops = self._own_stops + ([body.stop] if isinstance(body.stop, str) else list(body.stop or ()))
-        end = self._encoder.end_of_turn if chat else None
+        stops, endings = self._endings(body, constrained=make_grammar is not None)
+        limits = [count for count in (most, self._settings.max_new_tokens) if count is not None]
         return Plan(
             prompts,
             body.n or 1,
-            list(self._encoder.stop_strings(stops) or ()) if chat else stops,
+            stops,
             logprobs,
-            continues=not chat,
+            continues=not isinstance(body, ChatRequest),
             tools=tools,
-            budget=budget,
             arguments={
-                "ends": [] if end is None else [end],
                 "logprobs": logprobs,
                 "tree": _tree(body),
                 "seed": body.seed,
-                "max_new_tokens": self._budget(budget, getattr(body, budget), max(map(len, prompts))),
+                "max_new_tokens": min(limits, default=None),
+                **endings,
                 **self._selection(body),
             },
             make_processors=self._processors(body, make_grammar),
         )
+
+    def _endings(self, body: GenerationRequest, constrained: bool) -> tuple[list[str], dict[str, Any]]:
+        """Return the strings that end an answer, and the engine's arguments about the tokens that do."""
+        for name in ("ignore_eos", "min_tokens"):
+            if constrained and getattr(body, name):
+                raise ApiError(f"{name}: leave it out, a grammar decides where this answer ends", param=name)
+        stops = [body.stop] if isinstance(body.stop, str) else [text for text in body.stop or () if text]
+        ends = body.stop_token_ids or []
+        if ends and max(ends) >= self._vocabulary:
+            message = f"stop_token_ids: expected token ids below {self._vocabulary}, got {max(ends)}"
+            raise ApiError(message, param="stop_token_ids", code="invalid_value")
+        arguments: dict[str, Any] = {"min_new_tokens": body.min_tokens} if body.min_tokens else {}
+        if body.ignore_eos:
+            return stops, {**arguments, "ends": ends, "eos_token_id": []}
+        if isinstance(body, ChatRequest):
+            stops = self._encoder.stop_strings(stops) or []
+            ends = self._encoder.ends(ends)
+        return stops + self._own_stops, {**arguments, "ends": ends}
 
     def _chat_prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[int]:
         template = self._encoder
@@ -160,24 +176,25 @@ class Planner:
         return self._checked_prompt("prompt", open_tokens(self._encoder.tokenizer, prompt))
 
     def _checked_prompt(self, name: str, tokens: list[int]) -> list[int]:
-        most = self._engine.context - 1
-        if not 1 <= len(tokens) <= most:
-            message = f"{name}: expected 1 to {most} tokens, got {len(tokens)}"
-            raise ApiError(message, param=name, code="context_length_exceeded" if tokens else "invalid_value")
+        context = self._engine.context
+        if not tokens:
+            raise ApiError(f"{name}: expected at least one token, got none", param=name, code="invalid_value")
+        if len(tokens) >= context:  # clients look for OpenAI's words
+            message = (
+                f"This model's maximum context length is {context} tokens. However, your {name} resulted in "
+                f"{len(tokens)} tokens, which leaves none for the answer. Please reduce the length of the {name}."
+            )
+            raise ApiError(message, param=name, code="context_length_exceeded")
         if max(tokens) >= self._vocabulary:
             message = f"{name}: expected token ids below {self._vocabulary}, got {max(tokens)}"
             raise ApiError(message, param=name, code="invalid_value")
         return tokens
 
-    def _budget(self, name: str, asked: int | None, prompt: int) -> int | None:
-        most = self._settings.max_new_tokens
-        if asked is not None and asked > (most or asked):
-            raise ApiError(f"{name}: expected at most {most}, got {asked}", param=name, code="invalid_value")
-        return asked if asked is not None or most is None else min(most, self._engine.context - prompt)
-
     def _selection(self, body: GenerationRequest) -> dict[str, Any]:
         """Return the settings of token selection as `MedusaModel.generate` takes them."""
-        given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+        # -1 also is a word for all tokens.
+        given = {name: max(value, 0) for name in _SAMPLING if (value := getattr(body, name)) is not None}
+        narrow = [name for name, value in given.items() if value != _SAMPLING[name]]
         typical = {name: value for name in _TYPICAL if (value := getattr(body, name)) is not None}
         settings: dict[str, Any] = {}
         if body.repetition_penalty is not None:
@@ -187,7 +204,7 @@ class Planner:
             message = f"temperature: expected 0 or at least {COLDEST:g}, got {temperature:g}"
             raise ApiError(message, param="temperature", code="invalid_value")
         if body.acceptance == "typical":
-            for name in given:
+            for name in [*narrow, *(["min_tokens"] if body.min_tokens else [])]:
                 raise ApiError(f"{name}: expected none with typical acceptance, got one", param=name)
             if body.temperature == 0:
                 raise ApiError("temperature: expected above 0 with typical acceptance, got 0", param="temperature")
@@ -195,7 +212,7 @@ class Planner:
             return {**settings, **typical, **warmth, "acceptance": "typical"}
         for name in typical:
             raise ApiError(f"{name}: expected acceptance: 'typical' with it, got another one", param=name)
-        if temperature == 0 and given and body.temperature is None:
+        if temperature == 0 and narrow and body.temperature is None:
             temperature = 1.0
         # With a temperature of 0 every nucleus keeps the likeliest token, which greedy decoding takes.
         return settings | ({"do_sample": True, "temperature": temperature, **given} if temperature else {})
