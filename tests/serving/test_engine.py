@@ -532,7 +532,11 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "temperature": ([1], {"temperature": 0.5}, "temperature: expected 1.0 without do_sample=True"),
     "unknown": ([1], {"colour": 1}, "colour: expected an argument of generate"),
     "beams": ([1], {"num_beams": 2}, "num_beams: expected 1, got 2"),
-    "minimum": ([1], {"min_new_tokens": 3, "eos_token_id": 2}, "min_new_tokens, min_length: expected 0"),
+    "minimum": (
+        [1],
+        {"min_new_tokens": 3, "eos_token_id": 2, "acceptance": "typical"},
+        "min_new_tokens: expected 0 with acceptance='typical'",
+    ),
     "typical": ([1], {"acceptance": "typical", "logprobs": 1}, "acceptance: expected 'lossless' with top_logprobs"),
 }
 
@@ -545,6 +549,66 @@ def test_bad_requests_are_refused(
         with pytest.raises(ValueError, match=message):
             engine.submit(prompt, lambda choice, delta: None, **settings)
         assert engine.stats().waiting == engine.stats().running == 0
+
+
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "temperature": 1.3, "seed": 5}], ids=["greedy", "sampled"])
+def test_end_tokens_wait_for_the_least_number_of_tokens(llama: MedusaModel, sampled: dict[str, Any]) -> None:
+    settings = {"max_new_tokens": 30, **sampled}
+    text, least = alone(llama, [1, 2, 3], **settings), 12
+    eos, end = text[3], text[5]  # both would end it early
+    expected = alone(llama, [1, 2, 3], min_new_tokens=least, eos_token_id=[eos, end], **settings)
+    with Engine(llama, slots=2) as engine:
+        other = Caller(engine, [4, 5], max_new_tokens=40, seed=1)  # shares the steps
+        held = Caller(engine, [1, 2, 3], min_new_tokens=least, eos_token_id=eos, ends=[end], **settings)
+        assert held.tokens() == expected != text
+        assert len(expected) >= least
+        assert other.tokens() == alone(llama, [4, 5], max_new_tokens=40)
+
+
+OWN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # the model's own generation config, what is asked, and what `generate` is asked instead
+    "min_new_tokens": ({"min_new_tokens": 9, "eos_token_id": [1, 4, 7]}, {}, {"max_new_tokens": 20}),
+    "min_length": ({"min_length": 9, "eos_token_id": [1, 4, 7]}, {}, {"max_new_tokens": 20}),
+    "more than asked": ({"min_new_tokens": 9, "eos_token_id": 4}, {"max_new_tokens": 5}, {"min_new_tokens": 5}),
+    "max_new_tokens": ({"max_new_tokens": 7}, {"max_new_tokens": None}, {"max_new_tokens": 7}),
+    "num_return_sequences": ({"num_return_sequences": 3}, {}, {"num_return_sequences": 1}),
+    "stop_strings": ({"stop_strings": ["a"]}, {}, {"stop_strings": []}),
+    "top_k": ({"top_k": -1}, {"do_sample": True, "temperature": 1.2, "seed": 3}, {"top_k": 0}),
+    "outputs": ({"output_attentions": True, "output_scores": True}, {}, {"output_attentions": False}),
+    "max_time": ({"max_time": 0.0}, {}, {"max_new_tokens": 1}),
+}
+
+
+@pytest.mark.parametrize(("own", "asked", "meant"), OWN.values(), ids=OWN.keys())
+def test_the_models_own_generation_config_is_obeyed(
+    llama: MedusaModel, own: dict[str, Any], asked: dict[str, Any], meant: dict[str, Any]
+) -> None:
+    for name, value in own.items():
+        setattr(llama.backbone.causal_lm.generation_config, name, value)
+    asked = {"max_new_tokens": 20, **asked}
+    expected = alone(llama, [1, 2, 3], **{**asked, **meant})
+    with Engine(llama, slots=1) as engine:
+        assert Caller(engine, [1, 2, 3], **asked).tokens() == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"num_beams": 2}, "generation_config.num_beams: expected 1, got 2"),
+        ({"penalty_alpha": 0.6}, "generation_config.penalty_alpha: expected"),
+        ({"top_p": 0.0}, "top_p: expected above 0"),
+        ({"stop_strings": [3]}, "stop_strings: expected one or more"),
+        ({"max_time": -1}, "max_time: expected seconds"),
+        ({"suppress_tokens": [999]}, "suppress_tokens: expected"),
+    ],
+)
+def test_a_generation_config_that_fails_every_request_fails_at_the_start(
+    llama: MedusaModel, own: dict[str, Any], message: str
+) -> None:
+    for name, value in own.items():
+        setattr(llama.backbone.causal_lm.generation_config, name, value)
+    with pytest.raises(ValueError, match=f"model: its own generation config cannot be served.*{message}"):
+        Engine(llama)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import ANY
 
 import openai
 import pytest
@@ -28,9 +29,10 @@ def written(demo, tokenizer, encoder):
             encoder.encode([{"role": "user", "content": content}]) if text is None else tokenizer(text)["input_ids"]
         )
         settings = {"max_new_tokens": 48, **settings}
-        output = demo.generate(torch.tensor([prompt]), eos_token_id=0, **settings).sequences
+        settings = {"eos_token_id": 0, **settings}
+        output = demo.generate(torch.tensor([prompt]), **settings).sequences
         new = [row[len(prompt) :].tolist() for row in output]
-        tokens = [row[: row.index(0)] if 0 in row else row for row in new]
+        tokens = [row[: row.index(0)] if 0 in row and settings["eos_token_id"] == 0 else row for row in new]
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
         return prompt, tokens, texts
 
@@ -170,6 +172,37 @@ def test_stop_strings_end_the_text_before_them(server, written):
         assert "".join(chunk.choices[0].delta.content for chunk in streamed) == wanted
         assert streamed[-1].choices[0].finish_reason == "stop"
         assert all(chunk.choices[0].finish_reason is None for chunk in streamed[:-1])
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.8, "seed": 4}])
+def test_end_tokens_are_ignored_delayed_and_added(server, written, fields):
+    settings = {"do_sample": True, **fields} if fields["temperature"] else {}
+
+    def text(**extra):
+        done = ask(server, OTHER, max_tokens=200, **fields, extra_body=extra)
+        return done.usage.completion_tokens, done.choices[0].message.content, done.choices[0].finish_reason
+
+    _, [short], [ended] = written(OTHER, max_new_tokens=200, **settings)
+    assert text() == (len(short) + 1, ended, "stop")
+    assert text(stop_token_ids=[short[9]]) == (short.index(short[9]) + 1, ANY, "stop")
+    _, _, [endless] = written(OTHER, max_new_tokens=200, eos_token_id=[], **settings)
+    assert text(ignore_eos=True) == (200, endless, "length")
+    least = len(short) + 20
+    _, [delayed], [longer] = written(OTHER, max_new_tokens=200, min_new_tokens=least, **settings)
+    assert text(min_tokens=least)[1] == longer != ended
+
+
+def test_each_chunk_has_the_usage_so_far_if_asked(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = list(ask(server, stream=True, n=2, stream_options=options))
+    assert [sum(chunk.choices[0].medusa["tokens"] for chunk in chunks[: n + 1]) for n in range(len(chunks))] == [
+        chunk.usage.completion_tokens for chunk in chunks
+    ]
+    assert last.choices == []
+    assert last.usage == chunks[-1].usage
+    [*_, end] = list(ask(server, stream=True, stream_options={"continuous_usage_stats": True}))
+    assert end.choices[0].finish_reason
+    assert end.usage.medusa["steps"] > 0
 
 
 def test_text_completions_continue_each_prompt(server, written, tokenizer):

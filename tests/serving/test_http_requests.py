@@ -9,6 +9,7 @@ import openai
 import pytest
 import torch
 from http_server import live
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -58,16 +59,13 @@ def refused(response, status=400):
     ("path", "fields", "param"),
     [
         (CHAT, {"frobnicate": 1}, "frobnicate"),
-        (CHAT, {"functions": []}, "functions"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions"),
         (CHAT, {"function_call": "auto"}, "function_call"),
         (CHAT, {"audio": {"voice": "alloy", "format": "mp3"}}, "audio"),
         (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
-        (CHAT, {"prediction": {"type": "content", "content": "x"}}, "prediction"),
         (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
         (CHAT, {"verbosity": "low"}, "verbosity"),
         (CHAT, {"web_search_options": {}}, "web_search_options"),
-        (CHAT, {"store": True}, "store"),
-        (CHAT, {"service_tier": "flex"}, "service_tier"),
         (CHAT, {"tool_choice": "sometimes"}, "tool_choice"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -94,7 +92,14 @@ def refused(response, status=400):
             "response_format",
         ),
         (CHAT, {"max_completion_tokens": 5}, "max_tokens"),
-        (CHAT, {"max_tokens": 5000}, "max_tokens"),
+        (CHAT, {"max_tokens": -2}, "max_tokens"),
+        (CHAT, {"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens"),
+        (CHAT, {"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
+        (CHAT, {"min_tokens": 2, "acceptance": "typical"}, "min_tokens"),
+        (CHAT, {"stop_token_ids": [99999]}, "stop_token_ids"),
+        (CHAT, {"use_beam_search": True}, "use_beam_search"),
+        (CHAT, {"skip_special_tokens": False}, "skip_special_tokens"),
+        (CHAT, {"mirostat": 2}, "mirostat"),
         (CHAT, {"temperature": 2.5}, "temperature"),
         (CHAT, {"temperature": "1"}, "temperature"),
         (CHAT, {"top_p": 0}, "top_p"),
@@ -102,12 +107,10 @@ def refused(response, status=400):
         (CHAT, {"n": 17}, "n"),
         (CHAT, {"n": True}, "n"),
         (CHAT, {"seed": 2**70}, "seed"),
-        (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
-        (CHAT, {"stop": ""}, "stop"),
+        (CHAT, {"stop": ["a"] * 65}, "stop"),
         (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias.1"),
         (CHAT, {"presence_penalty": 3}, "presence_penalty"),
-        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
         (CHAT, {"tree": "big"}, "tree"),
         (CHAT, {"tree": [[0, 0]]}, "tree"),
@@ -129,7 +132,6 @@ def refused(response, status=400):
         (TEXT, {"prompt": [1, True]}, "prompt[1]"),
         (TEXT, {"prompt": ["a"] * 17}, "prompt"),
         (TEXT, {"prompt": ["a"] * 9, "n": 2}, "n"),
-        (TEXT, {"prompt": "a b " * 2000}, "prompt"),
         (TEXT, {"messages": MESSAGES}, "messages"),
         (TEXT, {"max_completion_tokens": 4}, "max_completion_tokens"),
     ],
@@ -211,13 +213,56 @@ def test_unknown_paths_and_methods_have_openais_form(server):
 
 def test_fields_that_change_nothing_are_accepted(server):
     fields = {
-        "user": "ada", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
-        "modalities": ["text"], "response_format": {"type": "text"}, "tool_choice": "none", "logit_bias": {},
-        "stop": None, "n": 1, "presence_penalty": 0, "max_completion_tokens": 4, "safety_identifier": "x",
-        "prompt_cache_key": "x", "tools": [],
+        "user": "ada", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "parallel_tool_calls": True,
+        "modalities": ["text"], "response_format": {"type": "text"}, "logit_bias": {}, "n": 1, "presence_penalty": 0,
+        "max_completion_tokens": 4, "safety_identifier": "x", "prompt_cache_retention": "24h", "verbosity": "medium",
+        "prediction": {"type": "content", "content": "x"}, "stream_options": {"include_usage": True},
+        "tool_choice": "auto", "top_logprobs": 0, "stop": ["", *map(str, range(10, 60))],
+        # vLLM, SGLang
+        "top_k": -1, "top_p": 1, "min_p": 0.0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False,
+        "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "priority": 3,
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True,
+        "add_special_tokens": False, "include_stop_str_in_output": False, "echo": False, "detokenize": True,
+        "stop_token_ids": [], "no_stop_trim": False, "rid": "a", "bad_words": [], "chat_template_kwargs": {},
+        # llama.cpp
+        "n_predict": -1, "cache_prompt": True, "id_slot": 0, "typical_p": 1.0, "mirostat": 0, "mirostat_tau": 5.0,
+        "repeat_penalty": 1.0, "xtc_probability": 0, "xtc_threshold": 0.1, "dry_multiplier": 0.0, "dry_base": 1.75,
+        "samplers": [], "grammar": "", "timings_per_token": False,
     }  # fmt: skip
     plain, decorated = post(server, CHAT).json(), post(server, CHAT, **fields).json()
-    assert decorated["choices"] == plain["choices"]
+    assert decorated.get("choices") == plain["choices"], decorated
+    cached = {"role": "user", "content": [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]}
+    assert post(server, CHAT, messages=[cached], tool_choice="none", tools=[]).json()["choices"] == plain["choices"]
+    fields = {"n": 2, "best_of": 2, "logprobs": False, "add_special_tokens": True, "echo": False}
+    assert post(server, TEXT, **fields).json()["choices"] == post(server, TEXT, n=2).json()["choices"]
+
+
+def test_no_limit_and_limits_beyond_the_context_leave_what_the_context_has(demo, encoder, tokenizer):
+    prompts = [tokenizer("total " * 150)["input_ids"][:count] for count in (100, 180)]
+    with Engine(demo, slots=2, context=200) as engine, live(engine, encoder, max_new_tokens=90) as server:
+        for most in (-1, 4096):
+            body = {"model": "demo", "prompt": prompts, "logit_bias": {"0": -100}, "max_tokens": most}
+            done = httpx.post(server.url + TEXT, json=body, timeout=60).json()
+            assert done["usage"]["completion_tokens"] == 90 + 20  # the operator's limit, and the context's
+            assert {choice["finish_reason"] for choice in done["choices"]} == {"length"}
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt")])
+def test_a_prompt_beyond_the_context_is_refused_in_openais_words(server, path, field):
+    text = "a b " * 2000
+    error = refused(post(server, path, **{field: text if path == TEXT else [{"role": "user", "content": text}]}))
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    assert error["message"].startswith("This model's maximum context length is 1024 tokens. However, ")
+
+
+@pytest.mark.parametrize("empty", [None, "", [], {}])
+def test_null_and_empty_fields_ask_for_nothing(server, empty):
+    names = {*CompletionCreateParamsBase.__annotations__, "frobnicate"} - BASE[CHAT].keys()
+    if empty is not None:
+        names -= {"web_search_options"}  # {} is OpenAI's way to ask for a search with default options
+    messages = [{**MESSAGES[0], **dict.fromkeys(("name", "refusal", "tool_calls", "frobnicate"), empty)}]
+    fields = {**dict.fromkeys(names, empty), "messages": messages}
+    assert post(server, CHAT, **fields).json()["choices"] == post(server, CHAT).json()["choices"]
 
 
 def test_json_objects_and_schemas_are_obeyed(server):
@@ -375,11 +420,6 @@ def test_limits_of_values_are_named(server):
     assert refused(post(server, CHAT, temperature=1e-300))["param"] == "temperature"
     error = refused(post(server, TEXT, prompt="a\ud83d"))
     assert (error["param"], error["code"]) == ("prompt", "invalid_value")
-    most = BASE[CHAT].keys() - {"max_tokens"}
-    content = json.dumps({name: BASE[CHAT][name] for name in most} | {"max_completion_tokens": 5000})
-    response = httpx.post(server.url + CHAT, content=content, headers={"Content-Type": "application/json"}, timeout=60)
-    error = refused(response)
-    assert (error["param"], error["code"]) == ("max_completion_tokens", "context_length_exceeded")
 
 
 def test_negative_seeds_are_seeds(server):

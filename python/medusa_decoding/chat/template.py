@@ -65,7 +65,7 @@ _PLAIN_TRAINING = """\
 {%- endfor -%}"""
 # For messages without tools, if the tokenizer has only named templates.
 _NO_DEFAULT = "{{ raise_exception('name one of the tokenizer\\'s templates (--template), as none is the default: '"
-MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """What a template sees of a message."""
 BUILT_IN = {"vicuna": _VICUNA, "plain": _PLAIN}
 BUILT_IN_TRAINING = {"vicuna": _VICUNA, "plain": _PLAIN_TRAINING}

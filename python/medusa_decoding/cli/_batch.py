@@ -29,6 +29,7 @@ from medusa_decoding.options import SLOTS
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.rows import own_stop_strings
 from medusa_decoding.serving.ticket import Delta, Ticket
 from medusa_decoding.training.data.resumable import ResumableFile, check_new
 
@@ -180,7 +181,7 @@ class Batch:
 
     def answers(self, done: set[int]) -> Iterator[Job]:
         """Yield a job for each prompt whose index is not in `done`, when its answer ends."""
-        stops = self.encoder.stop_strings(self.args.stop)
+        stops = self.encoder.stop_strings(self.args.stop or own_stop_strings(self.model))
         jobs = [
             Job(index, prompt, ids, AnswerText(self.encoder.tokenizer, stops))
             for index, (prompt, ids) in enumerate(zip(self.prompts, self.ids, strict=True))

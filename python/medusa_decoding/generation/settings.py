@@ -192,7 +192,7 @@ def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer:
         if not isinstance(config.max_time, (int, float)) or not config.max_time >= 0:
             raise ValueError(f"max_time: expected seconds, at least 0, got {config.max_time!r}")
         found.append(MaxTimeCriteria(max_time=config.max_time))
-    if config.stop_strings is not None:
+    if config.stop_strings is not None and config.stop_strings != []:
         if tokenizer is None:
             raise ValueError("tokenizer: expected the model's tokenizer with stop_strings, got None")
         strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)

@@ -23,7 +23,7 @@ from medusa_decoding.decode.runtime.memory import MemoryUse, Sizes, available, m
 from medusa_decoding.decode.runtime.steps import Steps
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import SLOTS
-from medusa_decoding.serving.rows import MOST_NODES, Submission, check_rows, check_tree
+from medusa_decoding.serving.rows import MOST_NODES, Submission, check_own_config, check_rows, check_tree
 from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
 from medusa_decoding.serving.slots import Slots
 from medusa_decoding.serving.ticket import Delta, EngineClosedError, QueueFullError, Ticket
@@ -84,7 +84,7 @@ class Engine:
 
     Raises:
         ValueError: impossible sizes, or a model that cannot be served: one over several processes, or whose rotary
-            embedding depends on the length of a text.
+            embedding depends on the length of a text, or whose own generation config no request could obey.
         MemoryError: the cache does not fit; says what would.
     """
 
@@ -111,6 +111,7 @@ class Engine:
         steps = Steps(backbone, model.heads)
         with self.model.current_device():
             self.context, self.memory = self._fit(slots, context)
+            check_own_config(model, self.context)
             state = steps.pool.acquire(self._sizes(slots, self.context), self.context + self._spare)
             self._scheduler = Scheduler(model, steps, Slots(state, steps.pool.track), stall_seconds)
         self._changed = threading.Condition()  # guards the queue
@@ -173,11 +174,12 @@ class Engine:
             acceptance: "lossless", or "typical" with the posterior settings.
             seed: of sampling; None draws one.
             make_processors: returns the logits processors of one choice; called once per choice.
-            max_new_tokens: None for what the context leaves.
+            max_new_tokens: None for the model's own default, or what the context leaves.
             posterior_threshold: epsilon of typical acceptance.
             posterior_alpha: delta of typical acceptance.
-            **settings: of generation, as `MedusaModel.generate` takes them. `max_time`, stop strings and minimum
-                lengths are refused.
+            **settings: of generation, as `MedusaModel.generate` takes them. A minimum length beyond `max_new_tokens`
+                is that; it delays all `ends`. The seconds of `max_time` begin with a row's first token. Stop strings,
+                also the model's own (`rows.own_stop_strings`), are left to the caller, who knows the text.
 
         Raises:
             ValueError: bad settings, or more tokens than the context has; names them.

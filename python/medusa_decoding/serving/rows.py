@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from medusa_decoding.checks import token_list, whole
 from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.selection.rows import temperature_of_row
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
@@ -26,6 +28,11 @@ logger = logging.getLogger(__name__)
 MOST_NODES = 64
 """Nodes that a tree may have, root included."""
 MOST_LOGPROBS = 20
+OWN = {
+    "num_return_sequences": 1, "stop_strings": [], "output_scores": False, "output_logits": False,
+    "output_attentions": False, "output_hidden_states": False,
+}  # fmt: skip
+"""Fields of a model's own generation config that an engine's callers decide, or that ask for what they cannot see."""
 
 Kind = tuple[Tree | Literal["auto"] | None, object]
 """What rows of one step must have in common: the tree that was asked for, and typical acceptance's settings."""
@@ -42,6 +49,7 @@ class Row:
         kind: see `Kind`.
         ends: tokens that end it.
         seed: key of its random numbers.
+        began: when its first token came.
         text: the prompt's tokens, then those emitted.
         scores: collects the log-probabilities of the prompt's tokens, or None.
         told: log-probabilities that the caller has got.
@@ -54,6 +62,7 @@ class Row:
     kind: Kind
     ends: frozenset[int]
     seed: int
+    began: float = 0.0
     text: list[int] = field(default_factory=list)
     scores: PromptScores | None = None
     told: int = 0
@@ -88,13 +97,14 @@ class Row:
         place = next((place for place, token in enumerate(tokens) if token in self.ends), None)
         if place is not None:
             tokens = tokens[: place + 1]
+        self.began = self.began or time.monotonic()
         if self.emitted:  # else it was the prefill
             self.ticket.accepted.append(len(tokens) - 1)
         self.text += tokens
         finish: Finish | None = None
         if place is not None:
             finish = "stop"
-        elif ended or self.emitted >= self.budget:
+        elif ended or self.emitted >= self.budget or self._late:
             finish = "length"
         self.ended = finish is not None
         self.ticket.deliver(Delta(tokens, finish, self._logprobs(len(tokens))))
@@ -105,6 +115,11 @@ class Row:
         if not self.ended:
             self.ended = True
             self.ticket.deliver(delta)
+
+    @property
+    def _late(self) -> bool:
+        seconds = self.request.config.max_time
+        return seconds is not None and time.monotonic() - self.began >= seconds
 
     def _logprobs(self, count: int) -> list[TokenLogprobs] | None:
         if self.request.top_logprobs is None or not isinstance(self.selector, LogitsProcessors):
@@ -122,11 +137,39 @@ class Submission:
 
     prompt: list[int]
     deliver: Callable[[int, Delta], None]
-    ends: Sequence[int]
-    logprobs: int | None
-    prompt_logprobs: int | None
-    tree: Tree | Literal["auto"] | None
-    acceptance: dict[str, Any]
+    ends: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    tree: Tree | Literal["auto"] | None = None
+    acceptance: dict[str, Any] = field(
+        default_factory=lambda: {
+            "acceptance": Request.acceptance,
+            "posterior_threshold": Request.posterior_threshold,
+            "posterior_alpha": Request.posterior_alpha,
+        }
+    )
+
+
+def own_stop_strings(model: MedusaModel) -> list[str]:
+    """Return the stop strings of the model's own generation config, which an engine leaves to its callers."""
+    own = model.backbone.causal_lm.generation_config.stop_strings
+    strings = [own] if isinstance(own, str) else list(own or ())
+    if not all(isinstance(text, str) and text for text in strings):
+        raise ValueError(f"stop_strings: expected one or more non-empty strings, got {strings!r}")
+    return strings
+
+
+def check_own_config(model: MedusaModel, context: int) -> None:
+    """Raise `ValueError` if the model's own generation config would fail every request, or all those that sample."""
+    probe = Submission([0], lambda choice, delta: None)
+    for settings in ({}, {"do_sample": True, "temperature": 1.0}):
+        try:
+            own_stop_strings(model)
+            check_rows(model, context, probe, 1, 0, None, {"max_new_tokens": None, **settings})
+        except ValueError as error:
+            raise ValueError(
+                f"model: its own generation config cannot be served; change it in generation_config.json: {error}"
+            ) from error
 
 
 def check_rows(
@@ -158,8 +201,8 @@ def check_rows(
         model.check_tree(asked.tree)
         if isinstance(asked.tree, Tree):
             check_tree(asked.tree)
-    unset = dict.fromkeys(("do_sample", "temperature", "top_p", "top_k", "stop_strings"))
-    changes = unset | settings | {"return_dict_in_generate": True, "max_new_tokens": room if new is None else new}
+    unset = dict.fromkeys(("do_sample", "temperature", "top_p", "top_k"))
+    changes = unset | OWN | settings | {"return_dict_in_generate": True} | _limits(model, asked, settings, room)
     rows = []
     for number in range(n):
         request = check_request(
@@ -178,21 +221,37 @@ def check_rows(
     return rows
 
 
+def _limits(model: MedusaModel, asked: Submission, settings: dict[str, Any], room: int) -> dict[str, Any]:
+    """Return the settings of a row's length and end, of which the model's own generation config is the default."""
+    own = model.backbone.causal_lm.generation_config
+    new, least, eos = (settings.get(name) for name in ("max_new_tokens", "min_new_tokens", "eos_token_id"))
+    new = whole("max_new_tokens", min(own.max_new_tokens or room, room) if new is None else new) or 0
+    found: dict[str, Any] = {"max_new_tokens": new}
+    least = whole("min_new_tokens", own.min_new_tokens if least is None else least)
+    if least is not None:
+        found["min_new_tokens"] = min(least, new)
+    found["eos_token_id"] = [*token_list(own.eos_token_id if eos is None else eos), *asked.ends]
+    if settings.get("top_k") is None and own.top_k == -1:  # vLLM's and llama.cpp's word for all tokens
+        found["top_k"] = 0
+    return found
+
+
 def _row(model: MedusaModel, request: Request, asked: Submission, number: int, seed: int) -> Row:
-    if any(request.limits.min_new):
-        raise ValueError("min_new_tokens, min_length: expected 0 in an engine, got more")
-    if request.criteria:
-        raise ValueError("max_time, stop_strings: expected none in an engine, whose callers cancel, got some")
+    if any(request.limits.min_new) and request.limits.eos:
+        # A step on the device has one minimum and one list of EOS tokens for all rows. With a processor, even one that
+        # does nothing, the host selects the row's tokens, by transformers' processors for it alone.
+        if request.acceptance == "typical":
+            raise ValueError("min_new_tokens: expected 0 with acceptance='typical', got more")
+        request.processors = [*request.processors, lambda text, scores: scores]
     backbone = model.backbone
     selector = token_selector(backbone.causal_lm, request, [request.prompts[0].to(backbone.device)])
-    ends = frozenset((*request.limits.eos, *asked.ends))
     if isinstance(selector, LogitsProcessors):
-        selector.shared, selector.rows[0].ends = True, ends
+        selector.shared = True
     typical = selector.key if isinstance(selector, TypicalAcceptance) else None
     # Rows that name the default run with those that name nothing.
     tree = None if asked.tree == "auto" == model.tree else asked.tree
     ticket = Ticket(asked.prompt, _guarded(asked.deliver, number))
-    return Row(ticket, request, selector, (tree, typical), ends, seed, list(asked.prompt))
+    return Row(ticket, request, selector, (tree, typical), frozenset(request.limits.eos), seed, text=list(asked.prompt))
 
 
 def _guarded(deliver: Callable[[int, Delta], None], number: int) -> Callable[[Delta], None]:

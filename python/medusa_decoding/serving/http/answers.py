@@ -166,7 +166,7 @@ class Answers:
             await asyncio.to_thread(self._submit)
         except ValueError as error:
             self.close()
-            raise bad_request(error, self._plan.budget) from error
+            raise bad_request(error) from error
         except Exception as error:
             self.close()
             raise as_api_error(error) from error
@@ -232,7 +232,7 @@ class Answers:
         new = sum(choice.tokens for choice in self.choices)
         # Each ticket may be steps ahead of its choice, which a stop string has ended.
         accepted = [n for ticket, choice in zip(self.tickets, self.choices, strict=True)
-                    for n in ticket.accepted[: choice.steps]]  # fmt: skip
+                    for n in ticket.accepted[: max(choice.steps, 0)]]  # fmt: skip
         written = sum(part.tokens for choice in self.choices for part in choice.parts if part.step > 0)
         return {
             "prompt_tokens": prompts,
@@ -249,15 +249,16 @@ class Answers:
 
     def _submit(self) -> None:
         plan = self._plan
+        most = plan.arguments["max_new_tokens"]
         for number, prompt in enumerate(plan.prompts):
             make = None if plan.make_processors is None else _bound(plan.make_processors, len(prompt))
-            first = number * plan.n
+            first, room = number * plan.n, self._engine.context - len(prompt)
             self.tickets += self._engine.submit(
                 prompt,
                 lambda index, delta, first=first: self._deliver(first + index, delta),  # type: ignore[misc]
                 n=plan.n,
                 make_processors=make,
-                **plan.arguments,
+                **{**plan.arguments, "max_new_tokens": most and min(most, room)},
             )
 
     def _deliver(self, index: int, delta: Delta) -> None:

@@ -31,6 +31,7 @@ from medusa_decoding.serving.http.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
+    StreamOptions,
     TokenizeRequest,
 )
 from medusa_decoding.serving.http.settings import Settings
@@ -194,8 +195,8 @@ class Server:
         await answers.start()
         path = request.url.path
         if body.stream:
-            usage = bool(body.stream_options and body.stream_options.include_usage)
-            return _Stream(answers, writer, usage, lambda outcome: self.metrics.count(path, outcome))
+            options = body.stream_options or StreamOptions()
+            return _Stream(answers, writer, options, lambda outcome: self.metrics.count(path, outcome))
         try:
             async for _ in answers.parts():
                 pass
@@ -211,11 +212,13 @@ class Server:
 class _Stream(Response):
     """Streams answers as server-sent events."""
 
-    def __init__(self, answers: Answers, writer: ChatForm, usage: bool, count: Callable[[str], None]) -> None:
+    def __init__(
+        self, answers: Answers, writer: ChatForm, options: StreamOptions, count: Callable[[str], None]
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(media_type="text/event-stream", headers=headers)
         del self.headers["content-length"]
-        self._answers, self._writer, self._usage, self._count = answers, writer, usage, count
+        self._answers, self._writer, self._options, self._count = answers, writer, options, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; generations end when the client leaves."""
@@ -223,12 +226,16 @@ class _Stream(Response):
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
+        usage = self._options.include_usage
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for part in self._answers.parts():
-                    await write(event(self._writer.chunk(part, self._usage)))
-                if self._usage:
+                    chunk = self._writer.chunk(part, bool(usage))
+                    if self._options.continuous_usage_stats:
+                        chunk["usage"] = self._answers.usage()
+                    await write(event(chunk))
+                if usage:
                     await write(event(self._writer.last(self._answers.usage())))
                 self._count("completed")
             except (ClientGoneError, OSError):

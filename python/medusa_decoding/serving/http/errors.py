@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from medusa_decoding.checks import shown
-from medusa_decoding.serving.http.protocol import ChatRequest, CompletionRequest
+from medusa_decoding.serving.http.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from medusa_decoding.serving.ticket import EngineClosedError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -84,15 +85,10 @@ def shutting_down() -> ApiError:
     return ApiError("the server is shutting down", 503, code="shutting_down", headers=headers)
 
 
-def bad_request(error: ValueError, budget: str = "max_tokens") -> ApiError:
-    """Return what a client is told if the engine or a grammar refuses its request.
-
-    `budget` is the field that says how many tokens an answer may have.
-    """
-    message = re.sub("^max_new_tokens:", f"{budget}:", str(error))
-    name = message.partition(":")[0]
-    code = "context_length_exceeded" if name in ("prompt", budget) else "invalid_value"
-    return ApiError(message, param=name if name in _FIELDS else None, code=code)
+def bad_request(error: ValueError) -> ApiError:
+    """Return what a client is told if the engine or a grammar refuses its request."""
+    name = str(error).partition(":")[0]
+    return ApiError(str(error), param=name if name in _FIELDS else None, code="invalid_value")
 
 
 def install(app: FastAPI, failed: Any) -> None:
@@ -139,6 +135,9 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 def _problem(param: str, problem: Mapping[str, Any]) -> ApiError:
     kind = problem["type"]
     if kind == "extra_forbidden":
+        if values := " or ".join(map(json.dumps, NEUTRAL.get(param, ()))):
+            message = f"{param}: expected {values}, the only value that this server supports, got "
+            return ApiError(message + shown(problem["input"]), param=param, code="unsupported_value")
         return ApiError(f"{param}: {_SUPPORTED}", param=param, code="unsupported_parameter")
     if kind == "missing":
         return ApiError(f"{param}: expected a value, got none", param=param, code="missing_required_parameter")

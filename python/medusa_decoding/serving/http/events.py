@@ -21,9 +21,10 @@ With `stream_options: {"include_usage": true}` one more chunk follows, with `"ch
               "medusa": {"steps": 40, "accepted_draft_tokens": 79, "tokens_per_step": 2.975,
                          "accept_lengths": {"0": 6, "1": 10, "2": 9, "3": 15}}}
 
-`accept_lengths` counts steps by accepted draft tokens; whole responses have the same `usage`. Without `include_usage`
-the key `usage` is absent. An error after the stream has begun is an event `data: {"error": {"message": "..", ..}}`. The
-last line is always `data: [DONE]`.
+`accept_lengths` counts steps by accepted draft tokens; whole responses have the same `usage`. With
+`continuous_usage_stats` each chunk has the usage so far, of all choices together. Without either the key is absent. An
+error after the stream has begun is an event `data: {"error": {"message": "..", ..}}`. The last line is always
+`data: [DONE]`.
 """
 
 from __future__ import annotations

@@ -24,11 +24,13 @@ from medusa_decoding.serving.http.protocol import (
 from medusa_decoding.serving.http.settings import CHOICES, Settings
 from medusa_decoding.serving.http.tools import Offer, ToolText, call_form, described, offered
 from medusa_decoding.serving.penalties import penalty_processors
+from medusa_decoding.serving.rows import own_stop_strings
 from medusa_decoding.trees.tree import Tree
 
 COLDEST = 1e-6
 """Colder, scores may overflow."""
-_SAMPLING = ("top_p", "top_k", "min_p")
+_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+"""Settings of sampling, with the values that leave out no token."""
 _FIXED_VARIABLES = {"messages", "tools", "add_generation_prompt"}
 _TYPICAL = ("posterior_threshold", "posterior_alpha")
 
@@ -46,7 +48,6 @@ class Plan:
         echoes: the text of each prompt if answers begin with it, else nothing.
         continues: whether the answer continues the prompt's text (and is no message of its own).
         tools: finds the tool calls of one choice; None without tools.
-        budget: the request's field for the most new tokens.
         empty: whether no new tokens are asked for.
         arguments: further arguments of `Engine.submit`.
         make_processors: returns the logits processors of one choice of a prompt of this length.
@@ -60,7 +61,6 @@ class Plan:
     echoes: list[str]
     continues: bool
     tools: Callable[[], ToolText] | None
-    budget: str
     empty: bool
     arguments: dict[str, Any]
     make_processors: Callable[[int], list[Any]] | None = field(default=None)
@@ -77,6 +77,7 @@ class Planner:
         backbone = engine.model.backbone
         self._vocabulary = backbone.vocab_size
         self._eos = token_list(backbone.causal_lm.generation_config.eos_token_id)
+        self._own_stops = own_stop_strings(engine.model)
 
     def chat(self, body: ChatRequest) -> Plan:
         """Plan a chat completion."""
@@ -94,7 +95,7 @@ class Planner:
         return self._plan(
             body,
             [prompt],
-            budget=("max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"),
+            most=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             make_grammar=self._call_grammar(offer) if offer.constrained else make_grammar,
             tools=functools.partial(ToolText, offer.names, offer.constrained) if offer.tools else None,
@@ -109,57 +110,71 @@ class Planner:
         most = min(CHOICES, stats.slots + stats.queue)
         if len(prompts) * (body.n or 1) > most:
             raise ApiError(f"n: expected at most {most} choices of all prompts, got more", param="n")
+        if body.best_of not in (None, body.n):
+            message = f"best_of: expected n, because all choices are returned, got {body.best_of}"
+            raise ApiError(message, param="best_of")
         decode = self._encoder.tokenizer.decode
         echoes = [
             one if isinstance(one, str) else decode(tokens, clean_up_tokenization_spaces=False)
             for one, tokens in zip(several, prompts, strict=True)
             if body.echo
         ]
-        return self._plan(body, prompts, budget="max_tokens", logprobs=body.logprobs, echoes=echoes)
+        return self._plan(body, prompts, most=body.max_tokens, logprobs=body.logprobs, echoes=echoes)
 
     def _plan(
         self,
         body: GenerationRequest,
         prompts: list[list[int]],
         *,
-        budget: str,
+        most: int | None,
         logprobs: int | None,
         echoes: Sequence[str] = (),
         make_grammar: Callable[[], Any] | None = None,
         tools: Callable[[], ToolText] | None = None,
     ) -> Plan:
         self._check_model(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError("stream_options: expected stream: true with it, got none", param="stream_options")
         if body.prompt_logprobs is not None and body.stream:
             raise ApiError("prompt_logprobs: expected stream: false with it, got true", param="prompt_logprobs")
-        chat = isinstance(body, ChatRequest)
-        new = self._budget(budget, getattr(body, budget), max(map(len, prompts)))
+        stops, endings = self._endings(body, constrained=make_grammar is not None)
+        new = min([count for count in (most, self._settings.max_new_tokens) if count is not None], default=None)
         scored = [count for count in (body.prompt_logprobs, logprobs if echoes else None) if count is not None]
-        stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-        end = self._encoder.end_of_turn if chat else None
         return Plan(
             prompts,
             body.n or 1,
-            list(self._encoder.stop_strings(stops) or ()) if chat else stops,
+            stops,
             logprobs,
             body.prompt_logprobs,
             list(echoes),
-            continues=not chat,
+            continues=not isinstance(body, ChatRequest),
             tools=tools,
-            budget=budget,
             empty=new == 0,
             arguments={
-                "ends": [] if end is None else [end],
                 "logprobs": logprobs,
                 "prompt_logprobs": max(scored, default=None),
                 "tree": _tree(body),
                 "seed": body.seed,
                 "max_new_tokens": 1 if new == 0 else new,  # the engine always makes one
+                **endings,
                 **self._selection(body),
             },
             make_processors=self._processors(body, make_grammar),
         )
+
+    def _endings(self, body: GenerationRequest, constrained: bool) -> tuple[list[str], dict[str, Any]]:
+        """Return the strings that end an answer, and the engine's arguments about the tokens that do."""
+        for name in ("ignore_eos", "min_tokens"):
+            if constrained and getattr(body, name):
+                raise ApiError(f"{name}: leave it out, a grammar decides where this answer ends", param=name)
+        stops = [body.stop] if isinstance(body.stop, str) else [text for text in body.stop or () if text]
+        ends = body.stop_token_ids or []
+        self._check_ids("stop_token_ids", ends)
+        arguments: dict[str, Any] = {"min_new_tokens": body.min_tokens} if body.min_tokens else {}
+        if body.ignore_eos:
+            return stops, {**arguments, "ends": ends, "eos_token_id": []}
+        if isinstance(body, ChatRequest):
+            stops = self._encoder.stop_strings(stops) or []
+            ends = self._encoder.ends(ends)
+        return stops + self._own_stops, {**arguments, "ends": ends}
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Return the tokens that a prompt or messages are read as."""
@@ -223,9 +238,11 @@ class Planner:
             except ApiError as error:
                 refused = refused or error
             else:
-                return template.prompt_tokens(text) if special is None else open_tokens(template.tokenizer, text, special)
-        assert refused is not None
-        raise refused
+                break
+        else:
+            assert refused is not None
+            raise refused
+        return template.prompt_tokens(text) if special is None else open_tokens(template.tokenizer, text, special)
 
     def _text_prompt(self, prompt: str | Sequence[int]) -> list[int]:
         if not isinstance(prompt, str):
@@ -233,22 +250,23 @@ class Planner:
         return self._checked_prompt("prompt", open_tokens(self._encoder.tokenizer, _encodable(prompt)))
 
     def _checked_prompt(self, name: str, tokens: list[int]) -> list[int]:
-        most = self._engine.context - 1
-        if not 1 <= len(tokens) <= most:
-            message = f"{name}: expected 1 to {most} tokens, got {len(tokens)}"
-            raise ApiError(message, param=name, code="context_length_exceeded" if tokens else "invalid_value")
+        context = self._engine.context
+        if not tokens:
+            raise ApiError(f"{name}: expected at least one token, got none", param=name, code="invalid_value")
+        if len(tokens) >= context:  # clients look for OpenAI's words
+            message = (
+                f"This model's maximum context length is {context} tokens. However, your {name} resulted in "
+                f"{len(tokens)} tokens, which leaves none for the answer. Please reduce the length of the {name}."
+            )
+            raise ApiError(message, param=name, code="context_length_exceeded")
         self._check_ids(name, tokens)
         return tokens
 
-    def _budget(self, name: str, asked: int | None, prompt: int) -> int | None:
-        most = self._settings.max_new_tokens
-        if asked is not None and asked > (most or asked):
-            raise ApiError(f"{name}: expected at most {most}, got {asked}", param=name, code="invalid_value")
-        return asked if asked is not None or most is None else min(most, self._engine.context - prompt)
-
     def _selection(self, body: GenerationRequest) -> dict[str, Any]:
         """Return the settings of token selection as `MedusaModel.generate` takes them."""
-        given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+        # -1 also is a word for all tokens.
+        given = {name: max(value, 0) for name in _SAMPLING if (value := getattr(body, name)) is not None}
+        narrow = [name for name, value in given.items() if value != _SAMPLING[name]]
         typical = {name: value for name in _TYPICAL if (value := getattr(body, name)) is not None}
         settings: dict[str, Any] = {}
         if body.repetition_penalty is not None:
@@ -258,7 +276,7 @@ class Planner:
             message = f"temperature: expected 0 or at least {COLDEST:g}, got {temperature:g}"
             raise ApiError(message, param="temperature", code="invalid_value")
         if body.acceptance == "typical":
-            for name in given:
+            for name in [*narrow, *(["min_tokens"] if body.min_tokens else [])]:
                 raise ApiError(f"{name}: expected none with typical acceptance, got one", param=name)
             if body.temperature == 0:
                 raise ApiError("temperature: expected above 0 with typical acceptance, got 0", param="temperature")
@@ -266,7 +284,7 @@ class Planner:
             return {**settings, **typical, **warmth, "acceptance": "typical"}
         for name in typical:
             raise ApiError(f"{name}: expected acceptance: 'typical' with it, got another one", param=name)
-        if temperature == 0 and given and body.temperature is None:
+        if temperature == 0 and narrow and body.temperature is None:
             temperature = 1.0
         # With a temperature of 0 every nucleus keeps the likeliest token, which greedy decoding takes.
         return settings | ({"do_sample": True, "temperature": temperature, **given} if temperature else {})
@@ -369,9 +387,11 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
     plain = message.model_dump(include={"role", "name", "tool_call_id"}, exclude_none=True)
     plain["role"] = "system" if message.role == "developer" else message.role
     content = message.content
-    if content is None and message.tool_calls is None:
+    if content is None and message.role not in ("assistant", "tool"):
         raise ApiError(f"{where}.content: expected text, got none", param=f"{where}.content")
     plain["content"] = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    if reasoning := message.reasoning_content or message.reasoning:
+        plain["reasoning_content"] = reasoning
     if message.tool_calls is not None and message.role != "assistant":
         raise ApiError(f"{where}.tool_calls: expected role 'assistant' with it", param=f"{where}.tool_calls")
     if message.tool_calls is not None:

@@ -1,14 +1,15 @@
 """What requests may say, in OpenAI's form with extra fields for Medusa.
 
-Unknown fields are refused, never ignored. A known field that this server cannot obey accepts only the value that asks
-for nothing. Fields that change no answer (`user`, `metadata`, ..) are accepted.
+A field that asks for something unknown is refused, never ignored. Fields that ask for nothing, known or not, are
+dropped: null and empty ones, and those that change no answer (`Strict.neutral`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from medusa_decoding.options import ACCEPTANCES
 from medusa_decoding.serving.http import settings
@@ -18,45 +19,111 @@ from medusa_decoding.trees.tree import MAX_CHOICES
 
 assert ACCEPTANCES == ("lossless", "typical")  # as in `GenerationRequest.acceptance`
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopText = Annotated[str, Field(min_length=1, max_length=settings.STOP_CHARACTERS)]
+StopText = Annotated[str, Field(max_length=settings.STOP_CHARACTERS)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Path = Annotated[list[Annotated[int, Field(ge=0, lt=256)]], Field(min_length=1, max_length=MAX_CHOICES)]
 
 Paths = Annotated[list[Path], Field(max_length=MAX_CHOICES, fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+EndIds = Annotated[list[TokenId], Field(max_length=settings.STOPS, fail_fast=True)]
 Several = Field(min_length=1, max_length=settings.PROMPTS, fail_fast=True)
 
 
+ANY: Any = object()
+"""In `Strict.neutral`: the field changes no answer, whatever its value."""
+_NEUTRAL: list[tuple[Any, tuple[str, ...]]] = [
+    (ANY, (  # What providers store, bill, schedule and cache by; hints for speed; settings of samplers that are off.
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "request_id", "rid", "priority", "cache_salt", "cache_prompt", "id_slot", "n_keep",
+        "prediction", "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "smoothing_curve", "xtc_threshold",
+        "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+    )),
+    ((-1,), ("max_tokens", "max_completion_tokens", "n_predict", "t_max_predict_ms", "repeat_last_n", "top_n_sigma")),
+    ((0,), (
+        "top_logprobs", "n_probs", "n_indent", "min_keep", "mirostat", "mirostat_mode", "dynatemp_range", "top_a",
+        "smoothing_factor", "xtc_probability", "dry_multiplier", "penalty_alpha", "epsilon_cutoff", "eta_cutoff",
+        "no_repeat_ngram_size",
+    )),
+    ((1,), (
+        "best_of", "num_beams", "length_penalty", "guidance_scale", "typical_p", "tfs", "tfs_z", "repeat_penalty",
+        "encoder_repetition_penalty",
+    )),
+    ((True,), (
+        "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "add_generation_prompt",
+        "include_reasoning",
+    )),
+    ((False,), (
+        "use_beam_search", "early_stopping", "echo", "continue_final_message", "include_stop_str_in_output",
+        "no_stop_trim", "return_token_ids", "return_tokens", "return_tokens_as_token_ids", "return_hidden_states",
+        "return_progress", "timings_per_token", "post_sampling_probs",
+    )),
+    (("medium",), ("verbosity",)),
+]  # fmt: skip
+NEUTRAL = {name: values for values, names in _NEUTRAL for name in names}
+"""Values of request fields, of OpenAI, vLLM, SGLang and llama.cpp, that ask for what happens anyway."""
+
+
 class Strict(BaseModel):
-    """A JSON object whose fields are all known, with values of exactly the declared types."""
+    """A JSON object whose fields are all known, with values of exactly the declared types.
+
+    Attributes:
+        neutral: by field, the values that ask for nothing, or `ANY`. Such fields are dropped.
+        meant: fields whose empty value says something. Those of others are dropped, like null.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Mapping[str, Any]] = dict.fromkeys(("cache_control", "prompt_cache_breakpoint"), ANY)
+    meant: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if not cls._asks_nothing(name, value)}
+
+    @classmethod
+    def _asks_nothing(cls, name: str, value: Any) -> bool:
+        if value is None or (value in ("", [], {}) and name not in cls.meant):
+            return True
+        values = cls.neutral.get(name, ())
+        return values is ANY or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
 class StreamOptions(Strict):
     """Options of a stream."""
 
+    neutral = {"include_obfuscation": (False,)}
+
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Annotated[bool | None, Field(description="Extra field: the usage in each chunk.")] = None
 
 
 class GenerationRequest(Strict):
     """Fields that chat and text completions share."""
+
+    neutral = NEUTRAL
+    meant = frozenset({"tree", "prompt", "web_search_options"})
 
     model: str = Field(description="The served model's name, see /v1/models.")
     n: Annotated[int, Field(ge=1, le=settings.CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Extra field: no end token before these; stop strings end the text all the same."
+    )
+    ignore_eos: bool | None = Field(None, description="Extra field: the model's own end tokens end nothing.")
+    stop_token_ids: EndIds | None = Field(None, description="Extra field: further end tokens.")
     stop: StopText | Annotated[list[StopText], Field(max_length=settings.STOPS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         None,
         description="Above 0: sample; 0: greedy. Default: the server's (`medusa serve --temperature`), which is greedy "
-        "unless the server was started otherwise; 1 if top_p, top_k or min_p is given and the server's is 0.",
+        "unless the server was started otherwise; 1 if top_p, top_k or min_p leaves out tokens and the server's is 0.",
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Extra field; 0 for all tokens.")
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="Extra field; 0 or -1 for all.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Extra field.")
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(None, description="Extra field.")
     presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] | None = None
@@ -81,11 +148,12 @@ class GenerationRequest(Strict):
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
         None, description="Extra field: also return log-probabilities of the prompt's tokens, with so many top ones."
     )
-    user: str | None = None
 
 
 class TextPart(Strict):
     """A part of a message's content; only text is supported."""
+
+    meant = frozenset({"text"})
 
     type: Literal["text"]
     text: str
@@ -94,33 +162,49 @@ class TextPart(Strict):
 class CalledFunction(Strict):
     """The function of a tool call, with its arguments as JSON text."""
 
+    neutral = {**Strict.neutral, "parsed_arguments": ANY}
+    meant = frozenset({"arguments"})
+
     name: Name
-    arguments: str
+    arguments: str = ""
 
 
 class ToolCall(Strict):
     """A tool call in an assistant's message."""
 
+    neutral = {**Strict.neutral, "index": ANY}
+    meant = frozenset({"id"})
+
     id: str
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(Strict):
     """A message of the conversation."""
 
+    # What clients keep of an answer next to its text.
+    neutral = {
+        **Strict.neutral,
+        **dict.fromkeys(
+            ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks"), ANY
+        ),
+    }
+    meant = frozenset({"content"})
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=settings.MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=settings.TOOLS)] | None = None
+    reasoning_content: str | None = Field(None, description="For templates that show it; `reasoning` is the same.")
+    reasoning: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=settings.TOOLS)] | None = None
     tool_call_id: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
 
 
 class Function(Strict):
     """A function that the model may call; `parameters` is a JSON schema."""
+
+    meant = frozenset({"parameters"})
 
     name: Name
     description: str | None = None
@@ -165,6 +249,8 @@ class AllowedChoice(Strict):
 class JsonSchema(Strict):
     """A JSON schema, which the answer always obeys."""
 
+    meant = frozenset({"schema"})
+
     name: Name
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -181,6 +267,8 @@ class ResponseFormat(Strict):
 class ChatRequest(GenerationRequest):
     """A request to /v1/chat/completions."""
 
+    neutral = {**NEUTRAL, "add_special_tokens": (False,)}
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=settings.MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
@@ -193,22 +281,18 @@ class ChatRequest(GenerationRequest):
     )
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class CompletionRequest(GenerationRequest):
     """A request to /v1/completions."""
 
+    neutral = {**NEUTRAL, "add_special_tokens": (True,), "logprobs": (False,)}
+
     prompt: str | Annotated[list[str], Several] | TokenIds | Annotated[list[TokenIds], Several]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    best_of: Literal[1] | None = None
+    best_of: int | None = None
     echo: bool | None = None
-    suffix: Literal[""] | None = None
 
 
 class TokenizeRequest(Strict):

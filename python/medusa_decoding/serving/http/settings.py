@@ -8,7 +8,7 @@ BODY_BYTES = 2**20
 JSON_DEPTH = 64
 MESSAGES, PROMPTS, CHOICES, TOOLS = 1024, 16, 16, 128
 """Most messages, prompts, choices per prompt and tools of one request; `CHOICES` also bounds prompts times choices."""
-STOPS, STOP_CHARACTERS = 4, 256
+STOPS, STOP_CHARACTERS = 64, 256
 BIASES = 1024
 READ_SECONDS = 20.0
 """How long a client may take to send the headers of a request, and then its body."""
@@ -21,7 +21,7 @@ class Settings:
     Attributes:
         model: the name that requests give.
         api_key: the bearer token of requests (not to the page, health, metrics and schema); None lets everyone in.
-        max_new_tokens: most tokens of an answer, and the default; None: what the context leaves.
+        max_new_tokens: most tokens of an answer, whatever it asks for, and the default; None: what the context leaves.
         temperature: of requests that give none; 0 decodes greedily. (OpenAI's default of 1 is not assumed.)
         request_timeout: seconds after which a request fails with status 504, time in the queue included; None: never.
         body_bytes: largest body of a request.
