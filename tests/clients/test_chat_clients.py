@@ -283,8 +283,9 @@ class TestPydanticAi:
         assert self.streamed(Agent(model, tools=[get_weather]), QUESTION) == ANSWER
 
     def test_forced_tool(self, model):
-        # The output's type is a tool that the agent requires.
-        assert isinstance(Agent(model, output_type=Weather, retries=0).run_sync(DEMAND).output, Weather)
+        agent = Agent(model, output_type=Weather, retries=0)  # the output's type is a tool that the agent requires
+        assert isinstance(agent.run_sync(DEMAND).output, Weather)
+        assert isinstance(self.streamed(agent, DEMAND), Weather)
 
     def test_strict_tool(self, model):
         agent = Agent(model, model_settings={"parallel_tool_calls": False})
