@@ -54,14 +54,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print which client passed which journey, and why the others failed."""
     cells: dict[str, dict[str, str]] = {}
     reasons = []
-    for outcome in ("failed", "error", "passed"):
+    words = {"failed": "FAIL", "error": "FAIL", "xfailed": "refused", "passed": "pass"}
+    for outcome, word in words.items():
         for report in terminalreporter.stats.get(outcome, ()):
             found = re.search(r"::Test(\w+)::test_(\w+)", report.nodeid)
             if found is None or (report.when != "call" and outcome == "passed"):
                 continue
             client, journey = found[1], found[2].replace("_", " ")
-            cells.setdefault(client, {}).setdefault(journey, "pass" if outcome == "passed" else "FAIL")
-            if outcome != "passed":
+            cells.setdefault(client, {}).setdefault(journey, word)
+            if word == "FAIL":
                 lines = [line[4:] for line in report.longreprtext.splitlines() if line.startswith("E   ")]
                 reasons.append(f"{client}, {report.nodeid.rpartition('::test_')[2]}: {' '.join(lines)[:400]}")
     journeys = list(dict.fromkeys(journey for row in cells.values() for journey in row))
