@@ -16,6 +16,7 @@
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
+#   make test-clients    clients of other projects against our server, in .venv-clients   (LOAD= leaves out what needs torch)
 #   make newcomer        the way in, from a clone to own heads used in Python: each command's time
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
 #   make no-nvcc         what an install says and does without nvcc
@@ -61,7 +62,7 @@ stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for 
 	else echo "=== $@"; from=$$(date +%s); { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@" && \
 	echo "=== $@: $$(($$(date +%s) - from)) s"; fi
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -129,6 +130,23 @@ test-transformers: $(EDITABLE)
 
 test-lowest:
 	$(MAKE) test-all VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile
+
+# Clients of the server that other projects write, in an environment of their own, with a table of what works at the end.
+# LOAD=1 adds guidellm, which needs torch. Bytecode is cached, because each command line starts Python again.
+CLIENTS_VENV ?= .venv-clients
+LOAD ?= 1
+CLIENTS := tests/clients
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed$(if $(LOAD),-load)
+CLIENTS_PIP := $(PIP:$(BIN)/%=$(CLIENTS_VENV)/bin/%)
+test-clients: $(READY) $(CLIENTS_STAMP)
+	PYTHONDONTWRITEBYTECODE= MEDUSA_PYTHON="$(abspath $(BIN))/python" $(CLIENTS_VENV)/bin/pytest $(CLIENTS) \
+		$(if $(LOAD),,--ignore $(CLIENTS)/test_guidellm.py) $(PYTEST_ARGS)
+
+$(CLIENTS_STAMP): $(wildcard $(CLIENTS)/*.txt)
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(if $(LOAD),$(CLIENTS_PIP) $(TORCH))
+	$(CLIENTS_PIP) -c $(CLIENTS)/constraints.txt -r $(CLIENTS)/requirements.txt $(if $(LOAD),-r $(CLIENTS)/requirements-load.txt)
+	@touch "$@"
 
 # The library is compiled with each sanitizer and a driver in C++: two minutes on two cores, less when compiled before.
 sanitize: $(EDITABLE)
@@ -417,7 +435,7 @@ no-nvcc: $(TORCH_STAMP)
 	.ci/no-nvcc $(BIN)/python
 
 clean:
-	rm -rf build dist *.egg-info .venv .venv-lowest medusa_kernels/_lib
+	rm -rf build dist *.egg-info .venv .venv-lowest .venv-clients medusa_kernels/_lib
 
 $(TORCH_STAMP):
 	$(PYTHON) -m venv $(VENV)

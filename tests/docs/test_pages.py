@@ -75,3 +75,11 @@ def test_a_page_that_shows_what_is_not_printed_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self: "```python\nprint(1)\n```\n```text output\none\n```\n")
     with pytest.raises(AssertionError, match="not printed"):
         pages.run_page(page, tmp_path, CHECKPOINT)
+
+
+def test_clients_are_shown_with_the_versions_that_are_tried():
+    files = sorted((pages.ROOT / "tests/clients").glob("requirements*.txt"))
+    tried = re.findall(r"^([\w-]+)(?:\[.*\])?(==.+)$", "".join(file.read_text() for file in files), re.M)
+    shown = re.findall(r"^\| `([\w-]+)(==[\w.]+)` \|", (pages.ROOT / "docs/serve.md").read_text(), re.M)
+    assert set(shown) < set(tried)
+    assert {name for name, _ in set(tried) - set(shown)} == {"pytest", "transformers"}
