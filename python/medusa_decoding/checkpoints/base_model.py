@@ -87,9 +87,9 @@ def load_base_model(
     config = kwargs.pop("config", None)
     if config is None:
         config, kwargs = pretrained.read_config(path, **kwargs)
-    for name in ("hidden_size", "vocab_size") if checkpoint is not None else ():
-        wanted, got = getattr(checkpoint.heads, name), getattr(config, name, None)
-        if got != wanted:
+    for name in ("hidden_size", "vocab_size"):
+        got = getattr(config, name, None)
+        if checkpoint is not None and got != (wanted := getattr(checkpoint.heads, name)):
             raise ValueError(
                 f"base_model: expected {name} {wanted} like the heads in {checkpoint.path}, got {got} in {path}"
             )

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args = argument_parser().parse_args(argv)
             _quieten_libraries()
-            with _ended_by_interrupts() if argv is None else contextlib.nullcontext():
+            with ended_by_interrupts() if argv is None else contextlib.nullcontext():
                 command = importlib.import_module(f"{__name__}.{COMMANDS[args.command]}")
             return command.run(args)
         finally:  # also after --help: report output that cannot be written now, not when Python ends
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _ended_by_interrupts() -> Iterator[None]:
+def ended_by_interrupts() -> Iterator[None]:
     """End the process at once on Ctrl-C during imports: some libraries catch the exception and go on."""
 
     def end(*_: object) -> None:

@@ -9,20 +9,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from medusa_decoding.checkpoints import read_heads
-from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.cli.train import read_config, train
 from medusa_decoding.files import only_writer
-from medusa_decoding.model import MedusaModel
 from medusa_decoding.progress import Progress
 from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
-from medusa_decoding.training.data.records import Report, read_records
-from medusa_decoding.training.distill import distill
-from medusa_decoding.training.distill.record_file import finished
+
+if TYPE_CHECKING:
+    from medusa_decoding.model import MedusaModel
+    from medusa_decoding.training.distill import distill
 
 FILE = Path("generated") / "records.jsonl"
 
@@ -46,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int:
     """Generate, then train in `processes` if there are any."""
+    from medusa_decoding.training.distill.record_file import finished
+
     file = Path(config.output.folder) / FILE
     asked = _asked(config)
     figures = finished(file, asked) if args.resume else None
@@ -121,6 +119,10 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
             "processes: expected one to generate (run it with --only-data first, then all of them with --resume), got "
             f"{os.environ['WORLD_SIZE']}"
         )
+    import torch
+
+    from medusa_decoding.training.data.records import Report, read_records
+    from medusa_decoding.training.distill import distill
     from medusa_decoding.training.loop.backbone import load_tokenizer
 
     data, found = config.data, Report()
@@ -169,6 +171,11 @@ def load(config: Config) -> MedusaModel:
     Raises:
         ValueError: no such model or heads, or heads of another model.
     """
+    import torch
+
+    from medusa_decoding.checkpoints import read_heads
+    from medusa_decoding.checkpoints.pretrained import stated_sizes
+    from medusa_decoding.model import MedusaModel
     from medusa_decoding.training.loop.backbone import TrainingBackbone
 
     plain = dataclasses.replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import shlex
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_decoding.checkpoints.tuning_paths import check_writable
-from medusa_decoding.cli import _arguments
+from medusa_decoding.cli import _arguments, ended_by_interrupts
 from medusa_decoding.files import write_text
 from medusa_decoding.progress import Progress
 from medusa_decoding.training import config_schema
@@ -30,7 +31,10 @@ def read_config(args: argparse.Namespace) -> Config:
         if not equals or not key:
             raise ValueError(f"--set: expected KEY=VALUE, got {setting!r}")
         _put(values, key.split("."), config_schema.parse_yaml(text), key)
-    return Config.of(values)
+    config = Config.of(values)
+    with ended_by_interrupts():  # wrong settings have been refused before the seconds that this takes
+        importlib.import_module("transformers.modeling_utils")
+    return config
 
 
 def _put(values: Any, path: list[str], value: Any, key: str) -> None:
