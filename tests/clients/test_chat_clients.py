@@ -18,7 +18,6 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
-from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -32,11 +31,6 @@ DEMAND = "Report some weather."
 """Not scripted: the model writes what the request forces it to."""
 CODE = "Write a class Job with name: str."
 LIMIT = 200
-REFUSED = pytest.mark.xfail(
-    strict=True,
-    raises=(openai.BadRequestError, ModelHTTPError),
-    reason="the server refuses a response format together with tools",
-)
 
 
 class Weather(BaseModel):
@@ -120,7 +114,6 @@ class TestOpenai:
         done = client.chat.completions.parse(model="demo", messages=asked(DEMAND), response_format=Weather)
         assert isinstance(done.choices[0].message.parsed, Weather)
 
-    @REFUSED
     def test_schema_and_tools(self, client):
         given = {"model": "demo", "messages": asked(QUESTION), "tools": [definition(strict=True)]}
         done = client.chat.completions.parse(**given, response_format=Weather)
@@ -304,7 +297,6 @@ class TestPydanticAi:
         agent = Agent(model, output_type=NativeOutput(Weather), retries=0)
         assert isinstance(agent.run_sync(DEMAND).output, Weather)
 
-    @REFUSED
     def test_schema_and_tools(self, model):
         agent = Agent(model, tools=[get_weather], output_type=NativeOutput(Weather), retries=0)
         assert isinstance(agent.run_sync(QUESTION_ROME).output, Weather)
@@ -354,7 +346,6 @@ class TestOpenaiAgents:
     def test_structured_output(self, agent):
         assert isinstance(self.run(agent(output_type=Weather), DEMAND).final_output, Weather)
 
-    @REFUSED
     def test_schema_and_tools(self, agent):
         asked = agent(tools=[agents.function_tool(get_weather)], output_type=Weather)
         assert isinstance(self.run(asked, QUESTION_ROME).final_output, Weather)

@@ -361,6 +361,7 @@ def calling(request, tokenizer):
         "one": grammars.calls(tools, several=False),
         "tagged": grammars.calls(tools, form=CallForm(True, "arguments")),
         "bare": grammars.calls(tools, form=CallForm(False, "parameters")),
+        "answer": grammars.calls(tools, form=CallForm(True, "arguments"), answer=ADD.schema),
     }
 
 
@@ -371,9 +372,11 @@ def calling(request, tokenizer):
         ('Not {"name": "add", "parameters": {}}, nor <tool_cat>.', "many one"),
         ('{"name": "Ada"}', "many one"),
         ("<think>Add?</think> Yes: " + CALL, "many one"),
-        (CALL, "many one tagged"),
-        (SAY, "many one tagged"),
-        (f"{CALL}\n{SAY}", "many tagged"),
+        ('{"a":1}', "many one answer"),
+        (CALL, "many one tagged answer"),
+        (SAY, "many one tagged answer"),
+        (f"{CALL}\n{SAY}", "many tagged answer"),
+        (CALL + '{"a":1}', "many"),
         (f"{CALL} Done.", "many"),
         (f"So {CALL} and {SAY}.", "many"),
         (CALL.replace('"a"', '"b"'), ""),

@@ -103,7 +103,12 @@ class Grammars:
         return self._processors(_grammar({"type": "object"} if schema is None else schema))
 
     def calls(
-        self, tools: Sequence[ToolSchema], *, form: CallForm | None = None, several: bool = True
+        self,
+        tools: Sequence[ToolSchema],
+        *,
+        form: CallForm | None = None,
+        several: bool = True,
+        answer: Mapping[str, Any] | None = None,
     ) -> Callable[[], JsonGrammar]:
         """Return a function that makes a processor for one generation, which calls tools with valid arguments.
 
@@ -111,13 +116,14 @@ class Grammars:
             tools: that may be called, at least one.
             form: how calls are written in an answer that consists of calls; None: any text, and calls in any form.
             several: whether an answer may have several calls; if not, it ends after the first.
+            answer: the schema of an answer without calls, which is JSON; only with `form`. None: there must be calls.
 
         Raises:
             ValueError: a schema is not valid or not supported, see `json`; the message names the tool.
             ModuleNotFoundError: llguidance is not installed.
         """
         try:
-            return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several)))
+            return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several, answer)))
         except ValueError:
             for tool in tools:
                 try:
@@ -127,7 +133,9 @@ class Grammars:
                     raise ValueError(f"json_schema: of {tool.name}, {reason}") from its
             raise
 
-    def _lark(self, tools: Sequence[ToolSchema], form: CallForm | None, several: bool) -> str:
+    def _lark(
+        self, tools: Sequence[ToolSchema], form: CallForm | None, several: bool, answer: Mapping[str, Any] | None
+    ) -> str:
         """Return the grammar of `calls`, in llguidance's variant of Lark."""
         added = self._tokenizer.get_added_vocab()
         tags = {text: [added[text]] if text in added else [] for text in (OPEN, CLOSE)}
@@ -167,6 +175,9 @@ class Grammars:
             rules["start"] = "call" + (' (";" " "? call)*' if several else "")
         if form is not None:
             rules["WS"] = r"/[ \n]/"
+        if answer is not None:
+            rules["start"] += " | answer"
+            rules["answer"] = f"%json {_schema_text(answer)}"
         lark = "\n".join(f"{name}: {rule}" for name, rule in rules.items())
         if len(lark) > 2 * MAX_SCHEMA:
             raise ValueError(f"json_schema: expected at most {2 * MAX_SCHEMA:,} characters, got {len(lark):,}")

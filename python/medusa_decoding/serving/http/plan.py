@@ -86,9 +86,7 @@ class Planner:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs: expected logprobs: true with it, got none", param="top_logprobs")
         offer = offered(body)
-        make_grammar = self._grammar(body)
-        if offer.tools and make_grammar is not None:
-            raise ApiError("response_format: expected type 'text' with tools, got JSON", param="response_format")
+        make_grammar = self._grammar(body, offer)
         definitions = [tool.model_dump(exclude_none=True) for tool in offer.tools]
         tokens = self._chat_tokens(body.messages, definitions, body.chat_template_kwargs)
         prompt = self._checked_prompt("messages", tokens)
@@ -97,8 +95,8 @@ class Planner:
             [prompt],
             most=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            make_grammar=self._call_grammar(offer) if offer.constrained else make_grammar,
-            tools=functools.partial(ToolText, offer.names, offer.constrained) if offer.tools else None,
+            make_grammar=make_grammar,
+            tools=functools.partial(ToolText, offer.names, make_grammar is not None) if offer.tools else None,
         )
 
     def completion(self, body: CompletionRequest) -> Plan:
@@ -303,33 +301,42 @@ class Planner:
 
         return make
 
-    def _grammar(self, body: ChatRequest) -> Callable[[], Any] | None:
-        form = body.response_format
-        if form is None:
-            return None
-        if (form.type == "json_schema") != (form.json_schema is not None):
-            message = f"response_format.json_schema: expected it with type 'json_schema' only, got type {form.type!r}"
-            raise ApiError(message, param="response_format.json_schema", code="invalid_value")
-        if form.type == "text":
-            return None
-        try:
-            return self._grammars.json(None if form.json_schema is None else form.json_schema.schema_)
-        except ValueError as error:
-            raise ApiError(f"response_format: {error}", param="response_format", code="invalid_value") from error
-
-    def _call_grammar(self, offer: Offer) -> Callable[[], Any]:
+    def _grammar(self, body: ChatRequest, offer: Offer) -> Callable[[], Any] | None:
+        """Return what makes the grammar of an answer: JSON of a schema, tool calls, or either."""
+        make, schema = None, _answer_schema(body)
+        if schema is not None and not offer.forced:
+            try:
+                make = self._grammars.json(schema)
+            except ValueError as error:
+                raise ApiError(f"response_format: {error}", param="response_format", code="invalid_value") from error
+        if not offer.tools or (make is None and not offer.constrained):
+            return make
         assert isinstance(self._encoder, ChatTemplate)
-        form = call_form(self._encoder.tool_text) if offer.forced else None
+        form = None if make is None and not offer.forced else call_form(self._encoder.tool_text)
         # Models that write bare calls have learnt to write one.
         several = (form is None or form.tagged) if offer.several is None else offer.several
         try:
-            return self._grammars.calls(offer.schemas(), form=form, several=several)
+            answer = None if make is None else schema
+            return self._grammars.calls(offer.schemas(), form=form, several=several, answer=answer)
         except ValueError as error:
             raise ApiError(f"tools: {error}", param="tools", code="invalid_value") from error
 
     @functools.cached_property
     def _grammars(self) -> Grammars:
         return Grammars(self._encoder.tokenizer, self._vocabulary, self._encoder.ends(self._eos))
+
+
+def _answer_schema(body: ChatRequest) -> dict[str, Any] | None:
+    """Return the schema that an answer obeys; None for free text."""
+    form = body.response_format
+    if form is None:
+        return None
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        message = f"response_format.json_schema: expected it with type 'json_schema' only, got type {form.type!r}"
+        raise ApiError(message, param="response_format.json_schema", code="invalid_value")
+    if form.json_schema is not None:
+        return form.json_schema.schema_
+    return None if form.type == "text" else {"type": "object"}
 
 
 def _rendered(
