@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -146,9 +148,15 @@ def main() -> None:
         "--backend", choices=("eager", "compiled"), default="eager", help="how steps run (default: eager)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random heads (default: 0)")
+    parser.add_argument("--busy", type=int, default=0, help="busy processes beside it (default: 0)")
     parser.add_argument("--dry", action="store_true", help="print only, append nothing")
     args = parser.parse_args()
-    figures = measure(args.prompts, args.backend, args.seed)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
+    try:
+        figures = {"busy": args.busy} | measure(args.prompts, args.backend, args.seed)
+    finally:
+        for process in others:
+            process.kill()
     print(json.dumps(figures, indent=1))
     if not args.dry:
         print(harness.write_record("adaptive-demo", figures))
