@@ -55,8 +55,8 @@ def busy(seed: int) -> Callable[[int, int, float], float]:
 def preempted(seed: int, rate: float, phases: float = 1.0) -> Callable[[int, int, float], float]:
     """Return step times as measured where other programs have the cores now and then, for `Simulation.disturbed`.
 
-    A plain step takes 0.3 ms, and `rate` is the chance that it loses its core, for 4 to 20 ms; longer steps lose it more
-    often. In phases of some 100 steps all steps take `phases` times as long.
+    A plain step takes 0.3 ms, and `rate` is the chance that it loses its core, for 4 to 20 ms; longer steps lose it
+    more often. In phases of some 100 steps all steps take `phases` times as long.
     """
     draws, phase = random.Random(seed), [1.0]
 

@@ -305,20 +305,19 @@ def notes(result: dict[str, Any]) -> list[str]:
         ]
         tree += f"; share of the steps: {', '.join(used)}"
     if result["tokens_per_step_of_tree"] is not None:
-        tree += (
-            f"\n{result['fixed_tree']}, stored with the heads: {result['tokens_per_step_of_tree']:.2f} tokens per step"
-        )
+        figure = f"{result['tokens_per_step_of_tree']:.2f} tokens per step"
+        tree += f"\n{result['fixed_tree']}, stored with the heads: {figure}"
     same = "identical" if result["identical"] else "DIFFERENT"
-    waited = (
-        f"the machine is busy: other programs had the core {1 - result['core_share']:.0%} of the time, so tokens/s are"
-    )
+    threads, ways = result["threads"], len(result["tokens_per_second"])
+    waited = f"the machine is busy: other programs had the core {1 - result['core_share']:.0%} of the time"
     return [
         *map(verdict, result["checks"]),
         "",
         tree,
-        *([f"{waited} per second of processor time"] if result["busy"] else []),
-        f"texts of all {len(result['tokens_per_second'])} ways: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
-        f"{result['dtype']}, {result['backend']}, {result['threads']} thread{'s' * (result['threads'] > 1)}, median of {result['rounds']} rounds",
+        *([f"{waited}, so tokens/s are per second of processor time"] if result["busy"] else []),
+        f"texts of all {ways} ways: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
+        f"{result['dtype']}, {result['backend']}, {threads} thread{'s' * (threads > 1)}, "
+        f"median of {result['rounds']} rounds",
     ]
 
 

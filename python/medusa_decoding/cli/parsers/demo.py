@@ -10,11 +10,11 @@ The model knows four kinds of request, with any names and numbers:
 docs/demo.md says what else they can ask for. Answers are checked: programs are run, in a process of their own with
 limits; queries are run on a table in memory.
 
-Several methods write the same answers in one process, in turn: transformers' generate, this package's plain loop, Medusa
-with the tree stored with the heads, and Medusa as it runs by default. The texts are compared token by token. On a busy
-machine there are fewer rounds, and speeds are per second of processor time. On a terminal, one answer of each is recorded, then
-replayed side by side, at their own speed and slowed down; colours show which draft tokens each step accepted. Text is
-plain with NO_COLOR or TERM=dumb.
+Several methods write the same answers in one process, in turn: transformers' generate, this package's plain loop,
+Medusa with the tree stored with the heads, and Medusa as it runs by default. The texts are compared token by token. On
+a busy machine there are fewer rounds, and speeds are per second of processor time. On a terminal, one answer of each is
+recorded, then replayed side by side, at their own speed and slowed down; colours show which draft tokens each step
+accepted. Text is plain with NO_COLOR or TERM=dumb.
 
     medusa demo
     medusa demo --prompt "Write a class Point with x: float and y: float that is sorted by x." --tree chain:3
