@@ -5,13 +5,17 @@
 Both run on the embedded model: first random heads against plain decoding, then the model's own heads against every
 fixed tree of the same set. All ways run in turn on each prompt within this process. "plain again" is a second copy of
 plain decoding; its ratio shows the resolution of the measurement. "auto" is warm: it has written some other prompts
-before and keeps what it learns; "auto, first" starts each prompt without knowing the device or the heads.
+before and keeps what it learns; "auto, first" starts each prompt without knowing the device or the heads. With
+`--busy 2`, two busy processes run beside it, and times are the processor time of the decoding thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -68,7 +72,9 @@ class Ways:
 
         return way
 
-    def compare(self, inputs: list[torch.Tensor], warm_up: list[torch.Tensor]) -> dict[str, Any]:
+    def compare(
+        self, inputs: list[torch.Tensor], warm_up: list[torch.Tensor], clock: Callable[[], float]
+    ) -> dict[str, Any]:
         """Run every way on every input, and return what "auto" gained over each of the others."""
         for name, way in self.ways.items():
             for ids in warm_up if name == "auto" else warm_up[:1]:
@@ -76,7 +82,7 @@ class Ways:
         self.steps.clear()
         for texts in self.texts.values():
             texts.clear()
-        samples = harness.interleaved(self.ways, inputs)
+        samples = harness.interleaved(self.ways, inputs, clock=clock)
         # The prefill gives a text's first token and is not a step.
         tokens = {name: sum(len(text) - 1 for text in texts) for name, texts in self.texts.items()}
         return {
@@ -91,7 +97,7 @@ class Ways:
         }
 
 
-def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
+def measure(count: int, backend: Backend, seed: int, busy: int = 0) -> dict[str, Any]:
     """Compare with random heads, then with the model's own."""
     warm_up, inputs = prompts(held_out=False, count=WARM_UP, seed=3), prompts(held_out=True, count=count, seed=11)
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
@@ -101,17 +107,20 @@ def measure(count: int, backend: Backend, seed: int) -> dict[str, Any]:
         "auto": "auto",
         "auto, first": "auto",
     }
+    # Beside busy processes, wall times tell what the scheduler did.
+    clock = time.thread_time if busy else time.perf_counter
     figures: dict[str, Any] = {
+        "busy": busy, "clock": clock.__name__,
         "prompts": count, "warm_up": WARM_UP, "max_new_tokens": NEW, "batch": 1, "dtype": "float32", "backend": backend,
     }  # fmt: skip
     with MedusaModel(base, random_heads(base, seed), backend=backend) as model:
-        figures["random_heads"] = Ways(model, plain).compare(inputs, warm_up)
+        figures["random_heads"] = Ways(model, plain).compare(inputs, warm_up, clock)
     # As users load it: with the accuracies and the tree that are stored next to the heads.
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32, backend=backend) as model:
         of_auto = model._policy("auto")
         assert isinstance(of_auto, Adaptive)
         fixed = {f"{tree.num_nodes} nodes": tree for tree in of_auto.trees[1:]}
-        figures["own_heads"] = Ways(model, plain | fixed).compare(inputs, warm_up)
+        figures["own_heads"] = Ways(model, plain | fixed).compare(inputs, warm_up, clock)
     return figures
 
 
@@ -146,9 +155,15 @@ def main() -> None:
         "--backend", choices=("eager", "compiled"), default="eager", help="how steps run (default: eager)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random heads (default: 0)")
+    parser.add_argument("--busy", type=int, default=0, help="busy processes beside it (default: 0)")
     parser.add_argument("--dry", action="store_true", help="print only, append nothing")
     args = parser.parse_args()
-    figures = measure(args.prompts, args.backend, args.seed)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
+    try:
+        figures = measure(args.prompts, args.backend, args.seed, args.busy)
+    finally:
+        for process in others:
+            process.kill()
     print(json.dumps(figures, indent=1))
     if not args.dry:
         print(harness.write_record("adaptive-demo", figures))

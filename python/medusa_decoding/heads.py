@@ -12,7 +12,8 @@ A[parent] M_k C[candidate]. Different parents then have different children.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -348,9 +349,10 @@ class MedusaHeads(nn.Module):
         rows = tokens if self._candidate_rows is None else self._candidate_rows[tokens]
         before = torch.cat([root[:, None, None].expand(-1, 1, size), tokens[:, :-1]], dim=1)
         # [B, K, parents, r], then [B, K, parents, candidates].
-        mixed = of_parents[before].float() @ mix.float()
-        scores = mixed @ of_candidates[rows].float().transpose(-1, -2) / temperature + logprobs[:, :, None]
-        ranked = scores.sort(dim=-1, descending=True, stable=True)
+        with _one_thread(hidden):
+            mixed = of_parents[before].float() @ mix.float()
+            scores = mixed @ of_candidates[rows].float().transpose(-1, -2) / temperature + logprobs[:, :, None]
+            ranked = scores.sort(dim=-1, descending=True, stable=True)
         return Children(tokens, ranked.indices[..., :k], logprobs, ranked.values)
 
     def quantized(self, storage: Storage) -> MedusaHeads:
@@ -523,6 +525,24 @@ def is_hooked(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
     return "forward" in vars(module) and not own
+
+
+@contextlib.contextmanager
+def _one_thread(tensor: torch.Tensor) -> Iterator[None]:
+    """Run small products of a CPU on the calling thread.
+
+    They take microseconds, but a barrier of OpenMP's threads takes tens of milliseconds where another program runs on
+    the core of one of them: longer than the rest of the step.
+    """
+    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:

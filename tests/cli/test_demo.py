@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import termios
+import time
 from xml.etree import ElementTree
 
 import pytest
@@ -72,6 +73,32 @@ def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
     shares = re.findall(r"(plain|\d+ nodes) (\d+)%", said)
     assert abs(sum(int(share) for _, share in shares) - 100) <= 2 * len(shares)
     assert "\x1b" not in out
+
+
+def test_on_a_busy_machine_the_demo_says_so_and_shows_the_stored_tree_in_one_round(
+    capsys, checkpoint, monkeypatch, tmp_path
+):
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    Tree.chain(3).save(folder / "heads" / "medusa_tree.json")
+    monkeypatch.setattr(demo, "CHECKPOINT", folder)
+    monkeypatch.setattr(demo, "BUDGET", 0.0)
+    generate = MedusaModel.generate
+
+    def slowed(*args, **settings):
+        time.sleep(0.5)  # as if another program had the core
+        return generate(*args, **settings)
+
+    monkeypatch.setattr(MedusaModel, "generate", slowed)
+    assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "9", "--rounds", "3"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"the machine is busy: other programs had the core \d\d% of the time", out)
+    rows = dict(re.findall(r"^(our plain loop|Medusa, 4 nodes|Medusa, auto) +(\d+) ", out, re.MULTILINE))
+    assert rows.keys() == {"our plain loop", "Medusa, 4 nodes", "Medusa, auto"}
+    assert all(int(rate) > 18 for rate in rows.values()), "9 tokens in half a second of waiting"
+    assert "stored with the heads" in out
+    assert "identical" in out
+    assert out.endswith("median of 1 rounds\n")
 
 
 def test_the_race_has_the_tree_that_was_asked_for_or_came_with_the_heads(checkpoint, monkeypatch, tmp_path):

@@ -52,6 +52,23 @@ def busy(seed: int) -> Callable[[int, int, float], float]:
     return disturb
 
 
+def preempted(seed: int, rate: float, phases: float = 1.0) -> Callable[[int, int, float], float]:
+    """Return step times as measured where other programs have the cores now and then, for `Simulation.disturbed`.
+
+    A plain step takes 0.3 ms, and `rate` is the chance that it loses its core, for 4 to 20 ms; longer steps lose it
+    more often. In phases of some 100 steps all steps take `phases` times as long.
+    """
+    draws, phase = random.Random(seed), [1.0]
+
+    def disturb(step: int, nodes: int, seconds: float) -> float:
+        if draws.random() < 0.01:
+            phase[0] = 1.0 + phases - phase[0]
+        lost = draws.uniform(13.0, 66.0) if draws.random() < 1.0 - (1.0 - rate) ** seconds else 0.0
+        return seconds * phase[0] * math.exp(0.05 * draws.gauss(0, 1)) + lost
+
+    return disturb
+
+
 PATHS: dict[int, tuple[Tree, set[tuple[int, ...]]]] = {}  # of each tree met; the tree itself keeps its id its own
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, busy, commit
+from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, busy, commit, preempted
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
@@ -232,6 +232,23 @@ def test_on_a_busy_machine_it_is_near_the_best_tree_and_near_plain_decoding(devi
         useless += [over_plain(simulation.generate(policy, [always(USELESS)], 128), 128) for _ in range(4)]
     assert statistics.mean(good) < 0.05
     assert statistics.mean(useless) <= 0.03
+
+
+@pytest.mark.parametrize(("rate", "phases"), [(0.08, 1.0), (0.08, 3.0), (0.3, 1.0)])
+@pytest.mark.parametrize("device", ["gpu", "cpu"])
+def test_steps_that_lose_their_core_neither_end_the_use_of_good_heads_nor_make_useless_ones_costly(
+    device, rate, phases
+):
+    good, useless = [], []
+    for seed in range(8):
+        for heads, found in ((BETTER, good), (USELESS, useless)):
+            noise = preempted(seed, rate, phases)
+            simulation, policy = Simulation(DEVICES[device], seed, disturbed=noise), adaptive(BETTER)
+            clocks = [simulation.generate(policy, [always(heads)], 128) for _ in range(12)]
+            best = 127 if heads is USELESS else best_fixed(DEVICES[device], heads, 127)
+            found += [best / clock for clock in clocks[2:]]
+    assert statistics.mean(good) >= 0.95
+    assert statistics.mean(useless) >= 0.97
 
 
 # (e) Batches

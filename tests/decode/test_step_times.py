@@ -18,9 +18,9 @@ def profile(**samples: Sequence[float]) -> Profile:
     return made
 
 
-def test_estimates_are_the_lower_third_and_the_median_of_the_last_samples():
-    assert profile(n1=[3.0, 1.0, 2.0, 9.0]).estimates([1]) == [(2.0, 3.0)]
-    assert profile(n1=[9.0] * 50 + [1.0] * 8).estimates([1]) == [(1.0, 1.0)]
+def test_estimates_are_the_lower_quarter_of_the_last_samples():
+    assert profile(n1=[3.0, 1.0, 2.0, 9.0, 8.0]).estimates([1]) == [(2.0, 2.0)]
+    assert profile(n1=[1.0] * 50 + [9.0] * 12).estimates([1]) == [(9.0, 9.0)]
     assert profile(n1=[5.0, 1.0]).estimates([1])[0][0] == 1.0
     assert profile(n1=[5.0]).estimates([1]) == []  # a single one may be an outlier
     assert Profile().estimates([1, 8]) == []
@@ -42,6 +42,20 @@ def test_one_slow_sample_counts_only_after_a_second_one():
     doubted.add(4, 10.0)
     assert doubted.estimates([1, 4])[1][1] == 10.0
     assert profile(n1=[1.0] * 3, n4=[10.0, 1.5]).estimates([1, 4])[1][1] == 1.5
+
+
+def test_a_larger_tree_takes_at_most_as_much_longer_as_it_is_larger():
+    assert profile(n1=[1.0] * 3, n4=[1.5] * 3, n8=[40.0, 60.0]).estimates([1, 4, 8])[2] == (pytest.approx(1.575), 3.0)
+
+
+def test_the_more_steps_are_outliers_the_more_samples_are_needed():
+    times = {outliers: Profile() for outliers in (0, 4)}
+    for outliers, one in times.items():
+        for step in range(60):
+            one.observe(1, 20.0 if step % 10 in range(6, 6 + outliers) else 1.0)
+    assert times[0].settled == 2
+    assert 6 <= times[4].settled <= 12
+    assert times[4].estimates([1]) == [(1.0, 1.0)]
 
 
 def test_a_machine_that_gets_slower_does_not_change_how_sizes_compare():
@@ -79,7 +93,7 @@ def test_times_round_trip_and_are_refused_for_another_device_or_model():
     text = times.to_json()
     again = StepTimes.from_json(text, device="H200, graph", model="llama bf16")
     assert again.to_json() == text
-    assert again.profile(2, 1024).known() == {4: 256.0}
+    assert again.profile(2, 1024).known() == {4: 128.0}
     assert again.profile(2, 512).kept() == {4: [128.0, 256.0, 64.0]}
     with pytest.raises(ValueError, match="device 'A100, graph', got 'H200, graph'"):
         StepTimes.from_json(text, device="A100, graph", model="llama bf16")

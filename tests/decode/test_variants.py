@@ -12,6 +12,7 @@ import torch
 from models import heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import assert_some_accepted, new_tokens
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.variants.heads import head_bytes
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
@@ -202,6 +203,28 @@ def test_a_root_embedding_is_needed_exactly_if_the_heads_have_a_root_input():
         ):
             with pytest.raises(ValueError, match=f"root_embedding: expected {wanted}"):
                 call(root_embedding=given)
+
+
+def test_small_products_of_the_parent_term_wait_for_no_other_thread():
+    class Threads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function in (torch.ops.aten.bmm.default, torch.ops.aten.sort.stable):
+                seen.append(torch.get_num_threads())
+            return function(*args, **(kwargs or {}))
+
+    heads, seen, before = MedusaHeads(8, 70, 3, 2, parent_rank=6), [], torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.no_grad(), Threads():
+            expected = heads.propose(torch.ones(1, 8), 32)
+            seen.clear()
+            found = heads.propose_children(torch.ones(1, 8), torch.tensor([1]), 4)
+        assert len(seen) >= 3
+        assert set(seen[-3:]) == {1}
+        assert torch.get_num_threads() == 2
+        assert torch.equal(found.tokens, expected.tokens)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_untrained_parent_term_changes_nothing():

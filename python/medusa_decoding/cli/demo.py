@@ -32,9 +32,24 @@ from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.progress import Progress
 from medusa_decoding.trees.tree import Tree
 
+BUDGET = 10.0
+"""Seconds after which no further round is begun, so that the demo ends within half a minute on a busy machine."""
+BUSY = 0.9
+"""Share of the time that this thread has a core, below which the machine counts as busy."""
+TRIAL = 12
+"""Tokens that are written to tell whether one thread is faster than all, and to warm up."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Show an answer, check it, then measure and print; return 1 if the texts differ in float32."""
+    threads = torch.get_num_threads()
+    try:
+        return _run(args)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(args: argparse.Namespace) -> int:
     disable_progress_bar()  # loading takes 9 MB
     asked = list(EXAMPLES) if args.prompt is None else [args.prompt]
     if not asked[0].strip():
@@ -52,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
             say = print if console is None else lambda line: console.print(Text(line))
             say(f"A model of {size / 1e6:.1f}M parameters (medusa demo --help says what it knows) is asked:\n")
             say(f"{asked[0].translate(CONTROLS)}\n")
+        choose_threads(base, prompts[0])
         if console is not None:
             runs = race(model, base, tokenizer, prompts[0], args.max_new_tokens)
             if console.width < _display.PANEL * len(runs):
@@ -90,25 +106,40 @@ def check(text: str, answer: str) -> dict[str, Any]:
     return {"request": text, "answer": answer, "kind": None if request is None else request.kind, "problem": found}
 
 
+def choose_threads(base: Any, ids: torch.Tensor) -> None:
+    """Use one thread if that is faster: on a busy machine, threads that wait for each other wait for other programs."""
+    seconds = {}
+    for threads in dict.fromkeys((torch.get_num_threads(), 1)):
+        torch.set_num_threads(threads)
+        start = time.perf_counter()
+        base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TRIAL, do_sample=False)
+        seconds[threads] = time.perf_counter() - start
+    torch.set_num_threads(min(seconds, key=seconds.__getitem__))
+
+
+def stored_tree(model: MedusaModel) -> Tree | None:
+    """Return the tree stored with the heads if "auto" runs without being asked for: it measures while it decodes."""
+    choice = model.tree_choice()
+    if choice.tree != "auto" or choice.reason == GIVEN or model.heads is None:
+        return None
+    return tuning_file.stored_trees(CHECKPOINT / "heads", model.heads).get(tuning_file.TREE_FILE)
+
+
 def race(model: MedusaModel, base: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> list[_display.Run]:
     """Record a generation by transformers, a plain and a Medusa one, each after one that compiles and warms up.
 
     "auto" measures in its first generations, so unless it was asked for, the tree stored with the heads runs instead.
     """
-    choice = model.tree_choice()
-    if choice.tree == "auto" and choice.reason != GIVEN and model.heads is not None:
-        stored = tuning_file.stored_trees(CHECKPOINT / "heads", model.heads).get(tuning_file.TREE_FILE)
-        choice = model.tree_choice(tree=stored)
+    choice = model.tree_choice(tree=stored_tree(model))
 
     def record(label: str, tree: Tree | Literal["auto"]) -> _display.Run:
         generate = functools.partial(model.generate, ids, None, new_tokens, tree)
-        generate()
+        model.generate(ids, None, new_tokens if tree == "auto" else min(TRIAL, new_tokens), tree)
         return _display.record(label, generate, tokenizer)
 
     theirs = functools.partial(
         base.generate, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
     )
-    theirs()
     return [
         _display.record("transformers", theirs, tokenizer, tells_steps=False),
         record("plain decoding", Tree([])),
@@ -124,47 +155,71 @@ def compare(
     rounds: int,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Run the three methods in turn; return their speed, Medusa's texts, and whether all texts are identical.
+    """Run the methods in turn; return their speed, Medusa's texts, and whether all texts are identical.
 
     `base` is the same base model as transformers loads it, without swapped attention; prompts are int64 [1, T] each.
+    The first round warms up and counts only if the time is up after it.
     """
-    accept_lengths: list[int] = []
+    stored = stored_tree(model)
+    accept_lengths: dict[str, list[int]] = {"tree": [], "medusa": []}
     tree_nodes: Counter[int] = Counter()
 
     def transformers(ids: torch.Tensor) -> list[int]:
         out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
         return out[0, ids.shape[1] :].tolist()
 
-    def ours(ids: torch.Tensor, tree: Tree | None = None) -> list[int]:
+    def ours(ids: torch.Tensor, name: str, tree: Tree | None = None) -> list[int]:
         output = model.generate(ids, max_new_tokens=new_tokens, tree=tree, metrics=True)
         assert isinstance(output, MedusaOutput)
-        if tree is None:
+        if name in accept_lengths:
+            accept_lengths[name].extend(output.accept_lengths[0])
+        if name == "medusa":
             assert output.metrics is not None
-            accept_lengths.extend(output.accept_lengths[0])
             tree_nodes.update(output.metrics.tree_nodes)
         return output.sequences[0, ids.shape[1] :].tolist()
 
     methods: dict[str, Callable[[torch.Tensor], list[int]]] = {
-        "transformers": transformers, "plain": functools.partial(ours, tree=Tree([])), "medusa": ours
+        "transformers": transformers, "plain": functools.partial(ours, name="plain", tree=Tree([]))
     }  # fmt: skip
-    # Not timed: it compiles and warms up.
-    texts = {name: [method(ids) for ids in prompts] for name, method in methods.items()}
-    accept_lengths.clear()
-    tree_nodes.clear()
-    rates: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(rounds):
+    if stored is not None:
+        methods["tree"] = functools.partial(ours, name="tree", tree=stored)
+    methods["medusa"] = functools.partial(ours, name="medusa")
+    began, done = time.perf_counter(), -1
+    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
+    timed: dict[str, list[tuple[int, float, float]]] = {name: [] for name in methods}  # tokens, seconds, CPU seconds
+    while done < rounds and (done < 0 or time.perf_counter() - began < BUDGET):
+        if done == 0:
+            tree_nodes.clear()
+            timed = {name: [] for name in methods}
+            for lengths in accept_lengths.values():
+                lengths.clear()
         for ids in prompts:
             for name, method in methods.items():
-                start = time.perf_counter()
-                tokens = len(method(ids))
-                rates[name].append(tokens / (time.perf_counter() - start))
-        after_round()
-    histogram = Counter(accept_lengths)
-    steps = len(accept_lengths)
+                start, cpu_start = time.perf_counter(), time.thread_time()
+                new = method(ids)
+                timed[name].append((len(new), time.perf_counter() - start, time.thread_time() - cpu_start))
+                if done < 0:
+                    texts[name].append(new)
+        done += 1
+        if done:
+            after_round()
+    everything = [one for found in timed.values() for one in found]
+    share = sum(cpu for _, _, cpu in everything) / sum(seconds for _, seconds, _ in everything)
+    busy = share < BUSY
+    rates = {
+        name: statistics.median(count / (cpu if busy else seconds) for count, seconds, cpu in found)
+        for name, found in timed.items()
+    }
+    histogram = Counter(accept_lengths["medusa"])
+    per_step = {name: (sum(found) + len(found)) / len(found) for name, found in accept_lengths.items() if found}
     choice = model.tree_choice()
     return {
-        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
-        "tokens_per_step": (sum(accept_lengths) + steps) / steps if steps else None,
+        "tokens_per_second": rates,
+        "busy": busy,
+        "core_share": share,
+        "tokens_per_step": per_step.get("medusa"),
+        "tokens_per_step_of_tree": per_step.get("tree"),
+        "fixed_tree": None if stored is None else model.tree_choice(tree=stored).name,
         "accepted_length_histogram": {str(n): histogram[n] for n in sorted(histogram)},
         "tree_nodes": choice.tree.num_nodes if isinstance(choice.tree, Tree) else None,
         "tree": choice.name,
@@ -172,9 +227,9 @@ def compare(
         "steps_by_tree_nodes": {str(n): tree_nodes[n] for n in sorted(tree_nodes)},
         "prompts": len(prompts),
         "new_tokens": sum(map(len, texts["medusa"])),
-        "rounds": rounds,
+        "rounds": max(done, 1),
         "texts": texts["medusa"],
-        "identical": texts["medusa"] == texts["plain"] == texts["transformers"],
+        "identical": all(found == texts["transformers"] for found in texts.values()),
     }
 
 
@@ -209,7 +264,7 @@ def show_result(console: Console, result: dict[str, Any]) -> None:
     for name, label in labels(result).items():
         rate = rates[name]
         figures = [f"{rate:.0f}", f"{rate / rates['transformers']:.2f}", f"{rate / rates['plain']:.2f}"]
-        medusa = name == "medusa"
+        medusa = name in ("tree", "medusa")
         bar = _display.bar(rate, max(rates.values()), style="cyan" if medusa else "default")
         table.add_row(label, *figures, *([bar] if wide else []), style="bold" if medusa else "")
     console.print(table)
@@ -226,6 +281,9 @@ def show_result(console: Console, result: dict[str, Any]) -> None:
 def labels(result: dict[str, Any]) -> dict[str, str]:
     """Return what to call the methods."""
     return {
+        "transformers": "transformers generate", "plain": "our plain loop", "tree": f"Medusa, {result['fixed_tree']}",
+        "medusa": f"Medusa, {result['tree']}",
+    } if result["fixed_tree"] else {
         "transformers": "transformers generate", "plain": "our plain loop", "medusa": f"Medusa, {result['tree']}"
     }  # fmt: skip
 
@@ -246,13 +304,20 @@ def notes(result: dict[str, Any]) -> list[str]:
             if share >= 0.005
         ]
         tree += f"; share of the steps: {', '.join(used)}"
+    if result["tokens_per_step_of_tree"] is not None:
+        figure = f"{result['tokens_per_step_of_tree']:.2f} tokens per step"
+        tree += f"\n{result['fixed_tree']}, stored with the heads: {figure}"
     same = "identical" if result["identical"] else "DIFFERENT"
+    threads, ways = result["threads"], len(result["tokens_per_second"])
+    waited = f"the machine is busy: other programs had the core {1 - result['core_share']:.0%} of the time"
     return [
         *map(verdict, result["checks"]),
         "",
         tree,
-        f"texts of all three: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
-        f"{result['dtype']}, {result['backend']}, {result['threads']} threads, median of {result['rounds']} rounds",
+        *([f"{waited}, so tokens/s are per second of processor time"] if result["busy"] else []),
+        f"texts of all {ways} ways: {same} ({result['new_tokens']} tokens of {result['prompts']} prompts); "
+        f"{result['dtype']}, {result['backend']}, {threads} thread{'s' * (threads > 1)}, "
+        f"median of {result['rounds']} rounds",
     ]
 
 

@@ -73,11 +73,11 @@ class Runtime(Protocol):
 
     Attributes:
         ended: whether every row is known to have ended.
-        seconds: of the prefill and of each step read so far, if they are measured.
+        work: seconds that the device has worked so far, if they are measured.
     """
 
     ended: bool
-    seconds: list[float]
+    work: float
 
     def begin(self) -> tuple[DecodeState, int]:
         """Return a cleared state, and how many tokens of every prompt are in its cache already."""
@@ -127,7 +127,7 @@ def decode_loop(
     prefill(backbone, prompts, state, selector, limits, reuse=reused)
     # A policy that uses durations is told the prefill's before it chooses anything.
     runtime.read(wait=policy.timed)
-    policy.begin(sum(runtime.seconds), batch=len(prompts), rows=state.cache.capacity)
+    policy.begin(runtime.work, batch=len(prompts), rows=state.cache.capacity)
     while not runtime.ended:
         tree = policy.choose()
         rows, state = state.cache.capacity, runtime.make_room()

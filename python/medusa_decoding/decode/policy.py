@@ -22,7 +22,7 @@ class Policy:
         """Start a generation, after its prefill and before its first step.
 
         Args:
-            prefill_seconds: duration of the prefill; 0 if it was not measured.
+            prefill_seconds: duration of the prefill, as of a step; 0 if it was not measured.
             batch: rows of the batch.
             rows: rows of the cache (its bucket).
         """
@@ -42,7 +42,8 @@ class Policy:
 
         Args:
             tree: what `choose` returned for it.
-            seconds: the step's duration; None if it says nothing (the step was compiled or captured in this call).
+            seconds: how long the device worked on the step, on a CPU without the time that other programs had its core;
+                None if that says nothing (the step was compiled or captured in this call).
             committed: tokens committed by each row that had not ended before the step, the root's included.
         """
 

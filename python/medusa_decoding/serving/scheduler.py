@@ -216,11 +216,13 @@ class Scheduler:
         selector, limits = group.prepare(width, device, self.slots.temperatures[first : first + width])
         policy = self._policy(group)
         tree = policy.choose()
-        began = time.perf_counter()
+        began, work_began = time.perf_counter(), time.thread_time()
         view.step.zero_()
         made = self._step_for(tree)(view, selector, limits)
         left = view if device.type == "cpu" else _OnHost(view)
         seconds = time.perf_counter() - began
+        # A CPU's is its work, as in `runtime.progress`; a thread that waits for a GPU may sleep.
+        work = (time.thread_time() - work_began if device.type == "cpu" else 0.0) or seconds
         self.counts.steps += 1
         self.counts.tree_nodes[tree.num_nodes] += 1
         self.counts.step_seconds += seconds
@@ -233,7 +235,7 @@ class Scheduler:
         committed = [row.emitted - was for row, was in zip(group.rows, before, strict=True)]
         for row in ended:
             self.groups.leave(row)
-        policy.observe(tree, None if made else seconds, [count for count in committed if count])
+        policy.observe(tree, None if made else work, [count for count in committed if count])
 
     def _take(
         self, row: Row, slot: int, left: DecodeState | _OnHost, place: int, error: Exception | None

@@ -10,10 +10,11 @@ The model knows four kinds of request, with any names and numbers:
 docs/demo.md says what else they can ask for. Answers are checked: programs are run, in a process of their own with
 limits; queries are run on a table in memory.
 
-Three methods write the same answers in one process, in turn, for several rounds: transformers' generate, this package's
-plain loop, and Medusa. The texts are compared token by token. On a terminal, one answer of each is recorded, then
-replayed side by side, at their own speed and slowed down; colours show which draft tokens each step accepted. Text is
-plain with NO_COLOR or TERM=dumb.
+Several methods write the same answers in one process, in turn: transformers' generate, this package's plain loop,
+Medusa with the tree stored with the heads, and Medusa as it runs by default. The texts are compared token by token. On
+a busy machine there are fewer rounds, and speeds are per second of processor time. On a terminal, one answer of each is
+recorded, then replayed side by side, at their own speed and slowed down; colours show which draft tokens each step
+accepted. Text is plain with NO_COLOR or TERM=dumb.
 
     medusa demo
     medusa demo --prompt "Write a class Point with x: float and y: float that is sorted by x." --tree chain:3
@@ -32,5 +33,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--prompt", type=_arguments.text, help="a request (default: one of each kind)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
-    parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds (default: 3)")
+    parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds at most (default: 3)")
     _arguments.add_decoding(parser, new_tokens=400)

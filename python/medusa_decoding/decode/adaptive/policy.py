@@ -6,12 +6,13 @@ A policy sees what steps took and committed. It does not know tokens, models or 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import deque
 from collections.abc import Sequence
 
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
-from medusa_decoding.decode.adaptive.step_times import TRUSTED, Profile, StepTimes
+from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.trees.tree import Tree
 
@@ -29,11 +30,8 @@ PLAIN_MARGIN = 1.01
 """How much faster than plain decoding a tree must seem."""
 LEAST_COST = 0.1
 """Plain steps that a tree is charged at least, so that noise in the times makes none look free."""
-SETTLED, MOST_RISK, MOST_COST = 7, 1.0, 3.0
-"""Samples below which an outlier may still count. Until then, risk and charge of a step are capped (plain steps).
-
-From the second sample on, a cap is at least what the fastest one took: noise only adds time.
-"""
+MOST_RISK, MOST_COST = 1.0, 3.0
+"""Caps of the risk and the charge of a step whose size may have been timed by outliers only (plain steps)."""
 CHECK_FIRST, CHECK_LAST = 4, 64
 """Steps after which another size is timed again: first, and at most; one more after each check."""
 CHECK_RATE = 0.7
@@ -50,17 +48,17 @@ class Adaptive(Policy):
     only taken if the account stays below `ADVANCE` and `LOSS_SHARE` of the generation's time so far (prefill included)
     even if the step gives nothing but its root. What a generation has taken of the advance is missing in the next ones,
     until the time pays it back; gains are carried over, up to `SAVINGS`. So useless heads cost at most the advance,
-    once, and that share of the time, if steps take what was expected. The first two steps of a size may take longer:
-    one is charged at most `MOST_COST`. A batch has come as far as its slowest running row, because its end waits for
-    that row.
+    once, and that share of the time, if steps take what was expected. The first steps of a size may take longer: one
+    is charged at most `MOST_COST`. Steps are charged what their size is believed to take now, not what each took, so
+    that other programs which slow single steps down do not use the account up. A batch has come as far as its slowest
+    running row, because its end waits for that row.
 
     Exploration: while plain decoding seems the fastest, nothing is learnt about the heads. Whenever `PROBE_SHARE` of
     the time since the last probe pays for it, one step is made with the tree that risks least for the tokens that good
     heads would give; probes that do not pay make the next ones rarer. While trees are used, the other sizes are timed
     now and then, plain decoding included.
 
-    A step without `seconds` (it was compiled or captured) is charged what it is believed to take. The choices depend on
-    the observations alone, so processes that observe the same choose the same.
+    The choices depend on the observations alone, so processes that observe the same choose the same.
 
     Args:
         tree_set: the trees to choose from.
@@ -96,7 +94,7 @@ class Adaptive(Policy):
         """Start a generation; see `Policy`."""
         overdrawn = self._lost - LOSS_SHARE * self._elapsed
         self._opening = self._lost = max(overdrawn, min(self._lost, 0.0), -SAVINGS)
-        self._spent, self._earned = 0.0, [0.0] * batch
+        self._taken, self._earned, self._elapsed = [0] * len(self.trees), [0.0] * batch, 0.0
         self._unseen: deque[tuple[int, float, bool]] = deque()  # index, plain steps at risk, whether it is a probe
         self._batch = batch
         self.acceptance.begin()
@@ -106,8 +104,9 @@ class Adaptive(Policy):
     def resized(self, batch: int) -> None:
         """Go on with another number of sequences, after all steps were observed or have failed; see `Policy`."""
         self._unseen.clear()
-        self._lost = max(self._lost, -SAVINGS)
-        self._batch, self._earned = batch, []  # the next step begins another account
+        self._opening = self._lost = max(self._lost, -SAVINGS)
+        self._taken, self._earned = [0] * len(self.trees), [0.0] * batch
+        self._batch = batch
         self.grown(self._rows)
 
     def grown(self, rows: int) -> None:
@@ -171,42 +170,48 @@ class Adaptive(Policy):
         if seconds is not None and profile.observe(tree.num_nodes, seconds):
             self._refresh(profile)
         cost = self._charges[index]
-        if index and seconds is not None and profile.samples(tree.num_nodes) < TRUSTED:
-            cost = min(max(seconds / self._plain, 1.0 + LEAST_COST), MOST_COST)
         self._elapsed += cost
         self._probe_credit += PROBE_SHARE * cost / 2 ** min(self._vain_probes, PATIENCE)
         if self.acceptance.observe(index, committed):
             self._compare()
         if index:
-            self._charge(cost, committed)
+            self._charge(index, committed)
             gain = sum(committed) / len(committed) - cost
             self._vain_probes = self._vain_probes + 1 if probe and gain < 0 else 0
             self._probe_credit += gain if probe else -self._probe_credit
 
-    def _charge(self, cost: float, committed: Sequence[int]) -> None:
+    def _charge(self, index: int, committed: Sequence[int]) -> None:
         """Book a step with a tree: its cost, less the plain steps to where the slowest row is now."""
         if len(self._earned) != len(committed):
             # Some rows have ended, it is not known which: the others are compared from here on.
-            self._opening, self._spent, self._earned = self._lost, 0.0, [0.0] * len(committed)
-        self._spent += cost
+            self._opening, self._taken, self._earned = self._lost, [0] * len(self.trees), [0.0] * len(committed)
+        self._taken[index] += 1
         self._earned = [earned + count for earned, count in zip(self._earned, committed, strict=True)]
+        self._settle()
+
+    def _settle(self) -> None:
+        """Compute what is lost, at the current charges. A loss beyond what is allowed was a surprise, and forgiven."""
         earned = statistics.fmean(self._earned) if self.independent else min(self._earned)
-        self._lost = self._opening + self._spent - earned
+        self._lost = self._opening + sum(map(operator.mul, self._taken, self._charges)) - earned
+        allowed = ADVANCE + MOST_RISK + LOSS_SHARE * self._elapsed
+        if self._lost > allowed:
+            self._opening = self._lost = allowed
+            self._taken, self._earned = [0] * len(self.trees), [0.0] * len(self._earned)
 
     def _refresh(self, profile: Profile) -> None:
         """Read the current step times, as multiples of a plain step."""
-        estimates, timed, kept = profile.estimates(self._nodes), profile.known(), profile.kept()
+        estimates, timed = profile.estimates(self._nodes), profile.known()
         self._plain = plain = estimates[0][0] if estimates else 0.0
         self._timed = [nodes in timed for nodes in self._nodes]
         self._costs, self._risk, self._charges = [1.0 / PLAIN_MARGIN], [0.0], [1.0]
         for nodes, (hopeful, careful) in zip(self._nodes[1:], estimates[1:], strict=False):
-            likely, samples = max(careful / plain, 1.0 + LEAST_COST), kept.get(nodes, [])
-            unsettled = 0 < len(samples) < SETTLED
-            least = min(samples) / plain if len(samples) > 1 else 0.0
+            likely = max(careful / plain, 1.0 + LEAST_COST)
+            unsettled = 0 < profile.samples(nodes) < profile.settled
             self._costs.append(max(hopeful / plain, 1.0 + LEAST_COST / 2))
-            self._charges.append(min(likely, max(MOST_COST, least)) if unsettled else likely)
-            self._risk.append(min(likely - 1.0, max(MOST_RISK, least - 1.0)) if unsettled else likely - 1.0)
+            self._charges.append(min(likely, MOST_COST) if unsettled else likely)
+            self._risk.append(min(likely - 1.0, MOST_RISK) if unsettled else likely - 1.0)
         self._least_risk = min(self._risk[1:], default=math.inf)
+        self._settle()
         self._compare()
 
     def _compare(self) -> None:

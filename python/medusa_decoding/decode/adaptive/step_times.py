@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,8 +17,12 @@ KEPT = 15
 """Latest samples kept per tree size."""
 TRUSTED = 3
 """With fewer samples than this, a seed, or else the estimate from the next smaller size, counts as one more sample."""
-RECENT = 3
-"""Latest steps that tell how much slower than usual the machine is."""
+RECENT, MOST_SLOWDOWN = 5, 4.0
+"""Latest steps that tell how much slower than usual the machine is, and the most that is believed."""
+OUTLIER, OUTLIER_MEMORY = 3.0, 32
+"""How much slower than usual an outlier is, and over how many steps the share of outliers is taken."""
+SETTLED, SETTLED_BY_OUTLIERS = 2, 20
+"""Samples below which all may be outliers: without any in the latest steps, and so many more if all steps were some."""
 HEADS_COST, DOUBLING_COST = 0.1, 0.05
 """Optimistic cost of a tree that was never timed, in steps: of the heads, and of each doubling of the nodes."""
 FEARED_GROWTH = 1.5
@@ -31,6 +34,9 @@ class Profile:
 
     Args:
         seeds: seconds by number of nodes, believed until there are samples.
+
+    Attributes:
+        settled: samples below which all of a size may be outliers.
     """
 
     def __init__(self, seeds: Mapping[int, float] | None = None) -> None:
@@ -38,22 +44,27 @@ class Profile:
         self._samples: dict[int, deque[float]] = {}
         self._slowdowns: deque[float] = deque([1.0], maxlen=RECENT)
         self._previous = 0
+        self._outliers, self._judged = 0.25, 2
+        self.settled = SETTLED + int(SETTLED_BY_OUTLIERS * self._outliers)
 
     def observe(self, nodes: int, seconds: float) -> bool:
         """Learn from a step of a generation; return whether estimates may have changed.
 
         What counts is how sizes compare, but they are timed at different moments, and other programs may slow the
-        machine down meanwhile. So a sample is divided by the slowdown of the latest steps against their medians, and is
+        machine down meanwhile. So a sample is divided by the slowdown that all of the latest steps had at least, and is
         only taken when the size has changed: a run of steps of one size tells nothing about the others.
         """
         trusted = self.samples(nodes) >= TRUSTED
         repeated, self._previous = nodes == self._previous, nodes
-        slowdown = None if trusted and repeated else statistics.median(self._slowdowns)
+        slowdown = None if trusted and repeated else min(self._slowdowns)
         if trusted or nodes in self.seeds:
-            usual = statistics.median_low(self._samples.get(nodes) or [self.seeds[nodes]])
-            self._slowdowns.append(seconds / usual)
+            usual = _low(self._samples.get(nodes) or [self.seeds[nodes]])
+            self._slowdowns.append(min(seconds / usual, MOST_SLOWDOWN))
+            self._judged = min(self._judged + 1, OUTLIER_MEMORY)
+            self._outliers += ((seconds > OUTLIER * usual) - self._outliers) / self._judged
+        before, self.settled = self.settled, SETTLED + int(SETTLED_BY_OUTLIERS * self._outliers)
         if slowdown is None:
-            return False
+            return self.settled != before
         self.add(nodes, seconds / slowdown)
         return True
 
@@ -66,8 +77,8 @@ class Profile:
         return len(self._samples.get(nodes, ()))
 
     def known(self) -> dict[int, float]:
-        """Return the median seconds of every size that was timed here or is seeded, by nodes."""
-        return self.seeds | {nodes: statistics.median_low(samples) for nodes, samples in self._samples.items()}
+        """Return the seconds of every size that was timed here or is seeded, by nodes."""
+        return self.seeds | {nodes: _low(samples) for nodes, samples in self._samples.items()}
 
     def kept(self) -> dict[int, list[float]]:
         """Return the samples by nodes, oldest first."""
@@ -76,18 +87,21 @@ class Profile:
     def estimates(self, sizes: Sequence[int]) -> list[tuple[float, float]]:
         """Return a hopeful and a careful estimate of a step's seconds for each size.
 
-        The list is empty until the first size has two samples or a seed. Hopeful is the lower third of the samples
-        (what slows a step down only adds time), never more than for a larger tree: what looks good is tried and thereby
-        timed. Careful is the median. A tree that was never timed gets the careful estimate of the next larger timed
-        one; if there is none, it grows by `FEARED_GROWTH` from the next smaller tree's.
+        The list is empty until the first size has two samples or a seed. Both are the lower quarter of the samples.
+        Hopeful is never more than for a larger tree, and below `TRUSTED`
+        samples the optimistic one counts: what looks good is tried and thereby timed. Careful is then the fastest
+        sample. A tree that was never timed gets the careful estimate of the next larger timed one; if there is none, it
+        grows by `FEARED_GROWTH` from the next smaller tree's.
 
         Args:
             sizes: numbers of nodes in ascending order.
         """
         found: list[tuple[float, float]] = []
+        most = math.inf  # per node: a larger tree takes at most as much longer as it is larger
         timed = self.seeds.keys() | self._samples.keys()
         for place, nodes in enumerate(sizes):
-            pool = list(self._samples.get(nodes, ()))
+            pool = sorted(self._samples.get(nodes, ()))
+            careful = pool[0] if 0 < len(pool) < TRUSTED else 0.0
             if len(pool) < TRUSTED:
                 if nodes in self.seeds:
                     pool.append(self.seeds[nodes])
@@ -96,11 +110,14 @@ class Profile:
                     pool.append(found[-1][0] * (1.0 + growth))
             if len(pool) < (1 if place or nodes in self.seeds else 2):
                 return []
-            pool.sort()
-            careful = pool[len(pool) // 2]
+            hopeful = _low(pool)
+            careful = max(careful, hopeful)
             if nodes not in timed and place > 1:
                 careful = max(careful, FEARED_GROWTH * found[-1][1])
-            found.append((pool[(len(pool) - 1) // 3], careful))
+            hopeful, careful = min(hopeful, nodes * most), min(careful, nodes * most)
+            if place and self.samples(nodes) >= TRUSTED:
+                most = hopeful / nodes
+            found.append((hopeful, careful))
         fastest, feared = found[-1][0], 0.0
         for place in reversed(range(len(found))):
             hopeful, careful = found[place]
@@ -109,6 +126,12 @@ class Profile:
                 feared = careful
             found[place] = fastest, feared or careful
         return found
+
+
+def _low(samples: Iterable[float]) -> float:
+    """Return the lower quarter: what slows a step down only adds time."""
+    ordered = sorted(samples)
+    return ordered[(len(ordered) - 1) // 4]
 
 
 class StepTimes:

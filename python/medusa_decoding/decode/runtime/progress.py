@@ -27,6 +27,8 @@ class Progress:
         broken: per row, whether the model's output is not finite.
         output: int64 [B, ..] tokens on the host, `counts[b]` of row b; None unless requested.
         seconds: since the previous record, or since the watch was made; None unless requested.
+        work: the part of them in which the device worked on it: on a CPU the processor time of this thread, without the
+            time that other programs and threads had its core.
     """
 
     counts: list[int]
@@ -34,9 +36,10 @@ class Progress:
     broken: list[bool]
     output: torch.Tensor | None
     seconds: float | None
+    work: float | None
 
 
-Stamp = torch.cuda.Event | float
+Stamp = torch.cuda.Event | tuple[float, float]
 
 
 class Watch:
@@ -66,7 +69,7 @@ class Watch:
 
     def _stamp(self, state: DecodeState) -> Stamp:
         if not self.late:
-            return time.perf_counter() if self.timed else 0.0
+            return time.perf_counter(), time.thread_time()
         event = torch.cuda.Event(enable_timing=self.timed)
         event.record(torch.cuda.current_stream(state.root.device))
         return event
@@ -91,13 +94,15 @@ class Watch:
         self.pending -= 1
         count, finished, check, *output = tensors
         broken = [not math.isfinite(value) for value in check.tolist()]
-        seconds = self._since(stamp) if self.timed else None
-        return Progress(count.tolist(), finished.tolist(), broken, output[0] if output else None, seconds)
+        seconds, work = self._since(stamp) if self.timed else (None, None)
+        return Progress(count.tolist(), finished.tolist(), broken, output[0] if output else None, seconds, work)
 
-    def _since(self, stamp: Stamp) -> float:
+    def _since(self, stamp: Stamp) -> tuple[float, float]:
         before, self._before = self._before, stamp
         if isinstance(stamp, torch.cuda.Event):
             assert isinstance(before, torch.cuda.Event)
-            return before.elapsed_time(stamp) / 1000
+            seconds = before.elapsed_time(stamp) / 1000
+            return seconds, seconds
         assert not isinstance(before, torch.cuda.Event)
-        return stamp - before
+        seconds, work = (now - earlier for now, earlier in zip(stamp, before, strict=True))
+        return seconds, work or seconds  # a coarse clock may not have moved

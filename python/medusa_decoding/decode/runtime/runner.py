@@ -46,6 +46,7 @@ class Runner:
         reused: tokens of each prompt that were in the cache before.
         trees: the tree of each step launched (on a GPU one step more than was needed).
         seconds: of the prefill and of each step read back, if measured.
+        work: seconds that the device has worked, if measured; see `progress.Progress`.
         ended: whether every row is known to have ended.
     """
 
@@ -74,6 +75,7 @@ class Runner:
         self.reused = 0
         self.trees: list[Tree] = []
         self.seconds: list[float] = []
+        self.work = 0.0
         self.ended = False
         self._agree = steps.backbone.peers.agree
         self._take_earlier, self._seeds, self._observer = take_earlier, seeds, observer
@@ -130,15 +132,16 @@ class Runner:
             before, running = self._counts, [not finished for finished in self._finished]
             self._counts = [self._cut.get(row, count) for row, count in enumerate(progress.counts)]
             self._finished = [row in self._cut or finished for row, finished in enumerate(progress.finished)]
-            seconds = progress.seconds
-            if seconds is not None:
+            work = progress.work
+            if progress.seconds is not None and work is not None:
                 # Processes that share the model choose the same trees only if they see the same durations.
-                seconds = self._agree(seconds) if self.policy.timed else seconds
-                self.seconds.append(seconds)
+                work = self._agree(work) if self.policy.timed else work
+                self.seconds.append(progress.seconds)
+                self.work += work
             if self._reads > 0:
                 committed = [now - was for now, was, run in zip(self._counts, before, running, strict=True) if run]
                 tree, made = self._unread.popleft()
-                results.append(StepResult(tree, None if made else seconds, committed))
+                results.append(StepResult(tree, None if made else work, committed))
             self._reads += 1
             for row, count in self._observer(progress) if self._observer else ():
                 self.state.cut(row, count)
