@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -232,6 +233,28 @@ def test_a_lone_prompt_holds_the_engine_for_half_a_second_at_most(monkeypatch: p
         assert Caller(engine, prompt.tolist(), max_new_tokens=4).tokens() == expected
     longest = sorted(took)
     assert longest[-2] <= 0.5 < longest[-1] <= 2.0  # the one chunk in which the speed fell
+
+
+def test_several_waiting_prompts_run_in_one_round(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()  # a millisecond passes from one look at the clock to the next
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
+    monkeypatch.setattr("medusa_decoding.serving.scheduler.time", clock)
+    asked = [prompt.tolist() for prompt in prompts(4, [40], seed=7)]
+    expected = [alone(llama, prompt, max_new_tokens=100) for prompt in asked]
+    engine, submitted, running = Engine(llama, slots=4), threading.Event(), []
+    scheduler_round = engine._scheduler.round
+
+    def counted() -> None:
+        submitted.wait(30)
+        scheduler_round()
+        running.append(engine.stats().running)
+
+    monkeypatch.setattr(engine._scheduler, "round", counted)
+    with engine:
+        callers = [Caller(engine, prompt, max_new_tokens=100) for prompt in asked]
+        submitted.set()
+        assert [caller.tokens() for caller in callers] == expected
+    assert running[0] == 4
 
 
 def test_a_cancelled_row_leaves_and_the_others_go_on(llama: MedusaModel) -> None:

@@ -75,7 +75,7 @@ class Engine:
         context: the most tokens of a prompt and its answer. None for the model's own limit, at most `LONGEST_CONTEXT`,
             or as many as fit into memory if these are fewer.
         queue: the most requests that wait for a slot.
-        stall_seconds: how long a chunk of a prompt may keep running rows waiting, roughly.
+        stall_seconds: how long each prompt may keep running rows waiting between two steps, roughly.
 
     Attributes:
         model: see above.

@@ -1,7 +1,8 @@
 """Scheduler: what the engine's thread does in each of its rounds.
 
-A round admits the first waiting row if a slot is free, runs one chunk of its prompt, and one step of every group of
-running rows. The step is the paper's (`decode.loop.decode_step`), over a view of the slots.
+A round admits waiting rows while slots are free, runs their prompts for a limited time, the last one perhaps in part,
+and then one step of every group of running rows. The step is the paper's (`decode.loop.decode_step`), over a view of
+the slots.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_CHUNK = 32
 LONGEST_SECONDS = 0.5
-"""What a chunk of a prompt may take when no other row runs: until it ends, nothing can be cancelled."""
+"""What prompts may take in one round, also when no row runs: until then a closing engine waits."""
 KEPT_POLICIES = 64
 
 
@@ -68,7 +69,7 @@ class Scheduler:
         model: of the rows.
         steps: its steps, with a pool of their own.
         slots: places of the rows.
-        stall_seconds: how long a chunk of a prompt may keep running rows waiting, roughly.
+        stall_seconds: how long each prompt may keep running rows waiting in a round, roughly.
 
     Attributes:
         waiting: rows in the order in which they are admitted.
@@ -84,6 +85,7 @@ class Scheduler:
         self._step_for = steps.prepare(model.backend)
         self._policies: dict[tuple[Kind, Tree | Literal["auto"], bool], Policy] = {}
         self._tokens_per_second = 0.0  # of the last chunk
+        self._until, self._left = 0.0, 0  # when the prompts of a round must end, and how many of their tokens may run
 
     @property
     def idle(self) -> bool:
@@ -96,10 +98,18 @@ class Scheduler:
         return len(self.groups) + (self._prefill is not None)
 
     def round(self) -> None:
-        """Run a chunk of a prompt and a step of each group; an error ends the rows that it concerns."""
-        for row in [row for row in self._rows() if row.ticket.cancelled]:
-            self._end(row, Delta([], "cancelled"))
-        self._run_chunk()
+        """Run prompts and a step of each group; an error ends the rows that it concerns."""
+        seconds = LONGEST_SECONDS
+        if running := len(self.groups):
+            # Slots are filled soon, as a step of a few rows takes about as long as one of many.
+            prompts = min(len(self.waiting) + (self._prefill is not None), len(self.slots) - running)
+            seconds = min(self.stall_seconds * prompts, LONGEST_SECONDS)
+        self._until, self._left = time.perf_counter() + seconds, PREFILL_CHUNK
+        while True:
+            for row in [row for row in self._rows() if row.ticket.cancelled]:
+                self._end(row, Delta([], "cancelled"))
+            if not self._run_chunk() or self._chunk() <= SHORTEST_CHUNK:
+                break
         for group in self.groups:
             try:
                 self._step(group)
@@ -163,18 +173,21 @@ class Scheduler:
         return _Prefill(row, slot, chunks, reused)
 
     def _chunk(self) -> int:
-        """Return how many tokens of a prompt to run now."""
+        """Return how many tokens of a prompt may run now."""
         speed = self._tokens_per_second
         if not speed:  # the first chunk of a CPU is short, as it may be slow
-            return SHORTEST_CHUNK if self.model.backbone.device.type == "cpu" else PREFILL_CHUNK
-        seconds = self.stall_seconds if len(self.groups) else LONGEST_SECONDS
-        return min(max(int(speed * seconds), SHORTEST_CHUNK), PREFILL_CHUNK)
+            return SHORTEST_CHUNK if self.model.backbone.device.type == "cpu" else max(self._left, SHORTEST_CHUNK)
+        # The number is limited as well, since a GPU still works when the host measures the time.
+        return max(min(int(speed * (self._until - time.perf_counter())), self._left), SHORTEST_CHUNK)
 
-    def _run_chunk(self) -> None:
-        """Run a chunk of the prompt whose turn it is; after the last one its row joins the steps if it goes on."""
+    def _run_chunk(self) -> bool:
+        """Run a chunk of the prompt whose turn it is; after the last one its row joins the steps if it goes on.
+
+        Returns False if there is none.
+        """
         self._prefill = prefill = self._prefill or self._admit()
         if prefill is None:
-            return
+            return False
         view, began = self.slots.rows(prefill.slot, prefill.slot + 1), time.perf_counter()
         try:
             view.finished.fill_(False)
@@ -195,8 +208,10 @@ class Scheduler:
         ran = (len(prefill.row.ticket.prompt) if cached is None else cached) - prefill.cached
         if ran >= SHORTEST_CHUNK:
             self._tokens_per_second = ran / seconds
+        self._left -= ran
         if cached is not None:
             prefill.cached = cached
+        return True
 
     def _started(self, prefill: _Prefill, view: DecodeState) -> bool:
         """Take the first token of a row whose prompt has run; return whether it was the last one."""
