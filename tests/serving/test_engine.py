@@ -228,7 +228,9 @@ def test_a_lone_prompt_holds_the_engine_for_half_a_second_at_most(monkeypatch: p
         return forward(tokens, context)
 
     monkeypatch.setattr(model.backbone, "forward", slow)
-    monkeypatch.setattr("medusa_decoding.serving.scheduler.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(
+        "medusa_decoding.serving.scheduler.time", SimpleNamespace(perf_counter=clock, thread_time=time.thread_time)
+    )
     with Engine(model, slots=1) as engine:
         assert Caller(engine, prompt.tolist(), max_new_tokens=4).tokens() == expected
     longest = sorted(took)
@@ -237,7 +239,7 @@ def test_a_lone_prompt_holds_the_engine_for_half_a_second_at_most(monkeypatch: p
 
 def test_several_waiting_prompts_run_in_one_round(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()  # a millisecond passes from one look at the clock to the next
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000)
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000, thread_time=time.thread_time)
     monkeypatch.setattr("medusa_decoding.serving.scheduler.time", clock)
     asked = [prompt.tolist() for prompt in prompts(4, [40], seed=7)]
     expected = [alone(llama, prompt, max_new_tokens=100) for prompt in asked]
