@@ -136,6 +136,9 @@ BAD = {
     '{"messages": [{"role": "assistant", "content": "x"}]}': "no user turn",
     '{"messages": [{"role": "user", "content": "x"}]}': "no answer to learn: a prompt alone",
     '{"text": 5}': "text is not text",
+    '{"prompt": "Hi", "text": "Roses are red."}': "no answer to learn: a prompt alone",
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null, "function_call": {"name": '
+    '"weather", "arguments": "city=Rome"}}]}': "the arguments of a tool call in turn 2 are not a JSON object",
     '{"text": "a \\ud800 b"}': "text holds half a surrogate pair",
     '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "the content of turn 1 is not text",
     '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "the weight of turn 1 is neither 0 nor 1",
@@ -205,6 +208,10 @@ FORMATS = {
     "TRL, preferences with a prompt": (
         {"prompt": MESSAGES["messages"][:1], "chosen": MESSAGES["messages"][1:], "rejected": []}, [U, A]
     ),
+    "a prompt that is repeated without its system message": (
+        {"prompt": [{"role": "system", "content": S[1]}, MESSAGES["messages"][0]], "chosen": MESSAGES["messages"]},
+        [S, U, A],
+    ),
     "a prompt that is repeated": ({"prompt": "Hi", "chosen": MESSAGES["messages"], "rejected": "No"}, [U, A]),
     "OpenAI's developer and parts": (
         {"messages": [{"role": "developer", "content": "Be brief."},
@@ -216,7 +223,7 @@ FORMATS = {
         {"messages": [MESSAGES["messages"][0],
                       {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function":
                           {"name": "weather", "arguments": '{"city": "Rome"}'}}]},
-                      {"role": "tool", "tool_call_id": "c1", "content": ""}, {"role": "assistant", "content": "Hello"}],
+                      {"role": "tool", "tool_call_id": "c1", "content": None}, MESSAGES["messages"][1]],
          "tools": [TOOL]},
         [U, ("assistant", None), ("tool", ""), A],
     ),
@@ -270,14 +277,15 @@ def test_text_that_is_not_read_is_counted_by_its_key(tmp_path, caplog):
         },
         {"system": "Be brief.", "messages": [{"role": "system", "content": "Speak."}, *MESSAGES["messages"]]},
         {"text": "Once.", "context": "A tale."},
+        {"prompt": "Hi", "context": "A tale.", "history": [["One?", "Two"]], "chosen": MESSAGES["messages"]},
     )
     report = Report()
-    assert len(read(path, report)) == 5
-    notes = {"persona": 2, "options": 1, "thinking of a turn": 1, "system": 1, "context": 1}
+    assert len(read(path, report)) == 6
+    notes = {"persona": 2, "options": 1, "thinking of a turn": 1, "system": 1, "context": 2, "history": 1}
     assert dict(report.notes) == {f"{key!r} is not read": count for key, count in notes.items()}
     assert "\n  noted: 2 x 'persona' is not read\n" in str(report)
     read_prompts([path])
-    assert "in 2 of 5 prompts 'persona' is not read" in caplog.text
+    assert "in 2 of 6 prompts 'persona' is not read" in caplog.text
     many = write_lines(tmp_path / "b.jsonl", *(MESSAGES | {f"field {n}": "x y"} for n in range(99)))
     report = Report()
     read(many, report)

@@ -262,8 +262,7 @@ def interpret(raw: Any, form: str = "auto") -> Content:
     if key is None:
         raise BadRecordError(f"none of the keys {', '.join(keys)}, but {_listed(raw)}")
     kind = KINDS[key]
-    if key == "text" or (form == "auto" and key == "prompt" and raw.get("text") is not None):
-        # A prompt next to its whole text is the beginning of that text.
+    if key == "text" or (form == "auto" and key == "prompt" and _is_whole(raw)):
         prompt = None if raw.get("prompt") is None else text_of(raw["prompt"], "prompt")
         text = text_of(raw["text"], "text")
         return Content("text", text=text, prompt=prompt, unread=_unread(raw, {"text", "prompt"}, [text]))
@@ -281,6 +280,12 @@ def interpret(raw: Any, form: str = "auto") -> Content:
 
 def _listed(raw: Mapping[Any, Any]) -> str:
     return ", ".join(map(str, raw))[:60] or "no keys"
+
+
+def _is_whole(raw: Mapping[str, Any]) -> bool:
+    """Return whether a prompt is next to its whole text, whose beginning it is."""
+    prompt, text = raw["prompt"], raw.get("text")
+    return _is_text(prompt) and _is_text(text) and (raw.get("input_ids") is not None or prompt.strip() in text)
 
 
 def _is_text(value: Any) -> bool:
@@ -321,7 +326,12 @@ def _asked_once(raw: Mapping[str, Any], key: str, read: set[str]) -> list[Messag
     if _is_text(raw[answer]):
         return [*messages, {"role": "assistant", "content": text_of(raw[answer], "the answer")}]
     turns = parse_turns(raw[answer], answer)
-    return turns if turns[0]["role"] in ("system", "user") else messages + turns  # some repeat the prompt
+    if turns[0]["role"] not in ("system", "user"):
+        return messages + turns
+    # Some repeat the prompt. What they lack of it is noted, as text that is not read.
+    read.clear()
+    read.add(answer)
+    return [message for message in messages if message["role"] == "system" != turns[0]["role"]] + turns
 
 
 def _is_conversation(value: Any) -> bool:
@@ -352,7 +362,7 @@ def _texts(value: Any) -> Iterator[str]:
     while pending:
         one = pending.pop()
         if isinstance(one, (list, Mapping)):
-            pending += one.values() if isinstance(one, Mapping) else one
+            pending += [one[key] for key in one if key not in ("role", "from")] if isinstance(one, Mapping) else one
         elif _is_text(one):
             yield one
 

@@ -115,6 +115,8 @@ def _message(turn: Mapping[str, Any], number: int, key: str, weight: int | None,
             raise BadRecordError(f"a tool call of turn {number} has no name")
     if isinstance(content, list):
         content = "".join(_part(part, number, place) for part in content)
+    if content is None and role == "tool":
+        content = ""
     if content is not None or not calls:  # a call needs no text beside it, and a tool may return nothing
         empty = may_be_empty or bool(calls) or role == "tool"
         content = text_of(content, f"the {place} of turn {number}", empty)
@@ -162,7 +164,8 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
             return []
         arguments = function.get("arguments", function.get("parameters"))
         if isinstance(arguments, str):
-            arguments = _parsed(arguments or "{}")
+            parsed = _parsed(arguments.strip() or "{}")
+            arguments = arguments if parsed is None else parsed
         if not isinstance(arguments or {}, Mapping):
             raise BadRecordError(f"the arguments of a tool call in turn {number} are not a JSON object")
         known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
