@@ -17,8 +17,12 @@ def find_gguf(name: str | Path) -> Path | None:
 
     A folder that has several is a `ValueError`; for any other name the result is None.
     """
-    path = Path(name).expanduser()
-    if not path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError):  # too long for a path, or of no user: the reader of the model says so
+        return None
+    if not is_folder:
         return path if path.suffix.lower() == ".gguf" else None
     found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
     if len(found) > 1:

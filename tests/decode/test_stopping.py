@@ -373,7 +373,7 @@ def test_a_host_that_reads_one_step_late_cuts_at_the_same_token(written, monkeyp
             self.late, self._slots = 1, []
 
         def record(self, state):
-            self._records.append((tuple(tensor.clone() for tensor in self._tensors(state)), 0.0))
+            self._records.append((tuple(tensor.clone() for tensor in self._tensors(state)), (0.0, 0.0)))
             self.pending += 1
 
     ids, mask = padded(written.rows)

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     _arguments.resolve_device(args)
     if args.seed is not None and not args.temperature:
         raise ValueError("--seed: expected --temperature above 0 with it, got none")
-    _arguments.heads_folder(args)
     out = output_file(args)
+    _arguments.heads_folder(args)
     with only_writer("--out", out):
         check_fresh(out, args.resume)
         prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns, distinct=True)
