@@ -156,6 +156,8 @@ def test_tokens_are_those_that_prompts_run_as(server, encoder, tokenizer):
     plain = post(server, "/tokenize", prompt="na\u00efve <|end|>").json()
     assert plain["tokens"] == tokenizer("na\u00efve <|end|>")["input_ids"]
     assert plain["token_strs"] is None
+    assert post(server, "/tokenize", prompt="", continue_final_message=False).json()["tokens"] == []
+    assert post(server, "/detokenize", tokens=[]).json()["prompt"] == ""
 
 
 @pytest.mark.parametrize(

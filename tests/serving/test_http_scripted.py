@@ -369,12 +369,14 @@ def test_a_template_without_tools_gets_them_as_text(scripted, tokenizer):
         ({}, ""),
         ({"content": None, "tool_calls": None}, ""),
         ({"content": [], "refusal": None}, ""),
+        ({"tool_calls": [{"id": None, "function": {"name": "add", "arguments": "{}"}}]}, "add"),
         ({"content": "three", "reasoning": "1 + 2"}, "(1 + 2) three"),
         ({"content": "three", "reasoning_content": "1 + 2", "reasoning_details": [{"text": "1 + 2"}]}, "(1 + 2) three"),
     ],
 )
 def test_answers_of_any_client_are_history(scripted, tokenizer, tmp_path, fields, rendered):
     said = "{% if message.reasoning_content %}({{ message.reasoning_content }}) {% endif %}{{ message.content }}"
+    said += "{% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}"
     (tmp_path / "a.jinja").write_text("{% for message in messages %}[" + said + "]{% endfor %}")
     engine = scripted("four")
     with live(engine, ChatTemplate(tokenizer, str(tmp_path / "a.jinja"))) as server:

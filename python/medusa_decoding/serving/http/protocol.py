@@ -173,9 +173,8 @@ class ToolCall(Strict):
     """A tool call in an assistant's message."""
 
     neutral = {**Strict.neutral, "index": ANY}
-    meant = frozenset({"id"})
 
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -298,6 +297,9 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(Strict):
     """A request to /tokenize: a prompt as /v1/completions reads it, or messages as /v1/chat/completions does."""
 
+    neutral = {"continue_final_message": (False,)}
+    meant = frozenset({"prompt"})
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=settings.MESSAGES)] | None = None
@@ -310,6 +312,8 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     """A request to /detokenize."""
+
+    meant = frozenset({"tokens"})
 
     model: str | None = None
     tokens: list[TokenId]
