@@ -166,7 +166,7 @@ def main() -> None:
             process.kill()
     print(json.dumps(figures, indent=1))
     if not args.dry:
-        print(harness.write_record("adaptive-demo", figures))
+        print(harness.write_record("adaptive-demo-busy" if args.busy else "adaptive-demo", figures))
 
 
 if __name__ == "__main__":
