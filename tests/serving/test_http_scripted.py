@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 
 import httpx
 import openai
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
+from medusa_decoding.serving.grammar import Grammars
 from medusa_decoding.serving.http import responses
 from medusa_decoding.serving.http.token_text import TokenBytes
 
@@ -384,6 +386,20 @@ def test_answers_of_any_client_are_history(scripted, tokenizer, tmp_path, fields
         history = [*MESSAGES, sent_back, *MESSAGES, {"role": "assistant", **fields}, *MESSAGES]
         server.client.chat.completions.create(model="demo", messages=history)
     assert tokenizer.decode(engine.asked[-1]["prompt"]) == f"[hello][four][hello][{rendered}][hello]"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": TOOLS, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}]
+)
+def test_schemas_that_compile_keep_no_other_request_waiting(scripted, tool_template, monkeypatch, fields):
+    """All compile in one thread, so that slow ones leave those for other requests free."""
+    threads, compiled = [], Grammars._processors
+    monkeypatch.setattr(
+        Grammars, "_processors", lambda *given: (threads.append(threading.current_thread().name), compiled(*given))[1]
+    )
+    with live(scripted("{}"), tool_template) as server:
+        ask(server, **fields)
+    assert [name.partition("_")[0] for name in threads] == ["medusa-schemas"]
 
 
 def test_text_that_looks_like_a_call_is_text_without_tools(scripted, tool_template):

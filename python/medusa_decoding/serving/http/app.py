@@ -185,7 +185,8 @@ class Server:
         self, body: GenerationRequest, make_plan: Callable[[], Plan], form: type[ChatForm], request: Request
     ) -> Response:
         # Templates may take seconds, and schemas so long that they must not keep other requests waiting.
-        pool = self._schemas if getattr(body, "response_format", None) else None
+        constrained = isinstance(body, ChatRequest) and (body.response_format or body.tools)
+        pool = self._schemas if constrained else None
         plan = await asyncio.get_running_loop().run_in_executor(pool, make_plan)
         timeout = self._settings.request_timeout
         answers = Answers(
