@@ -156,14 +156,14 @@ class Grammars:
             "first": " | ".join(f"start_{n} rest_{n}" for n in range(len(tools))),
         }
         # Where the text is free, so is the space in calls. Models that never end would fill it if they must call.
-        space = r"[ \t\r\n]{0,8}" if form is None else " ?"
+        space, white = (r"[ \t\r\n]{0,8}", WHITESPACE) if form is None else (" ?", r"[ \n]")
         key = "(arguments|parameters)" if form is None else form.key
         for n, tool in enumerate(tools):
             head = rf'\{{{space}"name"{space}:{space}"{re.escape(tool.name)}"{space},{space}"{key}"{space}:'
             rules |= {
                 f"head_{n}": f"/{head}/",
                 f"start_{n}[lazy]": rf"/[ \t\r\n]*{head}/",
-                f"rest_{n}": f'WS? %json {_schema_text(tool.schema, tool.lenient)} WS? "}}"',
+                f"rest_{n}": f'WS? %json {_schema_text(tool.schema, tool.lenient, white)} WS? "}}"',
             }
         if form is None and several:
             rules["start"] = '(opened tagged | TEXT other)* TEXT | other* first (WS? ";" WS? call)*'
@@ -265,12 +265,12 @@ def _grammar(schema: Any, lenient: bool = False) -> str:
         raise _refused(str(error)) from error
 
 
-def _schema_text(schema: Any, lenient: bool = False) -> str:
-    """Return a schema as JSON, with llguidance's options."""
+def _schema_text(schema: Any, lenient: bool = False, white: str = WHITESPACE) -> str:
+    """Return a schema as JSON, with llguidance's options; `white` is the pattern of white space between two parts."""
     if not isinstance(schema, Mapping):
         raise ValueError(f"json_schema: expected an object, got {shown(schema)}")
     # This also replaces options of the client's.
-    options = {"whitespace_pattern": WHITESPACE, "lenient": lenient}
+    options = {"whitespace_pattern": white, "lenient": lenient}
     try:
         text = json.dumps({**closed(schema), "x-guidance": options}, allow_nan=False)
     except RecursionError:
