@@ -285,7 +285,9 @@ def _listed(raw: Mapping[Any, Any]) -> str:
 def _is_whole(raw: Mapping[str, Any]) -> bool:
     """Return whether a prompt is next to its whole text, whose beginning it is."""
     prompt, text = raw["prompt"], raw.get("text")
-    return _is_text(prompt) and _is_text(text) and (raw.get("input_ids") is not None or prompt.strip() in text)
+    if not _is_text(prompt) or not isinstance(text, str) or not text.strip():
+        return False
+    return raw.get("input_ids") is not None or prompt.strip() in text
 
 
 def _is_text(value: Any) -> bool:
