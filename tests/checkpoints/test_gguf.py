@@ -50,6 +50,7 @@ def write(file: Path, **sizes: int) -> Path:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)  # like published files; transformers 5.17 reads no tokenizer without one
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
