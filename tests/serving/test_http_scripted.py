@@ -469,8 +469,9 @@ def test_a_client_that_leaves_ends_its_generations(scripted, encoder, stream):
 
 def test_a_model_without_a_chat_template_completes_texts_only(scripted, tokenizer):
     with live(scripted("one two"), PromptEncoder(tokenizer)) as server:
-        with pytest.raises(openai.BadRequestError, match="chat template"):
-            ask(server)
+        for asked in ({}, {"tools": TOOLS, "tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError, match="chat template"):
+                ask(server, **asked)
         assert server.client.completions.create(model="demo", prompt="x").choices[0].text == "one two"
 
 

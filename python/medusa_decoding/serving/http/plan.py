@@ -86,10 +86,10 @@ class Planner:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs: expected logprobs: true with it, got none", param="top_logprobs")
         offer = offered(body)
-        make_grammar = self._grammar(body, offer)
         definitions = [tool.model_dump(exclude_none=True) for tool in offer.tools]
         tokens = self._chat_tokens(body.messages, definitions, body.chat_template_kwargs)
         prompt = self._checked_prompt("messages", tokens)
+        make_grammar = self._grammar(body, offer)  # after what fails sooner: a schema may take seconds
         return self._plan(
             body,
             [prompt],
