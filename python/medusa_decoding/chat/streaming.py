@@ -32,7 +32,8 @@ class AnswerText:
         # Decoders treat a text's first token differently, so tokens are decoded together with those before them.
         self._context = list(context)
         self._tokens: list[int] = []
-        added = {number: str(token) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        known = getattr(tokenizer, "added_tokens_decoder", {}) if self.stops else {}  # which takes time to make
+        added = {number: str(token) for number, token in known.items()}
         named = any(text in stop for text in added.values() for stop in self.stops)
         self.hidden = {number: text for number, text in added.items() if named and not self._decode([number])}
         self._mixed = [stop for stop in self.stops if any(text in stop for text in self.hidden.values())]
