@@ -43,8 +43,9 @@ SOURCES := $(BUILD_FILES) $(shell find medusa_kernels python/medusa_decoding -na
 # A development install sees every change of the Python sources, so it serves the demo too.
 READY := $(if $(wildcard $(EDITABLE)),$(EDITABLE),$(INSTALLED))
 # -I: from the checkout's root, only an isolated interpreter imports the installed package. pip hides what a successful
-# build prints, so say here whether the CUDA library is there.
-SAY_CUDA = @$(BIN)/python -I -c "from medusa_kernels import _native; print(_native.why_missing('cuda') or 'the CUDA library was built')"
+# build prints, so say here whether the CUDA library is there. -B: an isolated interpreter ignores PYTHONPYCACHEPREFIX, and pip
+# would leave the bytecode behind, which then hides the editable install.
+SAY_CUDA = @$(BIN)/python -I -B -c "from medusa_kernels import _native; print(_native.why_missing('cuda') or 'the CUDA library was built')"
 
 # Stages of `make gpu`. A stage that succeeded leaves a stamp for this commit and is skipped next time.
 PY ?= $(BIN)/python
