@@ -19,6 +19,8 @@ from medusa_kernels._registry import Implementation, register, served_by, triton
 MOST_WEIGHTS = 3
 MOST_ROWS = 64
 """Rows up to which the Triton kernel streams the weights; with more, reading the weights is no longer the limit."""
+MOST_ROWS_CPU = 256
+"""Rows up to which the C++ ops serve; with more, PyTorch's matrix products are as fast or faster."""
 
 
 def decode_linear(
@@ -50,8 +52,8 @@ def decode_linear(
         Products are accumulated in fp32; bias, gate and residual are applied in fp32, and the result is rounded once.
         With several parts fp32 `[parts, ..., sum of N_i]`, not rounded: their sum is the product, biases are in the
         first. The PyTorch implementation rounds after each of these steps (parts it does not round). It serves more
-        than 64 rows, when the product is no longer bound by reading the weights, and what the others lack: int8 on a
-        GPU, fp16 on a CPU. With the C++ implementation (a CPU's), a row's result does not depend on the rows beside it.
+        than 64 rows on a GPU and 256 on a CPU, when the product is no longer bound by reading the weights, and what the
+        others lack: int8 on a GPU, fp16 on a CPU. With the C++ implementation (a CPU's), a row's result does not depend on the rows beside it.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.
@@ -134,7 +136,7 @@ def with_linear(x, weights, biases=None, *, gate=False, residual=None, scales=No
 def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
     """Run the op by the C++ library, on a CPU."""
     rows = x.numel() // max(1, x.shape[-1])
-    if rows > MOST_ROWS or rows == 0 or x.dtype not in _cpu.ACTIVATIONS or x.shape[-1] == 0 or parts > 1:
+    if rows > MOST_ROWS_CPU or rows == 0 or x.dtype not in _cpu.ACTIVATIONS or x.shape[-1] == 0 or parts > 1:
         return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts)
     width = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)
     out = x.new_empty(*x.shape[:-1], width)
@@ -167,7 +169,7 @@ register(
     decode_linear,
     _result,
     cpu=_cpu.native_or(
-        "decode_linear", _native, _choose, f"PyTorch matrix products for more than {MOST_ROWS} rows and float16"
+        "decode_linear", _native, _choose, f"PyTorch matrix products for more than {MOST_ROWS_CPU} rows and float16"
     ),
     cuda=_choose,
     # Optional lists of optional tensors are not among the types that PyTorch infers.

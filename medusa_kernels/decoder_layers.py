@@ -18,7 +18,7 @@ from torch import Tensor
 from medusa_kernels import _checks, _cpu, reference
 from medusa_kernels._registry import Implementation, register
 from medusa_kernels.add_rms_norm import add_rms_norm
-from medusa_kernels.decode_linear import MOST_ROWS, decode_linear
+from medusa_kernels.decode_linear import MOST_ROWS_CPU, decode_linear
 from medusa_kernels.rope_append import rope_append
 from medusa_kernels.tree_attention import tree_attention
 
@@ -200,7 +200,7 @@ def _native(
     """Run the op by the C++ library, on a CPU."""
     batch, nodes, width = hidden.shape
     _, _, _, kv_heads, rows, head_dim = kv.shape
-    few = 0 < batch * nodes <= MOST_ROWS
+    few = 0 < batch * nodes <= MOST_ROWS_CPU
     if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim % 2 or head_dim > MOST_HEAD_DIM:
         return _composed(
             hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale
@@ -253,6 +253,8 @@ register(
     decoder_layers,
     lambda a: a.hidden.new_empty(a.hidden.shape),
     mutates=["kv"],
-    cpu=_cpu.native_or("decoder_layers", _native, _compose, f"the others for more than {MOST_ROWS} rows and float16"),
+    cpu=_cpu.native_or(
+        "decoder_layers", _native, _compose, f"the others for more than {MOST_ROWS_CPU} rows and float16"
+    ),
     cuda=_compose,
 )

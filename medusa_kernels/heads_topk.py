@@ -15,7 +15,7 @@ from torch.nn.functional import linear, log_softmax, silu
 
 from medusa_kernels import _checks, _cpu
 from medusa_kernels._registry import register, triton_or
-from medusa_kernels.decode_linear import MOST_ROWS
+from medusa_kernels.decode_linear import MOST_ROWS_CPU
 
 MAX_K = 32
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
@@ -177,7 +177,7 @@ def _native(
     # For the library a w2 whose heads are 0 apart is a shared one, with one scale for all heads.
     shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1 and w2.stride(0) != 0
     dense &= w_root is None or w_root.stride(-1) == 1
-    few = 0 < batch <= MOST_ROWS
+    few = 0 < batch <= MOST_ROWS_CPU
     if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
         return _matmul(
             hidden, w1, b1, w2, k,
@@ -222,7 +222,7 @@ register(
         "heads_topk",
         _native,
         _or_matmul,
-        f"PyTorch for more than {MOST_ROWS} rows, float16 and float8",
+        f"PyTorch for more than {MOST_ROWS_CPU} rows, float16 and float8",
     ),
     cuda=_or_matmul,
 )

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from medusa_kernels import _checks, _cpu
 from medusa_kernels._registry import register, triton_or
-from medusa_kernels.decode_linear import MOST_ROWS
+from medusa_kernels.decode_linear import MOST_ROWS_CPU
 from medusa_kernels.reference import of_nodes, verify_stats
 
 
@@ -157,7 +157,7 @@ def _native(
     """Run the op on a CPU: without statistics by the C++ library, which stores no logits."""
     batch, nodes, size = hidden.shape
     rows = batch * nodes
-    fits = 0 < rows <= MOST_ROWS and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
+    fits = 0 < rows <= MOST_ROWS_CPU and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
     if want_stats or not fits:
         return _linear(
             hidden, weight, candidates, parents, temperature=temperature,
@@ -189,7 +189,7 @@ register(
         "tree_verify",
         _native,
         triton_or("tree_verify", "linear", _linear, _WHY),
-        f"PyTorch for statistics, more than {MOST_ROWS} rows and float16",
+        f"PyTorch for statistics, more than {MOST_ROWS_CPU} rows and float16",
     ),
     cuda=triton_or("tree_verify", "linear", _linear, _WHY),
 )

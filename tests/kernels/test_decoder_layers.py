@@ -161,7 +161,7 @@ def check(*cases: Case, within_twice: Any = assert_within_twice) -> None:
     within_twice(*together[3:])
 
 
-@pytest.mark.parametrize("nodes", [3, 40])  # in one call of the library, and by the other ops
+@pytest.mark.parametrize("nodes", [40, 129])  # in one call of the library, and by the other ops
 def test_neighbouring_sequences_of_a_larger_cache(nodes: int) -> None:
     case = make(nodes, [4, 7])
     alone, alone_kv = run(case)
@@ -250,8 +250,8 @@ def test_every_head_size(dim: int, dtype: torch.dtype) -> None:
 @of_the_cpu
 @pytest.mark.parametrize(
     "change",
-    [{"nodes": 33, "lens": [4, 9]}, {"nodes": 5, "lens": [4], "dtype": torch.float16}, {"nodes": 3, "lens": []}],
-    ids=["more than 64 rows", "float16", "no rows"],
+    [{"nodes": 129, "lens": [4, 9]}, {"nodes": 5, "lens": [4], "dtype": torch.float16}, {"nodes": 3, "lens": []}],
+    ids=["more than 256 rows", "float16", "no rows"],
 )
 def test_what_is_not_served_by_the_library_is_right_too(change: dict[str, Any]) -> None:
     if not change["lens"]:

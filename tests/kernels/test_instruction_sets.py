@@ -61,7 +61,7 @@ def test_sets_are_those_of_the_source() -> None:
 @pytest.mark.parametrize("form", test_decode_linear.FORMS)
 def test_set_serves_decode_linear(form: str, int8: bool, dtype: torch.dtype) -> None:
     assert served_by("decode_linear", "cpu").name == "cpp"
-    for rows in (1, 2, 3, 7, 64):
+    for rows in (1, 2, 3, 7, 64, 130):
         for size in (5, 64, 193):
             test_decode_linear.check(
                 test_decode_linear.make_form(form, rows, size, (70, 33, 1), int8=int8, dtype=dtype)
@@ -72,11 +72,11 @@ def test_set_serves_decode_linear(form: str, int8: bool, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_decode_linear_stands_alone(dtype: torch.dtype, int8: bool) -> None:
-    case = test_decode_linear.make_form("three", 64, 200, (140, 70, 33), int8=int8, dtype=dtype)
+    case = test_decode_linear.make_form("three", 130, 200, (140, 70, 33), int8=int8, dtype=dtype)
     wanted = test_decode_linear.run(case)
-    for rows in range(1, 64):
-        part = decode_linear(case["x"][64 - rows :], case["weights"], scales=case["scales"])
-        assert torch.equal(part, wanted[64 - rows :])
+    for rows in (*range(1, 64), 65, 127):
+        part = decode_linear(case["x"][130 - rows :], case["weights"], scales=case["scales"])
+        assert torch.equal(part, wanted[130 - rows :])
 
 
 @pytest.mark.usefixtures("isa", "poisoned_memory")
@@ -85,7 +85,7 @@ def test_a_row_of_decode_linear_stands_alone(dtype: torch.dtype, int8: bool) -> 
 @pytest.mark.parametrize("int8", [(), ("qkv", "o", "gate", "down")], ids=["floats", "int8"])
 def test_set_serves_decoder_layers(int8: tuple[str, ...], dim: int, dtype: torch.dtype) -> None:
     case = test_decoder_layers.make(
-        11, [100, 7], dim=dim, windows=(0, 70), norms=True, biases=True, int8=int8, own_trees=True, dtype=dtype
+        35, [100, 7], dim=dim, windows=(0, 70), norms=True, biases=True, int8=int8, own_trees=True, dtype=dtype
     )
     test_decoder_layers.check(case, within_twice=assert_typical_error_within_twice)
 
@@ -97,7 +97,7 @@ def test_set_serves_decoder_layers(int8: tuple[str, ...], dim: int, dtype: torch
 @pytest.mark.parametrize("gather", [False, True])
 def test_set_serves_heads_topk(gather: bool, shared: bool, stored: torch.dtype | None, dtype: torch.dtype) -> None:
     for size, k in ((7, 1), (64, 32), (150, 9)):
-        case = test_heads_topk.make(3, 2, size, 333, shared=shared, own_states=shared, dtype=dtype)
+        case = test_heads_topk.make(70 if size == 7 else 3, 2, size, 333, shared=shared, own_states=shared, dtype=dtype)
         scale = None
         if stored is not None:
             case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
@@ -135,7 +135,7 @@ def verify(hidden: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("rows", [1, 5, 130])
 def test_set_serves_tree_verify(rows: int, dtype: torch.dtype) -> None:
     for size, vocabulary in ((3, 1), (64, 1000), (150, 2049)):
         hidden, weight = torch.randn(1, rows, size).to(dtype), torch.randn(vocabulary, size).to(dtype)

@@ -18,7 +18,7 @@ from medusa_decoding.decode.prefill import PREFILL_CHUNK
 from medusa_decoding.heads import projection
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import served_by
-from medusa_kernels.decode_linear import MOST_ROWS
+from medusa_kernels.decode_linear import MOST_ROWS_CPU
 
 UNCHECKED = 64 * 2**20
 """Bytes below which free memory is not checked: the check takes a fraction of a millisecond."""
@@ -176,7 +176,7 @@ def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
 def _verifies_by_logits(backbone: Backbone, rows: int) -> bool:
     """Return whether `tree_verify` of `rows` nodes on a CPU stores their logits: whether PyTorch serves it."""
     native = served_by("tree_verify", "cpu").name == "cpp" and projection(backbone.lm_head) is not None
-    return not native or rows > MOST_ROWS or backbone.dtype == torch.float16
+    return not native or rows > MOST_ROWS_CPU or backbone.dtype == torch.float16
 
 
 def available(device: torch.device) -> int | None:
