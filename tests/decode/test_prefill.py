@@ -57,10 +57,10 @@ VARIANTS = {
 variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def as_nodes(backbone):
+def as_nodes(backbone, batch, tokens):
     """Takes the place of `Backbone.prefill_nodes`, before any generation has chosen how layers run."""
     backbone.native = NativeLayers(backbone.decoder)
-    return 64
+    return min(tokens, 64 // batch)
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
@@ -103,10 +103,10 @@ def chosen(dtype=torch.bfloat16, head_dim=16):
 @pytest.fixture(params=["here", "as on a GPU", "flash on a GPU", "as nodes"])
 def way(request, monkeypatch):
     """All ways to attend after the first chunk and to run the last layer, on this machine's CPU."""
-    if request.param == "as nodes":
-        if why_missing("cpu"):
-            pytest.skip(f"no C++ ops: {why_missing('cpu')}")
-        monkeypatch.setattr(Backbone, "prefill_nodes", property(as_nodes))
+    if request.param == "as nodes" and why_missing("cpu"):
+        pytest.skip(f"no C++ ops: {why_missing('cpu')}")
+    nodes = as_nodes if request.param == "as nodes" else lambda backbone, batch, tokens: 0
+    monkeypatch.setattr(Backbone, "prefill_nodes", nodes)
     if request.param == "as on a GPU":
         monkeypatch.setattr(Backbone, "can_hold_last", False)
         monkeypatch.setattr(prefill_attention, "_prefill_by_mask", prefill_attention._prefill_by_chains)
@@ -213,7 +213,8 @@ def test_rows_share_a_chunk(monkeypatch, chunk, passes):
 
 @variants
 def test_the_last_layer_runs_for_the_last_tokens_alone(family, overrides, monkeypatch):
-    rows, seen = prompts(3, [7, 2, 6]), []
+    """Where all rows end in one chunk; the one before it only appends."""
+    rows, seen = prompts(3, [7, 5, 6]), []
     make = functools.partial(tiny, family, **overrides)
     agrees = agreement(make, rows)
     with MedusaModel(make()) as medusa, torch.no_grad():
@@ -226,33 +227,41 @@ def test_the_last_layer_runs_for_the_last_tokens_alone(family, overrides, monkey
             return forward(mlp, hidden)
 
         monkeypatch.setattr(type(last.mlp), "forward", recorded)
-        state = acquire(medusa, [7, 2, 6])
+        state = acquire(medusa, [7, 5, 6])
         prefill(medusa.backbone, rows, state, *greedy(3), chunk=12)
         assert seen == [(3, 1)]
         agrees(state)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "supported", "rows", "passes"),
+    ("dtype", "supported", "rows", "tokens", "passes"),
     [
-        (torch.bfloat16, False, 1, [(1, 64), (1, 64), (1, 2)]),
-        (torch.bfloat16, False, 3, [(3, 21)] * 6 + [(3, 4)]),
-        (torch.bfloat16, False, 65, [(65, 15)] * 8 + [(65, 10)]),
-        (torch.bfloat16, True, 1, [(1, 130)]),
-        (torch.float32, False, 1, [(1, 130)]),
+        (torch.float32, True, 1, 128, [(1, 128, "nodes")]),
+        (torch.float32, True, 3, 43, [(3, 43, "modules")]),
+        (torch.float32, True, 1, 1010, [(1, 1000, "modules"), (1, 10, "nodes")]),
+        (torch.bfloat16, True, 1, 130, [(1, 130, "modules")]),
+        (torch.bfloat16, False, 1, 130, [(1, 128, "nodes"), (1, 2, "nodes")]),
+        (torch.bfloat16, False, 3, 130, [(3, 42, "nodes")] * 3 + [(3, 4, "nodes")]),
+        (torch.bfloat16, False, 129, 8, [(129, 7, "modules"), (129, 1, "modules")]),
     ],
 )
-def test_bfloat16_runs_as_nodes_where_pytorch_has_no_instructions_for_it(dtype, supported, rows, passes, monkeypatch):
+def test_few_tokens_run_as_nodes(dtype, supported, rows, tokens, passes, monkeypatch):
+    """In bfloat16 without PyTorch's instructions for it, many tokens run in pieces of as many."""
     seen = []
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
-    with MedusaModel(tiny().to(dtype)) as medusa, torch.no_grad():
+    with MedusaModel(tiny(max_position_embeddings=2048).to(dtype)) as medusa, torch.no_grad():
         medusa._steps._choose_layers("eager")
         if medusa.backbone.native is None:
             pytest.skip(f"no C++ ops: {why_missing('cpu')}")
         forward = medusa.backbone.forward
-        monkeypatch.setattr(medusa.backbone, "forward", lambda t, c: seen.append((*t.shape,)) or forward(t, c))
-        state = acquire(medusa, [130] * rows, 160)
-        prefill(medusa.backbone, prompts(rows, [130] * rows), state, *greedy(rows), chunk=1000)
+
+        def recorded(piece, context):
+            seen.append((*piece.shape, "modules" if context.ancestors is None else "nodes"))
+            return forward(piece, context)
+
+        monkeypatch.setattr(medusa.backbone, "forward", recorded)
+        state = acquire(medusa, [tokens] * rows, tokens + 30)
+        prefill(medusa.backbone, prompts(rows, [tokens] * rows), state, *greedy(rows), chunk=1000)
     assert seen == passes
 
 

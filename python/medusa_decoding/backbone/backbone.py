@@ -17,7 +17,9 @@ from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
 from medusa_decoding.heads import is_hooked
-from medusa_kernels.decode_linear import MOST_ROWS
+
+NATIVE_PREFILL = 128
+"""Tokens of a prefill's chunk up to which the C++ library runs it; with more, PyTorch's products are as fast."""
 
 
 class Backbone:
@@ -130,16 +132,19 @@ class Backbone:
             and not any(is_hooked(module) for module in layer.modules())
         )
 
-    @property
-    def prefill_nodes(self) -> int:
-        """The most tokens that a prefill runs at once as the nodes of a tree, by `native`; 0 if it runs by modules.
+    def prefill_nodes(self, batch: int, tokens: int) -> int:
+        """Return how many of a prefill's next `tokens` of each row run at once as the nodes of a tree, by `native`.
 
-        PyTorch's products in bfloat16 take several times those in float32 on a CPU without instructions for them.
+        0 if they run by modules. For few rows the limit is reading the weights, which `native` does once. In bfloat16
+        PyTorch's products take several times as long as in float32, for any number of rows, on a CPU without
+        instructions for it.
         """
-        if self.native is None or self.dtype != torch.bfloat16:
+        if self.native is None:
             return 0
+        if batch * tokens <= NATIVE_PREFILL:
+            return tokens
         fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return 0 if fast else MOST_ROWS
+        return 0 if fast or self.dtype != torch.bfloat16 else NATIVE_PREFILL // batch
 
     def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H].

@@ -174,20 +174,23 @@ def _prefill_by_chains(
     its other kernels need the mask in memory, and with grouped heads also the scores.
     """
     out = torch.empty_like(q)
-    chain = _chain(q.device)
     for first in range(0, q.shape[1], MAX_NODES):
         piece = q[:, first : first + MAX_NODES]
         nodes = piece.shape[1]
-        ancestors = chain[:nodes, : -(-nodes // WORD)]
+        ancestors = chain_words(nodes, q.device)
         out[:, first : first + nodes] = tree_attention(
             piece, k_cache, v_cache, cache_lens + first, ancestors, scale=scale, window=window
         )
     return out
 
 
+def chain_words(nodes: int, device: torch.device) -> torch.Tensor:
+    """Return the ancestor words of a chain, each of whose nodes is the child of the one before it: int64 [nodes, W]."""
+    return _longest_chain(device)[:nodes, : -(-nodes // WORD)]
+
+
 @functools.lru_cache(maxsize=16)
-def _chain(device: torch.device) -> torch.Tensor:
-    """Return the ancestor words of the longest chain, [256, 4]; those of a shorter one are its corner."""
+def _longest_chain(device: torch.device) -> torch.Tensor:
     return ancestor_words(torch.ones(MAX_NODES, MAX_NODES, dtype=torch.bool).tril()).to(device)
 
 

@@ -1,8 +1,8 @@
 """Prefill: the prompt through the model, its keys and values cached, the first root chosen. Prefill is not a step.
 
 A long prompt runs in chunks, so that its activations do not grow with it. On a CPU the last layer runs only for the
-last token of each row: of the others it appends keys and values, and nothing reads its output. In bfloat16 on a CPU
-without instructions for it, chunks are as small as a tree, and run as steps do (see `Backbone.prefill_nodes`).
+last token of each row: of the others it appends keys and values, and nothing reads its output. A chunk as small as a
+tree runs as a step does there (see `Backbone.prefill_nodes`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.backbone.backbone import Backbone
+from medusa_decoding.backbone.prefill_attention import chain_words
 from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
@@ -89,24 +90,22 @@ def prefill_chunks(
     tokens = torch.zeros(batch, width, dtype=torch.int64, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    most, chain = width, None
-    if batch <= backbone.prefill_nodes:
-        most = backbone.prefill_nodes // batch
-        # Each token is the child of the one before it; a word of 64 ones is -1.
-        chain = torch.tensor([(2 << i) - 1 if i < 63 else -1 for i in range(most)])[:, None]
-    hold_last = chain is None and observe is None and backbone.can_hold_last
+    can_hold = observe is None and backbone.can_hold_last
     last = torch.empty(batch, 1, backbone.config.hidden_size, dtype=state.hidden.dtype, device=device)
-    first = reuse
+    first, held = reuse, False
     while first < width:
-        at_once = chunk if isinstance(chunk, int) else chunk()
-        piece = tokens[:, first : first + min(max(1, at_once // batch), most)]
-        end = first + piece.shape[1]
-        state.cache.lengths.fill_(first)
-        depths = torch.arange(piece.shape[1], dtype=torch.int32, device=device)
-        ancestors = None if chain is None else chain[: piece.shape[1]]
-        context = DecodeContext(state.cache, depths, ancestors, offset=first, hold_last=hold_last)
-        hidden = backbone.forward(piece, context)
+        at_once = max(1, (chunk if isinstance(chunk, int) else chunk()) // batch)
+        nodes = backbone.prefill_nodes(batch, min(at_once, width - first))
+        piece = tokens[:, first : first + (nodes or at_once)]
+        count = piece.shape[1]
+        end = first + count
         ends = [row for row, length in enumerate(lengths) if first < length <= end]
+        # The last layer's input is of use if no row's last token, or every row's, is in this chunk.
+        held = can_hold and not nodes and len(ends) in (0, batch)
+        state.cache.lengths.fill_(first)
+        depths = torch.arange(count, dtype=torch.int32, device=device)
+        ancestors = chain_words(count, device) if nodes else None
+        hidden = backbone.forward(piece, DecodeContext(state.cache, depths, ancestors, offset=first, hold_last=held))
         if ends:
             last[ends, 0] = hidden[ends, [lengths[row] - 1 - first for row in ends]]
         if observe is not None:
@@ -121,7 +120,7 @@ def prefill_chunks(
     root_only = TreeTensors.from_tree(Tree([]), device)
     # The prompt's last token is treated as a root that has just been accepted, in the cache row after the others.
     state.cache.lengths.copy_(filled - 1)
-    if hold_last:
+    if held:
         last = backbone.finish(last, DecodeContext(state.cache, root_only.depths, root_only.ancestors))
     noise = selector.noise(state, 1, backbone.vocab_size)
     root = selector(Nodes(last, tokens[:, :1], root_only, noise), backbone.lm_head, state, limits)
