@@ -199,7 +199,8 @@ def test_a_long_prompt_runs_in_chunks_between_the_steps_of_others(llama: MedusaM
 
         def first(choice: int, delta: Delta) -> None:
             order.append("step")
-            running.set()
+            if len(order) == 2:  # the round that ran its prompt is over
+                running.set()
 
         engine.submit([1, 2, 3], first, max_new_tokens=150, tree=Tree([]))
         assert running.wait(30)
@@ -228,6 +229,7 @@ def test_a_lone_prompt_holds_the_engine_for_half_a_second_at_most(monkeypatch: p
         return forward(tokens, context)
 
     monkeypatch.setattr(model.backbone, "forward", slow)
+    monkeypatch.setattr(model.backbone, "prefill_nodes", lambda batch, tokens: 0)
     monkeypatch.setattr(
         "medusa_decoding.serving.scheduler.time", SimpleNamespace(perf_counter=clock, thread_time=time.thread_time)
     )
@@ -257,6 +259,62 @@ def test_several_waiting_prompts_run_in_one_round(llama: MedusaModel, monkeypatc
         submitted.set()
         assert [caller.tokens() for caller in callers] == expected
     assert running[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("lengths", "begin", "ran"),
+    [
+        # The first chunk finds out the pace; a quarter of 40 and 20 tokens together would be padding.
+        ([40, 40, 20, 22], 0, [(1, 32), (1, 8), (1, 40), (2, 22)]),
+        ([40, 40, 40], 30, [(1, 32), (1, 8), (2, 10)]),  # the first one's keys and values are reused
+    ],
+)
+def test_waiting_prompts_run_together(
+    llama: MedusaModel, lengths: list[int], begin: int, ran: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks [rows, tokens] of prompts of some lengths, whose first `begin` tokens are the same."""
+    engine, submitted, seen = Engine(llama, slots=4), threading.Event(), []
+    asked = [prompt.tolist() for prompt in prompts(len(lengths), lengths, seed=7)]
+    asked = [asked[0][:begin] + prompt[begin:] for prompt in asked]
+    expected = [alone(llama, prompt, max_new_tokens=8) for prompt in asked]
+    forward, scheduler_round = llama.backbone.forward, engine._scheduler.round
+
+    def recorded(tokens: torch.Tensor, context: Any) -> torch.Tensor:
+        if int(context.cache.lengths[0]) == context.offset:  # not a step
+            seen.append((*tokens.shape,))
+        return forward(tokens, context)
+
+    monkeypatch.setattr(llama.backbone, "forward", recorded)
+    monkeypatch.setattr(engine._scheduler, "round", lambda: submitted.wait(30) and scheduler_round())
+    with engine:
+        callers = [Caller(engine, prompt, max_new_tokens=8) for prompt in asked]
+        submitted.set()
+        assert [caller.tokens() for caller in callers] == expected
+    assert seen == ran
+
+
+def test_a_prompt_cancelled_between_two_chunks_harms_no_other_that_runs_with_it(
+    llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [prompt.tolist() for prompt in prompts(3, [40, 41, 42], seed=7)]
+    expected = [alone(llama, prompt, max_new_tokens=8) for prompt in asked]
+    engine, submitted, rows, forward = Engine(llama, slots=4), threading.Event(), [], llama.backbone.forward
+    scheduler_round = engine._scheduler.round
+
+    def cancelling(tokens: torch.Tensor, context: Any) -> torch.Tensor:
+        rows.append(len(tokens))
+        callers[1].tickets[0].cancel()
+        return forward(tokens, context)
+
+    monkeypatch.setattr(llama.backbone, "forward", cancelling)
+    monkeypatch.setattr(engine._scheduler, "round", lambda: submitted.wait(30) and scheduler_round())
+    monkeypatch.setattr(engine._scheduler, "_chunk", lambda: 1000 if engine._scheduler._prefill is None else 60)
+    with engine:
+        callers = [Caller(engine, prompt, max_new_tokens=8) for prompt in asked]
+        submitted.set()
+        assert [callers[0].tokens(), callers[2].tokens()] == expected[::2]
+        assert (callers[1].tokens(), callers[1].finish()) == ([], "cancelled")
+    assert rows[:3] == [3, 3, 3]
 
 
 def test_a_cancelled_row_leaves_and_the_others_go_on(llama: MedusaModel) -> None:

@@ -16,16 +16,15 @@ from typing import Any, Literal
 
 import torch
 
-from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.policy import FixedTree, Policy
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill_chunks
 from medusa_decoding.decode.runtime.steps import Steps
-from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.generation.session import common_length
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.serving.groups import Group, Groups
 from medusa_decoding.serving.rows import MOST_NODES, Kind, Row
-from medusa_decoding.serving.slots import Slots
+from medusa_decoding.serving.slots import SHORTEST_REUSE, Slots
 from medusa_decoding.serving.ticket import Delta, Finish
 from medusa_decoding.trees.tree import Tree
 
@@ -35,6 +34,8 @@ SHORTEST_CHUNK = 32
 LONGEST_SECONDS = 0.5
 """What prompts may take in one round, also when no row runs: until then a closing engine waits."""
 KEPT_POLICIES = 64
+MOST_PADDED = 1.25
+"""Tokens, padding included, that prompts may take when they run together, over those that they have."""
 
 
 @dataclass
@@ -54,12 +55,22 @@ class Counts:
 
 @dataclass
 class _Prefill:
-    """A prompt that is being run, chunk by chunk."""
+    """Prompts that are being run together, chunk by chunk, in the slots from `slot` on; all from token `cached` on."""
 
-    row: Row
+    group: Group
     slot: int
-    chunks: Iterator[int]
     cached: int
+    chunks: Iterator[int] = field(default_factory=lambda: iter(()))
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, of which some may have been cancelled."""
+        return self.group.rows
+
+    @property
+    def width(self) -> int:
+        """The length of the longest prompt."""
+        return max(len(row.ticket.prompt) for row in self.rows)
 
 
 class Scheduler:
@@ -95,14 +106,15 @@ class Scheduler:
     @property
     def taken(self) -> int:
         """Slots that are in use."""
-        return len(self.groups) + (self._prefill is not None)
+        prefill = self._prefill  # another thread may ask
+        return len(self.groups) + (0 if prefill is None else len(prefill.rows))
 
     def round(self) -> None:
         """Run prompts and a step of each group; an error ends the rows that it concerns."""
         seconds = LONGEST_SECONDS
         if running := len(self.groups):
             # Slots are filled soon, as a step of a few rows takes about as long as one of many.
-            prompts = min(len(self.waiting) + (self._prefill is not None), len(self.slots) - running)
+            prompts = min(len(self.waiting) + self.taken, len(self.slots)) - running
             seconds = min(self.stall_seconds * prompts, LONGEST_SECONDS)
         self._until, self._left = time.perf_counter() + seconds, PREFILL_CHUNK
         while True:
@@ -127,50 +139,77 @@ class Scheduler:
 
     def _end(self, row: Row, delta: Delta) -> None:
         """Take a row out, wherever it is, and deliver its last delta."""
-        if self._prefill is not None and row is self._prefill.row:
-            self._prefill = None
-        elif row in self.groups:
+        if row in self.groups:
             self.groups.leave(row)
         elif row in self.waiting:
             self.waiting.remove(row)
         assert delta.finish is not None
         self.counts.finished[delta.finish] += not row.ended
         row.end(delta)
+        if self._prefill is not None and all(row.ended for row in self._prefill.rows):
+            self._prefill = None
 
     def _rows(self) -> list[Row]:
         # Other threads may append meanwhile, but not while the interpreter copies the queue.
         running = [row for group in self.groups for row in group.rows]
-        return [*running, *([self._prefill.row] if self._prefill is not None else []), *self.waiting]
+        begun = [] if self._prefill is None else [row for row in self._prefill.rows if not row.ended]
+        return [*running, *begun, *self.waiting]
 
     # -- prompts
 
     def _admit(self) -> _Prefill | None:
-        """Give the first waiting row a slot; None if there is none."""
-        running = len(self.groups)
-        if not self.waiting or running == len(self.slots):
-            return None
-        row = self.waiting.popleft()
-        try:
-            return self._placed(row, running)
-        except Exception as error:
-            logger.exception("engine: a prompt could not be placed; its request ends")
-            self._end(row, Delta([], "error", error=error))
-            return None
+        """Give the first waiting row a slot, and those after it that are best run with it; None if there is none."""
+        first, prefill = len(self.groups), None
+        while self.waiting and first < len(self.slots):
+            row = self.waiting[0]
+            if prefill is not None and not self._joins(row, prefill):
+                break
+            self.waiting.popleft()
+            try:
+                reused = self.slots.place(row.ticket.prompt, first, reuse=row.scores is None)
+                self.slots.clear(first, row.seed, row.temperature)
+            except Exception as error:
+                logger.exception("engine: a prompt could not be placed; its request ends")
+                self._end(row, Delta([], "error", error=error))
+                continue
+            prefill = prefill or _Prefill(Group(row.kind), first, reused)
+            prefill.rows.append(row)
+            prefill.cached = min(prefill.cached, reused)
+            first += 1
+        if prefill is not None:
+            prefill.chunks = self._chunks(prefill)
+        return prefill
 
-    def _placed(self, row: Row, running: int) -> _Prefill:
-        backbone, prompt = self.model.backbone, row.ticket.prompt
-        slot, reused = self.slots.place(prompt, range(running, len(self.slots)), reuse=row.scores is None)
-        row.ticket.reused = reused
-        self.counts.prompt_tokens += len(prompt)
-        self.counts.reused_tokens += reused
-        self.slots.clear(slot, row.seed, row.temperature)
-        limits = Limits([row.budget], [0], sorted(row.ends), device=backbone.device)
-        tokens = [torch.tensor(prompt, device=backbone.device)]
-        view = self.slots.rows(slot, slot + 1)
-        chunks = prefill_chunks(
-            backbone, tokens, view, row.selector, limits, reuse=reused, chunk=self._chunk, observe=row.scores
-        )
-        return _Prefill(row, slot, chunks, reused)
+    def _joins(self, row: Row, prefill: _Prefill) -> bool:
+        """Return whether a waiting row's prompt is best run with others: at once, with little padding.
+
+        One that begins as another of them does waits, so as to reuse its keys and values.
+        """
+        prompt, rows = row.ticket.prompt, prefill.rows
+        if row.kind != prefill.group.kind or row.scores is not None or rows[0].scores is not None:
+            return False
+        reused, _ = self.slots.reusable(prompt, prefill.slot + len(rows))
+        if any(common_length(other.ticket.prompt, prompt) >= reused + SHORTEST_REUSE for other in rows):
+            return False
+        lengths = [len(prompt), *(len(other.ticket.prompt) for other in rows)]
+        cached = min(reused, prefill.cached)
+        padded = len(lengths) * (max(lengths) - cached)
+        return padded <= min(self._chunk(), MOST_PADDED * (sum(lengths) - len(lengths) * max(reused, prefill.cached)))
+
+    def _chunks(self, prefill: _Prefill) -> Iterator[int]:
+        backbone, rows, slot = self.model.backbone, prefill.rows, prefill.slot
+        prompts = [row.ticket.prompt for row in rows]
+        for row in rows:
+            row.ticket.reused = prefill.cached
+        self.counts.prompt_tokens += sum(map(len, prompts))
+        self.counts.reused_tokens += len(rows) * prefill.cached
+        last = slot + len(rows)
+        selector, limits = prefill.group.prepare(len(rows), backbone.device, self.slots.temperatures[slot:last])
+        tokens = [torch.tensor(prompt, device=backbone.device) for prompt in prompts]
+        yield from prefill_chunks(
+            backbone, tokens, self.slots.rows(slot, last), selector, limits, reuse=prefill.cached, chunk=self._chunk,
+            observe=rows[0].scores,
+        )  # fmt: skip
 
     def _chunk(self) -> int:
         """Return how many tokens of a prompt may run now."""
@@ -181,31 +220,37 @@ class Scheduler:
         return max(min(int(speed * (self._until - time.perf_counter())), self._left), SHORTEST_CHUNK)
 
     def _run_chunk(self) -> bool:
-        """Run a chunk of the prompt whose turn it is; after the last one its row joins the steps if it goes on.
+        """Run a chunk of the prompts whose turn it is; after the last one their rows join the steps if they go on.
 
-        Returns False if there is none.
+        Returns False if there are none.
         """
         self._prefill = prefill = self._prefill or self._admit()
         if prefill is None:
             return False
-        view, began = self.slots.rows(prefill.slot, prefill.slot + 1), time.perf_counter()
+        rows, last = prefill.rows, prefill.slot + len(prefill.rows)
+        view, began = self.slots.rows(prefill.slot, last), time.perf_counter()
         try:
             view.finished.fill_(False)
             view.step.zero_()  # the column of the log, which nobody reads
             cached = next(prefill.chunks, None)
-            if cached is not None or self._started(prefill, view):
-                view.finished.fill_(True)  # it has ended or goes on later; steps of others leave the row as it is
-            else:
-                self.groups.join(prefill.row, prefill.slot)
+            left = view if cached is not None or view.root.device.type == "cpu" else _OnHost(view)
+            going = [] if cached is not None else self._started(prefill, left)
+            view.finished.fill_(True)  # they have ended or go on later; steps of others leave such rows as they are
         except Exception as error:
-            logger.exception("engine: a prefill failed; its request ends")
-            cached = None
-            self.slots.forget(prefill.slot, prefill.slot + 1)
+            logger.exception("engine: a prefill failed; its requests end")
+            cached, going = None, []
+            self.slots.forget(prefill.slot, last)
             view.finished.fill_(True)
-            self._end(prefill.row, Delta([], "error", error=error))
+            for row in rows:
+                self._end(row, Delta([], "error", error=error))
+        if cached is None:
+            self._prefill = None
+        for row, slot in going:
+            self.slots.state.finished[slot] = False
+            self.groups.join(row, slot)
         seconds = time.perf_counter() - began
         self.counts.prefill_seconds += seconds
-        ran = (len(prefill.row.ticket.prompt) if cached is None else cached) - prefill.cached
+        ran = len(rows) * ((prefill.width if cached is None else cached) - prefill.cached)
         if ran >= SHORTEST_CHUNK:
             self._tokens_per_second = ran / seconds
         self._left -= ran
@@ -213,13 +258,14 @@ class Scheduler:
             prefill.cached = cached
         return True
 
-    def _started(self, prefill: _Prefill, view: DecodeState) -> bool:
-        """Take the first token of a row whose prompt has run; return whether it was the last one."""
-        row = prefill.row
-        error = row.selector.rows[0].error if isinstance(row.selector, LogitsProcessors) else None
-        finish = self._take(row, prefill.slot, view, 0, error)
-        self._prefill = None
-        return finish is not None
+    def _started(self, prefill: _Prefill, left: DecodeState | _OnHost) -> list[tuple[Row, int]]:
+        """Take the first token of each row whose prompt has run; return those that go on, with their slots."""
+        going = []
+        for place, (row, error) in enumerate(zip(prefill.rows, prefill.group.errors(), strict=True)):
+            slot = prefill.slot + place
+            if not row.ended and self._take(row, slot, left, place, error) is None:
+                going.append((row, slot))
+        return going
 
     # -- steps
 

@@ -74,23 +74,33 @@ class Slots:
         self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
         self._used[one], self._used[other] = self._used[other], self._used[one]
 
-    def place(self, prompt: list[int], free: range, reuse: bool = True) -> tuple[int, int]:
-        """Choose a free slot for a prompt; return it and how many tokens of the prompt are cached in it.
+    def reusable(self, prompt: list[int], first: int) -> tuple[int, int]:
+        """Return how many tokens of a prompt are cached in a slot, and which slot, of those from `first` on if it can.
 
-        These are taken from whichever slot, running ones included, has the most of them. A free slot that has them is
-        used itself unless the better part of its own text would be lost while another slot has been free for longer.
-        The last token of a prompt always runs: its prediction is needed. Without `reuse` all of them run.
+        That is whichever slot, running ones included, has the most. The last token always runs: its prediction is
+        needed.
         """
         common = [min(common_length(text[:-1], prompt), len(prompt) - 1) for text in self.texts]
-        source = max(range(len(self)), key=lambda slot: (common[slot], slot in free))
-        oldest = min(free, key=lambda slot: (self._used[slot], -slot))
-        reused = common[source] if reuse and common[source] >= SHORTEST_REUSE else 0
-        slot = source if reused and source in free and 2 * reused >= len(self.texts[source]) else oldest
+        source = max(range(len(self)), key=lambda slot: (common[slot], slot >= first))
+        return (common[source] if common[source] >= SHORTEST_REUSE else 0), source
+
+    def place(self, prompt: list[int], first: int, reuse: bool = True) -> int:
+        """Let a prompt have slot `first`, the first free one; return how many of its tokens are cached in it.
+
+        A free slot that has them changes places with it, unless the better part of that slot's own text would be lost
+        while another one has been free for longer: then that one does, and they are copied. Without `reuse` all tokens
+        run.
+        """
+        reused, source = self.reusable(prompt, first) if reuse else (0, first)
+        oldest = min(range(first, len(self)), key=lambda slot: (self._used[slot], -slot))
+        slot = source if reused and source >= first and 2 * reused >= len(self.texts[source]) else oldest
         if reused and slot != source:
             self.state.cache.kv[:, :, slot, :, :reused] = self.state.cache.kv[:, :, source, :, :reused]
+        self.texts[slot], self.state.cache.lengths[slot] = prompt[:reused], reused
+        self.swap(slot, first)
         self._uses += 1
-        self._used[slot], self.texts[slot] = self._uses, prompt[:reused]
-        return slot, reused
+        self._used[first] = self._uses
+        return reused
 
     def clear(self, slot: int, seed: int, temperature: float) -> None:
         """Prepare a slot for the prefill of another text."""
