@@ -22,7 +22,7 @@ from medusa_decoding.files import read_json
 from medusa_decoding.options import DTYPES
 from medusa_decoding.progress import Progress
 from medusa_decoding.trees import plot
-from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.trees.calibration import Calibration, shared_prompts
 from medusa_decoding.trees.replay import texts_of
 from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
@@ -224,8 +224,6 @@ def are_others(name: str, prompts: Any, calibration: Calibration, file: Path) ->
 
     Prompts are as `Writer.describe` returns them. If some are the same, a `ValueError` names their argument, `name`.
     """
-    from medusa_decoding.calibration.texts import shared_prompts
-
     same = shared_prompts(prompts, calibration.made.get("prompts"))
     if same:
         raise ValueError(f"{name}: expected others than the prompts of {file}, got {same} of them")
